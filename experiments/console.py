@@ -1,0 +1,143 @@
+"""What a run says on the screen: a bar while it works, one aligned line a step, and a summary that is easy to grep.
+
+On a terminal the lines scroll above a progress bar. Anywhere else (a file, a pipe, a CI log) the same lines are plain
+text without control codes, and the bar becomes one line per tenth of the work.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+HEADER_EVERY = 20
+REPORTS_PER_PHASE = 10
+
+
+class Column(NamedTuple):
+    """One column of the step lines: the metric it shows, its title, its number format and its width."""
+
+    metric: str
+    title: str
+    form: str
+    width: int
+
+
+STEP_COLUMNS = (
+    Column("reward_mean", "reward", ".3f", 7),
+    Column("entropy", "entropy", ".3f", 8),
+    Column("clipped_ratio_fraction", "clipped", ".2%", 8),
+    Column("ratio_new_old", "ratio", ".4f", 8),
+    Column("drift_max", "max|dlogp|", ".2e", 11),
+    Column("num_documents", "docs", ",.0f", 7),
+    Column("tokens_per_second", "tokens/s", ",.0f", 10),
+)
+
+
+class HeldOut(NamedTuple):
+    """A score on held-out documents before and after the run, in [0, 1]."""
+
+    before: float
+    after: float
+
+
+class RunConsole:
+    """Prints a run.
+
+    Args:
+        quiet: print only warnings and the lines of the summary that are meant for grep.
+        stream: where to print; standard output when None.
+    """
+
+    def __init__(self, quiet: bool = False, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        self._quiet = quiet
+        self._terminal = stream.isatty()
+        # Stated rather than detected: rich would also obey variables that force colours into a file.
+        self._console = Console(file=stream, force_terminal=self._terminal, force_jupyter=False, highlight=False)
+        self._lines = 0
+
+    def say(self, text: str) -> None:
+        """Prints one line of text."""
+        if not self._quiet:
+            self._print(text)
+
+    def warn(self, text: str) -> None:
+        """Prints one line that stands out, in quiet mode too."""
+        self._print(f"WARNING: {text}", style="bold red")
+
+    @contextlib.contextmanager
+    def progress(self, label: str, total: int, done: int = 0, lines: bool = True) -> Iterator[Callable[..., None]]:
+        """Shows the progress of `total` steps while the block runs.
+
+        Args:
+            label: what the steps do, for example "warm start".
+            total: number of steps.
+            done: steps that a restored run has behind it.
+            lines: off a terminal, print a line per tenth of the work; False where `step` prints lines anyway.
+
+        Yields:
+            A function to call after every step; its text (may be empty) is shown behind the count.
+        """
+        if self._quiet or not self._terminal:
+            yield self._counter(label, total, done) if lines else lambda note="": None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, transient=True) as bar:
+            task = bar.add_task(label, total=total, completed=done, note="")
+            yield lambda note="": bar.update(task, advance=1, note=note)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Prints the line of one step; a metric that is not in `values` shows as a dash."""
+        if self._quiet:
+            return
+        if self._lines % HEADER_EVERY == 0:
+            titles = (f"{column.title:>{column.width}}" for column in STEP_COLUMNS)
+            self._print(f"{'step':>6} " + " ".join(titles), style="bold")
+        self._lines += 1
+        cells = []
+        for column in STEP_COLUMNS:
+            value = values.get(column.metric)
+            cells.append(("-" if value is None else format(value, column.form)).rjust(column.width))
+        self._print(f"{step:>6} " + " ".join(cells))
+
+    def summary(self, facts: Mapping[str, str | float], run: Path, held_out: Mapping[str, HeldOut]) -> None:
+        """Prints the table of facts, then plain lines: the run folder, and each held-out score as `before -> after`.
+
+        Args:
+            facts: name and value of each row of the table.
+            run: the run folder.
+            held_out: scores by the way of decoding, for example "temperature 1" and "greedy"; the last lines printed,
+                in this order.
+        """
+        if not self._quiet:
+            table = Table("", "", title="summary", show_header=False, box=box.ROUNDED if self._terminal else box.ASCII)
+            for name, value in facts.items():
+                table.add_row(Text(name), Text(f"{value:.6g}" if isinstance(value, float) else str(value)))
+            self._console.print(table)
+        self._print(f"run folder: {run}")
+        for decoding, score in held_out.items():
+            self._print(f"held-out exact match ({decoding}): {score.before:.2f} -> {score.after:.2f}")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        # Soft wrap, because rich would otherwise break lines at 80 columns in a file; markup off, because samples and
+        # paths may hold square brackets.
+        self._console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+
+    def _counter(self, label: str, total: int, done: int) -> Callable[..., None]:
+        every = max(1, math.ceil(total / REPORTS_PER_PHASE))
+
+        def advance(note: str = "") -> None:
+            nonlocal done
+            done += 1
+            if done % every == 0 or done == total:
+                self.say(f"{label} {done}/{total} {note}".rstrip())
+
+        return advance

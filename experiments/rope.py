@@ -1,0 +1,101 @@
+"""Rotary position embedding: angles from positions, and the rotation of queries and keys."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's stretch of the slow frequencies, with the names and defaults of its configuration.
+
+    Frequencies whose wavelength is longer than `original_max_position_embeddings / low_freq_factor` are divided by
+    `factor`, those shorter than `original_max_position_embeddings / high_freq_factor` stay, and between the two the
+    divisor is interpolated.
+
+    Args:
+        factor: divisor of the slow frequencies, at least 1.
+        low_freq_factor: where the full stretch begins, in wavelengths per original context.
+        high_freq_factor: where the stretch ends, larger than `low_freq_factor`.
+        original_max_position_embeddings: context length, in tokens, before the stretch.
+
+    Raises:
+        ValueError: a value outside these ranges.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        require(1.0 <= self.factor < math.inf, "rope_scaling.factor", "a finite number of at least 1", self.factor)
+        require(self.low_freq_factor > 0, "rope_scaling.low_freq_factor", "a positive number", self.low_freq_factor)
+        above = self.low_freq_factor < self.high_freq_factor < math.inf
+        require(above, "rope_scaling.high_freq_factor", f"more than {self.low_freq_factor}", self.high_freq_factor)
+        context = self.original_max_position_embeddings
+        require(context >= 1, "rope_scaling.original_max_position_embeddings", "at least 1", context)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Angle per position of each pair of features: f_i = theta^(-2i / head_dim), stretched by `scaling`.
+
+    Args:
+        head_dim: features of one head, even.
+        theta: base of the geometric series.
+        scaling: Llama-3's stretch, or None.
+
+    Returns:
+        float64 [head_dim / 2], radians per position.
+
+    Example:
+        >>> rope_frequencies(4, 10000.0).tolist()
+        [1.0, 0.01]
+    """
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rope_tables(
+    positions: Int[Array, "*tokens"], frequencies: np.ndarray
+) -> tuple[Float[Array, "*tokens 1 half"], Float[Array, "*tokens 1 half"]]:
+    """Cosine and sine of position times frequency, in fp32, with an axis of size 1 in the place of the heads.
+
+    Args:
+        positions: int [*tokens], distance from the start of the document.
+        frequencies: [half] from `rope_frequencies`.
+
+    Returns:
+        cos, sin: fp32 [*tokens, 1, half].
+    """
+    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    features: Float[Array, "*tokens heads head_dim"],
+    tables: tuple[Float[Array, "*tokens 1 half"], Float[Array, "*tokens 1 half"]],
+) -> Float[Array, "*tokens heads head_dim"]:
+    """Rotates feature i against feature i + head_dim / 2 by the token's angle; fp32 inside.
+
+    Args:
+        features: queries or keys [*tokens, heads, head_dim].
+        tables: from `rope_tables`.
+
+    Returns:
+        Array like `features`.
+    """
+    cos, sin = tables
+    first, second = jnp.split(features.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(features.dtype)

@@ -1,0 +1,197 @@
+"""What a task is, and how its prompts are divided into train and held-out.
+
+The split is a property of the prompt: a hash of its text decides. No prompt can therefore be in both splits, whatever
+the seed, the index or the size of the run, and nobody has to keep lists apart.
+"""
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+Split = Literal["train", "held_out"]
+
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+HELD_OUT_ONE_IN = 10
+MAX_ATTEMPTS = 1000
+MAX_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its reference answer.
+
+    Args:
+        prompt: what the model reads.
+        answer: what it should write, without an end marker.
+        source: what the task needs to score other answers, or None.
+    """
+
+    prompt: str
+    answer: str
+    source: Any | None = None
+
+
+class Task(Protocol):
+    """A source of examples with a reward that a program can check."""
+
+    @property
+    def name(self) -> str:
+        """The text from which `make_task` makes this task again."""
+
+    @property
+    def alphabet(self) -> str | None:
+        """Every character that prompts and answers may contain; None when that is any text at all."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Length that no prompt exceeds: characters, or UTF-8 bytes where `alphabet` is None."""
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """Length that no answer exceeds, in the same unit and without an end marker."""
+
+    def num_examples(self, split: Split) -> int | None:
+        """Number of examples of the split; None when every index has one (they repeat once the prompts run out)."""
+
+    def example(self, index: int, split: Split) -> Example:
+        """The example at `index`: the same one on every call and in every process.
+
+        Raises:
+            ValueError: the index is negative or not an integer, or the split is unknown or has no such example.
+        """
+
+    def reward(self, example: Example, completion: str) -> float:
+        """1.0 when the completion answers the example, else 0.0."""
+
+
+def split_of(family: str, prompt: str) -> Split:
+    """The split that a prompt belongs to, from the first 8 bytes of a SHA-256; about one in ten is held out.
+
+    Args:
+        family: the kind of task, without its size, so that a prompt held out at one size is held out at every size.
+        prompt: the prompt.
+
+    Returns:
+        "train" or "held_out".
+
+    Example:
+        >>> split_of("addition", "37+48=")
+        'train'
+    """
+    digest = hashlib.sha256(f"{family}\n{prompt}".encode()).digest()
+    return "held_out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def check_request(index: int, split: str) -> None:
+    """Refuses an index that is not a whole number from 0 and a split that does not exist.
+
+    Raises:
+        ValueError: either of the two.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
+    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
+        raise ValueError(f"index: expected an integer of at least 0, got {index!r}")
+
+
+def check_seed(seed: int) -> None:
+    """Refuses a seed that is not an integer.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed: expected an integer, got {seed!r}")
+
+
+def draw_example(
+    name: str, family: str, seed: int, split: Split, index: int, candidate: Callable[[random.Random], Example | None]
+) -> Example:
+    """Draws candidates until one belongs to the split.
+
+    Every attempt has its own generator, seeded by the text (name, seed, split, index, attempt), so that an example
+    depends on nothing that was drawn before it.
+
+    Args:
+        name: the task with its size, for the seed and for messages.
+        family: what `split_of` hashes together with the prompt.
+        seed: seed of the task.
+        split: the split to draw from.
+        index: which of its examples.
+        candidate: makes an example from a generator, or returns None to pass over what it drew.
+
+    Returns:
+        The first candidate that belongs to the split.
+
+    Raises:
+        ValueError: bad index or split, or no candidate belonged to the split in `MAX_ATTEMPTS` attempts.
+    """
+    check_request(index, split)
+    for attempt in range(MAX_ATTEMPTS):
+        example = candidate(random.Random(f"{name} {seed} {split} {int(index)} {attempt}"))
+        if example is not None and split_of(family, example.prompt) == split:
+            return example
+    raise ValueError(
+        f"task {name!r}: expected a {split} prompt among {MAX_ATTEMPTS} draws, got none; "
+        "it has too few different prompts, choose a larger task"
+    )
+
+
+@dataclass(frozen=True)
+class SizedTask(ABC):
+    """A task that makes its prompts from a random generator, with one number that says how hard they are.
+
+    Args:
+        size: difficulty, from 1 to 64; what it counts is up to the task.
+        seed: another seed gives other examples, of the same splits.
+
+    Raises:
+        ValueError: the size or the seed is not an integer, or the size is out of range.
+    """
+
+    size: int
+    seed: int = 0
+
+    family: ClassVar[str]
+    alphabet: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and 1 <= self.size <= MAX_SIZE
+        if not is_size:
+            raise ValueError(f"{self.family} size: expected an integer from 1 to {MAX_SIZE}, got {self.size!r}")
+
+    @property
+    def name(self) -> str:
+        """Family and size, for example "addition:2"."""
+        return f"{self.family}:{self.size}"
+
+    @property
+    @abstractmethod
+    def max_prompt_tokens(self) -> int:
+        """Length of the longest prompt in characters."""
+
+    @property
+    @abstractmethod
+    def max_answer_tokens(self) -> int:
+        """Length of the longest answer in characters."""
+
+    @abstractmethod
+    def candidate(self, generator: random.Random) -> Example:
+        """Draws an example of either split."""
+
+    def num_examples(self, split: Split) -> int | None:
+        """None: every index has an example."""
+        check_request(0, split)
+        return None
+
+    def example(self, index: int, split: Split) -> Example:
+        """See `Task.example`."""
+        return draw_example(self.name, self.family, self.seed, split, index, self.candidate)
+
+    def reward(self, example: Example, completion: str) -> float:
+        """1.0 when the completion is the answer, up to white space around it."""
+        return float(completion.strip() == example.answer)

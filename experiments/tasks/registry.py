@@ -1,0 +1,57 @@
+"""Tasks by name: the text of a command line option becomes a task."""
+
+import re
+
+from experiments.tasks.addition import Addition
+from experiments.tasks.comparison import Comparison
+from experiments.tasks.jsonl import load_jsonl
+from experiments.tasks.letter_counting import LetterCounting
+from experiments.tasks.protocol import MAX_SIZE, SPLITS, SizedTask, Task
+from experiments.tasks.reasoning_gym import ReasoningGymTask
+from experiments.tasks.reversal import Reversal
+from experiments.tasks.sorting import Sorting
+
+SIZED_TASKS: dict[str, type[SizedTask]] = {
+    task.family: task for task in (Addition, Comparison, LetterCounting, Reversal, Sorting)
+}
+TASK_FORMS = (*(f"{family}[:SIZE]" for family in SIZED_TASKS), "reasoning_gym:NAME", "jsonl:PATH")
+
+
+def make_task(spec: str, *, seed: int = 0) -> Task:
+    """Makes the task that a text names.
+
+    Args:
+        spec: one of `TASK_FORMS`: a task of our own with its size if another than its default is wanted
+            ("addition", "addition:3"), a data set of reasoning-gym ("reasoning_gym:chain_sum"), or a file
+            ("jsonl:questions.jsonl").
+        seed: which examples are drawn, in which order. It moves no prompt from one split to the other, and has no
+            effect on a file, whose order is that of its lines.
+
+    Returns:
+        The task, with an example in either split.
+
+    Raises:
+        ValueError: the text names no task, its argument is bad, or the task cannot be made.
+
+    Example:
+        >>> make_task("addition:3").name
+        'addition:3'
+    """
+    family, colon, argument = spec.partition(":")
+    if family in SIZED_TASKS:
+        task = SIZED_TASKS[family](seed=seed, **({"size": _size(spec, argument)} if colon else {}))
+    elif family == "reasoning_gym" and argument:
+        task = ReasoningGymTask(argument, seed=seed)
+    elif family == "jsonl" and argument:
+        task = load_jsonl(argument)
+    else:
+        raise ValueError(f"task: expected one of {', '.join(TASK_FORMS)}; got {spec!r}")
+    for split in SPLITS:
+        task.example(0, split)
+    return task
+
+
+def _size(spec: str, argument: str) -> int:
+    if not re.fullmatch("0*[0-9]{1,9}", argument, re.ASCII) or not 1 <= int(argument) <= MAX_SIZE:
+        raise ValueError(f"task {spec!r}: expected a size from 1 to {MAX_SIZE} behind the colon, got {argument!r}")
+    return int(argument)

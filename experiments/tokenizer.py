@@ -1,0 +1,207 @@
+"""Text to token ids and back: one id a character for small alphabets, one id a byte for any text.
+
+Both tokenizers begin with the same three special ids, then count through their symbols, and round the vocabulary up to
+a multiple of 8, so that a head split over 2, 4 or 8 devices has equal shards. The ids behind the last symbol stand for
+nothing: `encode` never returns them, and a model that samples one reads it back as U+FFFD, which no answer contains.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+from experiments.tasks.protocol import Task
+
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+NUM_SPECIAL = 3
+VOCAB_MULTIPLE = 8
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    """What the trainer needs of a tokenizer."""
+
+    pad_id: ClassVar[int]
+    bos_id: ClassVar[int]
+    eos_id: ClassVar[int]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: special ids, symbols, and unused ids up to a multiple of 8."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special ids.
+
+        Raises:
+            ValueError: a character has no id; the message has the character and its position.
+        """
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids up to the first `eos_id`; `pad_id` and `bos_id` are skipped, unused ids read as U+FFFD.
+
+        Raises:
+            ValueError: an id before the first `eos_id` is not an integer in [0, vocab_size).
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tokenizer as JSON values, for `tokenizer_from_dict`."""
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """One id for each character of an alphabet, in the alphabet's order.
+
+    Args:
+        alphabet: the characters, each once.
+
+    Raises:
+        ValueError: the alphabet is empty, repeats a character, or contains U+FFFD.
+
+    Example:
+        >>> tokenizer = CharTokenizer("0123456789+=")
+        >>> tokenizer.encode("37+48=")
+        [6, 10, 13, 7, 11, 14]
+        >>> tokenizer.decode([11, 8, tokenizer.eos_id, 8])
+        '85'
+        >>> tokenizer.vocab_size
+        16
+    """
+
+    alphabet: str
+
+    pad_id: ClassVar[int] = PAD_ID
+    bos_id: ClassVar[int] = BOS_ID
+    eos_id: ClassVar[int] = EOS_ID
+    kind: ClassVar[str] = "char"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.alphabet, str) or not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
+            raise ValueError(f"alphabet: expected one or more characters, each once, got {self.alphabet!r}")
+        if UNKNOWN in self.alphabet:
+            raise ValueError("alphabet: expected characters other than U+FFFD, which marks unused ids")
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Tokenizer.vocab_size`."""
+        return _round_up(NUM_SPECIAL + len(self.alphabet))
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        for position, character in enumerate(text):
+            if character not in self._ids:
+                raise ValueError(f"text: expected characters of {self.alphabet!r}, got {character!r} at {position}")
+        return [self._ids[character] for character in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Tokenizer.decode`."""
+        symbols = self.alphabet.ljust(self.vocab_size - NUM_SPECIAL, UNKNOWN)
+        return "".join(symbols[number] for number in _symbol_numbers(ids, self.vocab_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Tokenizer.to_dict`."""
+        return {"kind": self.kind, "alphabet": self.alphabet, "vocab_size": self.vocab_size}
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {character: number for number, character in enumerate(self.alphabet, start=NUM_SPECIAL)}
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One id for each byte of UTF-8 text; bytes that are not valid UTF-8 read as U+FFFD.
+
+    Example:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("é")
+        [198, 172]
+        >>> tokenizer.vocab_size
+        264
+    """
+
+    pad_id: ClassVar[int] = PAD_ID
+    bos_id: ClassVar[int] = BOS_ID
+    eos_id: ClassVar[int] = EOS_ID
+    kind: ClassVar[str] = "byte"
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Tokenizer.vocab_size`."""
+        return _round_up(NUM_SPECIAL + 256)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        try:
+            return [NUM_SPECIAL + byte for byte in text.encode("utf-8")]
+        except UnicodeEncodeError as error:
+            character, position = text[error.start], error.start
+            raise ValueError(f"text: expected text that UTF-8 can hold, got {character!r} at {position}") from error
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Tokenizer.decode`."""
+        # 0xFF occurs nowhere in UTF-8, so it turns into U+FFFD like every other invalid byte.
+        data = bytes(min(number, 0xFF) for number in _symbol_numbers(ids, self.vocab_size))
+        return data.decode("utf-8", errors="replace")
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Tokenizer.to_dict`."""
+        return {"kind": self.kind, "vocab_size": self.vocab_size}
+
+
+def tokenizer_for(task: Task) -> Tokenizer:
+    """The tokenizer that a task's `max_prompt_tokens` and `max_answer_tokens` count in.
+
+    Args:
+        task: any task.
+
+    Returns:
+        A `CharTokenizer` of the task's alphabet, or a `ByteTokenizer` where that is None.
+    """
+    return ByteTokenizer() if task.alphabet is None else CharTokenizer(task.alphabet)
+
+
+def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that `to_dict` wrote.
+
+    Args:
+        values: what `to_dict` returned, after a trip through JSON if need be.
+
+    Returns:
+        An equal tokenizer.
+
+    Raises:
+        ValueError: the values describe no tokenizer, or one whose vocabulary had another size.
+
+    Example:
+        >>> tokenizer_from_dict(CharTokenizer("abc").to_dict())
+        CharTokenizer(alphabet='abc')
+    """
+    kind = values.get("kind")
+    if kind == CharTokenizer.kind:
+        tokenizer: Tokenizer = CharTokenizer(values.get("alphabet"))
+    elif kind == ByteTokenizer.kind:
+        tokenizer = ByteTokenizer()
+    else:
+        raise ValueError(f"tokenizer: expected kind {CharTokenizer.kind!r} or {ByteTokenizer.kind!r}, got {kind!r}")
+    if tokenizer.to_dict() != dict(values):
+        raise ValueError(f"tokenizer: expected {tokenizer.to_dict()}, got {dict(values)}")
+    return tokenizer
+
+
+def _round_up(size: int) -> int:
+    return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _symbol_numbers(ids: Iterable[int], vocab_size: int) -> Iterator[int]:
+    """Numbers of the symbols, counted from 0, before the first EOS; other special ids are left out."""
+    for position, token in enumerate(ids):
+        try:
+            token = operator.index(token)
+        except TypeError as error:
+            raise ValueError(f"ids: expected integers, got {token!r} at {position}") from error
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"ids: expected ids in [0, {vocab_size}), got {token} at {position}")
+        if token == EOS_ID:
+            return
+        if token >= NUM_SPECIAL:
+            yield token - NUM_SPECIAL

@@ -1,0 +1,284 @@
+"""Documents packed into rows of a fixed shape: next-token targets, document index, label counts, padding.
+
+Every per-token array is indexed by the predicting position t of its row: `targets[t]` is the token at t + 1 of the same
+document, `mask[t]` says that this target is a label, and `old_log_probs[t]` belongs to it. The last token of a document
+therefore has no target, its first token is nobody's target, and a document of one token has no label at all.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp.errors import require
+
+PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One prompt with one sampled completion.
+
+    Args:
+        tokens: int [length], prompt and completion.
+        prompt_length: number of prompt tokens; the rest is the completion, whose tokens are the labels.
+        old_log_probs: [length - prompt_length], the sampler's log-prob of each completion token, in nats. Without a
+            prompt the first entry is not used: nothing predicts the first token of a document.
+        advantage: the advantage of every token of the completion.
+        reward: the reward, for the metrics.
+        model_version: documents seen by the trainer when the sampler's weights were taken, for the metrics.
+
+    Raises:
+        ValueError: a wrong length, dtype or range, or a value that is not finite.
+    """
+
+    tokens: Int[np.ndarray, " length"]
+    prompt_length: int
+    old_log_probs: Float[np.ndarray, " completion"]
+    advantage: float
+    reward: float = 0.0
+    model_version: int = 0
+
+    def __post_init__(self) -> None:
+        tokens, old = np.asarray(self.tokens), np.asarray(self.old_log_probs)
+        require(tokens.ndim == 1 and tokens.size > 0, "tokens", "shape [length] with length > 0", tokens.shape)
+        require(np.issubdtype(tokens.dtype, np.integer), "tokens", "an integer dtype", tokens.dtype)
+        top = np.iinfo(np.int32).max
+        require(tokens.min() >= 0 and tokens.max() <= top, "tokens", f"ids in [0, {top}]", (tokens.min(), tokens.max()))
+        length = tokens.size
+        require(0 <= self.prompt_length <= length, "prompt_length", f"a number in [0, {length}]", self.prompt_length)
+        completion = (length - self.prompt_length,)
+        require(old.shape == completion, "old_log_probs", f"shape {completion} of the completion", old.shape)
+        require(np.issubdtype(old.dtype, np.floating), "old_log_probs", "a floating dtype", old.dtype)
+        require(np.isfinite(old).all(), "old_log_probs", "finite values", old[~np.isfinite(old)][:1])
+        for name in ("advantage", "reward"):
+            require(np.isfinite(getattr(self, name)), name, "a finite number", getattr(self, name))
+        require(0 <= self.model_version <= top, "model_version", f"an integer in [0, {top}]", self.model_version)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "old_log_probs", old)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens",
+        "targets",
+        "positions",
+        "document_ids",
+        "segment_ids",
+        "mask",
+        "old_log_probs",
+        "advantages",
+        "rewards",
+        "model_versions",
+        "num_documents",
+    ],
+    meta_fields=[],
+)
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Packed documents of one data rank, of the same shapes whatever was packed.
+
+    Args:
+        tokens: int32 [rows, row_length], model inputs; the padding id where there is no document.
+        targets: int32 [rows, row_length], next token within the document; 0 where there is none.
+        positions: int32 [rows, row_length], position within the document; 0 in the padding.
+        document_ids: int32 [rows, row_length], index of the document in this micro-batch, never decreasing in row-major
+            order; padding carries the id of the last document before it.
+        segment_ids: int32 [rows, row_length], as `document_ids` with -1 in the padding: tokens may attend to each other
+            only where their row and their segment are equal.
+        mask: bool [rows, row_length], true where the target is a label.
+        old_log_probs: fp32 [rows, row_length], the sampler's log-prob of the target in nats; 0 where masked.
+        advantages: fp32 [rows, row_length], the document's advantage at its labels; 0 where masked.
+        rewards: fp32 [rows * row_length], reward of each document, in order; 0 behind the last one.
+        model_versions: int32 [rows * row_length], likewise.
+        num_documents: int32 scalar.
+    """
+
+    tokens: Int[Array, "rows row_length"]
+    targets: Int[Array, "rows row_length"]
+    positions: Int[Array, "rows row_length"]
+    document_ids: Int[Array, "rows row_length"]
+    segment_ids: Int[Array, "rows row_length"]
+    mask: Bool[Array, "rows row_length"]
+    old_log_probs: Float[Array, "rows row_length"]
+    advantages: Float[Array, "rows row_length"]
+    rewards: Float[Array, " documents"]
+    model_versions: Int[Array, " documents"]
+    num_documents: Int[Array, ""]
+
+    @property
+    def document_mask(self) -> Bool[Array, " documents"]:
+        """True for the entries of `rewards` and `model_versions` that belong to a document."""
+        return jnp.arange(self.rewards.shape[0], dtype=jnp.int32) < self.num_documents
+
+
+def pack_documents(
+    documents: Iterable[Document], *, rows: int, row_length: int, pad_id: int = 0
+) -> tuple[MicroBatch, tuple[Document, ...]]:
+    """Packs documents in their order, as many as fit, never splitting one.
+
+    A document that does not fit behind the previous one starts the next row; the first that fits nowhere ends the
+    micro-batch, so the order is kept and every document is either packed or handed back.
+
+    Args:
+        documents: the documents, possibly none: the result is then all padding, with no document.
+        rows: number of rows.
+        row_length: tokens per row.
+        pad_id: token id of the padding.
+
+    Returns:
+        The micro-batch, as NumPy arrays, and the documents that did not fit.
+
+    Raises:
+        ValueError: a document longer than a row, or a size that is not positive.
+
+    Example:
+        >>> import numpy as np
+        >>> long = Document(np.array([5, 6, 7]), 1, np.array([-0.5, -0.1]), advantage=1.0)
+        >>> short = Document(np.array([8, 9]), 1, np.array([-0.3]), advantage=-1.0)
+        >>> batch, rest = pack_documents([long, short, long], rows=1, row_length=6)
+        >>> batch.tokens.tolist(), batch.document_ids.tolist(), len(rest)
+        ([[5, 6, 7, 8, 9, 0]], [[0, 0, 0, 1, 1, 1]], 1)
+        >>> batch.targets.tolist(), batch.mask.astype(int).tolist()
+        ([[6, 7, 0, 9, 0, 0]], [[1, 1, 0, 1, 0, 0]])
+    """
+    require(rows > 0, "rows", "a number above 0", rows)
+    require(row_length > 0, "row_length", "a number above 0", row_length)
+    require(pad_id >= 0, "pad_id", "a token id of at least 0", pad_id)
+    documents = tuple(documents)
+    for index, document in enumerate(documents):
+        length = document.tokens.size
+        require(length <= row_length, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
+
+    starts = _row_starts([document.tokens.size for document in documents], rows, row_length)
+    packed, rest = documents[: len(starts)], documents[len(starts) :]
+    batch = _empty(rows, row_length, pad_id)
+    flat_ids = batch.document_ids.reshape(-1)
+    for index, (document, (row, start)) in enumerate(zip(packed, starts, strict=True)):
+        _place(batch, index, document, row, start)
+        flat_ids[row * row_length + start :] = index
+    batch.num_documents[...] = len(packed)
+    return batch, rest
+
+
+def next_token_targets(
+    tokens: Int[Array, "*rows row_length"], segment_ids: Int[Array, "*rows row_length"]
+) -> tuple[Int[Array, "*rows row_length"], Bool[Array, "*rows row_length"]]:
+    """Targets of next-token prediction within each segment of each row.
+
+    targets[t] = tokens[t + 1] where both belong to one segment; no target crosses a segment or a row.
+
+    Args:
+        tokens: int [*rows, row_length].
+        segment_ids: int [*rows, row_length], equal exactly for the tokens of one document of the row, negative in the
+            padding.
+
+    Returns:
+        The targets, 0 where there is none, and whether there is one.
+
+    Raises:
+        ValueError: different shapes, or a dtype that is not an integer.
+    """
+    tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
+    require(tokens.ndim > 0, "tokens", "shape [*rows, row_length]", tokens.shape)
+    require(segment_ids.shape == tokens.shape, "segment_ids", f"shape {tokens.shape} of tokens", segment_ids.shape)
+    for name, values in (("tokens", tokens), ("segment_ids", segment_ids)):
+        require(jnp.issubdtype(values.dtype, jnp.integer), name, "an integer dtype", values.dtype)
+    inside = (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] >= 0)
+    has_target = jnp.concatenate([inside, jnp.zeros_like(inside, shape=(*tokens.shape[:-1], 1))], axis=-1)
+    return jnp.where(has_target, jnp.roll(tokens, -1, axis=-1), jnp.zeros_like(tokens)), has_target
+
+
+def clamp_document_ids(
+    document_ids: Int[Array, "*tokens"], num_documents: int | Int[Array, ""]
+) -> Int[Array, "*tokens"]:
+    """Document ids as int32 inside [0, max(num_documents, 1)): padding goes to the last document.
+
+    JAX drops out-of-range segment ids without a word and wraps negative indices; clamped ids do neither.
+
+    Args:
+        document_ids: int [*tokens].
+        num_documents: number of documents; 0 counts as 1, so that ids stay usable as indices.
+
+    Returns:
+        int32 [*tokens].
+    """
+    last = jnp.maximum(jnp.asarray(num_documents).astype(jnp.int32) - 1, 0)
+    ids = jnp.asarray(document_ids).astype(jnp.int32)
+    return jnp.where(ids < 0, 0, jnp.where(ids > last, last, ids))
+
+
+def labels_per_document(
+    mask: Bool[Array, "*tokens"], document_ids: Int[Array, "*tokens"], num_documents: int
+) -> Int[Array, " documents"]:
+    """Number of labels of each document.
+
+    Args:
+        mask: bool [*tokens], true where the target is a label.
+        document_ids: int [*tokens], clamped into [0, num_documents); tokens without a label count nowhere.
+        num_documents: static number of documents.
+
+    Returns:
+        int32 [num_documents].
+
+    Raises:
+        ValueError: different shapes, a mask that is not bool, or no document.
+    """
+    mask, document_ids = jnp.asarray(mask), jnp.asarray(document_ids)
+    require(num_documents > 0, "num_documents", "a number above 0", num_documents)
+    require(mask.dtype == jnp.bool_, "mask", "dtype bool", mask.dtype)
+    require(document_ids.shape == mask.shape, "document_ids", f"shape {mask.shape} of mask", document_ids.shape)
+    ids = clamp_document_ids(document_ids, num_documents)
+    return jax.ops.segment_sum(jnp.ravel(mask).astype(jnp.int32), jnp.ravel(ids), num_segments=num_documents)
+
+
+def _row_starts(lengths: Sequence[int], rows: int, row_length: int) -> list[tuple[int, int]]:
+    starts, row, end = [], 0, 0
+    for length in lengths:
+        if end + length > row_length:
+            row, end = row + 1, 0
+        if row == rows:
+            break
+        starts.append((row, end))
+        end += length
+    return starts
+
+
+def _empty(rows: int, row_length: int, pad_id: int) -> MicroBatch:
+    shape = (rows, row_length)
+    capacity = rows * row_length
+    return MicroBatch(
+        tokens=np.full(shape, pad_id, np.int32),
+        targets=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        document_ids=np.zeros(shape, np.int32),
+        segment_ids=np.full(shape, PADDING_SEGMENT, np.int32),
+        mask=np.zeros(shape, np.bool_),
+        old_log_probs=np.zeros(shape, np.float32),
+        advantages=np.zeros(shape, np.float32),
+        rewards=np.zeros(capacity, np.float32),
+        model_versions=np.zeros(capacity, np.int32),
+        num_documents=np.zeros((), np.int32),
+    )
+
+
+def _place(batch: MicroBatch, index: int, document: Document, row: int, start: int) -> None:
+    length = document.tokens.size
+    end = start + length
+    batch.tokens[row, start:end] = document.tokens
+    batch.targets[row, start : end - 1] = document.tokens[1:]
+    batch.positions[row, start:end] = np.arange(length)
+    batch.segment_ids[row, start:end] = index
+    # The token at `first` is the first completion token that some position predicts, the one before it.
+    first = max(document.prompt_length, 1)
+    labels = slice(start + first - 1, end - 1)
+    batch.mask[row, labels] = True
+    batch.old_log_probs[row, labels] = document.old_log_probs[first - document.prompt_length :]
+    batch.advantages[row, labels] = document.advantage
+    batch.rewards[index] = document.reward
+    batch.model_versions[index] = document.model_version

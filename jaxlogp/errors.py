@@ -1,0 +1,84 @@
+"""How jaxlogp refuses bad input: one sentence shape, one exception type.
+
+Every refusal reads ``argument: expected what, got what``. Checks of values (not of shapes and dtypes) are possible only
+where the values are known, that is outside of ``jax.jit`` and friends; :func:`is_concrete` tells the two apart.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def require(condition: bool, argument: str, expected: object, seen: object) -> None:
+    """Raises unless ``condition`` holds.
+
+    Args:
+      condition: what must hold.
+      argument: the name of the argument (or of its element) that the caller passed.
+      expected: what would have been accepted.
+      seen: what was found instead.
+
+    Raises:
+      ValueError: ``argument: expected <expected>, got <seen>``.
+    """
+    if not condition:
+        raise ValueError(f"{argument}: expected {expected}, got {seen}")
+
+
+def is_concrete(array: Any) -> bool:
+    """Whether the values of ``array`` can be looked at now (it is not a tracer)."""
+    return not isinstance(array, jax.core.Tracer)
+
+
+def require_floating(array: Any, argument: str) -> None:
+    """Raises ``ValueError`` unless ``array`` has a real floating-point dtype."""
+    dtype = getattr(array, "dtype", None)
+    ok = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
+    require(ok, argument, "an array of a floating-point dtype", describe(array))
+
+
+def require_integer(array: Any, argument: str) -> None:
+    """Raises ``ValueError`` unless ``array`` has an integer dtype."""
+    dtype = getattr(array, "dtype", None)
+    ok = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.integer)
+    require(ok, argument, "an array of an integer dtype", describe(array))
+
+
+def require_mask(mask: Any, shape: tuple[int, ...], argument: str = "mask") -> None:
+    """Raises ``ValueError`` unless ``mask`` is a boolean array of ``shape``."""
+    require(getattr(mask, "dtype", None) == np.bool_, argument, "an array of dtype bool", describe(mask))
+    require(mask.shape == shape, argument, f"shape {shape}", f"shape {mask.shape}")
+
+
+def describe(value: Any) -> str:
+    """A short description of ``value`` for an error message: dtype and shape of an array, else type and value."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} array of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def require_ids_in_range(token_ids: Any, size: int, argument: str, mask: Any = None) -> None:
+    """Raises unless every active id lies in [0, size); does nothing under a trace, where values are unknown.
+
+    Args:
+      token_ids: integer array of any shape.
+      size: number of valid ids.
+      argument: name used in the message.
+      mask: optional boolean array, True where the id counts.
+
+    Raises:
+      ValueError: naming the first offending id, its position and the valid range.
+    """
+    if not (is_concrete(token_ids) and (mask is None or is_concrete(mask))):
+        return
+    ids = np.asarray(token_ids)
+    bad = (ids < 0) | (ids >= size)
+    if mask is not None:
+        bad &= np.asarray(mask)
+    if bad.any():
+        position = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"{argument}: expected active ids in [0, {size}), got {int(ids[position])} at position {position}"
+            f" ({int(bad.sum())} of {ids.size} ids are out of range)"
+        )

@@ -1,0 +1,183 @@
+"""Sums and counts that never separate: masked reductions over any mesh axes.
+
+A reduction over tokens or documents is a :class:`WeightedSum`: it can be added, psum'ed and accumulated, and only the
+last line of a step divides. A mean of local means cannot be written with it by accident.
+
+Masked places are selected out before anything is computed from them, so NaN and inf behind a mask change neither values
+nor gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
+
+from jaxlogp._compat import AxisNames, axis_tuple
+from jaxlogp.errors import describe, is_concrete, require, require_mask
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+class WeightedSum(NamedTuple):
+    """A sum together with what it will be divided by.
+
+    Attributes:
+      sum: scalar (or any shape) fp32, the sum of the terms seen so far.
+      count: int32, the number of labels or documents behind it.
+      grad_divisor: optional divisor for the gradient of :meth:`mean`, where it shall differ from ``count``.
+
+    Example:
+      >>> parts = WeightedSum(jnp.float32(3.0), jnp.int32(1)) + WeightedSum(jnp.float32(1.0), jnp.int32(3))
+      >>> float(parts.mean())
+      1.0
+    """
+
+    sum: Float[Array, "*shape"]
+    count: Int[Array, "*shape"]
+    grad_divisor: Num[Array, ""] | float | int | None = None
+
+    def __add__(self, other: "WeightedSum") -> "WeightedSum":  # type: ignore[override]
+        """Adds sums and counts; both sides must agree on ``grad_divisor``."""
+        require(isinstance(other, WeightedSum), "other", "a WeightedSum", describe(other))
+        divisors = (self.grad_divisor, other.grad_divisor)
+        require(_same_divisor(*divisors), "other.grad_divisor", f"the same as self's, {divisors[0]}", divisors[1])
+        return WeightedSum(self.sum + other.sum, self.count + other.count, self.grad_divisor)
+
+    def psum(self, axis_name: AxisNames | None) -> "WeightedSum":
+        """Sum and count over the mesh axes ``axis_name``; None or () returns self."""
+        axes = axis_tuple(axis_name)
+        if not axes:
+            return self
+        return WeightedSum(lax.psum(self.sum, axes), lax.psum(self.count, axes), self.grad_divisor)
+
+    def mean(self) -> Float[Array, "*shape"]:
+        """sum / count, and 0.0 where count is 0. With ``grad_divisor`` the gradient is d(sum) / grad_divisor."""
+        count = jnp.maximum(self.count, 1).astype(self.sum.dtype)
+        mean = jnp.where(self.count == 0, jnp.zeros_like(self.sum), self.sum / count)
+        if self.grad_divisor is None:
+            return mean
+        no_value = self.sum - lax.stop_gradient(self.sum)
+        divisor = jnp.asarray(self.grad_divisor, self.sum.dtype)
+        return lax.stop_gradient(mean) + jnp.where(self.count == 0, jnp.zeros_like(no_value), no_value / divisor)
+
+
+def _same_divisor(left: object, right: object) -> bool:
+    if left is right:
+        return True
+    if left is None or right is None:
+        return False
+    if not (is_concrete(left) and is_concrete(right)):
+        return True
+    return bool(np.asarray(left) == np.asarray(right))
+
+
+def _checked_mask(values: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"] | None) -> Bool[Array, "*shape"]:
+    require(hasattr(values, "shape"), "values", "an array", describe(values))
+    if mask is None:
+        return jnp.ones_like(values, dtype=bool)
+    require_mask(mask, values.shape)
+    return mask
+
+
+def _count(mask: Bool[Array, "*shape"], axes: tuple) -> Int[Array, ""]:
+    total = mask.size
+    for axis in axes:
+        total *= lax.axis_size(axis)
+    require(total <= _INT32_MAX, "mask", f"at most {_INT32_MAX} elements over all ranks, for an int32 count", total)
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+def weighted_sum(
+    values: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"] | None = None,
+    *,
+    axis_name: AxisNames | None = None,
+) -> WeightedSum:
+    """Masked sum and count: sum = Σ where(mask, values, 0) in fp32, count = Σ mask.
+
+    Args:
+      values: floating-point array of any shape; cast to fp32 before the sum.
+      mask: boolean array of the same shape, True where a value counts; None counts all.
+      axis_name: mesh axis or axes of the surrounding ``shard_map`` to sum over.
+
+    Returns:
+      WeightedSum with an fp32 sum and an int32 count.
+
+    Raises:
+      ValueError: shapes differ, mask is not boolean, or the global number of elements does not fit an int32 count.
+
+    Example:
+      >>> float(weighted_sum(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True])).mean())
+      2.0
+    """
+    mask = _checked_mask(values, mask)
+    axes = axis_tuple(axis_name)
+    count = _count(mask, axes)
+    selected = jnp.where(mask, values.astype(jnp.float32), jnp.float32(0))
+    return WeightedSum(jnp.sum(selected, dtype=jnp.float32), count).psum(axes)
+
+
+def masked_sum(
+    values: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"] | None = None,
+    *,
+    axis_name: AxisNames | None = None,
+) -> Float[Array, ""]:
+    """Σ where(mask, values, 0) in fp32, over all elements and over ``axis_name``. See :func:`weighted_sum`."""
+    return weighted_sum(values, mask, axis_name=axis_name).sum
+
+
+def masked_count(
+    values: Shaped[Array, "*shape"],
+    mask: Bool[Array, "*shape"] | None = None,
+    *,
+    axis_name: AxisNames | None = None,
+) -> Int[Array, ""]:
+    """Number of active elements, exact int32, over ``axis_name``. See :func:`weighted_sum`; values may have any dtype."""
+    mask = _checked_mask(values, mask)
+    axes = axis_tuple(axis_name)
+    count = _count(mask, axes)
+    return lax.psum(count, axes) if axes else count
+
+
+def masked_mean(
+    values: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"] | None = None,
+    *,
+    axis_name: AxisNames | None = None,
+) -> Float[Array, ""]:
+    """Global sum / global count, 0.0 when nothing is active. See :func:`weighted_sum`."""
+    return weighted_sum(values, mask, axis_name=axis_name).mean()
+
+
+def masked_max(
+    values: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"] | None = None,
+    *,
+    axis_name: AxisNames | None = None,
+) -> Float[Array, ""]:
+    """Largest active value in fp32, over ``axis_name``; -inf, the identity of max, when nothing is active."""
+    mask = _checked_mask(values, mask)
+    selected = jnp.where(mask, values.astype(jnp.float32), jnp.float32(-jnp.inf))
+    largest = jnp.max(selected, initial=jnp.float32(-jnp.inf))
+    axes = axis_tuple(axis_name)
+    return lax.pmax(largest, axes) if axes else largest
+
+
+def masked_min(
+    values: Float[Array, "*shape"],
+    mask: Bool[Array, "*shape"] | None = None,
+    *,
+    axis_name: AxisNames | None = None,
+) -> Float[Array, ""]:
+    """Smallest active value in fp32, over ``axis_name``; +inf, the identity of min, when nothing is active."""
+    return -masked_max(-values, mask, axis_name=axis_name)
+
+
+def tree_psum(tree: object, axis_name: AxisNames | None) -> object:
+    """Sums every leaf of ``tree`` over the mesh axes ``axis_name``; None or () returns it as it is."""
+    axes = axis_tuple(axis_name)
+    return jax.tree.map(lambda leaf: lax.psum(leaf, axes), tree) if axes else tree

@@ -1,0 +1,77 @@
+"""Meshes by name: what is accepted, what is refused and in which words, and how devices are laid out."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from experiments.mesh import MeshSpec, make_mesh, parse_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("data=2,tensor=4", MeshSpec(2, 4)),
+        ("tensor=4,data=2", MeshSpec(2, 4)),
+        (" data = 2 , tensor = 4 ", MeshSpec(2, 4)),
+        ("tensor=8", MeshSpec(1, 8)),
+        ("data=1", MeshSpec()),
+        ("", MeshSpec()),
+        ("  ", MeshSpec()),
+    ],
+)
+def test_parses(text, spec):
+    assert parse_mesh(text) == spec
+    assert parse_mesh(str(spec)) == spec
+    assert hash(spec) == hash(dataclasses.replace(spec))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model=2", "'model'"),
+        ("data=2,data=2", "twice"),
+        ("data=2,data=4", "twice"),
+        ("data=0", "positive"),
+        ("data=-1", "positive"),
+        ("data=1.5", "positive"),
+        ("data=", "positive"),
+        ("data=²", "positive"),
+        ("data=two", "positive"),
+        ("data", "axis=size"),
+        ("data=2,", "axis=size"),
+        ("2x4", "axis=size"),
+    ],
+)
+def test_refuses_text(text, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_mesh(text)
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, True, "2", None])
+def test_refuses_sizes(size):
+    with pytest.raises(ValueError, match="mesh axis 'tensor': expected a positive integer"):
+        MeshSpec(tensor=size)
+
+
+def test_takes_the_first_devices_with_neighbours_along_tensor():
+    mesh = make_mesh(MeshSpec(data=2, tensor=3))
+    assert mesh.axis_names == ("data", "tensor")
+    assert mesh.devices.tolist() == [jax.devices()[:3], jax.devices()[3:6]]
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def test_keeps_both_axes_at_size_one():
+    assert dict(make_mesh(parse_mesh("")).shape) == {"data": 1, "tensor": 1}
+
+
+def test_says_how_to_get_more_devices():
+    found = len(jax.devices())
+    with pytest.raises(ValueError, match=f"expected {found * 2} devices") as caught:
+        make_mesh(MeshSpec(data=found, tensor=2))
+    message = str(caught.value)
+    assert f"got {found} cpu devices" in message
+    assert f"XLA_FLAGS=--xla_force_host_platform_device_count={found * 2}" in message
+    assert "\n" not in message

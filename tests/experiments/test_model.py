@@ -1,0 +1,346 @@
+"""The decoder against a float64 forward of one document at a time, written here from the architecture's definition."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import model as model_module
+from experiments.model import Decoder, DecoderConfig
+from experiments.model_sharding import decoder_shardings
+from experiments.rope import RopeScaling
+
+SIZES = dict(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4)
+# Wavelengths of 6, 29 and 135: below the stretch (shorter than 24 / 3), inside it, and beyond (longer than 24 / 0.5).
+SCALING = RopeScaling(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_max_position_embeddings=24)
+CONFIGS = {
+    "qwen3": DecoderConfig.qwen3(**SIZES, head_dim=8, rope_theta=100.0),
+    "llama3": DecoderConfig.llama3(**SIZES, head_dim=6, rope_theta=100.0, tie_embeddings=False, rope_scaling=SCALING),
+    "qwen2": DecoderConfig(**SIZES, head_dim=6, rope_theta=50.0, attention_bias=True),
+}
+
+# 5 + 4 + 1 tokens and two of padding; one document of the whole row; padding alone.
+DOCUMENT_IDS = np.array([[0] * 5 + [1] * 4 + [2] + [-1] * 2, [3] * 12, [-1] * 12], np.int32)
+POSITIONS = np.array([[*range(5), *range(4), 0, 0, 1], [*range(12)], [*range(12)]], np.int32)
+
+
+def tokens(seed=0):
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], DOCUMENT_IDS.shape).astype(np.int32)
+
+
+@functools.cache
+def decoder(name, **changes):
+    """Graph and state of a model whose norms and biases are drawn too: ones and zeros would hide a mistake."""
+    graph, state = nnx.split(Decoder(dataclasses.replace(CONFIGS[name], **changes), rngs=nnx.Rngs(0)))
+    leaves, structure = jax.tree.flatten(state)
+    noise = np.random.default_rng(7)
+    leaves = [leaf + 0.2 * noise.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
+    return graph, jax.tree.unflatten(structure, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(graph, state, token_ids, positions, document_ids):
+    return nnx.merge(graph, state)(token_ids, positions, document_ids)
+
+
+# ---- float64 forward of one document ----
+
+
+def oracle_rms(x, scale, eps):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
+
+
+def oracle_rotate(x, config):
+    """Each pair (i, i + D/2) of x [T, heads, D] as a complex number times exp(1j * position * frequency)."""
+    half = config.head_dim // 2
+    frequencies = np.array([config.rope_theta ** (-2 * i / config.head_dim) for i in range(half)])
+    scaling = config.rope_scaling
+    if scaling is not None:
+        for i, frequency in enumerate(frequencies):
+            wavelength = 2 * np.pi / frequency
+            context = scaling.original_max_position_embeddings
+            if wavelength > context / scaling.low_freq_factor:
+                frequencies[i] = frequency / scaling.factor
+            elif wavelength > context / scaling.high_freq_factor:
+                smooth = (context / wavelength - scaling.low_freq_factor) / (
+                    scaling.high_freq_factor - scaling.low_freq_factor
+                )
+                frequencies[i] = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def oracle_layer(x, layer, config):
+    eps, heads_per_group = config.rms_norm_eps, config.num_heads // config.num_kv_heads
+    normed = oracle_rms(x, layer["input_layernorm"], eps)
+    q, k, v = (np.tensordot(normed, layer[f"{name}_proj"], axes=1) for name in "qkv")
+    if config.attention_bias:
+        q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
+    if config.qk_norm:
+        q, k = oracle_rms(q, layer["q_norm"], eps), oracle_rms(k, layer["k_norm"], eps)
+    q, k = oracle_rotate(q, config), oracle_rotate(k, config)
+    attended = np.zeros_like(q)
+    for t in range(len(x)):
+        for head in range(config.num_heads):
+            group = head // heads_per_group
+            scores = k[: t + 1, group] @ q[t, head] / np.sqrt(config.head_dim)
+            weights = np.exp(scores - scores.max())
+            attended[t, head] = (weights / weights.sum()) @ v[: t + 1, group]
+    x = x + np.tensordot(attended, layer["o_proj"], axes=2)
+    normed = oracle_rms(x, layer["post_attention_layernorm"], eps)
+    gate = normed @ layer["gate_proj"]
+    return x + (gate / (1 + np.exp(-gate)) * (normed @ layer["up_proj"])) @ layer["down_proj"]
+
+
+def oracle_forward(state, token_ids, config):
+    parameters = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
+    x = parameters["embed_tokens"][token_ids]
+    for index in range(config.num_layers):
+        x = oracle_layer(x, {name: value[index] for name, value in parameters["layers"].items()}, config)
+    return oracle_rms(x, parameters["norm"], config.rms_norm_eps)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_rows_equal_the_float64_forward_of_each_document(name):
+    graph, state = decoder(name)
+    ids = tokens()
+    hidden = np.asarray(forward(graph, state, ids, POSITIONS, DOCUMENT_IDS))
+    assert hidden.dtype == np.float32 and hidden.shape == (*ids.shape, SIZES["hidden_size"])
+    for row, document in [(0, 0), (0, 1), (0, 2), (1, 3)]:
+        place = DOCUMENT_IDS[row] == document
+        wanted = oracle_forward(state, ids[row, place], CONFIGS[name])
+        # Norms keep every value near 1; a few hundred fp32 operations between input and output lose about 1e-6.
+        np.testing.assert_allclose(hidden[row, place], wanted, atol=2e-5, rtol=0)
+
+
+GOLDEN = Path(__file__).with_name("golden") / "decoder_parity.npz"
+GOLDEN_SIZES = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12
+)
+GOLDEN_CONFIGS = {
+    "qwen3": DecoderConfig.qwen3(**GOLDEN_SIZES, rope_theta=1000.0),
+    "llama3": DecoderConfig.llama3(
+        **GOLDEN_SIZES, rope_theta=500.0, rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=64)
+    ),
+}
+
+
+def from_checkpoint(arrays, config):
+    """The decoder's parameters from a state dict of [out, in] matrices, one entry a layer."""
+
+    def stacked(name):
+        return np.stack([arrays[f"layers.{index}.{name}.weight"] for index in range(config.num_layers)])
+
+    layers = {name: stacked(name) for name in ("input_layernorm", "post_attention_layernorm")}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        layers[name] = stacked(f"mlp.{name}").swapaxes(1, 2)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        matrix = stacked(f"self_attn.{name}").swapaxes(1, 2)
+        layers[name] = matrix.reshape(*matrix.shape[:2], -1, config.head_dim)
+    output = stacked("self_attn.o_proj").swapaxes(1, 2)
+    layers["o_proj"] = output.reshape(config.num_layers, config.num_heads, config.head_dim, -1)
+    if config.qk_norm:
+        layers |= {name: stacked(f"self_attn.{name}") for name in ("q_norm", "k_norm")}
+    return {"embed_tokens": arrays["embed_tokens.weight"], "layers": layers, "norm": arrays["norm.weight"]}
+
+
+@pytest.mark.parametrize("name", GOLDEN_CONFIGS)
+def test_hidden_states_equal_those_of_the_transformers_library(name):
+    config = GOLDEN_CONFIGS[name]
+    golden = np.load(GOLDEN, allow_pickle=False)
+    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    prefix = f"{name}/"
+    arrays = {key.removeprefix(prefix): golden[key] for key in golden.files if key.startswith(prefix)}
+    parameters = from_checkpoint(arrays, config)
+    assert jax.tree.map(np.shape, parameters) == jax.tree.map(np.shape, nnx.to_pure_dict(state))
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, parameters))
+    token_ids = golden["tokens"]
+    positions = np.broadcast_to(np.arange(token_ids.shape[1], dtype=np.int32), token_ids.shape)
+    hidden = forward(graph, state, token_ids, positions, np.zeros_like(token_ids))
+    # Two fp32 forwards with values up to about 5.
+    np.testing.assert_allclose(hidden, golden[f"{name}/last_hidden_state"], atol=5e-5, rtol=0)
+
+
+def test_documents_of_one_row_do_not_see_each_other_nor_the_padding():
+    graph, state = decoder("qwen3")
+    ids = tokens()
+    whole = np.asarray(forward(graph, state, ids, POSITIONS, DOCUMENT_IDS))
+    for changed in (1, -1):
+        other = np.where(DOCUMENT_IDS == changed, tokens(seed=1), ids)
+        hidden = np.asarray(forward(graph, state, other, POSITIONS, DOCUMENT_IDS))
+        kept = DOCUMENT_IDS != changed
+        np.testing.assert_array_equal(hidden[kept], whole[kept])
+        assert (hidden[~kept] != whole[~kept]).any()
+    merged = np.asarray(forward(graph, state, ids, POSITIONS, np.maximum(DOCUMENT_IDS, 1)))
+    assert np.abs(merged[0, 5:9] - whole[0, 5:9]).max() > 1e-2  # document 0 became part of document 1's row
+
+
+def test_padding_with_the_last_documents_id_changes_no_real_token():
+    graph, state = decoder("qwen3")
+    clamped = DOCUMENT_IDS.copy()
+    clamped[0, -2:] = 2
+    positions = POSITIONS.copy()
+    positions[0, -2:] = [1, 2]
+    hidden = np.asarray(forward(graph, state, tokens(), positions, clamped))
+    whole = np.asarray(forward(graph, state, tokens(), POSITIONS, DOCUMENT_IDS))
+    np.testing.assert_array_equal(hidden[0, :10], whole[0, :10])
+
+
+@jax.jit
+def loss_and_gradient(state, graph_free_tokens):
+    def loss(state):
+        model = nnx.merge(decoder("qwen3")[0], state)
+        return jnp.sum(jnp.square(model(graph_free_tokens, jnp.asarray(POSITIONS), jnp.asarray(DOCUMENT_IDS))))
+
+    return jax.value_and_grad(loss)(state)
+
+
+def test_a_row_of_padding_leaves_value_and_gradient_finite():
+    value, gradient = loss_and_gradient(decoder("qwen3")[1], tokens())
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatch):
+    graph, state = decoder("qwen3")
+
+    def gradient(graph):
+        def loss(state):
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(tokens(), POSITIONS, DOCUMENT_IDS)))
+
+        return jax.jit(jax.grad(loss))(state)
+
+    unrolled = gradient(graph)
+    monkeypatch.setattr(model_module, "MAX_UNROLLED_LAYERS", 0)
+    for other in (gradient(graph), gradient(decoder("qwen3", remat=True)[0])):
+        # The same sums in another order: rounding of gradients of size up to about 10.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), other, unrolled)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def through_the_cache(graph, state, token_ids, lengths):
+    """Hidden states of prompts [B, 6], and of 4 more tokens a row read one by one."""
+    model = nnx.merge(graph, state)
+    rows = token_ids.shape[0]
+    prompt, cache = model.prefill(token_ids[:, :6], lengths, model.empty_cache(rows, 10))
+
+    def step(cache, index):
+        following = jax.lax.dynamic_index_in_dim(token_ids, 6 + index, axis=1, keepdims=False)
+        hidden, cache = model.decode_step(following, lengths + index, cache, 6 + index)
+        return cache, hidden
+
+    _, later = jax.lax.scan(step, cache, jnp.arange(4))
+    return prompt, later.swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_cache_gives_the_hidden_states_of_the_full_forward(name):
+    graph, state = decoder(name)
+    ids, lengths = tokens(), np.array([3, 6, 1], np.int32)
+    prompt, later = through_the_cache(graph, state, ids, lengths)
+    for row, length in enumerate(lengths):
+        sequence = np.concatenate([ids[row, :length], ids[row, 6:10]])
+        wanted = oracle_forward(state, sequence, CONFIGS[name])
+        np.testing.assert_allclose(prompt[row, :length], wanted[:length], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(later[row], wanted[length:], atol=2e-5, rtol=0)
+
+
+def test_bf16_activations_over_fp32_parameters():
+    graph, state = decoder("qwen3", dtype="bfloat16")
+    hidden = forward(graph, state, tokens(), POSITIONS, DOCUMENT_IDS)
+    wide = np.asarray(forward(decoder("qwen3")[0], state, tokens(), POSITIONS, DOCUMENT_IDS))
+    assert hidden.dtype == jnp.bfloat16
+    assert nnx.merge(graph, state).head_weight().dtype == jnp.bfloat16
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
+    error = np.linalg.norm(np.asarray(hidden, np.float32) - wide) / np.linalg.norm(wide)
+    assert 1e-4 < error < 0.03  # a bf16 rounding is up to 2^-9, and about ten follow each other
+
+
+def test_the_head_is_the_embedding_table_when_tied_and_a_matrix_of_its_own_when_not():
+    tied, untied = (nnx.merge(*decoder(name)) for name in ("qwen3", "llama3"))
+    np.testing.assert_array_equal(tied.head_weight(), tied.embed_tokens[...])
+    np.testing.assert_array_equal(untied.head_weight(), untied.lm_head[...])
+    assert not hasattr(tied, "lm_head")
+    assert np.abs(np.asarray(untied.head_weight()) - np.asarray(untied.embed_tokens[...])).max() > 0.1
+
+
+def mesh_of(data, tensor):
+    devices = jax.devices()[: data * tensor]
+    return jax.make_mesh((data, tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_the_sharded_forward_and_gradient_equal_the_single_device_ones(name):
+    mesh = mesh_of(2, 4)
+    _, state = decoder(name)
+    meshed, _ = nnx.split(Decoder(CONFIGS[name], rngs=nnx.Rngs(0), mesh=mesh))
+    placed = jax.device_put(state, decoder_shardings(state, mesh))
+    inputs = [np.repeat(array, 2, axis=0)[:4] for array in (tokens(), POSITIONS, DOCUMENT_IDS)]
+
+    def loss(state, graph, *inputs):
+        hidden = nnx.merge(graph, state)(*inputs)
+        return jnp.sum(jnp.sin(hidden)), hidden
+
+    both = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, wanted), wanted_gradient = both(state, decoder(name)[0], *inputs)
+    split = jax.device_put(inputs, NamedSharding(mesh, P("data")))
+    (_, hidden), gradient = both(placed, meshed, *split)
+    # The tensor axis cuts sums of 32 and 64 products in four, which reorders fp32 additions.
+    np.testing.assert_allclose(hidden, wanted, atol=2e-5, rtol=0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), gradient, wanted_gradient)
+
+
+def test_shardings_split_what_the_tensor_axis_divides_and_nothing_else():
+    mesh = mesh_of(1, 4)
+    model = Decoder(dataclasses.replace(CONFIGS["qwen3"], vocab_size=26, num_kv_heads=2), rngs=nnx.Rngs(0))
+    shardings = decoder_shardings(model, mesh)
+    assert jax.tree.structure(shardings) == jax.tree.structure(nnx.state(model))
+    specs = {name: sharding.spec for name, sharding in nnx.to_pure_dict(shardings)["layers"].items()}
+    assert specs["q_proj"] == P(None, None, "tensor") and specs["o_proj"] == P(None, "tensor")
+    assert specs["k_proj"] == specs["v_proj"] == P()  # 2 key-value heads on 4 devices
+    assert specs["gate_proj"] == specs["up_proj"] == P(None, None, "tensor") and specs["down_proj"] == P(None, "tensor")
+    assert specs["input_layernorm"] == specs["q_norm"] == P()
+    assert nnx.to_pure_dict(shardings)["embed_tokens"].spec == P()  # 26 rows on 4 devices
+    divisible = nnx.to_pure_dict(decoder_shardings(decoder("llama3")[1], mesh))
+    assert divisible["embed_tokens"].spec == divisible["lm_head"].spec == P("tensor")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 0),
+        ("hidden_size", 32.0),
+        ("num_layers", -1),
+        ("num_kv_heads", 3),
+        ("head_dim", 7),
+        ("rope_theta", float("nan")),
+        ("rms_norm_eps", 0.0),
+        ("qk_norm", "yes"),
+        ("dtype", "float16"),
+        ("param_dtype", "fp32"),
+        ("rope_scaling", 8.0),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(field, value):
+    with pytest.raises(ValueError, match=field) as raised:
+        dataclasses.replace(CONFIGS["qwen3"], **{field: value})
+    assert str(value) in str(raised.value)
+
+
+@pytest.mark.bad_input
+def test_inputs_of_different_shapes_and_a_small_cache_are_refused():
+    model = nnx.merge(*decoder("qwen3"))
+    with pytest.raises(ValueError, match="positions"):
+        model(jnp.asarray(tokens()), jnp.asarray(POSITIONS[:2]), jnp.asarray(DOCUMENT_IDS))
+    with pytest.raises(ValueError, match="cache"):
+        model.prefill(jnp.asarray(tokens()), jnp.ones(3, jnp.int32), model.empty_cache(3, 11))
+    with pytest.raises(ValueError, match="high_freq_factor"):
+        RopeScaling(low_freq_factor=2.0, high_freq_factor=2.0)

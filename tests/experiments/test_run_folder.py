@@ -1,0 +1,385 @@
+"""The run folder: configuration, environment, metrics and samples survive a crash, a resume and a careless edit."""
+
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from experiments import run_folder
+from experiments.run_folder import (
+    MetricsWriter,
+    RunFolder,
+    Sample,
+    config_hash,
+    describe_git,
+    load_config,
+    read_metrics,
+    save_config,
+)
+
+
+@dataclass(frozen=True)
+class Copying:
+    length: int = 4
+
+
+@dataclass(frozen=True)
+class Adding:
+    digits: int = 2
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    task: Copying | Adding = field(default_factory=Adding)
+    kind: Literal["grpo", "gspo"] = "grpo"
+    steps: int = 10
+    quiet: bool = False
+    name: str = "nan"
+    lengths: tuple[int, ...] = (8, 16)
+    parent: Path = Path("runs")
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "first")
+    save_config(folder.config, Config())
+    return folder
+
+
+def rewrite(path, change):
+    """Edits a JSON file, and seals config.json again, so that only the edit itself can be refused."""
+    stored = json.loads(path.read_text())
+    change(stored["config"])
+    stored["sha256"] = run_folder._hash(stored["config"])
+    path.write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(optimizer=Optimizer(clip=1.0), task=Copying(length=9), kind="gspo", quiet=True, lengths=()),
+        Config(optimizer=Optimizer(learning_rate=math.inf, clip=-math.inf)),
+    ],
+)
+def test_config_comes_back(run, config):
+    save_config(run.config, config)
+    loaded = load_config(run.config, Config)
+    assert loaded == config
+    assert type(loaded.task) is type(config.task)
+    assert config_hash(loaded) == config_hash(config) == json.loads(run.config.read_text())["sha256"]
+
+
+def test_config_hash_sees_values_only():
+    assert config_hash(Config()) == config_hash(Config())
+    # An int in a float field comes back as a float, and has to be the same run.
+    assert config_hash(Config(optimizer=Optimizer(clip=1))) == config_hash(Config(optimizer=Optimizer(clip=1.0)))
+    hashes = {config_hash(replace(Config(), **change)) for change in ({}, {"steps": 11}, {"name": "inf"})}
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda config: config.update(step=3), "unknown step$"),
+        (lambda config: config["optimizer"].update(momentum=1), "config.optimizer: .*Optimizer, got unknown momentum"),
+        (lambda config: config.pop("steps"), "config: .*none named steps"),
+        (lambda config: config["optimizer"].pop("clip"), "none named clip"),
+        (lambda config: config.update(steps=1.0), "config.steps: expected int, got 1.0"),
+        (lambda config: config.update(steps=True), "config.steps: expected int, got True"),
+        (lambda config: config.update(steps="7"), "config.steps: expected int, got '7'"),
+        (lambda config: config.update(quiet=0), "config.quiet: expected bool, got 0"),
+        (lambda config: config.update(name=None), "config.name: expected str, got None"),
+        (lambda config: config.update(kind="ppo"), "config.kind: expected .*Literal.*, got 'ppo'"),
+        (lambda config: config.update(lengths=[1, "2"]), "config.lengths: expected int, got '2'"),
+        (lambda config: config.update(optimizer=[]), "config.optimizer: expected the fields of Optimizer"),
+        (lambda config: config["optimizer"].update(betas=[0.9]), r"config.optimizer.betas: expected tuple"),
+        (lambda config: config["optimizer"].update(learning_rate="fast"), "learning_rate: expected float, got 'fast'"),
+        (lambda config: config.update(task={"size": 1}), "config.task: .*Copying, got unknown size.*Adding"),
+    ],
+)
+def test_config_that_does_not_fit_names_the_place(run, change, words):
+    rewrite(run.config, change)
+    with pytest.raises(ValueError, match=words) as caught:
+        load_config(run.config, Config)
+    assert "\n" not in str(caught.value)
+
+
+def test_config_edited_by_hand_is_refused(run):
+    run.config.write_text(run.config.read_text().replace('"steps": 10', '"steps": 11'))
+    with pytest.raises(ValueError, match="edited or damaged"):
+        load_config(run.config, Config)
+
+
+@dataclass(frozen=True)
+class Listed:
+    values: tuple[int, ...] = (1,)
+    other: dict | None = None
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Listed(values=[1, 2]), "gives back unchanged"),
+        (Listed(values=(np.int64(1),)), "got int64"),
+        (Listed(values=("1",)), "expected int, got '1'"),
+        (Listed(other={}), "config.other"),
+    ],
+)
+def test_config_that_could_not_come_back_is_refused_at_the_start(tmp_path, config, words):
+    with pytest.raises(ValueError, match=words):
+        save_config(tmp_path / "config.json", config)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_environment(run, monkeypatch):
+    monkeypatch.setenv("SERVICE_TOKEN", "hunter2")
+    run.record_resume(step=12)
+    env = json.loads(run.env.read_text())
+    assert env["versions"]["jax"] == jax.__version__
+    assert env["versions"]["numpy"] == np.__version__
+    assert env["versions"].keys() == {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"}
+    assert env["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert env["devices"] == {"platform": "cpu", "count": len(jax.devices()), "kinds": {"cpu": len(jax.devices())}}
+    assert "--xla_force_host_platform_device_count" in env["xla_flags"]
+    assert env["command"] == sys.orig_argv
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", env["started"])
+    assert env["git"].keys() == {"revision", "dirty", "reason"}
+    assert [resume["step"] for resume in env["resumes"]] == [12]
+    assert env["resumes"][0]["versions"] == env["versions"]
+    assert "hunter2" not in run.env.read_text()
+
+
+def test_a_library_that_is_not_installed_is_null(run, monkeypatch):
+    monkeypatch.setattr(run_folder, "LIBRARIES", ("jax", "no-such-library"))
+    assert run_folder.describe_environment()["versions"]["no-such-library"] is None
+
+
+def test_git_revision_and_dirty_flag(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    outside = describe_git(tmp_path)
+    assert outside["revision"] is outside["dirty"] is None
+    assert "not a git repository" in outside["reason"]
+
+    def git(*arguments):
+        identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    assert describe_git(tmp_path)["revision"] is None
+    assert describe_git(tmp_path)["reason"]
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git("add", "code.py")
+    git("commit", "--quiet", "--message=first")
+    clean = {"revision": git("rev-parse", "HEAD"), "dirty": False, "reason": None}
+    assert describe_git(tmp_path) == clean
+    (tmp_path / "code.py").write_text("x = 2\n")
+    assert describe_git(tmp_path) == {**clean, "dirty": True}
+    monkeypatch.setenv("PATH", "")
+    assert "git could not run" in describe_git(tmp_path)["reason"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp"])
+def test_create_refuses_names(tmp_path, name):
+    with pytest.raises(ValueError, match="name: expected one path component"):
+        RunFolder.create(tmp_path, name)
+
+
+def test_create_never_reuses_a_folder(run):
+    with pytest.raises(ValueError, match="run folder: expected a path that does not exist yet"):
+        RunFolder.create(run.path.parent, run.path.name)
+
+
+def test_open_finds_what_create_made(run):
+    assert RunFolder.open(run.path) == run
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda run: run.path.rename(run.path.with_name("moved")), "expected an existing folder"),
+        (lambda run: (run.config.unlink(), run.env.unlink()), "expected one with config.json and env.json"),
+        (lambda run: run.config.unlink(), "config.json: expected a JSON object, got FileNotFoundError"),
+        (lambda run: run.env.unlink(), "env.json: expected a JSON object, got FileNotFoundError"),
+        (lambda run: run.env.write_text("{"), "env.json: expected a JSON object, got JSONDecodeError"),
+        (lambda run: run.env.write_bytes(b"\xff\xfe\x00"), "env.json: expected a JSON object"),
+        (lambda run: run.config.write_text("[]"), "config.json: expected a JSON object, got list"),
+        (lambda run: run.config.write_text("{}"), "config.json: expected the keys config and sha256"),
+        (lambda run: run.config.write_text('{"config": {}, "sha256": "0"}'), "edited or damaged"),
+        (lambda run: run.checkpoints.rmdir(), "one with checkpoints"),
+        (lambda run: run.metrics.unlink(), "one with metrics.jsonl"),
+    ],
+)
+def test_open_says_what_is_wrong(run, damage, words):
+    damage(run)
+    with pytest.raises(ValueError, match=words) as caught:
+        RunFolder.open(run.path)
+    assert "\n" not in str(caught.value)
+
+
+def write_steps(writer, steps, kind="train"):
+    for step in steps:
+        writer.write(step, kind, {"reward": step / 10})
+        writer.write_samples(step, kind, [Sample("1+1=", str(step), "2", 0.0), Sample("inf", "nan", "\ud800", 1.0)])
+
+
+def written(run):
+    return [(record["kind"], record["step"]) for record in read_metrics(run.metrics).records]
+
+
+def test_values_come_back(run):
+    values = {
+        "loss": 0.1,
+        "array": jnp.float32(0.5),
+        "half": jnp.bfloat16(1.5),
+        "count": np.int64(1 << 40),
+        "nan": math.nan,
+        "up": jnp.float32(math.inf),
+        "down": -math.inf,
+        "head": "chunked",
+        "resumed": True,
+        "none": None,
+    }
+    with MetricsWriter(run) as writer:
+        writer.write(3, "train", values)
+        # Flushed already: a kill after this line would lose nothing.
+        (line,) = run.metrics.read_text().splitlines()
+    plain = json.loads(line, parse_constant=pytest.fail)
+    assert (plain["nan"], plain["up"], plain["down"], plain["loss"]) == ("nan", "inf", "-inf", 0.1)
+    log = read_metrics(run.metrics)
+    assert log.torn is None
+    (record,) = log.records
+    assert math.isnan(record.pop("nan"))
+    expected = {"array": 0.5, "half": 1.5, "count": 1 << 40, "up": math.inf, "step": 3, "kind": "train"}
+    assert record == {**{name: value for name, value in values.items() if name != "nan"}, **expected}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"loss": jnp.zeros(1)}, r"value 'loss': expected a scalar, got shape \(1,\)"),
+        ({"loss": [1.0]}, "value 'loss': expected a scalar, got list"),
+        ({"loss": "nan"}, "value 'loss': expected text"),
+        ({"step": 1}, r"names other than step and kind, got \['step'\]"),
+    ],
+)
+def test_refuses_values_it_could_not_give_back(run, values, words):
+    with MetricsWriter(run) as writer, pytest.raises(ValueError, match=words):
+        writer.write(0, "train", values)
+    assert run.metrics.read_text() == ""
+
+
+def test_each_step_is_written_once(run):
+    with MetricsWriter(run) as writer:
+        write_steps(writer, [1, 2])
+        writer.write(2, "eval", {})
+        for step in (2, 1):
+            with pytest.raises(ValueError, match="step of kind 'train': expected a step after 2"):
+                writer.write(step, "train", {})
+    with pytest.raises(ValueError, match="has lines already"):
+        MetricsWriter(run)
+
+
+@pytest.mark.parametrize("restored", [2, {"train": 2, "eval": 0, "warm-start": 9}])
+def test_resume_repeats_no_step(run, restored):
+    with MetricsWriter(run) as writer:
+        for kind, steps in (("warm-start", [0, 9] if isinstance(restored, dict) else [0, 1]), ("eval", [0, 3])):
+            write_steps(writer, steps, kind)
+        write_steps(writer, [1, 2, 3, 4])
+    with run.metrics.open("ab") as stream:
+        stream.write(b'{"step": 5, "ki')
+    with MetricsWriter(run, restored) as writer:
+        with pytest.raises(ValueError, match="expected a step after 2"):
+            writer.write(2, "train", {})
+        write_steps(writer, [3, 4, 5])
+    warm_start = [("warm-start", 0), ("warm-start", 9 if isinstance(restored, dict) else 1)]
+    expected = [*warm_start, ("eval", 0), *(("train", step) for step in (1, 2, 3, 4, 5))]
+    assert written(run) == expected
+    assert read_metrics(run.metrics).torn is None
+    samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    assert [(sample["phase"], sample["step"]) for sample in samples] == [pair for pair in expected for _ in range(2)]
+    assert samples[-2:] == [
+        {"step": 5, "phase": "train", "prompt": "1+1=", "completion": "5", "answer": "2", "reward": 0.0},
+        {"step": 5, "phase": "train", "prompt": "inf", "completion": "nan", "answer": "\ud800", "reward": 1.0},
+    ]
+
+
+def test_resume_names_the_kind_it_was_not_told_about(run):
+    with MetricsWriter(run) as writer:
+        write_steps(writer, [1], "eval")
+    before = run.metrics.read_bytes()
+    with pytest.raises(ValueError, match="none for eval"):
+        MetricsWriter(run, {"train": 1})
+    assert run.metrics.read_bytes() == before
+
+
+def test_a_torn_last_line_is_reported(run):
+    with MetricsWriter(run) as writer:
+        write_steps(writer, [1, 2, 3])
+    whole = run.metrics.read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(start + 1, len(whole) - 1):
+        run.metrics.write_bytes(whole[:end])
+        log = read_metrics(run.metrics)
+        assert [record["step"] for record in log.records] == [1, 2]
+        assert f"line 3: cut short after {end - start} bytes" in log.torn
+    # Only the line break is missing: the record is whole.
+    run.metrics.write_bytes(whole[:-1])
+    assert (len(read_metrics(run.metrics).records), read_metrics(run.metrics).torn) == (3, None)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"step": 2, "ki', b"", b"[]", b'{"step": 2}', b'{"step": "2", "kind": "a"}', b"\xff"]
+)
+def test_damage_elsewhere_names_the_line(run, line):
+    good = b'{"step": 1, "kind": "train"}'
+    run.metrics.write_bytes(b"\n".join([good, line, good, b""]))
+    with pytest.raises(ValueError, match=r"metrics.jsonl line 2: expected"):
+        read_metrics(run.metrics)
+    with pytest.raises(ValueError, match="expected a readable file, got FileNotFoundError"):
+        read_metrics(run.path / "none.jsonl")
+
+
+def scalars_of(folder):
+    """(tag, step, value) of every event file, by the record framing: length, checksum, message, checksum."""
+    events = []
+    for file in sorted(folder.glob("events.*"), key=lambda file: file.stat().st_mtime_ns):
+        content, position = file.read_bytes(), 0
+        while position < len(content):
+            (length,) = struct.unpack_from("<Q", content, position)
+            event = Event.FromString(content[position + 12 : position + 12 + length])
+            position += 16 + length
+            events += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            events += [("start", event.step, 0.0)] if event.session_log.status == 1 else []
+    return events
+
+
+def test_tensorboard_has_the_numbers_by_kind(run):
+    with MetricsWriter(run) as writer:
+        writer.write(1, "train", {"reward": 0.5, "head": "chunked", "resumed": False})
+        writer.write(1, "eval", {"greedy": 0.25})
+    with MetricsWriter(run, 1) as writer:
+        writer.write(2, "train", {"reward": 0.75})
+    assert scalars_of(run.tensorboard / "eval") == [("greedy", 1, 0.25)]
+    # The start marker hides what an earlier process wrote from step 2 on.
+    assert scalars_of(run.tensorboard / "train") == [("reward", 1, 0.5), ("start", 2, 0.0), ("reward", 2, 0.75)]

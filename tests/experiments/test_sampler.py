@@ -1,0 +1,229 @@
+"""The sampler: its log-probs are the trainer's, its draws follow them, and a row does not depend on its batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import sampler as sampler_module
+from experiments.model import Decoder, DecoderConfig
+from experiments.model_sharding import decoder_shardings
+from experiments.sampler import make_sampler, sample
+from jaxlogp import linear_log_probs
+
+VOCAB, PAD, EOS = 8, 0, 1
+CONFIG = DecoderConfig.qwen3(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+ROWS, WIDTH, NEW = 6, 5, 7
+OPTIONS = dict(max_new_tokens=NEW, eos_id=EOS, pad_id=PAD)
+
+
+@functools.cache
+def decoder():
+    return Decoder(CONFIG, rngs=nnx.Rngs(3))
+
+
+def prompts(seed=0):
+    drawn = np.random.default_rng(seed)
+    lengths = np.array([5, 1, 3, 5, 2, 4], np.int32)
+    ids = drawn.integers(2, VOCAB, (ROWS, WIDTH)).astype(np.int32)
+    return np.where(np.arange(WIDTH) < lengths[:, None], ids, PAD).astype(np.int32), lengths
+
+
+@functools.partial(jax.jit, static_argnames="temperature")
+def trainer_log_probs(state, row, positions, document_ids, temperature=1.0):
+    """Log-prob of every token but the first of one packed row, by the path that the trainer takes."""
+    model = nnx.merge(nnx.split(decoder())[0], state)
+    hidden = model(row[None], positions[None], document_ids[None])[0]
+    return linear_log_probs(hidden[:-1], model.head_weight(), row[1:], temperature=temperature).log_probs
+
+
+def packed(prompt_ids, lengths, samples):
+    """All rows as documents of one packed row; also, for each, where its completion starts."""
+    documents = [
+        np.concatenate([prompt_ids[i, : lengths[i]], samples.tokens[i, : samples.lengths[i]]]) for i in range(ROWS)
+    ]
+    starts = np.cumsum([0] + [len(document) for document in documents[:-1]]) + lengths
+    size = ROWS * (WIDTH + NEW)
+    row, positions, document_ids = (np.full(size, fill, np.int32) for fill in (PAD, 0, -1))
+    total = sum(len(document) for document in documents)
+    row[:total] = np.concatenate(documents)
+    positions[:total] = np.concatenate([np.arange(len(document)) for document in documents])
+    document_ids[:total] = np.repeat(np.arange(ROWS), [len(document) for document in documents])
+    return row, positions, document_ids, starts
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(1.0, False), (0.7, False), (0.7, True)])
+def test_log_probs_are_those_of_the_packed_trainer_forward(temperature, greedy):
+    ids, lengths = prompts()
+    options = OPTIONS | dict(temperature=temperature, greedy=greedy)
+    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(1), **options))
+    row, positions, document_ids, starts = packed(ids, lengths, samples)
+    wanted = np.asarray(trainer_log_probs(nnx.state(decoder()), row, positions, document_ids, temperature))
+    assert samples.log_probs.dtype == np.float32
+    for i, start in enumerate(starts):
+        count = samples.lengths[i]
+        # Two fp32 forwards of the same tokens: rounding of logits of size up to about 10.
+        np.testing.assert_allclose(samples.log_probs[i, :count], wanted[start - 1 : start - 1 + count], atol=2e-5)
+
+
+def test_a_completion_ends_with_its_eos_and_padding_of_log_prob_zero_follows():
+    ids, lengths = prompts()
+    short = long = 0
+    for seed in range(8):
+        samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(seed), **OPTIONS))
+        for tokens, log_probs, length in zip(*samples, strict=True):
+            assert EOS not in tokens[: length - 1]
+            assert tokens[length - 1] == EOS or length == NEW
+            assert (tokens[length:] == PAD).all() and (log_probs[length:] == 0.0).all()
+            assert (log_probs[:length] < 0.0).all()
+            short, long = short + (length < NEW), long + (length == NEW)
+    assert short > 5 and long > 5
+
+
+def test_one_new_token():
+    ids, lengths = prompts()
+    one = sample(decoder(), ids, lengths, jax.random.key(1), **(OPTIONS | dict(max_new_tokens=1)))
+    many = sample(decoder(), ids, lengths, jax.random.key(1), **OPTIONS)
+    np.testing.assert_array_equal(one.tokens[:, 0], many.tokens[:, 0])
+    np.testing.assert_array_equal(one.lengths, np.ones(ROWS))
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_key():
+    ids, lengths = prompts()
+    options = OPTIONS | dict(greedy=True)
+    samples = sample(decoder(), ids, lengths, jax.random.key(1), **options)
+    other = sample(decoder(), ids, lengths, jax.random.key(2), **options)
+    jax.tree.map(np.testing.assert_array_equal, samples, other)
+    model = decoder()
+    row = np.concatenate([ids[2, : lengths[2]], np.asarray(samples.tokens)[2, : samples.lengths[2]]])[None]
+    document_ids = np.zeros_like(row)
+    hidden = np.asarray(model(jnp.asarray(row), jnp.arange(row.shape[1])[None], jnp.asarray(document_ids)))[0]
+    likeliest = (hidden @ np.asarray(model.head_weight()).T).argmax(axis=-1)
+    np.testing.assert_array_equal(row[0, lengths[2] :], likeliest[lengths[2] - 1 : -1])
+
+
+def test_a_row_is_the_same_in_any_batch_and_with_any_padding():
+    ids, lengths = prompts()
+    whole = sample(decoder(), ids, lengths, jax.random.key(5), **OPTIONS)
+    row_ids = np.array([4, 1], np.int32)
+    part = sample(decoder(), ids[row_ids], lengths[row_ids], jax.random.key(5), row_ids=jnp.asarray(row_ids), **OPTIONS)
+    np.testing.assert_array_equal(part.tokens, np.asarray(whole.tokens)[row_ids])
+    np.testing.assert_allclose(part.log_probs, np.asarray(whole.log_probs)[row_ids], atol=1e-6)
+    repadded = np.where(np.arange(WIDTH) < lengths[:, None], ids, 6).astype(np.int32)
+    jax.tree.map(
+        np.testing.assert_array_equal, sample(decoder(), repadded, lengths, jax.random.key(5), **OPTIONS), whole
+    )
+    others = prompts(seed=9)[0]
+    others[4] = ids[4]
+    changed = sample(decoder(), others, lengths, jax.random.key(5), **OPTIONS)
+    np.testing.assert_array_equal(changed.tokens[4], whole.tokens[4])
+    assert (np.asarray(changed.tokens) != np.asarray(whole.tokens)).any()
+
+
+def test_rows_and_keys_draw_differently():
+    ids, lengths = (np.repeat(array[:1], ROWS, axis=0) for array in prompts())
+    first, second = (sample(decoder(), ids, lengths, jax.random.key(seed), **OPTIONS) for seed in (0, 1))
+    assert len(np.unique(first.tokens, axis=0)) > 1
+    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
+
+
+def chi_square(counts, probabilities):
+    expected = counts.sum() * probabilities
+    return ((counts - expected) ** 2 / expected).sum()
+
+
+def test_frequencies_follow_the_distribution():
+    draws, temperature = 4096, 0.6
+    ids = np.tile(np.array([[2, 5, 3]], np.int32), (draws, 1))
+    lengths = np.full(draws, 3, np.int32)
+    options = dict(max_new_tokens=2, eos_id=EOS, pad_id=PAD, temperature=temperature)
+    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(0), **options))
+    followers = samples.tokens[samples.tokens[:, 0] == 4]  # the second draw, given one value of the first
+    for place, drawn in ((0, samples.tokens), (1, followers)):
+        context = [2, 5, 3, 4][: 3 + place]
+        logits = next_logits(context)
+        counts = np.bincount(drawn[:, place], minlength=VOCAB)
+        assert counts.sum() > 100
+        # 7 degrees of freedom: a right sampler exceeds 29.9 once in 10,000 keys; at temperature 1 it is far above.
+        assert chi_square(counts, softmax(logits / temperature)) < 29.9
+        assert chi_square(counts, softmax(logits)) > 29.9
+
+
+def next_logits(context):
+    model = decoder()
+    row = jnp.asarray([context], jnp.int32)
+    hidden = model(row, jnp.arange(len(context))[None], jnp.zeros_like(row))
+    return np.asarray(hidden)[0, -1] @ np.asarray(model.head_weight()).T
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def test_new_parameters_keys_and_prompts_do_not_trace_again(monkeypatch):
+    traces = []
+    plain = sampler_module.head_logits
+
+    def counting(*args, **kwargs):
+        traces.append(None)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(sampler_module, "head_logits", counting)
+    graph, state = nnx.split(decoder())
+    draw = make_sampler(graph, temperature=1.25, **OPTIONS)
+    first = draw(state, *prompts(), jax.random.key(0))
+    traced = len(traces)
+    assert traced == 2  # the first token's and the scan's
+    later = jax.tree.map(lambda leaf: leaf * 1.5, state)
+    second = draw(later, *prompts(seed=1), jax.random.key(1))
+    third = sample(nnx.merge(graph, later), *prompts(seed=1), jax.random.key(1), temperature=1.25, **OPTIONS)
+    assert len(traces) == traced
+    jax.tree.map(np.testing.assert_array_equal, second, third)
+    assert (np.asarray(first.log_probs) != np.asarray(second.log_probs)).any()
+
+
+def test_the_sharded_sampler_draws_the_same_tokens():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh)
+    graph, state = nnx.split(model)
+    state = jax.device_put(state, decoder_shardings(state, mesh))
+    placed = jax.device_put(prompts(), NamedSharding(mesh, P("data")))
+    sharded = make_sampler(graph, **OPTIONS)(state, *placed, jax.random.key(5))
+    whole = sample(decoder(), *prompts(), jax.random.key(5), **OPTIONS)
+    np.testing.assert_array_equal(sharded.tokens, whole.tokens)
+    np.testing.assert_allclose(sharded.log_probs, whole.log_probs, atol=2e-5)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("temperature", 0.0),
+        ("temperature", float("nan")),
+        ("max_new_tokens", 0),
+        ("eos_id", VOCAB),
+        ("pad_id", -1),
+        ("prompts", np.zeros((0, WIDTH), np.int32)),
+        ("prompts", np.full((ROWS, WIDTH), VOCAB, np.int32)),
+        ("prompts", np.zeros((ROWS, WIDTH), np.float32)),
+        ("prompt_lengths", np.array([5, 0, 3, 5, 2, 4], np.int32)),
+        ("prompt_lengths", np.array([5, 6, 3, 5, 2, 4], np.int32)),
+        ("prompt_lengths", np.ones(ROWS - 1, np.int32)),
+        ("key", np.zeros(2, np.uint32)),
+        ("row_ids", np.zeros(ROWS + 1, np.int32)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_input_is_named(argument, value):
+    ids, lengths = prompts()
+    given = dict(prompts=ids, prompt_lengths=lengths, key=jax.random.key(0), **OPTIONS) | {argument: value}
+    with pytest.raises(ValueError, match=argument):
+        sample(decoder(), **given)

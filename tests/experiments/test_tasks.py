@@ -1,0 +1,328 @@
+"""Tasks: splits that share no prompt, examples that repeat exactly, rewards, limits, and every refusal."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.tasks import TASK_FORMS, Example, make_task, split_of
+from experiments.tasks.protocol import draw_example
+from experiments.tokenizer import tokenizer_for
+
+OWN = ("addition", "comparison", "letter_counting", "reversal", "sorting")
+SIZED = tuple(f"{family}{size}" for family in OWN for size in ("", ":2", ":3", ":12"))
+MANY = 400
+
+
+def examples(task, split, count=MANY):
+    return [task.example(index, split) for index in range(count)]
+
+
+def solve(prompt):
+    """Answers a prompt of our own tasks from its text alone."""
+    body = prompt.removesuffix("=")
+    if "+" in body:
+        return str(sum(int(number) for number in body.split("+")))
+    if "?" in body:
+        left, right = (int(number) for number in body.split("?"))
+        return "=" if left == right else "<>"[left > right]
+    kind, text = body.split(":")
+    if kind == "s":
+        return "".join(str(digit) * text.count(str(digit)) for digit in range(10))
+    return "".join(reversed(text)) if kind == "r" else str(sum(letter == kind for letter in text))
+
+
+def write(path, *lines):
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return str(path)
+
+
+def records(count):
+    return [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(count)]
+
+
+@pytest.mark.parametrize("spec", SIZED)
+def test_own_examples(spec):
+    task = make_task(spec)
+    train, held_out = examples(task, "train"), examples(task, "held_out")
+    assert not {example.prompt for example in train} & {example.prompt for example in held_out}
+    tokenizer = tokenizer_for(task)
+    for example in train + held_out:
+        assert example.answer == solve(example.prompt)
+        assert set(example.prompt + example.answer) <= set(task.alphabet)
+        assert tokenizer.decode(tokenizer.encode(example.prompt)) == example.prompt
+        assert len(example.prompt) <= task.max_prompt_tokens
+        assert len(example.answer) <= task.max_answer_tokens
+    assert task.num_examples("train") is None and task.num_examples("held_out") is None
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_limits_are_reached(family):
+    task = make_task(f"{family}:2")
+    drawn = examples(task, "train") + examples(task, "held_out")
+    assert max(len(example.prompt) for example in drawn) == task.max_prompt_tokens
+    assert max(len(example.answer) for example in drawn) == task.max_answer_tokens
+    assert make_task("letter_counting:12").max_answer_tokens == 2
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_examples_are_random_access(family):
+    task, again, other = make_task(family), make_task(family), make_task(family, seed=1)
+    forward = examples(task, "train", 30)
+    assert [again.example(np.int64(index), "train") for index in reversed(range(30))] == forward[::-1]
+    assert examples(other, "train", 30) != forward
+    assert len(set(forward)) > 20
+
+
+def test_seeds_and_sizes_agree_about_the_split():
+    train = {example.prompt for seed in range(3) for example in examples(make_task("addition", seed=seed), "train")}
+    smaller = {example.prompt for example in examples(make_task("addition:1"), "held_out")}
+    assert not train & smaller
+
+
+def test_same_examples_in_another_process():
+    code = "from experiments.tasks import make_task; t = make_task('addition'); print(t.example(7, 'held_out').prompt)"
+    root = str(Path(__file__).parents[2])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == make_task("addition").example(7, "held_out").prompt == "9+84="
+
+
+def test_one_prompt_in_ten_is_held_out():
+    count = sum(split_of("addition", f"{left}+{right}=") == "held_out" for left in range(100) for right in range(100))
+    assert 900 < count < 1100  # a binomial count of mean 1000 and deviation 30
+    assert {split_of(family, "27+35=") for family in OWN} == {"train", "held_out"}
+
+
+@pytest.mark.parametrize("completion", ["85", " 85\n"])
+def test_rewards(completion):
+    assert make_task("addition").reward(Example("37+48=", "85"), completion) == 1.0
+
+
+@pytest.mark.parametrize("completion", ["", "8", "86", "085", "8 5", "85=", "185", "85.0", "85 or 86", "\ufffd85"])
+def test_no_partial_reward(completion):
+    reward = make_task("addition").reward(Example("37+48=", "85"), completion)
+    assert isinstance(reward, float) and reward == 0.0
+
+
+@pytest.mark.parametrize("index", [-1, np.int64(-3), 1.0, "0", None, True])
+def test_refuses_indices(index, tmp_path):
+    for task in (make_task("sorting"), make_task(f"jsonl:{write(tmp_path / 'a', *records(60))}")):
+        with pytest.raises(ValueError, match="index: expected an integer of at least 0, got"):
+            task.example(index, "train")
+
+
+def test_refuses_splits(tmp_path):
+    for task in (make_task("sorting"), make_task(f"jsonl:{write(tmp_path / 'a', *records(60))}")):
+        for ask in (task.num_examples, lambda split, task=task: task.example(0, split)):
+            with pytest.raises(ValueError, match="split: expected one of train, held_out, got 'test'"):
+                ask("test")
+
+
+def test_gives_up_when_there_is_no_prompt_of_the_split():
+    prompt = next(f"{n}" for n in range(100) if split_of("few", f"{n}") == "train")
+    with pytest.raises(ValueError, match="task 'few': expected a held_out prompt among 1000 draws, got none"):
+        draw_example("few", "few", 0, "held_out", 0, lambda generator: Example(prompt, "1"))
+    with pytest.raises(ValueError, match="got none"):
+        draw_example("few", "few", 0, "train", 0, lambda generator: None)
+    with pytest.raises(ValueError, match="task 'reversal:1': expected a held_out prompt"):
+        make_task("reversal:1")
+
+
+@pytest.mark.parametrize("spec", ["", "adition", "Addition", " addition", ":2", "reasoning_gym", "jsonl", "jsonl:"])
+def test_refuses_unknown_tasks(spec):
+    with pytest.raises(ValueError, match="task: expected one of addition") as caught:
+        make_task(spec)
+    assert all(form in str(caught.value) for form in TASK_FORMS) and repr(spec) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", ["", "0", "-1", "two", "2.0", "+2", " 2", "²", "2\n", "65", "9" * 5000])
+def test_refuses_sizes(size):
+    with pytest.raises(ValueError, match="expected a size from 1 to 64 behind the colon"):
+        make_task(f"addition:{size}")
+
+
+def test_refuses_bad_constructor_arguments():
+    for size in (0, 65, 2.0, True, "2"):
+        with pytest.raises(ValueError, match="addition size: expected an integer from 1 to 64"):
+            type(make_task("addition"))(size)
+    with pytest.raises(ValueError, match="seed: expected an integer, got 'a'"):
+        make_task("addition", seed="a")
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_names_make_the_task_again(family):
+    assert make_task(make_task(family).name) == make_task(family)
+    assert make_task(f"{family}:05") == make_task(f"{family}:5")
+
+
+def test_jsonl_keeps_every_line(tmp_path):
+    lines = [{**record, "metadata": {"line": n}} for n, record in enumerate(records(100))]
+    spec = f"jsonl:{write(tmp_path / 'a:b.jsonl', *lines, b'')}"
+    task = make_task(spec)
+    counts = {split: task.num_examples(split) for split in ("train", "held_out")}
+    assert sum(counts.values()) == 100 and min(counts.values()) > 0
+    drawn = {split: [task.example(index, split) for index in range(count)] for split, count in counts.items()}
+    together = sorted(drawn["train"] + drawn["held_out"], key=lambda example: example.source["line"])
+    assert [(example.prompt, example.answer) for example in together] == [(r["prompt"], r["answer"]) for r in lines]
+    for split, found in drawn.items():
+        assert all(split_of("jsonl", example.prompt) == split for example in found)
+        assert found == sorted(found, key=lambda example: example.source["line"])
+        with pytest.raises(ValueError, match=f"index: expected less than {counts[split]} .*, got {counts[split]}"):
+            task.example(counts[split], split)
+    assert task.name == spec and task.alphabet is None
+
+
+def test_jsonl_counts_bytes_and_strips(tmp_path):
+    lines = [*records(60), {"prompt": "größer?", "answer": " ääää\n"}]
+    task = make_task(f"jsonl:{write(tmp_path / 'a', *lines)}")
+    assert (task.max_prompt_tokens, task.max_answer_tokens) == (9, 10)
+    odd = Example("größer?", " ääää\n")
+    assert task.reward(odd, "ääää ") == 1.0 and task.reward(odd, "äää") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"", "invalid JSON"),
+        (b"{", "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON: nested too deeply"),
+        (b'{"prompt": "\xff", "answer": "1"}', "invalid UTF-8 at byte 12"),
+        (["prompt", "answer"], "expected a JSON object, got list"),
+        (None, "expected a JSON object, got NoneType"),
+        ({"prompt": "a"}, "missing key 'answer'"),
+        ({"answer": "a"}, "missing key 'prompt'"),
+        ({"prompt": "a", "answer": 1}, "'answer' must be a string, got int"),
+        ({"prompt": None, "answer": "1"}, "'prompt' must be a string, got NoneType"),
+        ({"prompt": "", "answer": "1"}, "'prompt' is empty"),
+        ({"prompt": "a", "answer": " "}, "'answer' is empty"),
+        ({"prompt": "\ud800", "answer": "1"}, "'prompt' holds half of a surrogate pair at character 0"),
+        ({"prompt": "a", "answer": "1", "anwser": "2"}, "unknown key 'anwser'; a line has prompt, answer, metadata"),
+        (b'{"prompt": "a", "prompt": "b", "answer": "1"}', "key 'prompt' occurs twice in one object"),
+        ({"prompt": "0+1=", "answer": "2"}, "duplicate prompt '0+1=', first on line 1"),
+    ],
+)
+def test_jsonl_refuses_lines(tmp_path, line, reason):
+    path = write(tmp_path / "a.jsonl", *records(60), line, {"prompt": "z", "answer": "1"})
+    with pytest.raises(ValueError) as caught:
+        make_task(f"jsonl:{path}")
+    assert str(caught.value).startswith(f"task file {path}, line 61: {reason}")
+    assert "\n" not in str(caught.value)
+
+
+def test_jsonl_refuses_files(tmp_path):
+    with pytest.raises(ValueError, match=f"task file {tmp_path}/none: expected a readable file, got No such file"):
+        make_task(f"jsonl:{tmp_path}/none")
+    with pytest.raises(ValueError, match=f"task file {tmp_path}: expected a readable file, got Is a directory"):
+        make_task(f"jsonl:{tmp_path}")
+    with pytest.raises(ValueError, match="got an empty file"):
+        make_task(f"jsonl:{write(tmp_path / 'empty')}")
+
+
+@pytest.mark.parametrize("missing", ["train", "held_out"])
+def test_jsonl_refuses_an_empty_split(tmp_path, missing):
+    lines = [record for record in records(60) if split_of("jsonl", record["prompt"]) != missing]
+    with pytest.raises(ValueError, match=rf"got {len(lines)} lines and none of them {missing}; .* 50 lines or more"):
+        make_task(f"jsonl:{write(tmp_path / 'a', *lines)}")
+
+
+def test_reasoning_gym_missing(monkeypatch):
+    find = builtins.__import__
+
+    def without(name, *rest):
+        if name.partition(".")[0] == "reasoning_gym":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return find(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match=r"no module 'reasoning_gym': pip install -e \"\.\[tasks\]\"") as caught:
+        make_task("reasoning_gym:chain_sum")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def gym():
+    return pytest.importorskip("reasoning_gym", reason="needs the tasks extra")
+
+
+def test_reasoning_gym_examples(gym):
+    task, again = make_task("reasoning_gym:chain_sum"), make_task("reasoning_gym:chain_sum")
+    train, held_out = examples(task, "train", 60), examples(task, "held_out", 40)
+    assert not {example.prompt for example in train} & {example.prompt for example in held_out}
+    assert [again.example(index, "train") for index in reversed(range(60))] == train[::-1]
+    assert examples(make_task("reasoning_gym:chain_sum", seed=1), "train", 60) != train
+    for example in train + held_out:
+        assert 0 < len(example.prompt.encode()) <= task.max_prompt_tokens
+        assert 0 < len(example.answer.encode()) <= task.max_answer_tokens
+    assert task.alphabet is None and task.num_examples("train") is None
+    assert task.name == "reasoning_gym:chain_sum"
+
+
+def test_reasoning_gym_pays_only_full_scores(gym):
+    task = make_task("reasoning_gym:chain_sum")
+    example = task.example(0, "train")
+    assert 0 < gym.create_dataset("chain_sum").score_answer(f"{example.answer} or so", example.source) < 1
+    assert task.reward(example, f"{example.answer} or so") == 0.0
+    assert task.reward(example, "") == 0.0
+    assert task.reward(example, f" {example.answer}\n") == 1.0
+    with pytest.raises(ValueError, match="got one without a source"):
+        task.reward(Example(example.prompt, example.answer), example.answer)
+
+
+def test_reasoning_gym_scorer_that_raises_pays_nothing(gym):
+    task = make_task("reasoning_gym:prime_factorization")
+    example = task.example(0, "train")
+    with pytest.raises(ValueError, match="could not convert|invalid literal"):
+        gym.create_dataset("prime_factorization").score_answer("a", example.source)
+    assert task.reward(example, "a") == 0.0 and task.reward(example, example.answer) == 1.0
+
+
+def test_reasoning_gym_passes_over_examples(gym, monkeypatch):
+    class Uneven:
+        """Blank answers at odd indices; long prompts and long answers behind the sample that sets the limits."""
+
+        def __getitem__(self, index):
+            question = f"{index:05d}" + "?" * (index > 32 and index % 4 == 0)
+            answer = (
+                (" ", None)[index % 4 // 2] if index % 2 else f"{index:05d}" + "!" * (index > 32 and index % 8 == 2)
+            )
+            return {"question": question, "answer": answer}
+
+        def score_answer(self, answer, entry):
+            return float(answer == entry["answer"])
+
+    monkeypatch.setattr(gym, "create_dataset", lambda name, **options: Uneven())
+    task = make_task("reasoning_gym:chain_sum")
+    assert (task.max_prompt_tokens, task.max_answer_tokens) == (5, 5)
+    drawn = {int(example.answer) for example in examples(task, "train", 200)}
+    assert len(drawn) > 100 and all(number % 8 == 6 or number <= 32 for number in drawn)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("chain_sun", "close: chain_sum"),
+        ("qqqqqqqq", "none is close"),
+        ("composite", "expected a data set that needs no options, got: Must specify at least one dataset"),
+        ("countdown", "refused, scoring with it might run model text as a program"),
+        ("n_queens", "refused, scoring with it might run model text as a program .eval."),
+        ("word_ladder", "refused, its examples differ from process to process"),
+        ("boxnet", "refused, it has no reference answers"),
+        ("complex_arithmetic", "refused, 'nan' for an answer scores 1.0"),
+    ],
+)
+def test_reasoning_gym_refuses(gym, dataset, words):
+    with pytest.raises(ValueError, match=f"task 'reasoning_gym:{dataset}': .*{words}") as caught:
+        make_task(f"reasoning_gym:{dataset}")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,117 @@
+"""Tokenizers: round trips, special and unused ids, refusals, and the trip through a run folder."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments.tasks import make_task
+from experiments.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_for, tokenizer_from_dict
+
+CHAR = CharTokenizer("0123456789+=")
+BYTE = ByteTokenizer()
+BOTH = pytest.mark.parametrize("tokenizer", [CHAR, BYTE], ids=["char", "byte"])
+
+
+@BOTH
+@pytest.mark.parametrize("text", ["", "37+48=", "0", "=+9"])
+def test_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert all(3 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(np.array(ids, np.int32)) == text
+
+
+def test_char_ids_follow_the_alphabet():
+    assert CHAR.encode(CHAR.alphabet) == list(range(3, 15))
+
+
+@pytest.mark.parametrize("text", ["é", "漢字", "\N{GRINNING FACE}", "a\nb\0"])
+def test_bytes_round_trip(text):
+    ids = BYTE.encode(text)
+    assert [token - 3 for token in ids] == list(text.encode())
+    assert BYTE.decode(ids) == text
+
+
+def test_every_byte_has_its_own_id():
+    assert [BYTE.decode([3 + byte]) for byte in range(128)] == [chr(byte) for byte in range(128)]
+    assert {BYTE.decode([3 + byte]) for byte in range(128, 256)} == {"\ufffd"}
+
+
+@BOTH
+def test_special_ids(tokenizer):
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
+    four, two = tokenizer.encode("42")
+    assert tokenizer.decode([1, 0, four, 0, 1, two, 2, four, 0]) == "42"
+    assert tokenizer.decode([2, four]) == ""
+    assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "symbols", "vocab_size"),
+    [(CHAR, 12, 16), (BYTE, 256, 264), (CharTokenizer("abcde"), 5, 8), (CharTokenizer("abcdef"), 6, 16)],
+)
+def test_vocab_size_and_unused_ids(tokenizer, symbols, vocab_size):
+    assert tokenizer.vocab_size == vocab_size
+    for unused in range(3 + symbols, vocab_size):
+        assert tokenizer.decode([unused]) == "\ufffd"
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_refuses_ids_out_of_range(tokenizer, bad):
+    with pytest.raises(ValueError, match=rf"ids: expected ids in \[0, {tokenizer.vocab_size}\), got {bad} at 1"):
+        tokenizer.decode([4, bad])
+    with pytest.raises(ValueError, match="ids: expected ids in"):
+        tokenizer.decode([tokenizer.vocab_size])
+    assert tokenizer.decode([tokenizer.eos_id, bad]) == ""
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [1.0, "4", None])
+def test_refuses_what_is_not_an_integer(tokenizer, bad):
+    with pytest.raises(ValueError, match="ids: expected integers, got .* at 0"):
+        tokenizer.decode([bad])
+
+
+def test_refuses_unknown_characters():
+    with pytest.raises(ValueError, match=r"text: expected characters of '0123456789\+=', got 'x' at 2"):
+        CHAR.encode("37x48")
+    with pytest.raises(ValueError, match=r"text: expected text that UTF-8 can hold, got '\\ud800' at 1"):
+        BYTE.encode("a\ud800")
+
+
+@pytest.mark.parametrize("alphabet", ["", "abca", "a\ufffd", None, ["a"]])
+def test_refuses_alphabets(alphabet):
+    with pytest.raises(ValueError, match="alphabet: expected"):
+        CharTokenizer(alphabet)
+
+
+@BOTH
+def test_survives_a_run_folder(tokenizer):
+    assert tokenizer_from_dict(json.loads(json.dumps(tokenizer.to_dict()))) == tokenizer
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"kind": "words"},
+        {"kind": "char"},
+        {"kind": "char", "alphabet": "abc"},
+        {"kind": "char", "alphabet": "abc", "vocab_size": 6},
+        {"kind": "byte", "vocab_size": 259},
+        {"kind": "byte", "vocab_size": 264, "alphabet": "abc"},
+    ],
+)
+def test_refuses_values(values):
+    with pytest.raises(ValueError, match="expected"):
+        tokenizer_from_dict(values)
+
+
+def test_tokenizer_of_a_task(tmp_path):
+    assert tokenizer_for(make_task("addition")) == CHAR
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "é"}) + "\n" for n in range(50)))
+    assert tokenizer_for(make_task(f"jsonl:{path}")) == BYTE

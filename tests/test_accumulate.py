@@ -1,0 +1,392 @@
+"""One step out of many micro-batches: the cut changes nothing, and every rank ends the step together."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp.accumulate import CollectedStep, DocumentSchedule, Progress, StepSums
+from jaxlogp.documents import Document, pack_documents
+from jaxlogp.metrics import policy_metric_terms, reward_terms
+from jaxlogp.policy import policy_loss
+from jaxlogp.reduce import WeightedSum
+
+VOCAB, ROWS, ROW_LENGTH = 6, 9, 12
+LENGTHS = (7, 1, 12, 4, 9, 2, 5, 12, 3, 8, 1, 6)
+PROMPTS = (2, 1, 3, 4, 1, 1, 2, 5, 0, 1, 0, 3)
+KINDS = [("grpo", "length"), ("gspo", "length"), ("gspo", "document")]
+
+# About 60 labels of fp32 log-ratios of size 1, in another order for every cut: see test_policy.
+ERROR = 5e-6
+
+
+def make_documents():
+    rng = np.random.default_rng(11)
+    return [
+        Document(
+            tokens=rng.integers(0, VOCAB, n),
+            prompt_length=p,
+            old_log_probs=rng.normal(-1.0, 0.4, n - p).astype(np.float32),
+            advantage=float(np.float32(rng.normal())),
+            reward=float(np.float32(rng.normal())),
+        )
+        for n, p in zip(LENGTHS, PROMPTS, strict=True)
+    ]
+
+
+def make_table():
+    return np.random.default_rng(12).normal(0.0, 0.4, (VOCAB, VOCAB)).astype(np.float32)
+
+
+def expected_loss(table, kind, weighting):
+    """The loss of the whole step in float64, straight from the documents: nothing is packed, cut or padded."""
+    total, labels, documents = 0.0, 0, make_documents()
+    for document in documents:
+        start = max(document.prompt_length, 1)
+        pairs = np.stack([document.tokens[start - 1 : -1], document.tokens[start:]])
+        if pairs.shape[1] == 0:
+            continue
+        new = -1.0 + table[pairs[0], pairs[1]]
+        x = new - np.float64(document.old_log_probs[start - document.prompt_length :])
+        labels += len(x)
+        weights = np.ones(len(x))
+        if kind == "gspo":
+            weights = np.full(1, len(x) if weighting == "length" else 1)
+            x = x.mean(keepdims=True)
+        r, a = np.exp(x), document.advantage
+        total -= (weights * np.minimum(r * a, np.clip(r, 0.8, 1.2) * a)).sum()
+    return total / (labels if kind == "grpo" else len(documents))
+
+
+@functools.lru_cache
+def expected_step(kind, weighting):
+    """Loss, and its gradient by central differences of the float64 loss (error about 1e-9)."""
+    table, step = np.float64(make_table()), 1e-5
+    gradient = np.zeros_like(table)
+    for i in np.ndindex(table.shape):
+        shift = np.zeros_like(table)
+        shift[i] = step
+        up, down = (expected_loss(table + sign * shift, kind, weighting) for sign in (1, -1))
+        gradient[i] = (up - down) / (2 * step)
+    return expected_loss(table, kind, weighting), gradient
+
+
+def micro_sums(table, batch, kind, weighting, grad_divisor=None):
+    """Unreduced sums of one micro-batch of a bigram model: the log-prob of a token depends on it and the one before."""
+    options = {"kind": kind, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
+    tokens = (batch.old_log_probs, batch.advantages, batch.mask)
+
+    def loss_of(parameters):
+        log_probs = -1.0 + parameters[batch.tokens, batch.targets]
+        loss = policy_loss(log_probs, *tokens, **options, document_weighting=weighting, grad_divisor=grad_divisor)
+        return loss.sum, (loss, log_probs)
+
+    gradients, (loss, log_probs) = jax.grad(loss_of, has_aux=True)(table)
+    metrics = policy_metric_terms(log_probs, *tokens, **options)
+    return StepSums.of(gradients, loss, metrics | reward_terms(batch.rewards, batch.document_mask))
+
+
+@functools.lru_cache
+def micro_step(ranks, kind, weighting):
+    """The compiled micro-batch step over `ranks` data ranks, which counts how often it is traced."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("data",))
+    traces = []
+
+    def local(table, batch):
+        traces.append(1)
+        # Gradients are of the rank's own sum; the psum below is the only one that adds the ranks up.
+        table = jax.lax.pcast(table, "data", to="varying")
+        return micro_sums(table, jax.tree.map(lambda x: x[0], batch), kind, weighting).psum("data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    return jax.jit(mapped), traces
+
+
+def cut(pieces):
+    """The documents in `pieces` micro-batches of uneven sizes; more pieces than documents leave some empty."""
+    documents = make_documents()
+    edges = np.linspace(0, 1, pieces + 1) ** 1.5 * len(documents)
+    edges = np.round(edges).astype(int)
+    batches = []
+    for start, end in zip(edges[:-1], edges[1:], strict=True):
+        batch, rest = pack_documents(documents[start:end], rows=ROWS, row_length=ROW_LENGTH)
+        assert not rest
+        batches.append(batch)
+    return batches
+
+
+def run_step(micro_batches, ranks, kind, weighting):
+    step, _ = micro_step(ranks, kind, weighting)
+    batches, sums = cut(micro_batches * ranks), []
+    for index in range(micro_batches):
+        of_ranks = batches[index * ranks : (index + 1) * ranks]
+        sums.append(step(jnp.asarray(make_table()), jax.tree.map(lambda *x: np.stack(x), *of_ranks)))
+    return sums
+
+
+def assert_step(finished, kind, weighting, metrics=None):
+    loss, gradient = expected_step(kind, weighting)
+    assert abs(float(finished.loss) - loss) < ERROR * max(abs(loss), 0.1)
+    assert np.max(np.abs(np.asarray(finished.gradients) - gradient)) < ERROR * np.max(np.abs(gradient))
+    for name, value in (metrics or {}).items():
+        assert abs(float(finished.metrics[name]) - float(value)) <= ERROR * max(abs(float(value)), 0.1), name
+
+
+@pytest.mark.parametrize(("kind", "weighting"), KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_cut_into_micro_batches_and_ranks_changes_nothing(kind, weighting, ranks):
+    whole = run_step(1, 1, kind, weighting)[0].finish()
+    assert_step(whole, kind, weighting)
+    assert int(whole.metrics["num_documents"]) == int(whole.metrics["num_rewards"]) == len(LENGTHS)
+    rewards = np.float64([document.reward for document in make_documents()])
+    np.testing.assert_allclose(whole.metrics["reward_mean"], rewards.mean(), rtol=1e-5)
+    for micro_batches in (1, 2, 3, 7):
+        sums = run_step(micro_batches, ranks, kind, weighting)
+        assert_step(sum(sums[1:], sums[0]).finish(), kind, weighting, whole.metrics)
+
+
+@pytest.mark.parametrize(("kind", "weighting"), KINDS)
+def test_a_mean_of_micro_batch_means_is_rejected_by_the_same_check(kind, weighting):
+    means = [sums.finish() for sums in run_step(3, 2, kind, weighting)]
+    wrong = means[0]._replace(
+        gradients=sum(part.gradients for part in means) / 3, loss=sum(part.loss for part in means) / 3
+    )
+    with pytest.raises(AssertionError):
+        assert_step(wrong, kind, weighting)
+
+
+def test_another_number_of_micro_batches_does_not_trace_again():
+    _, traces = micro_step(2, "gspo", "length")
+    added = []
+
+    @jax.jit
+    def add(a, b):
+        added.append(1)
+        return a + b
+
+    for micro_batches in (1, 2, 3, 7, 2):
+        functools.reduce(add, run_step(micro_batches, 2, "gspo", "length"))
+    assert len(traces) == 1 and len(added) == 1
+
+
+def test_gradients_are_kept_in_fp32_and_divided_once():
+    gradients = {"a": jnp.asarray([1.0, 2.0], jnp.bfloat16), "b": jnp.float32(6.0)}
+    part = StepSums.of(gradients, WeightedSum(jnp.float32(3.0), jnp.int32(2)))
+    assert part.gradients["a"].dtype == jnp.float32 and part.metrics.values == {}
+    # 256 + 1 is not a bf16 number: adding 256 parts of 1 in bf16 would stop growing.
+    total = functools.reduce(lambda a, b: a + b, [part] * 300)
+    finished = total.finish()
+    assert float(total.gradients["a"][0]) == 300.0
+    np.testing.assert_allclose(finished.gradients["a"], [0.5, 1.0], rtol=1e-6)
+    assert float(finished.gradients["b"]) == 3.0 and float(finished.loss) == 1.5 and finished.metrics == {}
+
+
+def test_grad_divisor_divides_the_gradients_alone():
+    sums = []
+    for batch in cut(2):
+        sums.append(micro_sums(jnp.asarray(make_table()), batch, "grpo", "length", grad_divisor=10.0))
+    finished = (sums[0] + sums[1]).finish()
+    loss, gradient = expected_step("grpo", "length")
+    labels = int(sums[0].loss.count + sums[1].loss.count)
+    assert abs(float(finished.loss) - loss) < ERROR * abs(loss)
+    np.testing.assert_allclose(finished.gradients, gradient * labels / 10.0, atol=ERROR * np.abs(gradient).max() * 10)
+
+
+def test_a_step_without_anything_is_zero():
+    padding, _ = pack_documents([], rows=ROWS, row_length=ROW_LENGTH)
+    for kind, weighting in KINDS:
+        finished = micro_sums(jnp.asarray(make_table()), padding, kind, weighting).finish()
+        assert float(finished.loss) == 0.0
+        np.testing.assert_array_equal(finished.gradients, np.zeros((VOCAB, VOCAB)))
+
+
+# --- the schedule ------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def batch_of(count):
+    one = Document(np.array([1, 2]), 1, np.zeros(1), 1.0)
+    batch, rest = pack_documents([one] * count, rows=1, row_length=32)
+    assert not rest
+    return batch
+
+
+PADDING = batch_of(0)
+
+
+def stream(*counts):
+    return iter([batch_of(count) for count in counts])
+
+
+def counts_of(step: CollectedStep):
+    return [tuple(int(batch.num_documents) for batch in of_ranks) for of_ranks in step.micro_batches]
+
+
+def test_a_step_ends_with_the_micro_batch_that_reaches_the_target():
+    schedule = DocumentSchedule(docs_per_step=8)
+    local = [stream(3, 3, 3, 3, 3, 3)]
+    first = schedule.collect(local, padding=PADDING)
+    assert counts_of(first) == [(3,), (3,), (3,)] and first.num_documents == 9 and not first.exhausted
+    exact = DocumentSchedule(docs_per_step=6).collect(local, padding=PADDING)
+    assert counts_of(exact) == [(3,), (3,)] and exact.num_documents == 6 and not exact.exhausted
+    assert type(exact.num_documents) is int
+
+
+def test_documents_of_all_local_ranks_count_together_and_empty_ranks_do_not_matter():
+    step = DocumentSchedule(docs_per_step=7).collect([stream(2, 0, 3), stream(0, 2, 1)], padding=PADDING)
+    assert counts_of(step) == [(2, 0), (0, 2), (3, 1)] and step.num_documents == 8
+
+
+def test_zero_documents_per_step_means_a_fixed_number_of_micro_batches():
+    local = [stream(5, 0, 1, 2, 4)]
+    schedule = DocumentSchedule(micro_batches=3)
+    step = schedule.collect(local, padding=PADDING)
+    assert counts_of(step) == [(5,), (0,), (1,)] and step.num_documents == 6 and not step.exhausted
+    last = schedule.collect(local, padding=PADDING)
+    assert counts_of(last) == [(2,), (4,)] and last.num_documents == 6 and last.exhausted
+
+
+def test_a_rank_that_ended_contributes_padding_until_the_others_have_ended_too():
+    local = [stream(2), stream(2, 2, 2)]
+    schedule = DocumentSchedule(docs_per_step=6)
+    first = schedule.collect(local, padding=PADDING)
+    assert counts_of(first) == [(2, 2), (0, 2)] and first.num_documents == 6 and not first.exhausted
+    assert first.micro_batches[1][0] is PADDING
+    partial = schedule.collect(local, padding=PADDING)
+    assert counts_of(partial) == [(0, 2)] and partial.num_documents == 2 and partial.exhausted
+    nothing = schedule.collect(local, padding=PADDING)
+    assert nothing.micro_batches == () and nothing.num_documents == 0 and nothing.exhausted
+
+
+def test_the_end_of_the_data_behind_a_full_step_shows_in_the_next_one():
+    local = [stream(4)]
+    schedule = DocumentSchedule(docs_per_step=4)
+    assert not schedule.collect(local, padding=PADDING).exhausted
+    nothing = schedule.collect(local, padding=PADDING)
+    assert nothing.exhausted and nothing.micro_batches == ()
+
+
+def test_nothing_but_empty_micro_batches_at_the_end_is_no_step():
+    step = DocumentSchedule(docs_per_step=4).collect([stream(0, 0)], padding=PADDING)
+    assert step.exhausted and step.micro_batches == () and step.num_documents == 0
+
+
+def test_too_many_empty_micro_batches_in_a_row_are_an_error():
+    schedule = DocumentSchedule(docs_per_step=4, max_empty_micro_batches=2)
+    step = schedule.collect([stream(0, 0, 1, 0, 0, 3)], padding=PADDING)
+    assert counts_of(step) == [(0,), (0,), (1,), (0,), (0,), (3,)], "two in a row are allowed, and again"
+    with pytest.raises(ValueError, match="^streams: expected a document within 2 .*, got 3 micro-batches without one"):
+        schedule.collect([stream(1, 0, 0, 0, 3)], padding=PADDING)
+
+    def endless():
+        while True:
+            yield batch_of(0)
+
+    with pytest.raises(ValueError, match="got 3 micro-batches without one after 0 documents"):
+        schedule.collect([endless(), stream()], padding=PADDING)
+
+
+def test_the_wait_for_the_data_is_measured():
+    def slow():
+        yield batch_of(1)
+        threading.Event().wait(0.05)
+        yield batch_of(1)
+
+    local = [slow()]
+    schedule = DocumentSchedule(docs_per_step=1)
+    quick = schedule.collect(local, padding=PADDING).data_wait_seconds
+    waited = schedule.collect(local, padding=PADDING).data_wait_seconds
+    assert 0.0 <= quick < 0.04 < waited < 5.0
+
+
+class Processes:
+    """Threads that stand for processes, with a sum over all of them that fails instead of hanging."""
+
+    def __init__(self, count):
+        self.count, self.values = count, {}
+        self.barrier = threading.Barrier(count, timeout=20)
+
+    def all_reduce(self, rank, values):
+        assert values.dtype == np.int64 and values.ndim == 1
+        self.values[rank] = values.copy()
+        self.barrier.wait()
+        total = sum(self.values.values())
+        self.barrier.wait()
+        return total
+
+    def run(self, function):
+        results = [None] * self.count
+
+        def work(rank):
+            try:
+                results[rank] = function(rank, functools.partial(self.all_reduce, rank))
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+        return results
+
+
+def test_every_process_stops_after_the_same_micro_batch():
+    data = [[(3, 1), (1,)], [(1, 1, 1, 1), ()], [(), (2, 0, 0, 5)]]  # [process][local rank]
+
+    def one_process(rank, all_reduce):
+        local = [stream(*counts) for counts in data[rank]]
+        schedule = DocumentSchedule(docs_per_step=7)
+        return [schedule.collect(local, padding=PADDING, all_reduce=all_reduce) for _ in range(4)]
+
+    steps = Processes(3).run(one_process)
+    # Rounds sum to 7, 2, 1 and 6 documents over all processes.
+    for process in steps:
+        assert [step.num_documents for step in process] == [7, 9, 0, 0]
+        assert [len(step.micro_batches) for step in process] == [1, 3, 0, 0]
+        assert [step.exhausted for step in process] == [False, False, True, True]
+    assert counts_of(steps[2][1]) == [(0, 0), (0, 0), (0, 5)]
+
+
+def test_a_stream_that_raises_ends_the_step_on_every_process():
+    def broken():
+        yield batch_of(1)
+        raise OSError("disk gone")
+
+    def one_process(rank, all_reduce):
+        local = [broken() if rank == 1 else stream(1, 1, 1, 1)]
+        return DocumentSchedule(docs_per_step=100).collect(local, padding=PADDING, all_reduce=all_reduce)
+
+    other, broken_one = Processes(2).run(one_process)
+    assert isinstance(broken_one, OSError) and "disk gone" in str(broken_one)
+    assert isinstance(other, RuntimeError) and "1 other process" in str(other)
+
+
+def test_progress_counts_in_exact_python_ints():
+    step = CollectedStep(
+        micro_batches=((PADDING,), (PADDING,)), num_documents=3, data_wait_seconds=0.5, exhausted=False
+    )
+    progress = Progress(documents_seen=2**62).after(step).after(step)
+    assert progress == Progress(steps=2, documents_seen=2**62 + 6, micro_batches=4, data_wait_seconds=1.0)
+    assert progress.after(CollectedStep((), 0, 0.1, True)) == progress
+
+
+BAD = {
+    "docs_per_step": lambda: DocumentSchedule(docs_per_step=-1),
+    "micro_batches": lambda: DocumentSchedule(micro_batches=0),
+    "max_empty_micro_batches": lambda: DocumentSchedule(max_empty_micro_batches=-1),
+    "streams": lambda: DocumentSchedule().collect([], padding=PADDING),
+    "padding": lambda: DocumentSchedule().collect([stream(1)], padding=batch_of(1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got "):
+        BAD[name]()

@@ -1,0 +1,94 @@
+"""Group-relative advantages against float64, degenerate groups, bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp.advantages import group_advantages, leave_one_out_advantages
+
+# The largest entry of a row is of size 1; means and deviations of 6 fp32 numbers err by a few 2^-24.
+ERROR = 1e-6
+
+
+def rewards_of(groups=5, generations=6):
+    return np.random.default_rng(0).normal(0.3, 1.0, (groups, generations)).astype(np.float32)
+
+
+def test_scaled_by_group_and_not():
+    rewards = rewards_of()
+    wide = np.float64(rewards)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / 5)  # the sample deviation of 6 generations
+    for options, expected in (
+        ({}, centred / (deviation + 1e-4)),
+        ({"epsilon": 0.5}, centred / (deviation + 0.5)),
+        ({"scale_rewards": "none"}, centred),
+    ):
+        result = jax.jit(functools.partial(group_advantages, **options))(rewards)
+        np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+        assert not np.asarray(result.degenerate).any() and result.advantages.dtype == jnp.float32
+
+
+def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others():
+    rewards = rewards_of()
+    expected = np.array([[row[i] - np.mean(np.delete(row, i)) for i in range(6)] for row in np.float64(rewards)])
+    result = leave_one_out_advantages(rewards)
+    np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out_advantages])
+def test_equal_rewards_give_exactly_zero(advantages):
+    # The fp32 mean of three times 0.1 is not 0.1, so the difference alone would not be zero.
+    rewards = np.float32([[0.1, 0.1, 0.1], [1e30, 1e30, 1e30], [0.0, 0.0, 1.0]])
+    result = advantages(rewards)
+    np.testing.assert_array_equal(result.degenerate, [True, True, False])
+    np.testing.assert_array_equal(result.advantages[:2], np.zeros((2, 3)))
+    assert (np.asarray(result.advantages)[2] != 0).all()
+
+
+def test_a_small_deviation_is_not_degenerate():
+    rewards = np.float32([[1.0, 1.0, 1.0 + 2**-22], [0.0, 1e-12, 0.0]])
+    result = group_advantages(rewards, epsilon=0.0)
+    assert not np.asarray(result.degenerate).any()
+    # (2, -1, -1) / 3 over its sample deviation 1 / sqrt(3), whatever the offset and the scale.
+    expected = np.array([[-1, -1, 2], [-1, 2, -1]]) / np.sqrt(3)
+    np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+
+
+def test_zero_epsilon_and_equal_rewards_are_not_nan():
+    result = group_advantages(np.ones((1, 4), np.float32), epsilon=0.0)
+    np.testing.assert_array_equal(result.advantages, np.zeros((1, 4)))
+
+
+def test_every_group_stands_for_itself():
+    """The advantages of a group do not depend on which groups are beside it."""
+    rewards = rewards_of()
+    whole = np.asarray(group_advantages(rewards).advantages)
+    for row in range(5):
+        np.testing.assert_allclose(group_advantages(rewards[row : row + 1]).advantages[0], whole[row], atol=ERROR)
+
+
+BAD = {
+    "rank 1": (np.zeros(4, np.float32), {}, "rewards", "(4,)"),
+    "one generation": (np.zeros((4, 1), np.float32), {}, "rewards", "(4, 1)"),
+    "no group": (np.zeros((0, 4), np.float32), {}, "rewards", "(0, 4)"),
+    "ints": (np.zeros((2, 4), np.int32), {}, "rewards", "int32"),
+    "NaN": (np.float32([[0, 1], [2, np.nan]]), {}, "rewards", "nan at position (1, 1)"),
+    "infinite": (np.float32([[0, 1], [-np.inf, 1]]), {}, "rewards", "-inf at position (1, 0)"),
+    "scale": (rewards_of(), {"scale_rewards": "std"}, "scale_rewards", "'std'"),
+    "epsilon": (rewards_of(), {"epsilon": -1.0}, "epsilon", "-1.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    rewards, options, argument, seen = BAD[name]
+    functions = [functools.partial(group_advantages, **options)] + ([] if options else [leave_one_out_advantages])
+    for function in functions:
+        with pytest.raises(ValueError) as raised:
+            function(rewards)
+        message = str(raised.value)
+        assert message.startswith(f"{argument}: expected ") and seen in message.partition(", got ")[2], message

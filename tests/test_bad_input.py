@@ -1,0 +1,246 @@
+"""Bad input over the whole public API: a ValueError that names the argument, what was expected and what was seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxlogp
+
+pytestmark = pytest.mark.bad_input
+
+TOKENS, HIDDEN, VOCAB = (2, 3), 4, 10
+
+
+def head(**changes):
+    """linear_log_probs on good arguments, except for the changed ones."""
+    return jaxlogp.linear_log_probs(**{**good_head(), **changes})
+
+
+def good_head():
+    return {
+        "hidden": jnp.ones((*TOKENS, HIDDEN), jnp.float32),
+        "weight": jnp.ones((VOCAB, HIDDEN), jnp.float32),
+        "targets": jnp.zeros(TOKENS, jnp.int32),
+    }
+
+
+def logits(**changes):
+    good = {"logits": jnp.ones((*TOKENS, VOCAB), jnp.float32), "targets": jnp.zeros(TOKENS, jnp.int32)}
+    return jaxlogp.log_probs_from_logits(**{**good, **changes})
+
+
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def sharded_head(**changes):
+    good = {
+        "hidden": jnp.ones((4, 3, HIDDEN), jnp.float32),
+        "weight": jnp.ones((12, HIDDEN), jnp.float32),
+        "targets": jnp.zeros((4, 3), jnp.int32),
+        "mesh": mesh(),
+    }
+    return jaxlogp.sharded_linear_log_probs(**{**good, **changes})
+
+
+def head_in_shard_map(rows, vocab):
+    """The local block of the weight has `rows` rows on each of 4 ranks."""
+    return jax.shard_map(
+        lambda h, w, t: jaxlogp.linear_log_probs(h, w, t, axis_name="tensor", vocab=vocab).log_probs,
+        mesh=mesh(),
+        in_specs=(P(), P("tensor"), P()),
+        out_specs=P(),
+    )(jnp.ones((3, HIDDEN), jnp.float32), jnp.ones((4 * rows, HIDDEN), jnp.float32), jnp.zeros(3, jnp.int32))
+
+
+def embedding(**changes):
+    good = {"table": jnp.ones((VOCAB, HIDDEN), jnp.float32), "token_ids": jnp.zeros(TOKENS, jnp.int32)}
+    return jaxlogp.embedding_lookup(**{**good, **changes})
+
+
+def sharded_embedding(**changes):
+    good = {"table": jnp.ones((12, HIDDEN), jnp.float32), "token_ids": jnp.zeros((4, 3), jnp.int32), "mesh": mesh()}
+    return jaxlogp.sharded_embedding_lookup(**{**good, **changes})
+
+
+def policy(**changes):
+    good = {name: jnp.zeros(TOKENS, jnp.float32) for name in ("log_probs", "old_log_probs", "advantages")}
+    return jaxlogp.policy_loss(**{**good, "mask": jnp.ones(TOKENS, bool), **changes})
+
+
+def floats(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def ids(*shape, fill=0):
+    return jnp.full(shape, fill, jnp.int32)
+
+
+# name: call, argument named, fragments of the message
+CASES = {
+    # vocabulary shards
+    "even, no vocabulary": (lambda: jaxlogp.VocabShards.even(0, 1), "vocab_size", ["0"]),
+    "even, more shards than ids": (lambda: jaxlogp.VocabShards.even(3, 8), "num_shards", ["3", "8"]),
+    "even, fraction": (lambda: jaxlogp.VocabShards.even(10, 2.5), "num_shards", ["2.5"]),
+    "ranges with a hole": (
+        lambda: jaxlogp.VocabShards.from_ranges([(0, 4), (5, 9)], 9),
+        "ranges",
+        ["(0, 4)", "(5, 9)"],
+    ),
+    "range that is no pair": (lambda: jaxlogp.VocabShards.from_ranges([(0, 4, 9)], 9), "ranges", ["(0, 4, 9)"]),
+    # linear_log_probs
+    "hidden of another width": (lambda: head(hidden=floats(*TOKENS, 5)), "hidden", ["4", "5"]),
+    "hidden of integers": (lambda: head(hidden=ids(*TOKENS, HIDDEN)), "hidden", ["int32"]),
+    "hidden with no axis": (lambda: head(hidden=floats()), "hidden", ["()"]),
+    "weight of rank 1": (lambda: head(weight=floats(VOCAB)), "weight", ["(10,)"]),
+    "weight of rank 3": (lambda: head(weight=floats(2, 5, HIDDEN)), "weight", ["(2, 5, 4)"]),
+    "weight of integers": (lambda: head(weight=ids(VOCAB, HIDDEN)), "weight", ["int32"]),
+    "weight without rows": (lambda: head(weight=floats(0, HIDDEN)), "weight", ["0"]),
+    "targets of another shape": (lambda: head(targets=ids(3, 2)), "targets", ["(2, 3)", "(3, 2)"]),
+    "targets of floats": (lambda: head(targets=floats(*TOKENS)), "targets", ["float32"]),
+    "an active target too large": (lambda: head(targets=ids(*TOKENS).at[1, 2].set(10)), "targets", ["10", "(1, 2)"]),
+    "an active target below 0": (lambda: head(targets=ids(*TOKENS).at[0, 1].set(-1)), "targets", ["-1", "(0, 1)"]),
+    "an unmasked ignore index": (
+        lambda: head(targets=ids(*TOKENS, fill=-100), mask=jnp.zeros(TOKENS, bool).at[1, 0].set(True)),
+        "targets",
+        ["-100", "(1, 0)"],
+    ),
+    "mask of another shape": (lambda: head(mask=jnp.ones((2, 2), bool)), "mask", ["(2, 3)", "(2, 2)"]),
+    "mask of numbers": (lambda: head(mask=floats(*TOKENS)), "mask", ["bool", "float32"]),
+    "bias of another length": (lambda: head(bias=floats(9)), "bias", ["10", "9"]),
+    "bias of integers": (lambda: head(bias=ids(VOCAB)), "bias", ["int32"]),
+    "temperature 0": (lambda: head(temperature=0.0), "temperature", ["0"]),
+    "temperature below 0": (lambda: head(temperature=-1.5), "temperature", ["-1.5"]),
+    "temperature NaN": (lambda: head(temperature=float("nan")), "temperature", ["nan"]),
+    "temperature infinite": (lambda: head(temperature=float("inf")), "temperature", ["inf"]),
+    "soft cap 0": (lambda: head(softcap=0.0), "softcap", ["0"]),
+    "soft cap below 0": (lambda: head(softcap=-30.0), "softcap", ["-30"]),
+    "logit scale NaN": (lambda: head(logit_scale=float("nan")), "logit_scale", ["nan"]),
+    "unknown out_of_vocab": (lambda: head(out_of_vocab="ignore"), "out_of_vocab", ["error", "zero", "ignore"]),
+    "unknown engine": (lambda: head(engine="fastest"), "engine", ["chunked", "fastest"]),
+    "a wrong global vocabulary": (lambda: head(vocab=jaxlogp.VocabShards.even(11, 1)), "vocab", ["10", "11"]),
+    "shards without an axis": (lambda: head(vocab=jaxlogp.VocabShards.even(10, 2)), "axis_name", ["2"]),
+    "token_chunk 0": (lambda: jaxlogp.ChunkedEngine(token_chunk=0), "token_chunk", ["0"]),
+    "vocab_tile below 0": (lambda: jaxlogp.ChunkedEngine(vocab_tile=-8), "vocab_tile", ["-8"]),
+    # the sharded head
+    "a wrong global vocabulary in shard_map": (
+        lambda: head_in_shard_map(3, jaxlogp.VocabShards.even(20, 4)),
+        "vocab",
+        ["3", "5"],
+    ),
+    "another number of shards than ranks": (
+        lambda: head_in_shard_map(3, jaxlogp.VocabShards.even(6, 2)),
+        "vocab",
+        ["2", "4"],
+    ),
+    "an axis the mesh does not have": (lambda: sharded_head(vocab_axis="model"), "vocab_axis", ["model", "tensor"]),
+    "a token axis the mesh does not have": (
+        lambda: sharded_head(token_axes=("batch",)),
+        "token_axes",
+        ["batch", "data"],
+    ),
+    "a weight axis the mesh does not have": (lambda: sharded_head(weight_axis="fsdp"), "weight_axis", ["fsdp", "data"]),
+    "tokens that the mesh cannot cut": (
+        lambda: sharded_head(hidden=floats(3, 3, HIDDEN), targets=ids(3, 3)),
+        "hidden",
+        ["2", "3"],
+    ),
+    "rows that the mesh cannot cut": (lambda: sharded_head(weight=floats(13, HIDDEN)), "weight", ["13", "4"]),
+    "sharded, an active target too large": (
+        lambda: sharded_head(targets=ids(4, 3).at[3, 2].set(12)),
+        "targets",
+        ["12", "(3, 2)"],
+    ),
+    # log_probs_from_logits
+    "logits of integers": (lambda: logits(logits=ids(*TOKENS, VOCAB)), "logits", ["int32"]),
+    "logits without columns": (lambda: logits(logits=floats(*TOKENS, 0)), "logits", ["0"]),
+    "logits, targets of another shape": (lambda: logits(targets=ids(6)), "targets", ["(2, 3)", "(6,)"]),
+    "logits, targets of floats": (lambda: logits(targets=floats(*TOKENS)), "targets", ["float32"]),
+    "logits, mask of another shape": (lambda: logits(mask=jnp.ones((3, 2), bool)), "mask", ["(2, 3)", "(3, 2)"]),
+    "logits, temperature 0": (lambda: logits(temperature=0.0), "temperature", ["0"]),
+    "logits, target too large": (lambda: logits(targets=ids(*TOKENS).at[1, 1].set(99)), "targets", ["99", "(1, 1)"]),
+    "logits, a wrong vocabulary": (lambda: logits(vocab=jaxlogp.VocabShards.even(12, 1)), "vocab", ["10", "12"]),
+    # embedding
+    "token id too large": (lambda: embedding(token_ids=ids(*TOKENS).at[0, 2].set(10)), "token_ids", ["10", "(0, 2)"]),
+    "token id below 0": (lambda: embedding(token_ids=ids(*TOKENS).at[1, 0].set(-100)), "token_ids", ["-100", "(1, 0)"]),
+    "token ids of floats": (lambda: embedding(token_ids=floats(*TOKENS)), "token_ids", ["float32"]),
+    "table of rank 1": (lambda: embedding(table=floats(VOCAB)), "table", ["(10,)"]),
+    "a wrong vocabulary of the table": (
+        lambda: embedding(vocab=jaxlogp.VocabShards.even(11, 1)),
+        "vocab",
+        ["10", "11"],
+    ),
+    "sharded table, unknown axis": (lambda: sharded_embedding(vocab_axis="model"), "vocab_axis", ["model", "tensor"]),
+    "sharded table, id too large": (
+        lambda: sharded_embedding(token_ids=ids(4, 3).at[2, 1].set(12)),
+        "token_ids",
+        ["12", "(2, 1)"],
+    ),
+    # reductions
+    "sum, mask of another shape": (
+        lambda: jaxlogp.masked_sum(floats(4), jnp.ones(3, bool)),
+        "mask",
+        ["(4,)", "(3,)"],
+    ),
+    "mean, mask of another shape": (
+        lambda: jaxlogp.masked_mean(floats(2, 2), jnp.ones(4, bool)),
+        "mask",
+        ["(2, 2)", "(4,)"],
+    ),
+    "mean, mask of numbers": (lambda: jaxlogp.masked_mean(floats(4), floats(4)), "mask", ["bool", "float32"]),
+    "count, mask of numbers": (lambda: jaxlogp.masked_count(floats(4)), "mask", ["bool", "float32"]),
+    "maximum, mask of another shape": (
+        lambda: jaxlogp.masked_max(floats(4), jnp.ones(3, bool)),
+        "mask",
+        ["(4,)", "(3,)"],
+    ),
+    "weighted sum, mask of another shape": (
+        lambda: jaxlogp.weighted_sum(floats(4), jnp.ones((4, 1), bool)),
+        "mask",
+        ["(4,)", "(4, 1)"],
+    ),
+    "sum, values on two devices": (
+        lambda: jaxlogp.masked_sum(
+            jax.device_put(floats(4), jax.devices()[0]), jax.device_put(jnp.ones(4, bool), jax.devices()[1])
+        ),
+        "mask",
+        ["device"],
+    ),
+    # policy loss
+    "unknown kind": (lambda: policy(kind="ppo"), "kind", ["grpo", "ppo"]),
+    "epsilon 0": (lambda: policy(epsilon=0.0), "epsilon", ["0"]),
+    "advantages of another shape": (lambda: policy(advantages=floats(6)), "advantages", ["(2, 3)", "(6,)"]),
+    "NaN at a label": (lambda: policy(log_probs=floats(*TOKENS).at[1, 2].set(np.nan)), "log_probs", ["nan", "(1, 2)"]),
+    "GSPO without documents": (lambda: policy(kind="gspo"), "document_ids", ["gspo"]),
+    "unknown document weighting": (
+        lambda: policy(document_weighting="equal"),
+        "document_weighting",
+        ["length", "document", "equal"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_named(name):
+    call, argument, fragments = CASES[name]
+    with pytest.raises(ValueError) as raised:
+        call()
+    message = str(raised.value)
+    assert message.startswith(f"{argument}: expected "), message
+    expected, separator, seen = message.partition(", got ")
+    assert separator and seen, message
+    missing = [fragment for fragment in fragments if fragment not in message]
+    assert not missing, f"{missing} not in {message}"
+
+
+def test_the_good_arguments_are_good():
+    """The controls: what the cases change is all that is wrong with them."""
+    assert head().log_probs.shape == logits().log_probs.shape == TOKENS
+    assert sharded_head().log_probs.shape == (4, 3)
+    assert head_in_shard_map(3, jaxlogp.VocabShards.even(12, 4)).shape == (3,)
+    assert embedding().shape == (*TOKENS, HIDDEN)
+    assert sharded_embedding().shape == (4, 3, HIDDEN)
+    assert int(policy().count) == 6

@@ -1,0 +1,201 @@
+"""Packing: what every position of a row holds, what is handed back, and what never leaks between documents."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp.documents import (
+    Document,
+    MicroBatch,
+    clamp_document_ids,
+    labels_per_document,
+    next_token_targets,
+    pack_documents,
+)
+
+
+def document(length, prompt_length=1, seed=0, **changes):
+    rng = np.random.default_rng([seed, length])
+    fields = {
+        "tokens": rng.integers(1, 100, length),
+        "prompt_length": prompt_length,
+        "old_log_probs": rng.normal(-2.0, 1.0, max(length - prompt_length, 0)).astype(np.float32),
+        "advantage": float(rng.normal()),
+        "reward": float(rng.normal()),
+        "model_version": int(rng.integers(1000)),
+    }
+    return Document(**{**fields, **changes})
+
+
+def documents(lengths, prompts):
+    return [document(n, p, seed=i) for i, (n, p) in enumerate(zip(lengths, prompts, strict=True))]
+
+
+def test_every_field_of_a_small_pack():
+    first = Document(np.array([5, 6, 7, 8]), 2, np.float32([-0.5, -0.25]), 1.5, reward=1.0, model_version=40)
+    second = Document(np.array([9, 10]), 1, np.float32([-0.125]), -1.0, reward=0.0, model_version=41)
+    third = Document(np.array([11, 12, 13]), 1, np.float32([-1.0, -2.0]), 0.5, reward=0.5, model_version=42)
+    batch, rest = pack_documents([first, second, third], rows=3, row_length=7, pad_id=99)
+    assert rest == ()
+    expected = {
+        "tokens": [[5, 6, 7, 8, 9, 10, 99], [11, 12, 13, 99, 99, 99, 99], [99] * 7],
+        "targets": [[6, 7, 8, 0, 10, 0, 0], [12, 13, 0, 0, 0, 0, 0], [0] * 7],
+        "positions": [[0, 1, 2, 3, 0, 1, 0], [0, 1, 2, 0, 0, 0, 0], [0] * 7],
+        "document_ids": [[0, 0, 0, 0, 1, 1, 1], [2] * 7, [2] * 7],
+        "segment_ids": [[0, 0, 0, 0, 1, 1, -1], [2, 2, 2, -1, -1, -1, -1], [-1] * 7],
+        "mask": [[0, 1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [0] * 7],
+        "old_log_probs": [[0, -0.5, -0.25, 0, -0.125, 0, 0], [-1, -2, 0, 0, 0, 0, 0], [0] * 7],
+        "advantages": [[0, 1.5, 1.5, 0, -1, 0, 0], [0.5, 0.5, 0, 0, 0, 0, 0], [0] * 7],
+        "rewards": [1.0, 0.0, 0.5] + [0.0] * 18,
+        "model_versions": [40, 41, 42] + [0] * 18,
+        "num_documents": 3,
+    }
+    assert expected.keys() == {field.name for field in dataclasses.fields(MicroBatch)}
+    for name, values in expected.items():
+        np.testing.assert_array_equal(getattr(batch, name), values, err_msg=name)
+    np.testing.assert_array_equal(batch.document_mask, [True] * 3 + [False] * 18)
+
+
+LENGTHS, PROMPTS = (5, 1, 4, 6, 2, 1, 3, 6, 2, 5), (2, 1, 4, 0, 1, 0, 1, 3, 1, 2)
+
+
+def test_packing_in_turns_keeps_every_document_whole_and_in_order():
+    waiting, seen = documents(LENGTHS, PROMPTS), []
+    originals = list(waiting)
+    while waiting:
+        batch, rest = pack_documents(waiting, rows=2, row_length=8)
+        assert len(rest) < len(waiting), "every turn must pack something"
+        for index in range(int(batch.num_documents)):
+            rows, columns = np.nonzero(batch.segment_ids == index)
+            assert len(set(rows)) == 1 and (np.diff(columns) == 1).all(), "a document is one run within one row"
+            seen.append(batch.tokens[rows, columns])
+        waiting = rest
+    assert len(seen) == len(originals)
+    for tokens, original in zip(seen, originals, strict=True):
+        np.testing.assert_array_equal(tokens, original.tokens)
+
+
+def test_labels_are_the_completion_tokens_and_carry_their_own_log_probs():
+    originals = documents(LENGTHS, PROMPTS)
+    batch, rest = pack_documents(originals, rows=6, row_length=8)
+    assert not rest
+    for index, original in enumerate(originals):
+        here = batch.mask & (batch.segment_ids == index)
+        # A document without a prompt loses its first token as a label: nothing predicts it.
+        start = max(original.prompt_length, 1)
+        np.testing.assert_array_equal(batch.targets[here], original.tokens[start:])
+        np.testing.assert_array_equal(
+            batch.old_log_probs[here], original.old_log_probs[start - original.prompt_length :]
+        )
+        assert (batch.advantages[here] == np.float32(original.advantage)).all()
+        if original.tokens.size == 1:
+            assert not here.any()
+
+
+def test_in_graph_targets_and_counts_agree_with_the_packed_ones():
+    originals = documents(LENGTHS, PROMPTS)
+    batch, _ = pack_documents(originals, rows=6, row_length=8)
+    targets, has_target = jax.jit(next_token_targets)(batch.tokens, batch.segment_ids)
+    np.testing.assert_array_equal(targets, batch.targets)
+    last = [np.argwhere(batch.segment_ids == i)[-1] for i in range(len(originals))]
+    expected = batch.segment_ids >= 0
+    expected[tuple(np.array(last).T)] = False
+    np.testing.assert_array_equal(has_target, expected)
+    assert not (batch.mask & ~expected).any(), "a label needs a target"
+    counts = jax.jit(labels_per_document, static_argnums=2)(batch.mask, batch.document_ids, 12)
+    expected_counts = [n - max(p, 1) for n, p in zip(LENGTHS, PROMPTS, strict=True)] + [0, 0]
+    np.testing.assert_array_equal(counts, expected_counts)
+    assert counts.dtype == jnp.int32
+
+
+def test_targets_cross_neither_segments_nor_rows_and_equal_those_of_each_document_alone():
+    tokens = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
+    segments = np.array([[0, 0, 1, 2, 2, 2], [2, 2, 3, -1, -1, -1]], np.int32)  # an id may come back in another row
+    targets, has_target = next_token_targets(tokens, segments)
+    np.testing.assert_array_equal(targets, [[2, 0, 0, 5, 6, 0], [8, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(has_target, np.asarray(targets) > 0)
+
+
+def test_nothing_but_padding_is_a_legal_micro_batch():
+    batch, rest = pack_documents([], rows=2, row_length=4, pad_id=7)
+    full, _ = pack_documents([document(4)], rows=2, row_length=4, pad_id=7)
+    assert rest == () and int(batch.num_documents) == 0
+    assert not batch.mask.any() and (batch.tokens == 7).all() and (batch.segment_ids == -1).all()
+    assert (batch.document_ids == 0).all(), "clamped: 0 stays usable as an index"
+    assert not np.asarray(batch.document_mask).any()
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), b) for b in (batch, full)]
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1]), "one compiled step serves both"
+
+
+def test_a_document_as_long_as_a_row_fits_and_a_longer_one_is_an_error():
+    batch, rest = pack_documents([document(4), document(4)], rows=2, row_length=4)
+    assert not rest and int(batch.num_documents) == 2
+    with pytest.raises(ValueError, match="^documents: expected at most 4 tokens each, got 5 in document 1"):
+        pack_documents([document(4), document(5)], rows=2, row_length=4)
+
+
+def test_a_micro_batch_passes_through_jit():
+    batch, _ = pack_documents([document(4), document(3)], rows=2, row_length=4)
+    same = jax.jit(lambda b: jax.tree.map(lambda x: x, b))(batch)
+    assert isinstance(same, MicroBatch)
+    for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_ids_are_clamped_and_never_wrap_or_vanish(jitted):
+    ids = np.array([-(2**31), -1, 0, 2, 3, 2**31 - 1], np.int32)
+    clamp = jax.jit(clamp_document_ids) if jitted else clamp_document_ids
+    np.testing.assert_array_equal(clamp(ids, np.int32(3)), [0, 0, 0, 2, 2, 2])
+    np.testing.assert_array_equal(clamp(ids, np.int32(0)), np.zeros(6))
+
+
+DOCUMENT = {"tokens": np.array([1, 2, 3]), "prompt_length": 1, "old_log_probs": np.zeros(2), "advantage": 0.0}
+BAD_DOCUMENTS = {
+    "tokens": {"tokens": np.zeros(0, np.int32), "prompt_length": 0, "old_log_probs": np.zeros(0)},
+    "tokens ": {"tokens": np.zeros((1, 3), np.int32)},
+    "tokens  ": {"tokens": np.zeros(3)},
+    "tokens   ": {"tokens": np.array([1, -2, 3])},
+    "tokens    ": {"tokens": np.array([1, 2**31, 3])},
+    "prompt_length": {"prompt_length": 4},
+    "prompt_length ": {"prompt_length": -1},
+    "old_log_probs": {"old_log_probs": np.zeros(3)},
+    "old_log_probs ": {"old_log_probs": np.array([0.0, np.nan])},
+    "old_log_probs  ": {"old_log_probs": np.zeros(2, np.int32)},
+    "advantage": {"advantage": float("inf")},
+    "reward": {"reward": float("nan")},
+    "model_version": {"model_version": -1},
+    "model_version ": {"model_version": 2**31},
+}
+
+
+@pytest.mark.parametrize("name", BAD_DOCUMENTS)
+def test_a_bad_document_names_the_field(name):
+    Document(**DOCUMENT)
+    with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
+        Document(**{**DOCUMENT, **BAD_DOCUMENTS[name]})
+
+
+INTS, BOOLS = np.zeros((2, 3), np.int32), np.zeros((2, 3), bool)
+BAD_CALLS = {
+    "rows": lambda: pack_documents([], rows=0, row_length=4),
+    "row_length": lambda: pack_documents([], rows=1, row_length=0),
+    "pad_id": lambda: pack_documents([], rows=1, row_length=4, pad_id=-1),
+    "tokens": lambda: next_token_targets(BOOLS, INTS),
+    "tokens ": lambda: next_token_targets(np.int32(1), np.int32(1)),
+    "segment_ids": lambda: next_token_targets(INTS, INTS[:1]),
+    "segment_ids ": lambda: next_token_targets(INTS, BOOLS),
+    "mask": lambda: labels_per_document(INTS, INTS, 2),
+    "document_ids": lambda: labels_per_document(BOOLS, INTS[:1], 2),
+    "num_documents": lambda: labels_per_document(BOOLS, INTS, 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_names_the_argument(name):
+    with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
+        BAD_CALLS[name]()

@@ -1,0 +1,47 @@
+"""What `import jaxlogp` gives and what it leaves alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import jaxlogp
+
+NAMES = """
+    VocabShards TokenLogProbs log_probs_from_logits linear_log_probs sharded_linear_log_probs ChunkedEngine
+    embedding_lookup sharded_embedding_lookup
+    WeightedSum weighted_sum masked_sum masked_count masked_mean masked_max masked_min
+    policy_loss policy_metrics policy_metric_terms
+""".split()
+EXTRAS = "flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_is_exported_and_documented(name):
+    thing = getattr(jaxlogp, name)
+    assert thing.__doc__ and len(thing.__doc__.strip().splitlines()[0]) > 10
+
+
+def test_import_is_light_and_starts_no_backend():
+    code = (
+        "import json, sys\n"
+        "import jaxlogp\n"
+        "from jax._src import xla_bridge\n"
+        "loaded = sorted({name.split('.')[0] for name in sys.modules})\n"
+        "print(json.dumps([loaded, bool(xla_bridge._backends)]))\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    loaded, started = json.loads(finished.stdout)
+    assert "jax" in loaded
+    assert not set(EXTRAS) & set(loaded)
+    assert not started, "importing the library must not create devices"
+
+
+def test_no_private_name_and_no_module_internals_leak():
+    public = {name for name in vars(jaxlogp) if not name.startswith("_")}
+    assert not public & {"jnp", "np", "jax", "numpy", "annotations", "partial"}

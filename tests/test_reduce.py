@@ -1,0 +1,160 @@
+"""WeightedSum and the masked reductions: sums and counts stay together, masked places vanish."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp import WeightedSum, masked_count, masked_max, masked_mean, masked_min, masked_sum, weighted_sum
+from tests import oracle
+
+# A sum of n fp32 values in any order is within n * 2^-24 of the sum of magnitudes; 96 values: 6e-6, here taken tighter
+# because XLA adds in a tree.
+SUM_ERROR = 2e-6
+
+
+def case(shape=(8, 12), seed=0):
+    rng = np.random.default_rng(seed)
+    mask = rng.random(shape) < 0.6
+    values = rng.normal(size=shape).astype(np.float32)
+    values[~mask] = rng.choice([np.nan, np.inf, -np.inf, 1e38], size=int((~mask).sum()))
+    return values, mask
+
+
+def data_mesh(size=8):
+    return jax.make_mesh((size,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
+
+
+class MaskedReductions(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_values_match_the_oracle_with_nan_and_inf_at_masked_places(self):
+        values, mask = case()
+        total, count, mean, top, bottom = self.variant(
+            lambda v, m: (masked_sum(v, m), masked_count(m), masked_mean(v, m), masked_max(v, m), masked_min(v, m))
+        )(jnp.asarray(values), jnp.asarray(mask))
+        assert oracle.scaled_error(total, oracle.masked_sum(values, mask)) < SUM_ERROR
+        assert int(count) == oracle.masked_count(mask) and count.dtype == jnp.int32
+        assert oracle.scaled_error(mean, oracle.masked_mean(values, mask)) < SUM_ERROR
+        assert float(top) == values[mask].max() and float(bottom) == values[mask].min()
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_weighted_sum_is_the_sum_and_the_count(self):
+        values, mask = case()
+        result = self.variant(weighted_sum)(jnp.asarray(values), jnp.asarray(mask))
+        assert isinstance(result, WeightedSum)
+        assert result.sum.dtype == jnp.float32 and result.count.dtype == jnp.int32
+        assert oracle.scaled_error(result.sum, oracle.masked_sum(values, mask)) < SUM_ERROR
+        assert int(result.count) == oracle.masked_count(mask)
+        chex.assert_trees_all_close(result.mean(), jnp.float32(oracle.masked_mean(values, mask)), rtol=SUM_ERROR)
+
+
+def test_all_masked_gives_zero_and_the_identities():
+    values, mask = jnp.full((4,), jnp.nan, jnp.float32), jnp.zeros((4,), bool)
+    assert float(masked_sum(values, mask)) == 0.0
+    assert int(masked_count(mask)) == 0
+    assert float(masked_mean(values, mask)) == 0.0
+    assert float(weighted_sum(values, mask).mean()) == 0.0
+    assert float(masked_max(values, mask)) == -np.inf
+    assert float(masked_min(values, mask)) == np.inf
+
+
+def test_gradients_are_the_mask_and_zero_where_masked():
+    values, mask = case()
+    values, mask = jnp.asarray(values), jnp.asarray(mask)
+    np.testing.assert_array_equal(jax.grad(masked_sum)(values, mask), np.asarray(mask, np.float32))
+    gradient = jax.grad(masked_mean)(values, mask)
+    np.testing.assert_allclose(gradient, np.asarray(mask) / np.asarray(mask).sum(), rtol=1e-6)  # one fp32 division
+    all_masked = jax.grad(masked_mean)(values, jnp.zeros_like(mask))
+    np.testing.assert_array_equal(all_masked, np.zeros(values.shape))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_values_are_summed_in_fp32(dtype):
+    # 4096 ones and 4096 quarters: a bf16 or fp16 accumulator stops growing long before 5120.
+    values = jnp.asarray(np.repeat([1.0, 0.25], 4096), dtype)
+    total = masked_sum(values, jnp.ones(values.shape, bool))
+    assert total.dtype == jnp.float32
+    assert float(total) == 5120.0
+
+
+def test_counts_beyond_the_integers_of_float32():
+    mask = jnp.ones((2**24 + 3,), bool)
+    assert int(masked_count(mask)) == 2**24 + 3
+    part = WeightedSum(jnp.float32(1.0), jnp.int32(2**24))
+    assert int((part + WeightedSum(jnp.float32(0.0), jnp.int32(1))).count) == 2**24 + 1
+
+
+def test_added_parts_equal_the_whole_and_a_mean_of_means_does_not():
+    values, mask = case((12,), seed=3)
+    mask[:6] = [True, False, False, False, False, False]
+    mask[6:] = True
+    values = np.where(mask, np.abs(np.nan_to_num(values, posinf=1.0, neginf=1.0)).clip(0, 5) + np.arange(12), np.nan)
+    values = values.astype(np.float32)
+    parts = [weighted_sum(jnp.asarray(values[cut]), jnp.asarray(mask[cut])) for cut in (slice(0, 6), slice(6, 12))]
+    whole = oracle.masked_mean(values, mask)
+    assert oracle.scaled_error((parts[0] + parts[1]).mean(), whole) < SUM_ERROR
+    assert abs(float(parts[0].mean() + parts[1].mean()) / 2 - whole) > 0.1
+
+
+def test_sum_builtin_and_tree_functions_work():
+    part = WeightedSum(jnp.float32(1.5), jnp.int32(2))
+    doubled = jax.tree.map(lambda x: x + x, part)
+    assert isinstance(doubled, WeightedSum) and float(doubled.sum) == 3.0 and int(doubled.count) == 4
+    total = part + part + part
+    assert float(total.mean()) == 0.75 and int(total.count) == 6
+
+
+def test_grad_divisor_changes_the_gradient_and_not_the_value():
+    values, mask = jnp.asarray([1.0, 2.0, 6.0], jnp.float32), jnp.asarray([True, True, True])
+
+    def mean(v, divisor):
+        plain = weighted_sum(v, mask)
+        return WeightedSum(plain.sum, plain.count, divisor).mean()
+
+    for divisor, slope in ((None, 1 / 3), (6, 1 / 6), (0.5, 2.0)):
+        divisor = None if divisor is None else jnp.float32(divisor)
+        value, gradient = jax.value_and_grad(mean)(values, divisor)
+        assert float(value) == 3.0
+        np.testing.assert_allclose(gradient, np.full(3, slope), rtol=1e-6)  # one fp32 division
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_over_a_mesh_every_reduction_is_the_global_one(size):
+    values, mask = case()
+    mask[: 8 // size] = False  # the first rank has no active token at all
+    values[np.isnan(values) & mask] = 0.0
+
+    def local(v, m):
+        weighted = weighted_sum(v, m).psum("data")
+        return (
+            masked_sum(v, m, axis_name="data"),
+            masked_count(m, axis_name="data"),
+            masked_mean(v, m, axis_name="data"),
+            masked_max(v, m, axis_name="data"),
+            masked_min(v, m, axis_name="data"),
+            weighted_sum(v, m, axis_name="data").mean(),
+            weighted.mean(),
+        )
+
+    run = jax.jit(jax.shard_map(local, mesh=data_mesh(size), in_specs=(P("data"), P("data")), out_specs=P()))
+    total, count, mean, top, bottom, mean_of_weighted, mean_of_psum = run(jnp.asarray(values), jnp.asarray(mask))
+    assert oracle.scaled_error(total, oracle.masked_sum(values, mask)) < SUM_ERROR
+    assert int(count) == oracle.masked_count(mask)
+    expected = oracle.masked_mean(values, mask)
+    for seen in (mean, mean_of_weighted, mean_of_psum):
+        assert oracle.scaled_error(seen, expected) < SUM_ERROR
+    assert float(top) == values[mask].max() and float(bottom) == values[mask].min()
+
+
+def test_over_two_mesh_axes_and_the_gradient_is_counted_once():
+    values, mask = case()
+    mesh = jax.make_mesh((4, 2), ("data", "sequence"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = P("data", "sequence")
+    mean = jax.shard_map(
+        lambda v, m: masked_mean(v, m, axis_name=("data", "sequence")), mesh=mesh, in_specs=(spec, spec), out_specs=P()
+    )
+    value, gradient = jax.jit(jax.value_and_grad(mean))(jnp.asarray(values), jnp.asarray(mask))
+    assert oracle.scaled_error(value, oracle.masked_mean(values, mask)) < SUM_ERROR
+    np.testing.assert_allclose(gradient, mask / mask.sum(), rtol=1e-6)  # one fp32 division
