@@ -1,5 +1,6 @@
 """The few places where supported JAX versions (0.10 to 0.12) or tracing modes differ."""
 
+import functools
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -36,3 +37,30 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:
     """All mesh axes over which at least one of ``arrays`` varies (None entries are passed over)."""
     return frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """The identity; differentiating it under ``shard_map(check_vma=False)`` raises.
+
+    Without replication types a psum is its own transpose, and the gradient of a replicated loss comes out too large by
+    the size of the axis, or not, depending on where ``jax.grad`` stands. Refusing is the only answer that is never wrong.
+    """
+    del axis_name
+    return x
+
+
+def _refusal_forward(x: jax.Array, axis_name: AxisName | None) -> tuple[jax.Array, None]:
+    if axis_name is not None and not tracks_varying_axes(axis_name):
+        raise ValueError(
+            f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
+        )
+    return x, None
+
+
+def _refusal_backward(axis_name: AxisName | None, residuals: None, g: jax.Array) -> tuple[jax.Array]:
+    del axis_name, residuals
+    return (g,)
+
+
+refuse_unchecked_gradient.defvjp(_refusal_forward, _refusal_backward)

@@ -136,7 +136,12 @@ def masked_count(
     *,
     axis_name: AxisNames | None = None,
 ) -> Int[Array, ""]:
-    """Number of active elements, exact int32, over ``axis_name``. See :func:`weighted_sum`; values may have any dtype."""
+    """Number of active elements, exact int32, over ``axis_name``; values may have any dtype. See :func:`weighted_sum`.
+
+    A boolean array alone is taken as the mask, so ``masked_count(mask)`` counts what is active.
+    """
+    if mask is None and getattr(values, "dtype", None) == np.bool_:
+        mask = values
     mask = _checked_mask(values, mask)
     axes = axis_tuple(axis_name)
     count = _count(mask, axes)

@@ -312,7 +312,6 @@ def global_case(vocab, seed=6):
 
 def global_gradients(data, mesh, shards, **options):
     def total(hidden, weight, bias):
-        weight, bias = shards.shard_rows(weight), shards.shard_rows(bias)
         result = sharded_linear_log_probs(
             hidden, weight, data["targets"], mesh=mesh, vocab=shards, mask=data["mask"], bias=bias, with_entropy=True,
             engine=CHUNKED, **options,

@@ -1,0 +1,103 @@
+"""Embedding lookup, replicated or vocabulary-parallel: the row of the table, bit for bit, in any layout."""
+
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxlogp._compat import AxisName, refuse_unchecked_gradient
+from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer
+from jaxlogp.vocab import VocabShards, local_shard
+
+
+def embedding_lookup(
+    table: Float[Array, "vocab hidden"],
+    token_ids: Int[Array, "*tokens"],
+    *,
+    axis_name: AxisName | None = None,
+    vocab: VocabShards | None = None,
+) -> Float[Array, "*tokens hidden"]:
+    """Rows of ``table`` for model-input ids.
+
+    Under ``axis_name`` the owner of an id contributes its row, the others -0.0, and one psum makes it known to all:
+    x + (-0.0) is x in every bit, so the result equals the unsharded one bitwise.
+
+    Args:
+      table: [V, H], or the local block [V_local, H].
+      token_ids: [*tokens], integer. There is no ignore index: every id must be in [0, V).
+      axis_name: mesh axis over which the vocabulary is sharded.
+      vocab: the shards; None means equal ones.
+
+    Returns:
+      [*tokens, H] in the table's dtype.
+
+    Raises:
+      ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
+        is NaN); a sharded call that is differentiated under ``shard_map(check_vma=False)``.
+
+    Example:
+      >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()
+      [[0.0, 0.0, 1.0]]
+
+    References:
+      RL-Align/RL-Kernel pull request 190.
+    """
+    _check(table, token_ids)
+    shard = local_shard(table.shape[0], axis_name, vocab, "table")
+    require_ids_in_range(token_ids, shard.vocab_size, "token_ids")
+    token_ids = token_ids.astype(jnp.int32)
+    valid = (token_ids >= 0) & (token_ids < shard.vocab_size)
+    local = token_ids - shard.start
+    owned = valid & (local >= 0) & (local < shard.width)
+    table = refuse_unchecked_gradient(table, axis_name)
+    rows = table.at[jnp.where(owned, local, 0)].get(mode="promise_in_bounds")
+    rows = jnp.where(owned[..., None], rows, jnp.array(-0.0, table.dtype))
+    if axis_name is not None:
+        rows = lax.psum(rows, axis_name)
+    return jnp.where(valid[..., None], rows, jnp.array(jnp.nan, table.dtype))
+
+
+def sharded_embedding_lookup(
+    table: Float[Array, "vocab hidden"],
+    token_ids: Int[Array, "*tokens"],
+    *,
+    mesh: Mesh,
+    vocab_axis: str = "tensor",
+    token_axes: tuple[str, ...] = ("data",),
+) -> Float[Array, "*tokens hidden"]:
+    """:func:`embedding_lookup` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
+
+    Args:
+      table: [V, H], rows split over ``vocab_axis``; laid out in blocks first when the axis does not divide V.
+      token_ids: [*tokens], first dimension split over ``token_axes``.
+      mesh: the device mesh.
+      vocab_axis: mesh axis that shards the vocabulary.
+      token_axes: mesh axes that shard the first token dimension; () for none.
+
+    Returns:
+      [*tokens, H], split like ``token_ids``.
+
+    Raises:
+      ValueError: an axis that ``mesh`` does not have, or what embedding_lookup refuses.
+    """
+    _check(table, token_ids)
+    for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
+        require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+    require_ids_in_range(token_ids, table.shape[0], "token_ids")
+    shards = VocabShards.even(table.shape[0], mesh.shape[vocab_axis])
+    token_spec = PartitionSpec(token_axes if token_axes else None)
+    mapped = jax.shard_map(
+        lambda table, ids: embedding_lookup(table, ids, axis_name=vocab_axis, vocab=shards),
+        mesh=mesh,
+        in_specs=(PartitionSpec(vocab_axis), token_spec),
+        out_specs=token_spec,
+    )
+    return mapped(shards.shard_rows(table), token_ids)
+
+
+def _check(table: Array, token_ids: Array) -> None:
+    require_floating(table, "table")
+    require(table.ndim == 2 and table.size > 0, "table", "shape [V, H] with V, H > 0", describe(table))
+    require_integer(token_ids, "token_ids")

@@ -1,0 +1,94 @@
+"""Which engine runs a head call, and a record of what ran.
+
+A named engine is used or an error is raised; ``"auto"`` picks one and the record says why. GPU kernels will join here.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+from jaxtyping import Array, Float
+
+from jaxlogp.errors import describe, require
+from jaxlogp.head.chunked import ChunkedEngine
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.reference import ReferenceEngine
+from jaxlogp.logits import LocalTargets
+from jaxlogp.stats import TokenLogProbs
+
+
+class Engine(Protocol):
+    """Fills tile statistics its own way; operands are flat, checked and typed as varying over every axis in play."""
+
+    name: str
+
+    def log_probs(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        weight: Float[Array, "vocab hidden"],
+        bias: Float[Array, " vocab"] | None,
+        targets: LocalTargets,
+        options: HeadOptions,
+    ) -> TokenLogProbs:
+        """Log-probs and entropy of flat tokens."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRun:
+    """One traced head call.
+
+    Attributes:
+      path: the public function.
+      engine: name of the engine.
+      reason: why this engine.
+      num_vocab_shards: over how many shards the vocabulary was split.
+    """
+
+    path: str
+    engine: str
+    reason: str
+    num_vocab_shards: int
+
+
+ENGINES: dict[str, Engine] = {"reference": ReferenceEngine(), "chunked": ChunkedEngine()}
+
+_records: contextvars.ContextVar[tuple[list[HeadRun], ...]] = contextvars.ContextVar("head_runs", default=())
+
+
+def choose_engine(engine: str | Engine) -> tuple[Engine, str]:
+    """The engine to run and the reason.
+
+    Raises:
+      ValueError: the name is not known.
+    """
+    if engine == "auto":
+        return ENGINES["chunked"], "auto: the portable engine, the only fused one so far"
+    if isinstance(engine, (ChunkedEngine, ReferenceEngine)):
+        return engine, "named by the caller"
+    known = isinstance(engine, str) and engine in ENGINES
+    expected = f"'auto', one of {sorted(ENGINES)}, or an engine object"
+    require(known, "engine", expected, repr(engine) if isinstance(engine, str) else describe(engine))
+    return ENGINES[engine], "named by the caller"
+
+
+def report(run: HeadRun) -> None:
+    """Adds ``run`` to every open :func:`record_head_runs`."""
+    for record in _records.get():
+        record.append(run)
+
+
+@contextlib.contextmanager
+def record_head_runs() -> Iterator[list[HeadRun]]:
+    """Collects a :class:`HeadRun` for every head call that is traced (or run eagerly) inside of the ``with`` block.
+
+    A function compiled before the block is not traced again and leaves no record.
+    """
+    record: list[HeadRun] = []
+    token = _records.set((*_records.get(), record))
+    try:
+        yield record
+    finally:
+        _records.reset(token)

@@ -1,0 +1,188 @@
+"""Log-probs and entropy of given logits, whole or sharded over the vocabulary."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp._compat import AxisName, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp.errors import (
+    describe,
+    require,
+    require_floating,
+    require_ids_in_range,
+    require_integer,
+    require_mask,
+)
+from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
+from jaxlogp.vocab import LocalShard, VocabShards, local_shard
+
+OUT_OF_VOCAB = ("error", "zero")
+
+
+class LocalTargets(NamedTuple):
+    """Targets as one shard sees them.
+
+    Attributes:
+      column: row of the local block that holds the target; -1 where another shard, or none, owns it.
+      mask: True where a token counts.
+      poison: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
+      width: number of local columns that are real ids.
+    """
+
+    column: Int[Array, "*tokens"]
+    mask: Bool[Array, "*tokens"]
+    poison: Bool[Array, "*tokens"] | None
+    width: Int[Array, ""]
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ``ValueError`` unless ``temperature`` is a finite Python number > 0."""
+    ok = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    require(ok, "temperature", "a Python number > 0", describe(temperature))
+    require(math.isfinite(temperature) and temperature > 0, "temperature", "a finite number > 0", temperature)
+
+
+def check_targets(
+    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None, tokens: tuple[int, ...], vocab_size: int
+) -> Bool[Array, "*tokens"]:
+    """Checks shape and dtype, and ids where they are concrete; returns the mask (all True when it is None).
+
+    Raises:
+      ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
+    """
+    require_integer(targets, "targets")
+    require(targets.shape == tokens, "targets", f"shape {tokens}", f"shape {targets.shape}")
+    require(math.prod(tokens) > 0, "targets", "at least one token", f"an empty batch of shape {tokens}")
+    if mask is None:
+        mask = jnp.ones(tokens, bool)
+    require_mask(mask, tokens)
+    return mask
+
+
+def localise(
+    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
+) -> LocalTargets:
+    """Translates global target ids into columns of the local shard."""
+    targets = targets.astype(jnp.int32)
+    column = targets - shard.start
+    owned = mask & (column >= 0) & (column < shard.width) & (targets >= 0) & (targets < shard.vocab_size)
+    poison = mask & ((targets < 0) | (targets >= shard.vocab_size)) if out_of_vocab == "error" else None
+    return LocalTargets(jnp.where(owned, column, -1), mask, poison, jnp.asarray(shard.width, jnp.int32))
+
+
+def mask_cotangents(
+    g: TokenLogProbs, targets: LocalTargets
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"] | None]:
+    """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is an error."""
+    g_log_probs = jnp.where(targets.mask, g.log_probs, 0.0)
+    if targets.poison is not None:
+        g_log_probs = jnp.where(targets.poison, jnp.nan, g_log_probs)
+    return g_log_probs, None if g.entropy is None else jnp.where(targets.mask, g.entropy, 0.0)
+
+
+def log_probs_from_logits(
+    logits: Float[Array, "*tokens vocab"],
+    targets: Int[Array, "*tokens"],
+    *,
+    mask: Bool[Array, "*tokens"] | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    axis_name: AxisName | None = None,
+    vocab: VocabShards | None = None,
+) -> TokenLogProbs:
+    """Log-probs of the targets, and entropies, of softmax(logits / temperature).
+
+    z = logits / T in fp32; lse = logsumexp(z) over the whole vocabulary; log_prob = z[target] - lse;
+    entropy = lse - Σ p z. Inside ``shard_map``, with ``axis_name``, the maximum travels by one pmax and the sums by one
+    psum. The gradient is g (onehot - p) + g_H p (Σ p z - z), cast once to the logits' dtype.
+
+    Args:
+      logits: [*tokens, V], or the local block [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16.
+      targets: [*tokens], integer token ids of the whole vocabulary.
+      mask: [*tokens], bool; False gives exactly 0 with exactly zero gradient, whatever the id and the logits there.
+      temperature: T, a Python number > 0.
+      with_entropy: also return the entropy; no additional collective either way.
+      axis_name: mesh axis over which the vocabulary is sharded.
+      vocab: the shards; None means equal ones. Blocks of uneven shards are padded to vocab.max_width columns.
+
+    Returns:
+      TokenLogProbs of fp32 arrays [*tokens] in nats; entropy is None unless asked for.
+
+    Raises:
+      ValueError: wrong shapes or dtypes, temperature <= 0, a vocabulary that does not fit; an active target outside of
+        [0, V) where the values are known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised
+        when a sharded call is differentiated under ``shard_map(check_vma=False)``.
+
+    Example:
+      >>> logits = jnp.array([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]])
+      >>> print(f"{float(log_probs_from_logits(logits, jnp.array([4])).log_probs[0]):.5f}")
+      -1.33958
+
+    References:
+      RL-Align/RL-Kernel pull request 103 (tensor-parallel-invariant selected log-probs).
+    """
+    require_floating(logits, "logits")
+    require(logits.ndim >= 1 and logits.shape[-1] > 0, "logits", "shape [*tokens, V] with V > 0", describe(logits))
+    check_temperature(temperature)
+    tokens, rows = logits.shape[:-1], logits.shape[-1]
+    shard = local_shard(rows, axis_name, vocab, "logits")
+    mask = check_targets(targets, mask, tokens, shard.vocab_size)
+    require_ids_in_range(targets, shard.vocab_size, "targets", mask)
+    result = _flat(
+        logits.reshape(-1, rows),
+        localise(targets.reshape(-1), mask.reshape(-1), shard),
+        temperature,
+        with_entropy,
+        axis_name,
+        shard.vocab_size,
+    )
+    return jax.tree.map(lambda x: x.reshape(tokens), result)
+
+
+def _flat(
+    logits: Float[Array, "tokens columns"],
+    targets: LocalTargets,
+    temperature: float,
+    with_entropy: bool,
+    axis_name: AxisName | None,
+    vocab_size: int,
+) -> TokenLogProbs:
+    # Typed as varying over every axis in play, each operand's transpose owns the one psum that its gradient needs.
+    axes = union_of_varying_axes(logits, *targets) | ({axis_name} if axis_name is not None else set())
+    logits = vary_over(refuse_unchecked_gradient(logits, axis_name), axes)
+    return _selected(logits, targets, (temperature, with_entropy, axis_name, vocab_size))
+
+
+def _valid(columns: int, targets: LocalTargets) -> Bool[Array, " columns"]:
+    return jnp.arange(columns, dtype=jnp.int32) < targets.width
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _selected(logits: Array, targets: LocalTargets, options: tuple) -> TokenLogProbs:
+    return _selected_forward(logits, targets, options)[0]
+
+
+def _selected_forward(
+    logits: Array, targets: LocalTargets, options: tuple
+) -> tuple[TokenLogProbs, tuple[Array, LocalTargets, Normaliser]]:
+    temperature, with_entropy, axis_name, vocab_size = options
+    scaled = logits.astype(jnp.float32) / temperature
+    local = tile_stats(scaled, targets.column, _valid(logits.shape[-1], targets), with_entropy)
+    result, normaliser = finish(all_reduce(local, axis_name), targets.mask, vocab_size, targets.poison)
+    return result, (logits, targets, normaliser)
+
+
+def _selected_backward(options: tuple, residuals: tuple, g: TokenLogProbs) -> tuple[Array, None]:
+    logits, targets, normaliser = residuals
+    scaled = logits.astype(jnp.float32) / options[0]
+    g_log_probs, g_entropy = mask_cotangents(g, targets)
+    valid = _valid(logits.shape[-1], targets)
+    gradient = logit_gradient(scaled, targets.column, valid, normaliser, g_log_probs, g_entropy)
+    return (gradient / options[0]).astype(logits.dtype), None
+
+
+_selected.defvjp(_selected_forward, _selected_backward)

@@ -1,0 +1,181 @@
+"""Tile statistics: what every engine, tile, chunk and shard produces, and the one way to combine them.
+
+For the logits z of one vocabulary tile and one token, :class:`TileStats` holds the running maximum m, Σ e^(z-m),
+Σ e^(z-m) (z-m) and the logit of the target if the tile owns it. Combining two of them is associative, so tiles, chunks
+and devices are reduced alike, and exactness, tail masking and ownership live here and nowhere else.
+
+Entropy is accumulated around the maximum, as log S - U / S with U = Σ e^(z-m) (z-m), because lse - Σ p z cancels when
+the logits are large. For the same reason log-probs are (z_target - m) - log S, never z_target - (m + log S).
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp._compat import AxisName
+
+
+class TileStats(NamedTuple):
+    """Statistics of some columns of the logits, a value per token; all fp32.
+
+    Attributes:
+      max: largest logit seen, -inf when no column was seen.
+      sum_exp: Σ e^(z - max).
+      sum_exp_shifted: Σ e^(z - max) (z - max), or None when entropy is not wanted.
+      target: the target's logit where one of the columns owns it, else 0.
+      owners: number of columns that own the target, as fp32.
+    """
+
+    max: Float[Array, "*tokens"]
+    sum_exp: Float[Array, "*tokens"]
+    sum_exp_shifted: Float[Array, "*tokens"] | None
+    target: Float[Array, "*tokens"]
+    owners: Float[Array, "*tokens"]
+
+
+class Normaliser(NamedTuple):
+    """What the backward needs to turn a logit into its probability, per token.
+
+    p = exp((z - max) - log_sum_exp), and mean = Σ p (z - max), or None when entropy is not wanted.
+    """
+
+    max: Float[Array, "*tokens"]
+    log_sum_exp: Float[Array, "*tokens"]
+    mean: Float[Array, "*tokens"] | None
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probs of the targets and entropies of the distributions, in nats, fp32.
+
+    Attributes:
+      log_probs: log p(target) <= 0; exactly 0 where masked.
+      entropy: -Σ p log p in [0, log V]; exactly 0 where masked; None when it was not asked for.
+    """
+
+    log_probs: Float[Array, "*tokens"]
+    entropy: Float[Array, "*tokens"] | None
+
+
+def empty_stats(shape: tuple[int, ...], with_entropy: bool) -> TileStats:
+    """The identity of :func:`combine`: no column seen."""
+    zeros = jnp.zeros(shape, jnp.float32)
+    minus_infinity = jnp.full(shape, -jnp.inf, jnp.float32)
+    return TileStats(minus_infinity, zeros, zeros if with_entropy else None, zeros, zeros)
+
+
+def _distance(value: Float[Array, "..."], reference: Float[Array, "..."]) -> Float[Array, "..."]:
+    """value - reference, and -inf (not NaN) where both are -inf."""
+    return jnp.where(jnp.isneginf(value), -jnp.inf, value - reference)
+
+
+def tile_stats(
+    logits: Float[Array, "tokens columns"],
+    targets: Int[Array, " tokens"],
+    valid: Bool[Array, " columns"] | None,
+    with_entropy: bool,
+) -> TileStats:
+    """Statistics of one tile.
+
+    Args:
+      logits: fp32, final (scaled, capped, divided by the temperature).
+      targets: column of the target inside this tile; anything outside of [0, columns) means that the tile does not own it.
+      valid: False for columns that are padding or belong to another tile; None when all count.
+      with_entropy: whether to accumulate what entropy needs.
+    """
+    columns = logits.shape[-1]
+    seen = logits if valid is None else jnp.where(valid[None, :], logits, -jnp.inf)
+    maximum = jnp.max(seen, axis=-1)
+    shift = _distance(seen, maximum[:, None])
+    exp = jnp.exp(shift)
+    owned = (targets >= 0) & (targets < columns)
+    column = jnp.where(owned, targets, 0)
+    if valid is not None:
+        owned &= valid[column]
+    target = jnp.take_along_axis(logits, column[:, None], axis=-1)[:, 0]
+    weighted = jnp.sum(exp * jnp.where(jnp.isneginf(shift), 0.0, shift), axis=-1) if with_entropy else None
+    return TileStats(
+        maximum, jnp.sum(exp, axis=-1), weighted, jnp.where(owned, target, 0.0), owned.astype(jnp.float32)
+    )
+
+
+def _rescale(stats: TileStats, maximum: Float[Array, "*tokens"]) -> TileStats:
+    shift = _distance(stats.max, maximum)
+    factor = jnp.exp(shift)
+    shifted = stats.sum_exp_shifted
+    if shifted is not None:
+        # A side that saw no column has sum_exp 0 and shift -inf, and adds 0 rather than 0 * inf.
+        finite_shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
+        shifted = factor * (shifted + finite_shift * stats.sum_exp)
+    return TileStats(maximum, factor * stats.sum_exp, shifted, stats.target, stats.owners)
+
+
+def combine(left: TileStats, right: TileStats) -> TileStats:
+    """Statistics of the columns of both sides, which must not share a column."""
+    maximum = jnp.maximum(left.max, right.max)
+    left, right = _rescale(left, maximum), _rescale(right, maximum)
+    shifted = None if left.sum_exp_shifted is None else left.sum_exp_shifted + right.sum_exp_shifted
+    return TileStats(
+        maximum, left.sum_exp + right.sum_exp, shifted, left.target + right.target, left.owners + right.owners
+    )
+
+
+def all_reduce(stats: TileStats, axis_name: AxisName | None) -> TileStats:
+    """Statistics over all vocabulary shards: one pmax and one psum of token-sized vectors; entropy adds no collective."""
+    if axis_name is None:
+        return stats
+    maximum = lax.pmax(stats.max, axis_name)
+    local = _rescale(stats, maximum)
+    parts = [local.sum_exp, local.target, local.owners]
+    if local.sum_exp_shifted is not None:
+        parts.append(local.sum_exp_shifted)
+    sums = lax.psum(jnp.stack(parts), axis_name)
+    return TileStats(maximum, sums[0], sums[3] if len(parts) == 4 else None, sums[1], sums[2])
+
+
+def finish(
+    stats: TileStats, mask: Bool[Array, "*tokens"], vocab_size: int, poison: Bool[Array, "*tokens"] | None
+) -> tuple[TokenLogProbs, Normaliser]:
+    """Log-probs, entropy and what the backward needs, from statistics over the whole vocabulary.
+
+    Args:
+      stats: statistics of all columns.
+      mask: True where a token counts; others get exactly 0.
+      vocab_size: V, the bound of entropy.
+      poison: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+    """
+    log_sum_exp = jnp.log(stats.sum_exp)
+    # Rounding may push a log-prob just above 0 or an entropy just outside of [0, log V].
+    log_probs = jnp.minimum(_distance(stats.target, stats.max) - log_sum_exp, 0.0)
+    log_probs = jnp.where(stats.owners > 0, log_probs, 0.0 if poison is None else jnp.nan)
+    log_probs = jnp.where(mask, log_probs, 0.0)
+    if stats.sum_exp_shifted is None:
+        return TokenLogProbs(log_probs, None), Normaliser(stats.max, log_sum_exp, None)
+    mean = stats.sum_exp_shifted / stats.sum_exp
+    entropy = jnp.clip(log_sum_exp - mean, 0.0, jnp.log(jnp.float32(vocab_size)))
+    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0)), Normaliser(stats.max, log_sum_exp, mean)
+
+
+def logit_gradient(
+    logits: Float[Array, "tokens columns"],
+    targets: Int[Array, " tokens"],
+    valid: Bool[Array, " columns"] | None,
+    normaliser: Normaliser,
+    g_log_probs: Float[Array, " tokens"],
+    g_entropy: Float[Array, " tokens"] | None,
+) -> Float[Array, "tokens columns"]:
+    """dL/dz = g (onehot - p) + g_H p (Σ p z - z) for one tile, fp32, the one-hot subtracted before any rounding."""
+    shift = _distance(logits, normaliser.max[:, None])
+    probs = jnp.exp(shift - normaliser.log_sum_exp[:, None])
+    factor = -g_log_probs[:, None]
+    if g_entropy is not None:
+        finite_shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
+        factor = factor + g_entropy[:, None] * (normaliser.mean[:, None] - finite_shift)
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    onehot = columns == targets[:, None]
+    gradient = probs * factor + jnp.where(onehot, g_log_probs[:, None], 0.0)
+    # A token without cotangent (masked) must give exact zeros even where its logits are NaN or inf.
+    live = g_log_probs != 0.0 if g_entropy is None else (g_log_probs != 0.0) | (g_entropy != 0.0)
+    keep = live[:, None] if valid is None else live[:, None] & valid[None, :]
+    return jnp.where(keep, gradient, 0.0)

@@ -1,0 +1,215 @@
+"""Vocabulary shards: validated contiguous ranges, the owner of a token id, and the block layout of a sharded weight.
+
+:class:`VocabShards` is checked once, when it is made; whatever receives one can rely on sorted, non-empty ranges that
+cover [0, vocab_size) exactly once, so every valid token id has exactly one owner.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, Shaped
+
+from jaxlogp._compat import AxisName
+from jaxlogp.errors import describe, require, require_integer, require_mask
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabShards:
+    """Contiguous vocabulary ranges, one a shard, that cover [0, vocab_size) exactly once.
+
+    Make one with :meth:`even` or :meth:`from_ranges`. Hashable, so it can be a static argument of ``jax.jit``.
+
+    Attributes:
+      ranges: ((start, end), ...) with end exclusive, in vocabulary order; shard r owns ranges[r].
+      vocab_size: number of token ids.
+
+    Example:
+      >>> VocabShards.even(10, 4).ranges
+      ((0, 3), (3, 6), (6, 8), (8, 10))
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        """Refuses ranges that do not cover [0, vocab_size) exactly once, naming the two ranges that disagree."""
+        require(_is_int(self.vocab_size) and self.vocab_size > 0, "vocab_size", "an integer > 0", self.vocab_size)
+        require(len(self.ranges) > 0, "ranges", "at least one (start, end) range", "none")
+        previous = None
+        for position, pair in enumerate(self.ranges):
+            name = f"ranges[{position}]"
+            ok = isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(edge) for edge in pair)
+            require(ok, name, "a pair (start, end) of integers", repr(pair))
+            start, end = pair
+            require(start >= 0, name, "start >= 0", f"{pair} (negative)")
+            require(end > start, name, "start < end", f"{pair} (empty)")
+            if previous is not None:
+                _check_neighbours(previous, pair, name)
+            previous = pair
+        first, last = self.ranges[0], self.ranges[-1]
+        expected = f"to cover [0, {self.vocab_size}) without a hole"
+        require(first[0] == 0, "ranges", expected, f"a hole before {first}")
+        require(last[1] >= self.vocab_size, "ranges", expected, f"a hole after {last}")
+        require(last[1] <= self.vocab_size, "ranges", f"to end at vocab_size {self.vocab_size}", f"{last}")
+
+    @classmethod
+    def even(cls, vocab_size: int, num_shards: int) -> "VocabShards":
+        """Shards of vocab_size // num_shards ids each; the first vocab_size % num_shards shards own one more.
+
+        Raises:
+          ValueError: vocab_size or num_shards is not a positive integer, or there are more shards than ids.
+        """
+        require(_is_int(vocab_size) and vocab_size > 0, "vocab_size", "an integer > 0", vocab_size)
+        require(_is_int(num_shards) and num_shards > 0, "num_shards", "an integer > 0", num_shards)
+        require(num_shards <= vocab_size, "num_shards", f"at most vocab_size {vocab_size}", num_shards)
+        width, extra = divmod(vocab_size, num_shards)
+        edges = [rank * width + min(rank, extra) for rank in range(num_shards + 1)]
+        return cls(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
+
+    @classmethod
+    def from_ranges(cls, ranges: Sequence[Sequence[int]], vocab_size: int) -> "VocabShards":
+        """Explicit, possibly uneven ranges in vocabulary order.
+
+        Raises:
+          ValueError: a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
+        """
+        return cls(tuple(tuple(int(e) if _is_int(e) else e for e in pair) for pair in ranges), vocab_size)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.ranges)
+
+    @property
+    def max_width(self) -> int:
+        """Number of ids of the widest shard: the rows of every shard's local block."""
+        return max(end - start for start, end in self.ranges)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First id of every shard."""
+        return tuple(start for start, _ in self.ranges)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of ids of every shard."""
+        return tuple(end - start for start, end in self.ranges)
+
+    def owners(
+        self, token_ids: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None = None
+    ) -> Int[Array, "*tokens"]:
+        """Rank that owns each token id, int32; -1 where masked or outside of [0, vocab_size).
+
+        Args:
+          token_ids: integer ids of any shape.
+          mask: optional boolean array of the same shape, False where there is no owner to name.
+
+        Raises:
+          ValueError: wrong dtypes or shapes.
+
+        Example:
+          >>> VocabShards.even(10, 4).owners(jnp.array([0, 5, 9, -100])).tolist()
+          [0, 1, 3, -1]
+        """
+        require_integer(token_ids, "token_ids")
+        covered = (token_ids >= 0) & (token_ids < self.vocab_size)
+        if mask is not None:
+            require_mask(mask, token_ids.shape)
+            covered &= mask
+        safe = jnp.where(covered, token_ids, 0).astype(jnp.int32)
+        ends = jnp.asarray([end for _, end in self.ranges], jnp.int32)
+        owner = jnp.searchsorted(ends, safe, side="right").astype(jnp.int32)
+        return jnp.where(covered, owner, jnp.int32(-1))
+
+    def shard_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "blocks ..."]:
+        """Lays the rows of ``weight`` out in blocks of max_width rows: a shard's rows first, zero rows behind.
+
+        This is the layout that splits evenly over a mesh axis; differentiable; the identity when all shards are equal.
+
+        Args:
+          weight: [vocab_size, ...], any dtype.
+
+        Returns:
+          [num_shards * max_width, ...].
+
+        Raises:
+          ValueError: the first dimension is not vocab_size.
+        """
+        self._check_rows(weight, self.vocab_size, "weight")
+        if len(set(self.widths)) == 1:
+            return weight
+        padding = [(0, 0)] * (weight.ndim - 1)
+        blocks = [
+            jnp.pad(weight[start:end], [(0, self.max_width - (end - start)), *padding]) for start, end in self.ranges
+        ]
+        return jnp.concatenate(blocks)
+
+    def unshard_rows(self, padded: Shaped[Array, "blocks ..."]) -> Shaped[Array, "vocab ..."]:
+        """Undoes :meth:`shard_rows`: [num_shards * max_width, ...] to [vocab_size, ...].
+
+        Raises:
+          ValueError: the first dimension is not num_shards * max_width.
+        """
+        self._check_rows(padded, self.num_shards * self.max_width, "padded")
+        blocks = padded.reshape(self.num_shards, self.max_width, *padded.shape[1:])
+        return jnp.concatenate([blocks[rank, :width] for rank, width in enumerate(self.widths)])
+
+    def _check_rows(self, weight: Shaped[Array, "rows ..."], rows: int, argument: str) -> None:
+        ok = getattr(weight, "ndim", 0) >= 1 and weight.shape[0] == rows
+        require(ok, argument, f"{rows} rows for {self}", describe(weight))
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalShard:
+    """The slice of the vocabulary that this program instance holds.
+
+    Attributes:
+      start: id of the first local row; an int, or an int32 scalar that differs by rank.
+      width: number of local rows that are real ids; rows behind them are padding.
+      vocab_size: size of the whole vocabulary.
+    """
+
+    start: int | Int[Array, ""]
+    width: int | Int[Array, ""]
+    vocab_size: int
+
+
+def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None, argument: str) -> LocalShard:
+    """Finds the local slice of the vocabulary and checks it against what the caller holds.
+
+    Args:
+      rows: rows of the local block (or of the whole vocabulary when axis_name is None).
+      axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
+      vocab: the shards; None means equal shards without padding.
+      argument: name of the array that has ``rows``, for messages.
+
+    Raises:
+      ValueError: the number of shards, the vocabulary size or the block width does not fit.
+    """
+    require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
+    if axis_name is None:
+        if vocab is not None:
+            require(rows == vocab.vocab_size, argument, f"vocab_size {vocab.vocab_size} of vocab as its V", rows)
+        return LocalShard(0, rows, rows)
+    require(not isinstance(axis_name, tuple), "axis_name", "the name of one mesh axis", repr(axis_name))
+    num_shards, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if vocab is None:
+        return LocalShard(rank * rows, rows, num_shards * rows)
+    found = f"{vocab.num_shards} shards"
+    require(vocab.num_shards == num_shards, "vocab", f"{num_shards} shards, the size of axis {axis_name!r}", found)
+    require(rows == vocab.max_width, argument, f"a local block of max_width {vocab.max_width} rows (V)", rows)
+    starts, widths = np.asarray(vocab.starts, np.int32), np.asarray(vocab.widths, np.int32)
+    return LocalShard(jnp.asarray(starts)[rank], jnp.asarray(widths)[rank], vocab.vocab_size)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _check_neighbours(previous: tuple[int, int], current: tuple[int, int], name: str) -> None:
+    require(current[0] >= previous[0], name, f"ranges sorted by start, after {previous}", f"{current} (unsorted)")
+    require(current[0] >= previous[1], name, f"no overlap with {previous}", f"{current} (overlaps {previous})")
+    require(current[0] <= previous[1], name, f"to start where {previous} ends", f"{current} (a hole behind {previous})")
