@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisName = Hashable
 AxisNames = Hashable | tuple[Hashable, ...]
@@ -32,6 +33,13 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
     """``x`` typed as varying over ``axes``: no arithmetic, but its transpose is the psum over the axes added here."""
     missing = tuple(sorted(set(axes) - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """``x`` as ``shard_map`` over ``mesh`` wants it: Explicit axes need the sharding in the type, Auto ones do not."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:

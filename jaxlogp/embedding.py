@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxlogp._compat import AxisName, refuse_unchecked_gradient
+from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer
 from jaxlogp.vocab import VocabShards, local_shard
 
@@ -51,12 +51,35 @@ def embedding_lookup(
     valid = (token_ids >= 0) & (token_ids < shard.vocab_size)
     local = token_ids - shard.start
     owned = valid & (local >= 0) & (local < shard.width)
-    table = refuse_unchecked_gradient(table, axis_name)
-    rows = table.at[jnp.where(owned, local, 0)].get(mode="promise_in_bounds")
-    rows = jnp.where(owned[..., None], rows, jnp.array(-0.0, table.dtype))
+    axes = union_of_varying_axes(table, token_ids) | ({axis_name} if axis_name is not None else set())
+    table = vary_over(refuse_unchecked_gradient(table, axis_name), axes)
+    rows = _owned_rows(table, jnp.where(owned, local, 0), owned)
     if axis_name is not None:
         rows = lax.psum(rows, axis_name)
     return jnp.where(valid[..., None], rows, jnp.array(jnp.nan, table.dtype))
+
+
+@jax.custom_vjp
+def _owned_rows(table: Array, row_ids: Array, owned: Array) -> Array:
+    """Rows of the table, -0.0 where not owned."""
+    rows = table.at[row_ids].get(mode="promise_in_bounds")
+    return jnp.where(owned[..., None], rows, jnp.array(-0.0, table.dtype))
+
+
+def _owned_rows_forward(table: Array, row_ids: Array, owned: Array) -> tuple[Array, tuple]:
+    return _owned_rows(table, row_ids, owned), (table, row_ids, owned)
+
+
+def _owned_rows_backward(residuals: tuple, g: Array) -> tuple[Array, None, None]:
+    # A token may occur thousands of times: its cotangents are added in fp32 and rounded once.
+    table, row_ids, owned = residuals
+    g = jnp.where(owned[..., None], g.astype(jnp.float32), 0.0)
+    zeros = vary_over(jnp.zeros(table.shape, jnp.float32), union_of_varying_axes(table, row_ids))
+    gradient = zeros.at[row_ids].add(g, mode="promise_in_bounds")
+    return gradient.astype(table.dtype), None, None
+
+
+_owned_rows.defvjp(_owned_rows_forward, _owned_rows_backward)
 
 
 def sharded_embedding_lookup(
@@ -94,7 +117,8 @@ def sharded_embedding_lookup(
         in_specs=(PartitionSpec(vocab_axis), token_spec),
         out_specs=token_spec,
     )
-    return mapped(shards.shard_rows(table), token_ids)
+    rows = place(shards.shard_rows(table), mesh, PartitionSpec(vocab_axis))
+    return mapped(rows, place(token_ids, mesh, token_spec))
 
 
 def _check(table: Array, token_ids: Array) -> None:

@@ -79,7 +79,15 @@ def _checked_mask(values: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"] |
     if mask is None:
         return jnp.ones_like(values, dtype=bool)
     require_mask(mask, values.shape)
+    _check_same_devices(values, mask)
     return mask
+
+
+def _check_same_devices(values: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> None:
+    pair = (values, mask)
+    if all(is_concrete(x) and isinstance(x, jax.Array) and x.committed for x in pair):
+        where = [sorted(str(device) for device in x.devices()) for x in pair]
+        require(where[0] == where[1], "mask", f"the devices of values, {where[0]}", f"devices {where[1]}")
 
 
 def _count(mask: Bool[Array, "*shape"], axes: tuple) -> Int[Array, ""]:

@@ -40,14 +40,13 @@ class VocabShards:
         require(len(self.ranges) > 0, "ranges", "at least one (start, end) range", "none")
         previous = None
         for position, pair in enumerate(self.ranges):
-            name = f"ranges[{position}]"
             ok = isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(edge) for edge in pair)
-            require(ok, name, "a pair (start, end) of integers", repr(pair))
+            require(ok, "ranges", "pairs (start, end) of integers", f"{pair!r} at position {position}")
             start, end = pair
-            require(start >= 0, name, "start >= 0", f"{pair} (negative)")
-            require(end > start, name, "start < end", f"{pair} (empty)")
+            require(start >= 0, "ranges", "start >= 0", f"{pair} (negative) at position {position}")
+            require(end > start, "ranges", "start < end", f"{pair} (empty) at position {position}")
             if previous is not None:
-                _check_neighbours(previous, pair, name)
+                _check_neighbours(previous, pair)
             previous = pair
         first, last = self.ranges[0], self.ranges[-1]
         expected = f"to cover [0, {self.vocab_size}) without a hole"
@@ -192,7 +191,7 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
     if axis_name is None:
         if vocab is not None:
-            require(rows == vocab.vocab_size, argument, f"vocab_size {vocab.vocab_size} of vocab as its V", rows)
+            require(rows == vocab.vocab_size, "vocab", f"vocab_size {rows}, the V of {argument}", vocab.vocab_size)
         return LocalShard(0, rows, rows)
     require(not isinstance(axis_name, tuple), "axis_name", "the name of one mesh axis", repr(axis_name))
     num_shards, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
@@ -200,7 +199,8 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
         return LocalShard(rank * rows, rows, num_shards * rows)
     found = f"{vocab.num_shards} shards"
     require(vocab.num_shards == num_shards, "vocab", f"{num_shards} shards, the size of axis {axis_name!r}", found)
-    require(rows == vocab.max_width, argument, f"a local block of max_width {vocab.max_width} rows (V)", rows)
+    expected = f"max_width {rows}, the local V of {argument}"
+    require(rows == vocab.max_width, "vocab", expected, f"max_width {vocab.max_width}")
     starts, widths = np.asarray(vocab.starts, np.int32), np.asarray(vocab.widths, np.int32)
     return LocalShard(jnp.asarray(starts)[rank], jnp.asarray(widths)[rank], vocab.vocab_size)
 
@@ -209,7 +209,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _check_neighbours(previous: tuple[int, int], current: tuple[int, int], name: str) -> None:
-    require(current[0] >= previous[0], name, f"ranges sorted by start, after {previous}", f"{current} (unsorted)")
-    require(current[0] >= previous[1], name, f"no overlap with {previous}", f"{current} (overlaps {previous})")
-    require(current[0] <= previous[1], name, f"to start where {previous} ends", f"{current} (a hole behind {previous})")
+def _check_neighbours(previous: tuple[int, int], current: tuple[int, int]) -> None:
+    require(current[0] >= previous[0], "ranges", f"ranges sorted by start, after {previous}", f"{current} (unsorted)")
+    require(current[0] >= previous[1], "ranges", "no overlap", f"{current}, which overlaps {previous}")
+    require(current[0] <= previous[1], "ranges", "no hole", f"{previous} and {current} with a hole between them")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, TokenLogProbs, linear_log_probs
+from jaxlogp import ChunkedEngine, TokenLogProbs, head_logits, linear_log_probs, record_head_runs
 from tests import oracle
 
 # Contract bounds, against float64 on the same inputs. fp32: products of H terms, exp and log cost a few 2^-24.
@@ -220,6 +220,24 @@ def test_under_jit_an_active_target_out_of_range_gives_nan_for_that_token_only(e
     np.testing.assert_array_equal(np.isnan(result.log_probs), bad)
     np.testing.assert_array_equal(np.asarray(result.log_probs)[~bad], np.asarray(clean.log_probs)[~bad])
     np.testing.assert_array_equal(result.entropy, clean.entropy)
+
+
+@pytest.mark.parametrize(
+    "engine, name", [("auto", "chunked"), ("chunked", "chunked"), ("reference", "reference"), (CHUNKED, "chunked")]
+)
+def test_the_engine_that_ran_is_recorded(engine, name):
+    data = case()
+    with record_head_runs() as runs:
+        jax.eval_shape(lambda h: linear_log_probs(h, data["weight"], data["targets"], engine=engine), data["hidden"])
+    assert [(run.path, run.engine, run.num_vocab_shards) for run in runs] == [("linear_log_probs", name, 1)]
+
+
+def test_head_logits_are_the_logits_before_the_temperature():
+    data = case(bias=True, seed=14)
+    logits = head_logits(data["hidden"], data["weight"], bias=data["bias"], logit_scale=1.3, softcap=5.0)
+    wanted = oracle.head_logits(data["hidden"], data["weight"], data["bias"], oracle.Head(1.0, 1.3, 5.0))
+    assert logits.dtype == jnp.float32
+    assert oracle.scaled_error(logits, wanted) < VALUE_ERROR
 
 
 class Variants(chex.TestCase):

@@ -120,6 +120,15 @@ def test_grad_divisor_changes_the_gradient_and_not_the_value():
         np.testing.assert_allclose(gradient, np.full(3, slope), rtol=1e-6)  # one fp32 division
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("reduction", [masked_sum, masked_count, masked_mean, masked_max, masked_min, weighted_sum])
+def test_values_and_mask_on_two_devices_are_refused(reduction):
+    values = jax.device_put(jnp.ones(4, jnp.float32), jax.devices()[0])
+    mask = jax.device_put(jnp.ones(4, bool), jax.devices()[1])
+    with pytest.raises(ValueError, match="device"):
+        reduction(values, mask)
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_over_a_mesh_every_reduction_is_the_global_one(size):
     values, mask = case()

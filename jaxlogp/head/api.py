@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
 from jaxlogp.head.engines import Engine, HeadRun, choose_engine, report
 from jaxlogp.head.projection import HeadOptions
@@ -212,7 +212,8 @@ def sharded_linear_log_probs(
     specs = (token_spec, PartitionSpec(vocab_axis, weight_axis), PartitionSpec(vocab_axis), token_spec, token_spec)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=token_spec)
     rows = shards.shard_rows(weight), None if bias is None else shards.shard_rows(bias)
-    return mapped(hidden, *rows, targets, mask)
+    operands = (hidden, *rows, targets, mask)
+    return mapped(*(x if x is None else place(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)))
 
 
 def _check_operands(hidden: Array, weight: Array, bias: Array | None) -> None:
