@@ -124,7 +124,9 @@ def test_sharded_rows_and_gradient_are_bitwise_the_unsharded_ones(size):
             out_specs=P(),
         )(shards.shard_rows(rows), ids)
 
-    np.testing.assert_array_equal(bits(jax.jit(sharded)(table(), ids)), bits(table()[ids]))
+    # A sum with the other shards' zeros must keep even the sign of a zero, and NaN and inf to their own rows.
+    rows = table().at[PROBE].set(-0.0).at[0].set(jnp.nan).at[VOCAB - 1].set(jnp.inf)
+    np.testing.assert_array_equal(bits(jax.jit(sharded)(rows, ids)), bits(np.asarray(rows)[np.asarray(ids)]))
     np.testing.assert_array_equal(
         bits(gradient_of(sharded, table(), ids, cotangent)),
         bits(gradient_of(embedding_lookup, table(), ids, cotangent)),

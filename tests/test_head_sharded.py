@@ -139,6 +139,25 @@ def test_the_reference_engine_inside_the_shard_map():
     check(*jax.jit(inside(SHARDINGS["V=257 TP=8"], "reference"))(data), data)
 
 
+def test_bf16_gradients_do_not_lose_accuracy_with_the_number_of_shards():
+    """The hidden gradient is a sum over shards: added in bf16 it would collect a rounding a shard."""
+    errors = {}
+    for size in (1, 8):
+        shards = SHARDINGS[f"V=257 TP={size}"]
+        data = case(SHARDINGS["V=257 TP=8"], seed=7)
+        for name in ("hidden", "weight", "bias"):
+            data[name] = data[name].astype(jnp.bfloat16)
+        _, gradients = jax.jit(inside(shards, CHUNKED))(data)
+        args = (data["hidden"], data["weight"], data["targets"], data["g_lp"], data["g_entropy"])
+        wanted = oracle.head_gradients(*args, data["mask"], data["bias"])
+        assert gradients.hidden.dtype == gradients.weight.dtype == jnp.bfloat16
+        errors[size] = [oracle.relative_error(seen, want) for seen, want in zip(gradients[:2], wanted[:2], strict=True)]
+    # Both end in a rounding to bf16 (2^-9 an entry, contract: 5e-3 in norm), whatever the number of shards.
+    assert max(errors[1] + errors[8]) < 5e-3, errors
+    for one, eight in zip(errors[1], errors[8], strict=True):
+        assert eight < 1.2 * one, errors
+
+
 @pytest.mark.bad_input
 def test_differentiation_without_replication_types_is_refused():
     shards = SHARDINGS["V=257 TP=2"]
@@ -217,8 +236,16 @@ def test_the_wrong_reductions_are_told_apart():
         assert abs(float(result.log_probs[0]) - wrong) > 0.5
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["V=257 TP=8", "V=1027 TP=3", "2/5/6/4 of 17"])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("V=257 TP=8", jnp.float32),
+        ("V=257 TP=2", jnp.float16),
+        ("V=1027 TP=3", jnp.bfloat16),
+        ("2/5/6/4 of 17", jnp.float32),
+        ("2/5/6/4 of 17", jnp.bfloat16),
+    ],
+)
 def test_sharded_logits_and_their_gradient(name, dtype):
     shards = SHARDINGS[name]
     data = case(shards, seed=4)

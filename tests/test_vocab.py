@@ -68,8 +68,7 @@ def test_masked_ids_have_no_owner():
     np.testing.assert_array_equal(owners, [[1, -1, 3], [-1, -1, 2]])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rest", [(), (3,), (2, 3)], ids=["bias", "weight", "rank 3"])
+@pytest.mark.parametrize("rest, dtype", [((), jnp.float32), ((3,), jnp.bfloat16), ((2, 3), jnp.float32)])
 def test_shard_rows_puts_each_block_first_and_zeros_behind(rest, dtype):
     shards = VocabShards.from_ranges(UNEVEN_17, 17)
     rows = 1 + np.arange(17 * int(np.prod(rest))).reshape(17, *rest)

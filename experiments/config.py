@@ -1,0 +1,255 @@
+"""Every option of a run as nested frozen dataclasses; ``python -m experiments.grpo --help`` prints these lines."""
+
+import math
+from dataclasses import dataclass, field
+
+from experiments.mesh import MeshSpec, parse_mesh
+from experiments.model import DecoderConfig
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder; see experiments/model.py."""
+
+    hidden_size: int = 128
+    """Features of the residual stream."""
+    intermediate_size: int = 256
+    """Features inside the SwiGLU."""
+    num_layers: int = 3
+    """Number of layers."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 4
+    """Key-value heads, a divisor of num_heads."""
+    head_dim: int = 32
+    """Features of one head, even."""
+    qk_norm: bool = True
+    """RMSNorm over queries and keys (Qwen3)."""
+    attention_bias: bool = False
+    """Biases on queries, keys and values (Qwen2)."""
+    tie_embeddings: bool = True
+    """Use the embedding table as head."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    dtype: str = "float32"
+    """Dtype of the activations: float32 or bfloat16."""
+    param_dtype: str = "float32"
+    """Dtype of the stored parameters: float32 or bfloat16."""
+
+    def decoder(self, vocab_size: int) -> DecoderConfig:
+        """The configuration of the model for a vocabulary of ``vocab_size`` tokens."""
+        return DecoderConfig(vocab_size=vocab_size, **vars(self))
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """The short supervised phase before reinforcement learning. It ends at the target, or after max_steps."""
+
+    max_steps: int = 250
+    """Most optimizer steps; 0 skips the phase."""
+    batch_size: int = 256
+    """Documents (prompt and answer) per optimizer step."""
+    learning_rate: float = 2e-3
+    """Peak learning rate of AdamW, reached after 50 steps."""
+    target: float = 0.30
+    """Stop when this share of sampled answers (temperature 1, training prompts) is right."""
+    check_every: int = 10
+    """Optimizer steps between two such checks."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_rollout: int = 64
+    """Prompts sampled at once, all from the same parameters."""
+    num_generations: int = 8
+    """Completions per prompt: the size of an advantage group."""
+    temperature: float = 1.0
+    """Divisor of the logits, in the sampler and in the trainer alike."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt in tokens; None takes the task's own bound."""
+    max_new_tokens: int | None = None
+    """Longest completion in tokens, end token included; None takes the task's own bound."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What makes an optimizer step, and how many there are."""
+
+    steps: int = 80
+    """Optimizer steps of reinforcement learning."""
+    docs_per_step: int = 512
+    """Documents of all data ranks that end a step; 0 takes micro_batches of them instead, whatever they hold."""
+    micro_batches: int = 4
+    """Micro-batches per step and data rank where docs_per_step is 0."""
+    rows: int = 32
+    """Packed rows of one micro-batch on one data rank."""
+    row_length: int = 64
+    """Tokens of one packed row; no document may be longer."""
+    max_empty_micro_batches: int = 16
+    """Micro-batches in a row without any document on any rank before the run gives up."""
+    epochs: int | None = None
+    """Passes over the training prompts; then the data ends. None repeats them without end."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy loss."""
+
+    kind: str = "grpo"
+    """grpo (token ratios, divided by labels) or gspo (document ratios, divided by documents)."""
+    epsilon: float = 0.2
+    """Lower clip range: ratios below 1 - epsilon are clipped."""
+    epsilon_high: float | None = None
+    """Upper clip range: ratios above 1 + epsilon_high are clipped; None means epsilon."""
+    document_weighting: str = "length"
+    """gspo only: length (documents count by their labels) or document (all alike)."""
+    scale_rewards: str = "group"
+    """group divides the advantages by the group's standard deviation; none does not."""
+    metrics: str = "with_entropy"
+    """Metrics of a step: none, basic or with_entropy."""
+    engine: str = "auto"
+    """Engine of the head: auto, chunked or reference."""
+    fp32_head: bool = False
+    """Multiply hidden states and head in fp32 whatever their dtypes."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW for the reinforcement learning phase."""
+
+    learning_rate: float = 5e-4
+    """Peak learning rate."""
+    warmup_steps: int = 5
+    """Optimizer steps of linear warm-up."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.99
+    """Decay of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which the gradient is scaled down."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Exact match on held-out prompts, sampled at temperature 1 and greedy."""
+
+    every: int = 20
+    """Optimizer steps between two evaluations; 0 evaluates before and after only."""
+    num_prompts: int = 512
+    """Held-out prompts."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved."""
+
+    every: int = 40
+    """Optimizer steps between two checkpoints; 0 saves at the end only."""
+    keep: int = 2
+    """Checkpoints that stay on disk."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """GRPO or GSPO on a verifiable task, from a warm-started small decoder."""
+
+    task: str = "addition"
+    """addition, comparison, letter_counting, reversal or sorting (with :SIZE), reasoning_gym:NAME, or jsonl:PATH."""
+    seed: int = 0
+    """Seed of parameters, data order and sampling."""
+    out: str = "runs"
+    """Folder that run folders are made in."""
+    name: str | None = None
+    """Name of the run folder; None makes one of task, kind, seed and time."""
+    resume: str | None = None
+    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given beside it."""
+    mesh: str = "data=1,tensor=1"
+    """Device mesh: data ranks split the documents, tensor ranks the vocabulary."""
+    quiet: bool = False
+    """Print warnings and the final scores only."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def validate(config: Config) -> MeshSpec:
+    """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
+
+    Raises:
+      ValueError: naming the option as it is written on the command line, what was expected and what was seen.
+    """
+    mesh = parse_mesh(config.mesh)
+    for option, lowest in _LOWEST.items():
+        value = _get(config, option)
+        if value is not None:
+            require(value >= lowest, f"--{option}", f"at least {lowest}", value)
+    for option in _POSITIVE:
+        value = _get(config, option)
+        require(value is None or 0.0 < value < math.inf, f"--{option}", "a finite number > 0", value)
+    for option, choices in _CHOICES.items():
+        require(_get(config, option) in choices, f"--{option}", f"one of {', '.join(choices)}", _get(config, option))
+    require(0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target)
+    require(config.loss.epsilon < 1.0, "--loss.epsilon", "a number below 1", config.loss.epsilon)
+    completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
+    expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
+    require(completions % mesh.data == 0, "--mesh", expected, completions)
+    return mesh
+
+
+def _get(config: Config, option: str) -> object:
+    value: object = config
+    for part in option.replace("-", "_").split("."):
+        value = getattr(value, part)
+    return value
+
+
+_LOWEST = {
+    "seed": 0,
+    "warm-start.max-steps": 0,
+    "warm-start.batch-size": 1,
+    "warm-start.check-every": 1,
+    "rollout.prompts-per-rollout": 1,
+    "rollout.num-generations": 2,
+    "rollout.max-prompt-tokens": 1,
+    "rollout.max-new-tokens": 1,
+    "schedule.steps": 0,
+    "schedule.docs-per-step": 0,
+    "schedule.micro-batches": 1,
+    "schedule.rows": 1,
+    "schedule.row-length": 2,
+    "schedule.max-empty-micro-batches": 0,
+    "schedule.epochs": 1,
+    "optimizer.warmup-steps": 0,
+    "optimizer.weight-decay": 0.0,
+    "evaluation.every": 0,
+    "evaluation.num-prompts": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+_POSITIVE = (
+    "warm-start.learning-rate",
+    "rollout.temperature",
+    "loss.epsilon",
+    "loss.epsilon-high",
+    "optimizer.learning-rate",
+    "optimizer.max-grad-norm",
+)
+_CHOICES = {
+    "loss.kind": ("grpo", "gspo"),
+    "loss.document-weighting": ("length", "document"),
+    "loss.scale-rewards": ("group", "none"),
+    "loss.metrics": ("none", "basic", "with_entropy"),
+    "loss.engine": ("auto", "chunked", "reference"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.param-dtype": ("float32", "bfloat16"),
+}

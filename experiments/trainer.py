@@ -1,0 +1,307 @@
+"""The trainer: set-up, supervised warm start, reinforcement learning, evaluation, checkpoints and resume."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments.checkpoint import Checkpoints, restore_template
+from experiments.config import Config, validate
+from experiments.console import RunConsole
+from experiments.mesh import make_mesh
+from experiments.model import Decoder
+from experiments.rollout import (
+    PromptOrder,
+    RolloutStreams,
+    Sampler,
+    Sizes,
+    documents_from,
+    encode_prompt,
+    held_out_examples,
+    readable,
+    sizes_for,
+)
+from experiments.run_folder import MetricsWriter
+from experiments.tasks import Example, make_task
+from experiments.tokenizer import tokenizer_for
+from experiments.train_step import MicroSums, TrainState, TrainStep, place_micro_batch
+from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch, pack_documents, record_head_runs
+
+MAX_REFUSED_STEPS = 5
+WARM_UP_STEPS = 50
+CHECK_PROMPTS = 256
+SHOWN_SAMPLES = 16
+
+
+class Scores(NamedTuple):
+    """Exact match on held-out prompts, in [0, 1]."""
+
+    sampled: float
+    greedy: float
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint as Python integers."""
+
+    step: int = 0
+    documents_seen: int = 0
+    rollouts: int = 0
+    refused: int = 0
+
+
+class Trainer:
+    """Everything a run needs, made from its options.
+
+    Args:
+      config: the options.
+
+    Raises:
+      ValueError: an option out of range, an unknown task, a mesh that does not fit.
+    """
+
+    def __init__(self, config: Config) -> None:
+        spec = validate(config)
+        self.config = config
+        self.task = make_task(config.task, seed=config.seed)
+        self.tokenizer = tokenizer_for(self.task)
+        self.sizes: Sizes = sizes_for(self.task, config.rollout, config.schedule)
+        self.mesh = make_mesh(spec)
+        decoder = config.model.decoder(self.tokenizer.vocab_size)
+        model = Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh)
+        self.graph, params = nnx.split(model)
+        self.key = jax.random.key(config.seed)
+        self.step_fn = TrainStep(
+            self.graph, self.mesh, config.loss, _policy_optimizer(config), temperature=config.rollout.temperature
+        )
+        self.state = self.step_fn.init(params)
+        head = {"fp32_head": config.loss.fp32_head}
+        self._sampler = self._make_sampler(temperature=config.rollout.temperature, **head)
+        self._judges = {
+            "sampled": self._make_sampler(temperature=1.0, **head),
+            "greedy": self._make_sampler(temperature=1.0, greedy=True, **head),
+        }
+        self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
+        self.progress = Progress()
+        self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
+        self.streams = RolloutStreams(self._rollout, spec.data, config.schedule, self.tokenizer.pad_id)
+        schedule = config.schedule
+        self._schedule = DocumentSchedule(
+            schedule.docs_per_step, schedule.micro_batches, schedule.max_empty_micro_batches
+        )
+        self._degenerate: list[float] = []
+        self.head_run: HeadRun | None = None
+
+    def _make_sampler(self, **options: Any) -> Sampler:
+        return Sampler(self.graph, self.task, self.tokenizer, self.sizes, self.mesh, **options)
+
+    # Warm start
+
+    def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
+        """Supervised learning of answers until sampled exact match reaches the target, or max_steps."""
+        options = self.config.warm_start
+        if options.max_steps == 0:
+            return
+        schedule = optax.linear_schedule(0.0, options.learning_rate, WARM_UP_STEPS)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.0))
+        step_fn = TrainStep(self.graph, self.mesh, self.config.loss, optimizer, supervised=True)
+        state = step_fn.init(self.state.params)
+        order = PromptOrder(self.task, self.config.seed + 1, None)
+        checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
+        with console.progress("warm start", options.max_steps) as advance:
+            for step in range(1, options.max_steps + 1):
+                total = self._supervised_sums(step_fn, state, order.take(options.batch_size))
+                applied = step_fn.apply(state, total)
+                state = applied.state
+                values = {"loss": float(applied.loss), "grad_norm": float(applied.grad_norm)}
+                if not bool(applied.finite):
+                    raise RuntimeError(f"warm start step {step}: loss {values['loss']} is not finite")
+                if step % options.check_every == 0:
+                    values["exact_match_train"] = self._score("sampled", state.params, checks, step)
+                metrics.write(step, "warm_start", values)
+                advance(f"loss {values['loss']:.3f}")
+                if values.get("exact_match_train", -1.0) >= options.target:
+                    break
+        console.say(f"warm start: {step} steps, loss {values['loss']:.3f}")
+        self.state = self.step_fn.init(state.params)
+
+    def _supervised_sums(self, step_fn: TrainStep, state: TrainState, examples: list[Example]) -> MicroSums:
+        documents = [self._supervised_document(example) for example in examples]
+        ranks = self.mesh.shape["data"]
+        queues: list[tuple[Document, ...]] = [tuple(documents[rank::ranks]) for rank in range(ranks)]
+        total = None
+        while any(queues):
+            packed = [self._pack(queue) for queue in queues]
+            queues = [rest for _, rest in packed]
+            batch = place_micro_batch(tuple(micro_batch for micro_batch, _ in packed), self.mesh)
+            part = step_fn.micro_sums(state.params, batch, 0)
+            total = part if total is None else step_fn.add(total, part)
+        assert total is not None, "a warm start step has at least one document"
+        return total
+
+    def _pack(self, documents: tuple[Document, ...]) -> tuple[MicroBatch, tuple[Document, ...]]:
+        schedule = self.config.schedule
+        return pack_documents(
+            documents, rows=schedule.rows, row_length=schedule.row_length, pad_id=self.tokenizer.pad_id
+        )
+
+    def _supervised_document(self, example: Example) -> Document:
+        prompt = encode_prompt(self.tokenizer, example, self.sizes)
+        answer = [*self.tokenizer.encode(example.answer), self.tokenizer.eos_id]
+        tokens = np.array(prompt + answer, np.int32)
+        return Document(tokens, len(prompt), np.zeros(len(answer), np.float32), advantage=0.0)
+
+    # Reinforcement learning
+
+    def _rollout(self) -> list[Document]:
+        options = self.config.rollout
+        examples = self.prompts.take(options.prompts_per_rollout)
+        if not examples:
+            return []
+        # The sampler's shape is static: a short last rollout is filled up and the filling thrown away.
+        wanted = len(examples) * options.num_generations
+        filled = [examples[i % len(examples)] for i in range(options.prompts_per_rollout)]
+        repeated = [example for example in filled for _ in range(options.num_generations)]
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 1), self.progress.rollouts)
+        self.progress.rollouts += 1
+        drawn = self._sampler.complete(self.state.params, repeated, key)
+        kept = type(drawn)(*(column[:wanted] for column in drawn))
+        version = self.progress.documents_seen
+        documents, degenerate = documents_from(
+            kept, options.num_generations, self.config.loss.scale_rewards, version
+        )
+        self._degenerate.append(degenerate)
+        return documents
+
+    def train_step(self) -> tuple[dict[str, Any] | None, bool]:
+        """One optimizer step.
+
+        Returns:
+          Its metrics (None when the data had ended before it), and whether the data has ended.
+
+        Raises:
+          RuntimeError: the fifth step in a row whose loss or gradient is not finite.
+        """
+        started = time.perf_counter()
+        self.streams.seconds = 0.0
+        self._degenerate = []
+        collected = self._schedule.collect(self.streams.streams(), padding=self.streams.padding())
+        if not collected.micro_batches:
+            return None, True
+        total, tokens = None, 0
+        for ranks in collected.micro_batches:
+            tokens += sum(int(rank.segment_ids.size - np.sum(rank.segment_ids < 0)) for rank in ranks)
+            part = self._micro_sums(place_micro_batch(ranks, self.mesh))
+            total = part if total is None else self.step_fn.add(total, part)
+        applied = self.step_fn.apply(self.state, total)
+        self.state = applied.state
+        self.progress.step += 1
+        self.progress.documents_seen += collected.num_documents
+        values = {name: np.asarray(value).item() for name, value in applied.metrics.items()}
+        values |= {
+            "loss": float(applied.loss),
+            "grad_norm": float(applied.grad_norm),
+            "drift_max": float(applied.drift),
+            "update_applied": int(applied.finite),
+            "documents_seen": self.progress.documents_seen,
+            "num_documents": collected.num_documents,
+            "micro_batches": len(collected.micro_batches),
+            "tokens": tokens,
+            "data_wait_seconds": collected.data_wait_seconds,
+            "rollout_seconds": self.streams.seconds,
+            "step_seconds": time.perf_counter() - started,
+            "learning_rate": float(_learning_rate(self.config)(self.progress.step - 1)),
+        }
+        if self._degenerate:
+            values["degenerate_groups"] = float(np.mean(self._degenerate))
+        values["tokens_per_second"] = tokens / values["step_seconds"]
+        assert self.head_run is not None, "a micro-batch has been traced"
+        values |= {"head_path": self.head_run.path, "head_engine": self.head_run.engine}
+        self._count_refused(bool(applied.finite))
+        return values, collected.exhausted
+
+    def _micro_sums(self, batch: MicroBatch) -> MicroSums:
+        with record_head_runs() as runs:
+            part = self.step_fn.micro_sums(self.state.params, batch, self.progress.documents_seen)
+        if runs:
+            self.head_run = runs[0]
+        return part
+
+    def _count_refused(self, finite: bool) -> None:
+        self.progress.refused = 0 if finite else self.progress.refused + 1
+        if self.progress.refused >= MAX_REFUSED_STEPS:
+            raise RuntimeError(
+                f"step {self.progress.step}: loss or gradient was not finite in {MAX_REFUSED_STEPS} steps in a row"
+            )
+
+    # Evaluation
+
+    def _score(self, judge: str, params: nnx.State, examples: list[Example], salt: int) -> float:
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 2), salt)
+        return float(self._judges[judge].complete(params, examples, key).rewards.mean())
+
+    def evaluate(self, metrics: MetricsWriter | None = None) -> Scores:
+        """Exact match on the held-out prompts with the current parameters; the same random numbers every time."""
+        key = jax.random.fold_in(self.key, 3)
+        drawn = {name: judge.complete(self.state.params, self._held_out, key) for name, judge in self._judges.items()}
+        scores = Scores(*(float(drawn[name].rewards.mean()) for name in Scores._fields))
+        if metrics is not None:
+            values = {f"exact_match_{name}": score for name, score in scores._asdict().items()}
+            metrics.write(self.progress.step, "eval", values)
+            shown = readable(self._held_out, drawn["sampled"])[:SHOWN_SAMPLES]
+            metrics.write_samples(self.progress.step, "held_out", shown)
+        return scores
+
+    # Checkpoints
+
+    def _arrays(self) -> dict[str, Any]:
+        return {"params": nnx.to_pure_dict(self.state.params), "opt_state": self._opt_leaves()}
+
+    def _opt_leaves(self) -> dict[str, jax.Array]:
+        return {f"{index:04d}": leaf for index, leaf in enumerate(jax.tree.leaves(self.state.opt_state))}
+
+    def save(self, checkpoints: Checkpoints, before: Scores) -> None:
+        """Saves parameters, optimizer state, counters, prompt order and queued documents."""
+        extra = {
+            "progress": dict(vars(self.progress)),
+            "cursor": self.prompts.cursor,
+            "queued": self.streams.queued(),
+            "before": before._asdict(),
+            "key": np.asarray(jax.random.key_data(self.key)).tolist(),
+        }
+        checkpoints.save(self.progress.step, self._arrays(), extra)
+
+    def restore(self, checkpoints: Checkpoints, console: RunConsole) -> Scores:
+        """Takes over the newest good checkpoint, on this mesh; returns the scores from before training."""
+        restored = checkpoints.restore(restore_template(self._arrays(), self.mesh))
+        for warning in restored.warnings:
+            console.warn(warning)
+        params = jax.tree.unflatten(
+            jax.tree.structure(self.state.params), jax.tree.leaves(restored.arrays["params"])
+        )
+        leaves = restored.arrays["opt_state"]
+        opt_state = jax.tree.unflatten(
+            jax.tree.structure(self.state.opt_state), [leaves[name] for name in sorted(leaves)]
+        )
+        self.state = TrainState(params, opt_state)
+        extra = restored.extra
+        self.progress = Progress(**extra["progress"])
+        self.prompts.cursor = extra["cursor"]
+        self.streams.restore(extra["queued"])
+        self.key = jax.random.wrap_key_data(np.array(extra["key"], np.uint32))
+        return Scores(**extra["before"])
+
+
+def _learning_rate(config: Config) -> optax.Schedule:
+    peak, steps = config.optimizer.learning_rate, max(config.optimizer.warmup_steps, 1)
+    return optax.linear_schedule(peak / steps, peak, max(steps - 1, 1))
+
+
+def _policy_optimizer(config: Config) -> optax.GradientTransformation:
+    options = config.optimizer
+    adamw = optax.adamw(_learning_rate(config), b1=options.b1, b2=options.b2, weight_decay=options.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(options.max_grad_norm), adamw)

@@ -1,0 +1,19 @@
+"""Eight simulated CPU devices for every test; strict NumPy promotion for the tests of the library."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request):
+    """The library never relies on implicit dtype or rank promotion; optimisers and models of others may."""
+    if "experiments" in request.path.parts:
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
