@@ -1,6 +1,8 @@
 """Embedding lookup, replicated or vocabulary-parallel: the row of the table, bit for bit, in any layout."""
 
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,8 @@ from jaxtyping import Array, Float, Int
 from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer
 from jaxlogp.vocab import VocabShards, local_shard
+
+_BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def embedding_lookup(
@@ -21,8 +25,8 @@ def embedding_lookup(
 ) -> Float[Array, "*tokens hidden"]:
     """Rows of ``table`` for model-input ids.
 
-    Under ``axis_name`` the owner of an id contributes its row, the others -0.0, and one psum makes it known to all:
-    x + (-0.0) is x in every bit, so the result equals the unsharded one bitwise.
+    Under ``axis_name`` the owner of an id contributes the bits of its row as integers, the others 0, and one integer psum
+    makes them known to all, so the result equals the unsharded one bitwise, -0.0 and NaN payloads included.
 
     Args:
       table: [V, H], or the local block [V_local, H].
@@ -53,25 +57,28 @@ def embedding_lookup(
     owned = valid & (local >= 0) & (local < shard.width)
     axes = union_of_varying_axes(table, token_ids) | ({axis_name} if axis_name is not None else set())
     table = vary_over(refuse_unchecked_gradient(table, axis_name), axes)
-    rows = _owned_rows(table, jnp.where(owned, local, 0), owned)
-    if axis_name is not None:
-        rows = lax.psum(rows, axis_name)
+    rows = _owned_rows(table, jnp.where(owned, local, 0), owned, axis_name)
     return jnp.where(valid[..., None], rows, jnp.array(jnp.nan, table.dtype))
 
 
-@jax.custom_vjp
-def _owned_rows(table: Array, row_ids: Array, owned: Array) -> Array:
-    """Rows of the table, -0.0 where not owned."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _owned_rows(table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None) -> Array:
+    """Rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, transported as bits."""
     rows = table.at[row_ids].get(mode="promise_in_bounds")
-    return jnp.where(owned[..., None], rows, jnp.array(-0.0, table.dtype))
+    rows = jnp.where(owned[..., None], rows, jnp.zeros_like(rows))
+    if axis_name is None:
+        return rows
+    bits = lax.bitcast_convert_type(rows, _BITS[table.dtype.itemsize])
+    return lax.bitcast_convert_type(lax.psum(bits, axis_name), table.dtype)
 
 
-def _owned_rows_forward(table: Array, row_ids: Array, owned: Array) -> tuple[Array, tuple]:
-    return _owned_rows(table, row_ids, owned), (table, row_ids, owned)
+def _owned_rows_forward(table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None) -> tuple[Array, tuple]:
+    return _owned_rows(table, row_ids, owned, axis_name), (table, row_ids, owned)
 
 
-def _owned_rows_backward(residuals: tuple, g: Array) -> tuple[Array, None, None]:
+def _owned_rows_backward(axis_name: AxisName | None, residuals: tuple, g: Array) -> tuple[Array, None, None]:
     # A token may occur thousands of times: its cotangents are added in fp32 and rounded once.
+    del axis_name
     table, row_ids, owned = residuals
     g = jnp.where(owned[..., None], g.astype(jnp.float32), 0.0)
     zeros = vary_over(jnp.zeros(table.shape, jnp.float32), union_of_varying_axes(table, row_ids))

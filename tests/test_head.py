@@ -270,7 +270,7 @@ def test_all_negative_logits_do_not_underflow(engine, shift):
     data["bias"] = data["bias"] + jnp.float32(shift)
     result, gradients = value_and_gradients(**data, engine=engine)
     # Product + bias is rounded to |shift| * 2^-24 in each logit, which no later step can undo. Nothing else may be of
-    # the shift's size: an entropy from lse - sum(p z) would collect the rounding of 257 large terms and miss this bound.
+    # the shift's size: an entropy from lse - sum(p z) would collect the rounding of 257 large terms and miss the bound.
     unit = abs(shift) * 2**-24
     check(result, gradients, expected(data), max(VALUE_ERROR, 2 * unit), max(GRADIENT_ERROR, 4 * unit))
 

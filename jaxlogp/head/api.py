@@ -94,6 +94,9 @@ def linear_log_probs(
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     # Typed as varying over every axis in play, each operand's transpose owns the one psum that its gradient needs.
     axes = union_of_varying_axes(hidden, weight, bias, *local) | ({axis_name} if axis_name is not None else set())
+    if axis_name is not None:
+        # The psum of the hidden gradient over the shards then runs in fp32, and the sum is rounded once.
+        hidden = hidden.astype(jnp.float32)
     hidden, weight, bias = (
         None if x is None else vary_over(refuse_unchecked_gradient(x, axis_name), axes) for x in (hidden, weight, bias)
     )

@@ -1,0 +1,173 @@
+"""The trainer end to end on tiny runs: first step, meshes, resume, schedule, the run folder, and the command lines."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import evaluate, grpo
+from experiments.config import Config
+from tests.experiments.tiny import tiny, train_records
+
+# Metrics that are times or depend on the number of data ranks, not on the numbers of the run.
+TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "time"}
+# fp32: sampler (one token a row, cache) and trainer (packed rows) order a few hundred additions differently.
+DRIFT = 2e-5
+# Four steps of Adam on one device against a mesh: the order of fp32 sums differs, and Adam divides by its own scale.
+MESH_LOSS = 1e-5
+MESH_PARAMS = 2e-4
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def plain(runs):
+    """Four steps on one device, and the numbers that other runs must reproduce."""
+    return grpo.main(tiny(runs, "plain", schedule={"steps": 4}))
+
+
+def leaves(result):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.state)]
+
+
+def test_the_first_step_is_on_policy(plain):
+    first = train_records(plain)[0]
+    assert abs(first["ratio_new_old"] - 1.0) <= DRIFT
+    assert 0.0 <= first["kl_new_old"] <= DRIFT**2
+    assert first["clipped_ratio_fraction"] == 0.0
+    assert first["staleness_max"] == 0.0
+
+
+def test_every_step_logs_drift_head_and_counts(plain):
+    for step, record in enumerate(train_records(plain), start=1):
+        assert 0.0 < record["drift_max"] <= DRIFT
+        assert (record["head_path"], record["head_engine"]) == ("linear_log_probs", "chunked")
+        assert record["num_documents"] == 64 and record["documents_seen"] == 64 * step
+        assert record["num_tokens"] > 64 and record["tokens"] > record["num_tokens"]
+        assert record["update_applied"] == 1
+
+
+def test_the_run_folder_is_complete(plain):
+    run = plain.run
+    for path in (run.config, run.env, run.metrics, run.samples, run.summary, run.curves):
+        assert path.stat().st_size > 0, path
+    assert any(run.tensorboard.rglob("events*"))
+    assert json.loads(run.summary.read_text())["after"]["sampled"] == plain.after.sampled
+    assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
+
+
+@pytest.mark.parametrize("mesh", ["data=2,tensor=4", "data=1,tensor=3"])
+def test_a_mesh_gives_the_same_run(plain, runs, mesh):
+    """tensor=3 does not divide the vocabulary of 16: the shards are uneven."""
+    result = grpo.main(tiny(runs, mesh.replace(",", "-"), mesh=mesh, schedule={"steps": 4}))
+    for mine, single in zip(train_records(result), train_records(plain), strict=True):
+        assert abs(mine["loss"] - single["loss"]) <= MESH_LOSS
+        assert mine["num_tokens"] == single["num_tokens"] and mine["reward_mean"] == single["reward_mean"]
+        assert abs(mine["entropy"] - single["entropy"]) <= 10 * MESH_LOSS
+    for mine, single in zip(jax.tree.leaves(result.params), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(single), atol=MESH_PARAMS)
+
+
+def test_resume_equals_the_run_without_a_break(plain, runs):
+    grpo.main(tiny(runs, "broken", schedule={"steps": 2}))
+    resumed = grpo.main(Config(resume=str(runs / "broken"), quiet=True, schedule=Config().schedule.__class__(steps=4)))
+    for mine, whole in zip(leaves(resumed), leaves(plain), strict=True):
+        np.testing.assert_array_equal(mine, whole)
+    for mine, whole in zip(train_records(resumed), train_records(plain), strict=True):
+        assert {k: v for k, v in mine.items() if k not in TIMES} == {k: v for k, v in whole.items() if k not in TIMES}
+
+
+def test_resume_in_the_middle_of_a_rollout(runs):
+    """Half a rollout per step: queued documents, which are off-policy in the second half, belong to the checkpoint."""
+    half = {"docs_per_step": 32}
+    # 8 rows of 24 hold 3 documents of at most 7 tokens each, so 32 documents are two micro-batches of 24 and 8 or more.
+    whole = grpo.main(tiny(runs, "half-whole", schedule={"steps": 3, "rows": 4, **half}))
+    grpo.main(tiny(runs, "half-broken", schedule={"steps": 1, "rows": 4, **half}))
+    resumed = grpo.main(Config(resume=str(runs / "half-broken"), quiet=True, schedule=Config().schedule.__class__(steps=3)))
+    for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    second = train_records(whole)[1]
+    assert second["staleness_max"] > 0 and second["ratio_new_old"] != 1.0
+
+
+def test_documents_per_step_may_take_any_number_of_micro_batches_and_one_compilation(runs):
+    result = grpo.main(tiny(runs, "many", schedule={"steps": 2, "rows": 2}))
+    records = train_records(result)
+    assert all(record["micro_batches"] > 8 and record["num_documents"] >= 64 for record in records)
+    assert result.trainer.step_fn.num_compilations == 1
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    lines = [{"prompt": f"{a}{b}=", "answer": str(b)} for a in range(10) for b in range(10)]
+    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
+    schedule = {"steps": 50, "epochs": 1, "docs_per_step": 100}
+    result = grpo.main(tiny(runs, "ending", task=f"jsonl:{questions}", schedule=schedule))
+    records = train_records(result)
+    documents = 4 * result.trainer.task.num_examples("train")
+    assert sum(record["num_documents"] for record in records) == documents == records[-1]["documents_seen"]
+    assert len(records) < 50 and records[-1]["num_documents"] < 100
+
+
+def test_gspo_runs_with_both_weightings(runs):
+    for weighting in ("length", "document"):
+        loss = {"kind": "gspo", "document_weighting": weighting}
+        result = grpo.main(tiny(runs, f"gspo-{weighting}", loss=loss, schedule={"steps": 1}))
+        assert train_records(result)[0]["num_segments"] == 64
+
+
+def test_evaluate_reproduces_the_final_scores(plain, capsys):
+    scores = evaluate.run_cli([str(plain.run.path)])
+    assert scores == plain.after
+    assert "held-out exact match (greedy)" in capsys.readouterr().out
+
+
+BAD = {
+    "an unknown task": (["--task", "subtraction"], "subtraction"),
+    "a mesh that is too big": (["--mesh", "data=64"], "xla_force_host_platform_device_count"),
+    "a mesh axis that does not exist": (["--mesh", "model=2"], "model"),
+    "no such file": (["--task", "jsonl:/nowhere/at/all.jsonl"], "/nowhere/at/all.jsonl"),
+    "an unknown loss": (["--loss.kind", "ppo"], "--loss.kind: expected one of grpo, gspo"),
+    "a temperature of 0": (["--rollout.temperature", "0"], "--rollout.temperature"),
+    "no such run": (["--resume", "/nowhere/at/all"], "/nowhere/at/all"),
+    "rows too short": (["--schedule.row-length", "4"], "--schedule.row-length"),
+    "epochs of an endless task": (["--schedule.epochs", "1"], "--schedule.epochs"),
+    "a changed option on resume": (["--resume", "RUN", "--seed", "7"], "--seed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_end_in_one_line_and_exit_code_2(name, capsys, plain, tmp_path):
+    arguments, fragment = BAD[name]
+    arguments = [str(plain.run.path) if argument == "RUN" else argument for argument in arguments]
+    with pytest.raises(SystemExit) as raised:
+        grpo.run_cli([*arguments, "--out", str(tmp_path)] if "--resume" not in arguments else arguments)
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert raised.value.code == 2
+    assert len(errors) == 1 and errors[0].startswith("error: ") and fragment in errors[0], errors
+    assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
+
+
+def test_a_bad_jsonl_line_is_named_by_number(tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": 2, "answer": "2"}\n', encoding="utf-8")
+    with pytest.raises(SystemExit) as raised:
+        grpo.run_cli(["--task", f"jsonl:{path}", "--out", str(tmp_path / "out")])
+    assert raised.value.code == 2 and "line 2" in capsys.readouterr().err
+
+
+def test_the_command_line_itself(tmp_path):
+    command = [sys.executable, "-m", "experiments.grpo", "--no-such-option", "1"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr

@@ -1,0 +1,43 @@
+"""A run small enough for tests: one-digit addition, a decoder of a few thousand parameters, seconds a run."""
+
+import dataclasses
+from pathlib import Path
+
+from experiments.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    WarmStartConfig,
+)
+
+TINY = Config(
+    task="addition:1",
+    quiet=True,
+    model=ModelConfig(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, tie_embeddings=False
+    ),
+    warm_start=WarmStartConfig(max_steps=4, batch_size=64, check_every=4, target=1.0),
+    rollout=RolloutConfig(prompts_per_rollout=16, num_generations=4),
+    schedule=ScheduleConfig(steps=3, docs_per_step=64, rows=8, row_length=24),
+    optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
+    evaluation=EvaluationConfig(every=0, num_prompts=16),
+    checkpoint=CheckpointConfig(every=0),
+)
+
+
+def tiny(out: Path, name: str, **changes) -> Config:
+    """TINY with changes; a nested section is given as a dictionary of its fields."""
+    nested = {
+        key: dataclasses.replace(getattr(TINY, key), **value) if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
+    return dataclasses.replace(TINY, out=str(out), name=name, **nested)
+
+
+def train_records(result) -> list[dict]:
+    """The records of the optimizer steps."""
+    return [record for record in result.metrics if record["kind"] == "train"]
