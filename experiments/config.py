@@ -12,9 +12,9 @@ from jaxlogp.errors import require
 class ModelConfig:
     """The decoder; see experiments/model.py."""
 
-    hidden_size: int = 128
+    hidden_size: int = 64
     """Features of the residual stream."""
-    intermediate_size: int = 256
+    intermediate_size: int = 128
     """Features inside the SwiGLU."""
     num_layers: int = 3
     """Number of layers."""
@@ -22,7 +22,7 @@ class ModelConfig:
     """Query heads."""
     num_kv_heads: int = 4
     """Key-value heads, a divisor of num_heads."""
-    head_dim: int = 32
+    head_dim: int = 16
     """Features of one head, even."""
     qk_norm: bool = True
     """RMSNorm over queries and keys (Qwen3)."""
@@ -46,15 +46,15 @@ class ModelConfig:
 class WarmStartConfig:
     """The short supervised phase before reinforcement learning. It ends at the target, or after max_steps."""
 
-    max_steps: int = 250
+    max_steps: int = 400
     """Most optimizer steps; 0 skips the phase."""
     batch_size: int = 256
     """Documents (prompt and answer) per optimizer step."""
     learning_rate: float = 2e-3
-    """Peak learning rate of AdamW, reached after 50 steps."""
-    target: float = 0.30
+    """Peak learning rate of AdamW, reached after 50 steps, or a quarter of max_steps if that is less."""
+    target: float = 0.36
     """Stop when this share of sampled answers (temperature 1, training prompts) is right."""
-    check_every: int = 10
+    check_every: int = 5
     """Optimizer steps between two such checks."""
 
 
@@ -78,7 +78,7 @@ class RolloutConfig:
 class ScheduleConfig:
     """What makes an optimizer step, and how many there are."""
 
-    steps: int = 80
+    steps: int = 800
     """Optimizer steps of reinforcement learning."""
     docs_per_step: int = 512
     """Documents of all data ranks that end a step; 0 takes micro_batches of them instead, whatever they hold."""
@@ -138,7 +138,7 @@ class OptimizerConfig:
 class EvaluationConfig:
     """Exact match on held-out prompts, sampled at temperature 1 and greedy."""
 
-    every: int = 20
+    every: int = 100
     """Optimizer steps between two evaluations; 0 evaluates before and after only."""
     num_prompts: int = 512
     """Held-out prompts."""
@@ -148,7 +148,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When the run is saved."""
 
-    every: int = 40
+    every: int = 200
     """Optimizer steps between two checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Checkpoints that stay on disk."""

@@ -165,7 +165,7 @@ class TrainStep:
 
     def _update(self, state: TrainState, step: MicroSums) -> AppliedStep:
         finished = step.sums.finish()
-        norm = optax.global_norm(finished.gradients)
+        norm = optax.tree.norm(finished.gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(finished.loss)
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), finished.gradients, state.params)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)

@@ -32,8 +32,8 @@ from experiments.train_step import MicroSums, TrainState, TrainStep, place_micro
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch, pack_documents, record_head_runs
 
 MAX_REFUSED_STEPS = 5
-WARM_UP_STEPS = 50
-CHECK_PROMPTS = 256
+MAX_WARM_UP_STEPS = 50
+CHECK_PROMPTS = 512
 SHOWN_SAMPLES = 16
 
 
@@ -106,7 +106,8 @@ class Trainer:
         options = self.config.warm_start
         if options.max_steps == 0:
             return
-        schedule = optax.linear_schedule(0.0, options.learning_rate, WARM_UP_STEPS)
+        warm_up = max(1, min(MAX_WARM_UP_STEPS, options.max_steps // 4))
+        schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.0))
         step_fn = TrainStep(self.graph, self.mesh, self.config.loss, optimizer, supervised=True)
         state = step_fn.init(self.state.params)

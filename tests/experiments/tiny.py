@@ -1,4 +1,4 @@
-"""A run small enough for tests: one-digit addition, a decoder of a few thousand parameters, seconds a run."""
+"""A run small enough for tests: which of two digits is larger, a decoder of a few thousand parameters, seconds a run."""
 
 import dataclasses
 from pathlib import Path
@@ -15,14 +15,14 @@ from experiments.config import (
 )
 
 TINY = Config(
-    task="addition:1",
+    task="comparison:1",
     quiet=True,
     model=ModelConfig(
         hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, tie_embeddings=False
     ),
-    warm_start=WarmStartConfig(max_steps=4, batch_size=64, check_every=4, target=1.0),
+    warm_start=WarmStartConfig(max_steps=12, batch_size=32, learning_rate=1e-2, check_every=12, target=1.0),
     rollout=RolloutConfig(prompts_per_rollout=16, num_generations=4),
-    schedule=ScheduleConfig(steps=3, docs_per_step=64, rows=8, row_length=24),
+    schedule=ScheduleConfig(steps=3, docs_per_step=64, rows=16, row_length=32),
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
     evaluation=EvaluationConfig(every=0, num_prompts=16),
     checkpoint=CheckpointConfig(every=0),
