@@ -198,7 +198,9 @@ def validate(config: Config) -> MeshSpec:
         require(value is None or 0.0 < value < math.inf, f"--{option}", "a finite number > 0", value)
     for option, choices in _CHOICES.items():
         require(_get(config, option) in choices, f"--{option}", f"one of {', '.join(choices)}", _get(config, option))
-    require(0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target)
+    require(
+        0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
+    )
     require(config.loss.epsilon < 1.0, "--loss.epsilon", "a number below 1", config.loss.epsilon)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"

@@ -1,7 +1,7 @@
 """Scores the newest checkpoint of a run on held-out prompts.
 
-    python -m experiments.evaluate runs/NAME
-    python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
+python -m experiments.evaluate runs/NAME
+python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
 """
 
 import dataclasses

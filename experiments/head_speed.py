@@ -115,7 +115,11 @@ def main(config: HeadSpeedConfig) -> Result:
     weight = (jax.random.normal(keys[1], (config.vocab_size, config.hidden_size)) * 0.05).astype(config.dtype)
     targets = jax.random.randint(keys[2], (config.tokens,), 0, config.vocab_size)
     compiled = {}
-    for name, program in {BASELINE: materialised, "reference": _engine("reference"), "chunked": _engine("chunked")}.items():
+    for name, program in {
+        BASELINE: materialised,
+        "reference": _engine("reference"),
+        "chunked": _engine("chunked"),
+    }.items():
         forward = jax.jit(functools.partial(program, targets=targets))
         both = jax.jit(jax.value_and_grad(functools.partial(_objective, program, targets), argnums=(0, 1)))
         compiled[name] = (forward.lower(hidden, weight).compile(), both.lower(hidden, weight).compile())
@@ -170,7 +174,9 @@ def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"head_speed_{jax.devices()[0].platform}.md"
     command = " ".join(["python -m experiments.head_speed", *sys.argv[1:]])
-    path.write_text(f"# Head: time and temporary memory\n\nCommand: `{command}`\n\n{result.markdown}\n", encoding="utf-8")
+    path.write_text(
+        f"# Head: time and temporary memory\n\nCommand: `{command}`\n\n{result.markdown}\n", encoding="utf-8"
+    )
     record = {
         "command": command,
         "config": dataclasses.asdict(config),

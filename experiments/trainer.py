@@ -172,9 +172,7 @@ class Trainer:
         drawn = self._sampler.complete(self.state.params, repeated, key)
         kept = type(drawn)(*(column[:wanted] for column in drawn))
         version = self.progress.documents_seen
-        documents, degenerate = documents_from(
-            kept, options.num_generations, self.config.loss.scale_rewards, version
-        )
+        documents, degenerate = documents_from(kept, options.num_generations, self.config.loss.scale_rewards, version)
         self._degenerate.append(degenerate)
         return documents
 
@@ -281,9 +279,7 @@ class Trainer:
         restored = checkpoints.restore(restore_template(self._arrays(), self.mesh))
         for warning in restored.warnings:
             console.warn(warning)
-        params = jax.tree.unflatten(
-            jax.tree.structure(self.state.params), jax.tree.leaves(restored.arrays["params"])
-        )
+        params = jax.tree.unflatten(jax.tree.structure(self.state.params), jax.tree.leaves(restored.arrays["params"]))
         leaves = restored.arrays["opt_state"]
         opt_state = jax.tree.unflatten(
             jax.tree.structure(self.state.opt_state), [leaves[name] for name in sorted(leaves)]

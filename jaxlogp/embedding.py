@@ -1,6 +1,5 @@
 """Embedding lookup, replicated or vocabulary-parallel: the row of the table, bit for bit, in any layout."""
 
-
 import functools
 
 import jax

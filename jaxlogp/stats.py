@@ -95,9 +95,7 @@ def tile_stats(
         owned &= valid[column]
     target = jnp.take_along_axis(logits, column[:, None], axis=-1)[:, 0]
     weighted = jnp.sum(exp * jnp.where(jnp.isneginf(shift), 0.0, shift), axis=-1) if with_entropy else None
-    return TileStats(
-        maximum, jnp.sum(exp, axis=-1), weighted, jnp.where(owned, target, 0.0), owned.astype(jnp.float32)
-    )
+    return TileStats(maximum, jnp.sum(exp, axis=-1), weighted, jnp.where(owned, target, 0.0), owned.astype(jnp.float32))
 
 
 def _rescale(stats: TileStats, maximum: Float[Array, "*tokens"]) -> TileStats:

@@ -1,7 +1,7 @@
 """Generates the notebooks from their percent scripts, checks that they are up to date, and executes them.
 
-    python notebooks/build.py                       # write every .ipynb, without outputs
-    python notebooks/build.py --check --execute     # fail if one is stale or does not run (a short run)
+python notebooks/build.py                       # write every .ipynb, without outputs
+python notebooks/build.py --check --execute     # fail if one is stale or does not run (a short run)
 """
 
 import argparse
@@ -31,7 +31,9 @@ def execute(text: str, steps: int) -> None:
     """Runs a notebook from top to bottom with ``steps`` optimizer steps; an error in a cell raises."""
     os.environ["JAXLOGP_NOTEBOOK_STEPS"] = str(steps)
     notebook = nbformat.reads(text, as_version=4)
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": FOLDER.parent}})
+    client = NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": FOLDER.parent}}
+    )
     client.execute()
     outputs = sum(len(cell.get("outputs", [])) for cell in notebook.cells)
     assert outputs > 0, "a notebook that prints nothing has not run"

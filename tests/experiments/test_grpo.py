@@ -90,7 +90,9 @@ def test_resume_in_the_middle_of_a_rollout(runs):
     half = {"docs_per_step": 32}
     whole = grpo.main(tiny(runs, "half-whole", schedule={"steps": 3, "rows": 4, **half}))
     grpo.main(tiny(runs, "half-broken", schedule={"steps": 1, "rows": 4, **half}))
-    resumed = grpo.main(Config(resume=str(runs / "half-broken"), quiet=True, schedule=Config().schedule.__class__(steps=3)))
+    resumed = grpo.main(
+        Config(resume=str(runs / "half-broken"), quiet=True, schedule=Config().schedule.__class__(steps=3))
+    )
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
     second = train_records(whole)[1]

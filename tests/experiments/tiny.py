@@ -18,7 +18,13 @@ TINY = Config(
     task="comparison:1",
     quiet=True,
     model=ModelConfig(
-        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, tie_embeddings=False
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        tie_embeddings=False,
     ),
     warm_start=WarmStartConfig(max_steps=12, batch_size=32, learning_rate=1e-2, check_every=12, target=1.0),
     rollout=RolloutConfig(prompts_per_rollout=16, num_generations=4),

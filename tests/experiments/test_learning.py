@@ -1,0 +1,28 @@
+"""Learning, seeded and small: the reward of a tiny decoder rises, by more than luck or a wrong loss can make it rise.
+
+Tried once with each of these wrong on purpose, and the mean reward of the first and the last steps: the sign of the loss
+(0.34 to 0.00), the mask moved to the prompts (0.44 to 0.37), advantages dealt to the next completion (0.44 to 0.03). Each
+fails this test.
+"""
+
+import numpy as np
+
+from experiments import grpo
+from tests.experiments.tiny import tiny, train_records
+
+
+def test_the_reward_rises(tmp_path):
+    result = grpo.main(
+        tiny(
+            tmp_path,
+            "learning",
+            schedule={"steps": 40, "docs_per_step": 128},
+            rollout={"num_generations": 8},
+            optimizer={"learning_rate": 2e-3},
+            evaluation={"every": 0, "num_prompts": 64},
+        )
+    )
+    rewards = [record["reward_mean"] for record in train_records(result)]
+    first, last = np.mean(rewards[:5]), np.mean(rewards[-10:])
+    # 640 completions at the start and 1280 at the end: standard errors of 0.02 and 0.015. The run gains about 0.3.
+    assert last - first > 0.15, (first, last)
