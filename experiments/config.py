@@ -78,7 +78,7 @@ class RolloutConfig:
 class ScheduleConfig:
     """What makes an optimizer step, and how many there are."""
 
-    steps: int = 800
+    steps: int = 1000
     """Optimizer steps of reinforcement learning."""
     docs_per_step: int = 512
     """Documents of all data ranks that end a step; 0 takes micro_batches of them instead, whatever they hold."""

@@ -3,7 +3,7 @@
     python -m experiments.grpo                                  # two-digit addition, a few minutes on two CPU cores
     python -m experiments.grpo --loss.kind gspo --seed 1
     python -m experiments.grpo --task sorting --schedule.steps 300
-    python -m experiments.grpo --resume runs/NAME --schedule.steps 1000
+    python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.grpo --mesh data=2,tensor=4
 
 A small decoder learns the task's format from examples until some of its sampled answers are right (the warm start), then

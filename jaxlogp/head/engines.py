@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -19,6 +19,7 @@ from jaxlogp.logits import LocalTargets
 from jaxlogp.stats import TokenLogProbs
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Fills tile statistics its own way; operands are flat, checked and typed as varying over every axis in play."""
 
