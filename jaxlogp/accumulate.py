@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxlogp._arrays import AnyArray
 from jaxlogp.documents import MicroBatch
 from jaxlogp.errors import require
 from jaxlogp.metrics import PolicyMetricTerms
@@ -26,8 +27,8 @@ from jaxlogp.reduce import WeightedSum
 class FinishedStep(NamedTuple):
     """Gradients of the step's loss, the loss itself, and the metrics by name."""
 
-    gradients: PyTree[Float[Array, "..."]]
-    loss: Float[Array, ""]
+    gradients: PyTree[Float[AnyArray, "..."]]
+    loss: Float[AnyArray, ""]
     metrics: dict[str, Array]
 
 
@@ -42,13 +43,13 @@ class StepSums:
         metrics: metric terms of this part.
     """
 
-    gradients: PyTree[Float[Array, "..."]]
+    gradients: PyTree[Float[AnyArray, "..."]]
     loss: WeightedSum
     metrics: PolicyMetricTerms
 
     @classmethod
     def of(
-        cls, gradients: PyTree[Float[Array, "..."]], loss: WeightedSum, metrics: PolicyMetricTerms | None = None
+        cls, gradients: PyTree[Float[AnyArray, "..."]], loss: WeightedSum, metrics: PolicyMetricTerms | None = None
     ) -> "StepSums":
         """Sums of one micro-batch, with gradients in fp32 whatever the dtype of the parameters."""
         gradients = jax.tree.map(lambda x: x.astype(compute_dtype(x)), gradients)

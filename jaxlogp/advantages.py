@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp.errors import require
-from jaxlogp.policy import compute_dtype, is_concrete
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import is_concrete, require
+from jaxlogp.policy import compute_dtype
 
 SCALE_REWARDS = ("group", "none")
 
@@ -15,12 +16,12 @@ SCALE_REWARDS = ("group", "none")
 class GroupAdvantages(NamedTuple):
     """Advantages [num_groups, num_generations], and the groups [num_groups] that have nothing to compare."""
 
-    advantages: Float[Array, "num_groups num_generations"]
-    degenerate: Bool[Array, " num_groups"]
+    advantages: Float[AnyArray, "num_groups num_generations"]
+    degenerate: Bool[AnyArray, " num_groups"]
 
 
 def group_advantages(
-    rewards: Float[Array, "num_groups num_generations"], *, scale_rewards: str = "group", epsilon: float = 1e-4
+    rewards: Float[AnyArray, "num_groups num_generations"], *, scale_rewards: str = "group", epsilon: float = 1e-4
 ) -> GroupAdvantages:
     """Advantages of GRPO: rewards minus the mean of their group, divided by its standard deviation or not.
 
@@ -60,7 +61,7 @@ def group_advantages(
     return GroupAdvantages(advantages, degenerate)
 
 
-def leave_one_out_advantages(rewards: Float[Array, "num_groups num_generations"]) -> GroupAdvantages:
+def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generations"]) -> GroupAdvantages:
     """Advantages of RLOO: each reward minus the mean of the other rewards of its group.
 
     A_i = r_i - Σ_{j≠i} r_j / (n - 1), n the number of generations.
@@ -86,7 +87,7 @@ def leave_one_out_advantages(rewards: Float[Array, "num_groups num_generations"]
 
 
 def _above_lowest(
-    rewards: Float[Array, "num_groups num_generations"],
+    rewards: Float[AnyArray, "num_groups num_generations"],
 ) -> tuple[Float[Array, "num_groups num_generations"], Bool[Array, " num_groups"]]:
     """Checked rewards less the lowest of their group, and whether all of the group are equal."""
     shape, dtype = jnp.shape(rewards), jnp.result_type(rewards)

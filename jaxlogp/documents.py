@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import require
 
 PADDING_SEGMENT = -1
@@ -83,6 +84,8 @@ class Document:
 class MicroBatch:
     """Packed documents of one data rank, of the same shapes whatever was packed.
 
+    Micro-batches of several ranks are stacked: then every array has the ranks in front.
+
     Args:
         tokens: int32 [rows, row_length], model inputs; the padding id where there is no document.
         targets: int32 [rows, row_length], next token within the document; 0 where there is none.
@@ -99,17 +102,17 @@ class MicroBatch:
         num_documents: int32 scalar.
     """
 
-    tokens: Int[Array, "rows row_length"]
-    targets: Int[Array, "rows row_length"]
-    positions: Int[Array, "rows row_length"]
-    document_ids: Int[Array, "rows row_length"]
-    segment_ids: Int[Array, "rows row_length"]
-    mask: Bool[Array, "rows row_length"]
-    old_log_probs: Float[Array, "rows row_length"]
-    advantages: Float[Array, "rows row_length"]
-    rewards: Float[Array, " documents"]
-    model_versions: Int[Array, " documents"]
-    num_documents: Int[Array, ""]
+    tokens: Int[AnyArray, "*ranks rows row_length"]
+    targets: Int[AnyArray, "*ranks rows row_length"]
+    positions: Int[AnyArray, "*ranks rows row_length"]
+    document_ids: Int[AnyArray, "*ranks rows row_length"]
+    segment_ids: Int[AnyArray, "*ranks rows row_length"]
+    mask: Bool[AnyArray, "*ranks rows row_length"]
+    old_log_probs: Float[AnyArray, "*ranks rows row_length"]
+    advantages: Float[AnyArray, "*ranks rows row_length"]
+    rewards: Float[AnyArray, "*ranks documents"]
+    model_versions: Int[AnyArray, "*ranks documents"]
+    num_documents: Int[AnyArray, "*ranks"]
 
     @property
     def document_mask(self) -> Bool[Array, " documents"]:
@@ -167,7 +170,7 @@ def pack_documents(
 
 
 def next_token_targets(
-    tokens: Int[Array, "*rows row_length"], segment_ids: Int[Array, "*rows row_length"]
+    tokens: Int[AnyArray, "*rows row_length"], segment_ids: Int[AnyArray, "*rows row_length"]
 ) -> tuple[Int[Array, "*rows row_length"], Bool[Array, "*rows row_length"]]:
     """Targets of next-token prediction within each segment of each row.
 
@@ -195,7 +198,7 @@ def next_token_targets(
 
 
 def clamp_document_ids(
-    document_ids: Int[Array, "*tokens"], num_documents: int | Int[Array, ""]
+    document_ids: Int[AnyArray, "*tokens"], num_documents: int | np.integer | Int[AnyArray, ""]
 ) -> Int[Array, "*tokens"]:
     """Document ids as int32 inside [0, max(num_documents, 1)): padding goes to the last document.
 
@@ -214,7 +217,7 @@ def clamp_document_ids(
 
 
 def labels_per_document(
-    mask: Bool[Array, "*tokens"], document_ids: Int[Array, "*tokens"], num_documents: int
+    mask: Bool[AnyArray, "*tokens"], document_ids: Int[AnyArray, "*tokens"], num_documents: int
 ) -> Int[Array, " documents"]:
     """Number of labels of each document.
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 
-def require(condition: bool, argument: str, expected: object, seen: object) -> None:
+def require(condition: bool | np.bool_, argument: str, expected: object, seen: object) -> None:
     """Raises unless ``condition`` holds.
 
     Args:
@@ -26,9 +26,11 @@ def require(condition: bool, argument: str, expected: object, seen: object) -> N
         raise ValueError(f"{argument}: expected {expected}, got {seen}")
 
 
-def is_concrete(array: Any) -> bool:
-    """Whether the values of ``array`` can be looked at now (it is not a tracer)."""
-    return not isinstance(array, jax.core.Tracer)
+def is_concrete(*values: Any) -> bool:
+    """Whether all ``values`` can be looked at now: none is traced, or partly on other processes."""
+    return all(
+        not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True) for value in values
+    )
 
 
 def require_floating(array: Any, argument: str) -> None:
@@ -70,7 +72,7 @@ def require_ids_in_range(token_ids: Any, size: int, argument: str, mask: Any = N
     Raises:
       ValueError: naming the first offending id, its position and the valid range.
     """
-    if not (is_concrete(token_ids) and (mask is None or is_concrete(mask))):
+    if not is_concrete(token_ids, mask):
         return
     ids = np.asarray(token_ids)
     bad = (ids < 0) | (ids >= size)

@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp.errors import require
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import is_concrete, require
 from jaxlogp.policy import (
     DocumentLayout,
     PolicyTokens,
@@ -25,7 +26,6 @@ from jaxlogp.policy import (
     check_options,
     document_layout,
     document_ratios,
-    is_concrete,
     k3,
     policy_tokens,
 )
@@ -132,17 +132,17 @@ class PolicyMetricTerms:
 
 
 def policy_metrics(
-    log_probs: Float[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"],
-    advantages: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"],
+    log_probs: Float[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Int[Array, "*tokens"],
-    num_documents: int | Int[Array, ""],
+    document_ids: Int[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Int[AnyArray, ""],
     kind: str = "grpo",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
-    entropy: Float[Array, "*tokens"] | None = None,
+    entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
@@ -191,17 +191,17 @@ def policy_metrics(
 
 
 def policy_metric_terms(
-    log_probs: Float[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"],
-    advantages: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"],
+    log_probs: Float[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Int[Array, "*tokens"],
-    num_documents: int | Int[Array, ""],
+    document_ids: Int[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Int[AnyArray, ""],
     kind: str = "grpo",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
-    entropy: Float[Array, "*tokens"] | None = None,
+    entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
@@ -275,7 +275,7 @@ def policy_metric_terms(
     return PolicyMetricTerms(values)
 
 
-def reward_terms(rewards: Float[Array, " documents"], mask: Bool[Array, " documents"]) -> PolicyMetricTerms:
+def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"]) -> PolicyMetricTerms:
     """Terms of reward_mean, reward_max and reward_min over documents.
 
     Args:
@@ -294,7 +294,9 @@ def reward_terms(rewards: Float[Array, " documents"], mask: Bool[Array, " docume
 
 
 def staleness_terms(
-    documents_seen: int | Int[Array, ""], model_versions: Int[Array, " documents"], mask: Bool[Array, " documents"]
+    documents_seen: int | np.integer | Int[AnyArray, ""],
+    model_versions: Int[AnyArray, " documents"],
+    mask: Bool[AnyArray, " documents"],
 ) -> PolicyMetricTerms:
     """Terms of staleness_mean, staleness_max and staleness_min: documents seen since the sampler's weights were taken.
 
@@ -340,7 +342,7 @@ def _token_weights(tokens: PolicyTokens, layout: DocumentLayout) -> Float[Array,
 
 
 def _token_values(
-    kind: str, tokens: PolicyTokens, layout: DocumentLayout, weights: Float[Array, " tokens"]
+    kind: str, tokens: PolicyTokens, layout: DocumentLayout, weights: Float[AnyArray, " tokens"]
 ) -> tuple[Float[Array, " tokens"], ...]:
     """Ratio, advantage and log-ratio of each token, and the weights of the two ratio sums.
 
@@ -354,13 +356,13 @@ def _token_values(
     return ratio, advantages, log_ratio, weights
 
 
-def _weighted(weights: Float[Array, " tokens"], values: Float[Array, "*tokens"]) -> Float[Array, ""]:
+def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, "*tokens"]) -> Float[Array, ""]:
     values = lax.stop_gradient(jnp.ravel(jnp.asarray(values))).astype(weights.dtype)
     return jnp.sum(jnp.where(weights != 0, weights * values, 0.0)).astype(jnp.float32)
 
 
 def _statistics(
-    name: str, count_name: str, values: Float[Array, " documents"], mask: Bool[Array, " documents"]
+    name: str, count_name: str, values: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"]
 ) -> PolicyMetricTerms:
     return PolicyMetricTerms(
         {
@@ -372,5 +374,5 @@ def _statistics(
     )
 
 
-def _quotient(total: Float[Array, ""], count: Int[Array, ""]) -> Float[Array, ""]:
+def _quotient(total: Float[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
     return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(total.dtype), 0.0)

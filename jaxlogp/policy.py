@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import AnyArray
 from jaxlogp.documents import clamp_document_ids, labels_per_document
-from jaxlogp.errors import require
+from jaxlogp.errors import is_concrete, require
 from jaxlogp.reduce import WeightedSum
 
 MAX_LOG_RATIO = 30.0
@@ -38,9 +39,9 @@ class PolicyTokens(NamedTuple):
     `advantages` and the old log-probs inside `log_ratio` are constants: no gradient flows into them.
     """
 
-    log_ratio: Float[Array, " tokens"]
-    advantages: Float[Array, " tokens"]
-    mask: Bool[Array, " tokens"]
+    log_ratio: Float[AnyArray, " tokens"]
+    advantages: Float[AnyArray, " tokens"]
+    mask: Bool[AnyArray, " tokens"]
 
 
 class DocumentLayout(NamedTuple):
@@ -51,20 +52,20 @@ class DocumentLayout(NamedTuple):
     marks labels whose document id was out of range; they turn their sums and weights into NaN.
     """
 
-    document_ids: Int[Array, " tokens"]
-    outside: Bool[Array, " tokens"]
-    labels: Int[Array, " documents"]
-    local_labels: Int[Array, " documents"]
-    num_documents: Int[Array, ""]
+    document_ids: Int[AnyArray, " tokens"]
+    outside: Bool[AnyArray, " tokens"]
+    labels: Int[AnyArray, " documents"]
+    local_labels: Int[AnyArray, " documents"]
+    num_documents: Int[AnyArray, ""]
     axis_name: str | tuple[str, ...] | None
 
-    def sum_of(self, values: Float[Array, " tokens"]) -> Float[Array, " documents"]:
+    def sum_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
         """Sum of `values` over each whole document."""
         values = jnp.where(self.outside, jnp.nan, values)
         sums = jax.ops.segment_sum(values, self.document_ids, num_segments=self.labels.shape[0])
         return sums if self.axis_name is None else lax.psum(sums, self.axis_name)
 
-    def counted_once(self, count: Int[Array, ""]) -> Int[Array, ""]:
+    def counted_once(self, count: Int[AnyArray, ""]) -> Int[Array, ""]:
         """`count` on the first shard of the sequence axis and 0 on the others, so that a psum counts it once."""
         if self.axis_name is None:
             return count
@@ -77,9 +78,9 @@ class DocumentRatios(NamedTuple):
     A document without labels has R_d = 1 and A_d = 0.
     """
 
-    log_ratio: Float[Array, " documents"]
-    ratio: Float[Array, " documents"]
-    advantages: Float[Array, " documents"]
+    log_ratio: Float[AnyArray, " documents"]
+    ratio: Float[AnyArray, " documents"]
+    advantages: Float[AnyArray, " documents"]
 
 
 class ClipRange(NamedTuple):
@@ -90,16 +91,16 @@ class ClipRange(NamedTuple):
 
 
 def policy_loss(
-    log_probs: Float[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"],
-    advantages: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"],
+    log_probs: Float[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
     *,
     kind: str = "grpo",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
-    document_ids: Int[Array, "*tokens"] | None = None,
-    num_documents: int | Int[Array, ""] | None = None,
+    document_ids: Int[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
     document_weighting: str = "length",
     grad_divisor: float | Array | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
@@ -175,7 +176,7 @@ def policy_loss(
 
 
 def log_ratio(
-    new: Float[Array, "*tokens"], old: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]
+    new: Float[AnyArray, "*tokens"], old: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
 ) -> Float[Array, "*tokens"]:
     """Difference of two log-probs, new - old, in nats; exactly 0 with zero gradient where masked.
 
@@ -196,7 +197,7 @@ def log_ratio(
 
 
 def ratio(
-    new: Float[Array, "*tokens"], old: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]
+    new: Float[AnyArray, "*tokens"], old: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
 ) -> Float[Array, "*tokens"]:
     """Importance ratio exp(new - old), exactly 0 with zero gradient where masked.
 
@@ -217,7 +218,7 @@ def ratio(
 
 
 def kl_k3(
-    new: Float[Array, "*tokens"], ref: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]
+    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
 ) -> Float[Array, "*tokens"]:
     """Per-token k3 estimate of KL(new ‖ ref), exp(ref - new) - (ref - new) - 1, in nats.
 
@@ -241,18 +242,18 @@ def kl_k3(
     return k3(bounded(log_ratio(ref, new, mask)))
 
 
-def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def k3(log_ratio: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
     """exp(x) - x - 1, without the cancellation of the naive form near 0."""
     return jnp.expm1(log_ratio) - log_ratio
 
 
-def bounded(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def bounded(log_ratio: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
     """`log_ratio` with values above `MAX_LOG_RATIO` replaced by it; a select, so their gradient is zero."""
     return jnp.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio)
 
 
 def clipped_objective(
-    ratio: Float[Array, "*shape"], advantages: Float[Array, "*shape"], bounds: ClipRange
+    ratio: Float[AnyArray, "*shape"], advantages: Float[AnyArray, "*shape"], bounds: ClipRange
 ) -> Float[Array, "*shape"]:
     """min(r A, clip(r) A), whose gradient passes at the bounds themselves.
 
@@ -271,10 +272,10 @@ def document_ratios(tokens: PolicyTokens, layout: DocumentLayout) -> DocumentRat
 
 
 def policy_tokens(
-    log_probs: Float[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"],
-    advantages: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"],
+    log_probs: Float[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
 ) -> PolicyTokens:
     """Checks the per-token inputs and selects the masked places away.
 
@@ -291,9 +292,9 @@ def policy_tokens(
 
 
 def document_layout(
-    mask: Bool[Array, "*tokens"],
-    document_ids: Int[Array, "*tokens"] | None,
-    num_documents: int | Int[Array, ""] | None,
+    mask: Bool[AnyArray, "*tokens"],
+    document_ids: Int[AnyArray, "*tokens"] | None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None,
     axis_name: str | tuple[str, ...] | None,
 ) -> DocumentLayout | None:
     """The checked `DocumentLayout` of flat tokens, or None without `document_ids`.
@@ -340,7 +341,7 @@ def check_options(kind: str, epsilon: float, epsilon_high: float | None) -> Clip
     return ClipRange(1.0 - epsilon, 1.0 + high)
 
 
-def check_arrays(named: dict[str, Array], mask: Bool[Array, "*tokens"]) -> None:
+def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
     """Raises ValueError unless the arrays are floating, the mask boolean, all of one shape with at least one token."""
     require(jnp.result_type(mask) == jnp.bool_, "mask", "dtype bool", jnp.result_type(mask))
     require(jnp.size(mask) > 0, "mask", "at least one token", f"shape {jnp.shape(mask)}")
@@ -350,7 +351,7 @@ def check_arrays(named: dict[str, Array], mask: Bool[Array, "*tokens"]) -> None:
         require(jnp.issubdtype(dtype, jnp.floating), name, "a floating dtype", dtype)
 
 
-def check_finite(name: str, values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"]) -> None:
+def check_finite(name: str, values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]) -> None:
     """Raises ValueError that names the first label with a non-finite value, where values and mask are known."""
     if not is_concrete(values, mask):
         return
@@ -361,22 +362,15 @@ def check_finite(name: str, values: Float[Array, "*tokens"], mask: Bool[Array, "
         require(False, name, "a finite value at every label", f"{host[first]} at position {first}")
 
 
-def compute_dtype(*values: Float[Array, "*shape"]) -> jnp.dtype:
+def compute_dtype(*values: Float[AnyArray, "*shape"]) -> jnp.dtype:
     """float64 if any of the values is, otherwise float32: sums and exponentials never run in 16 bits."""
     return jnp.dtype(jnp.float64 if any(jnp.result_type(x) == jnp.float64 for x in values) else jnp.float32)
 
 
-def is_concrete(*values: Array | np.ndarray | float) -> bool:
-    """Whether the values are known here: neither traced nor partly on other processes."""
-    return all(
-        not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True) for value in values
-    )
-
-
 def _check_document_values(
-    mask: Bool[Array, "*tokens"],
-    document_ids: Int[Array, "*tokens"],
-    num_documents: int | Int[Array, ""],
+    mask: Bool[AnyArray, "*tokens"],
+    document_ids: Int[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Int[AnyArray, ""],
     capacity: int,
 ) -> None:
     if not is_concrete(num_documents):
@@ -394,6 +388,6 @@ def _check_document_values(
 
 
 def _selected(
-    values: Float[Array, "*tokens"], mask: Bool[Array, "*tokens"], dtype: jnp.dtype
+    values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"], dtype: jnp.dtype
 ) -> Float[Array, "*tokens"]:
     return jnp.where(mask, jnp.asarray(values).astype(dtype), jnp.zeros((), dtype))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
+from jaxlogp._arrays import AnyArray
 from jaxlogp._compat import AxisNames, axis_tuple
 from jaxlogp.errors import describe, is_concrete, require, require_mask
 
@@ -35,9 +36,9 @@ class WeightedSum(NamedTuple):
       1.0
     """
 
-    sum: Float[Array, "*shape"]
-    count: Int[Array, "*shape"]
-    grad_divisor: Num[Array, ""] | float | int | None = None
+    sum: Float[AnyArray, "*shape"]
+    count: Int[AnyArray, "*shape"]
+    grad_divisor: Num[AnyArray, ""] | float | int | None = None
 
     def __add__(self, other: "WeightedSum") -> "WeightedSum":  # type: ignore[override]
         """Adds sums and counts; both sides must agree on ``grad_divisor``."""
@@ -74,7 +75,7 @@ def _same_divisor(left: object, right: object) -> bool:
     return bool(np.asarray(left) == np.asarray(right))
 
 
-def _checked_mask(values: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"] | None) -> Bool[Array, "*shape"]:
+def _checked_mask(values: Shaped[AnyArray, "*shape"], mask: Bool[AnyArray, "*shape"] | None) -> Bool[Array, "*shape"]:
     require(hasattr(values, "shape"), "values", "an array", describe(values))
     if mask is None:
         return jnp.ones_like(values, dtype=bool)
@@ -83,14 +84,14 @@ def _checked_mask(values: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"] |
     return mask
 
 
-def _check_same_devices(values: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> None:
+def _check_same_devices(values: Shaped[AnyArray, "*shape"], mask: Bool[AnyArray, "*shape"]) -> None:
     pair = (values, mask)
     if all(is_concrete(x) and isinstance(x, jax.Array) and x.committed for x in pair):
         where = [sorted(str(device) for device in x.devices()) for x in pair]
         require(where[0] == where[1], "mask", f"the devices of values, {where[0]}", f"devices {where[1]}")
 
 
-def _count(mask: Bool[Array, "*shape"], axes: tuple) -> Int[Array, ""]:
+def _count(mask: Bool[AnyArray, "*shape"], axes: tuple) -> Int[Array, ""]:
     total = mask.size
     for axis in axes:
         total *= lax.axis_size(axis)
@@ -99,8 +100,8 @@ def _count(mask: Bool[Array, "*shape"], axes: tuple) -> Int[Array, ""]:
 
 
 def weighted_sum(
-    values: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"] | None = None,
+    values: Float[AnyArray, "*shape"],
+    mask: Bool[AnyArray, "*shape"] | None = None,
     *,
     axis_name: AxisNames | None = None,
 ) -> WeightedSum:
@@ -129,8 +130,8 @@ def weighted_sum(
 
 
 def masked_sum(
-    values: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"] | None = None,
+    values: Float[AnyArray, "*shape"],
+    mask: Bool[AnyArray, "*shape"] | None = None,
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
@@ -139,8 +140,8 @@ def masked_sum(
 
 
 def masked_count(
-    values: Shaped[Array, "*shape"],
-    mask: Bool[Array, "*shape"] | None = None,
+    values: Shaped[AnyArray, "*shape"],
+    mask: Bool[AnyArray, "*shape"] | None = None,
     *,
     axis_name: AxisNames | None = None,
 ) -> Int[Array, ""]:
@@ -157,8 +158,8 @@ def masked_count(
 
 
 def masked_mean(
-    values: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"] | None = None,
+    values: Float[AnyArray, "*shape"],
+    mask: Bool[AnyArray, "*shape"] | None = None,
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
@@ -167,8 +168,8 @@ def masked_mean(
 
 
 def masked_max(
-    values: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"] | None = None,
+    values: Float[AnyArray, "*shape"],
+    mask: Bool[AnyArray, "*shape"] | None = None,
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
@@ -181,8 +182,8 @@ def masked_max(
 
 
 def masked_min(
-    values: Float[Array, "*shape"],
-    mask: Bool[Array, "*shape"] | None = None,
+    values: Float[AnyArray, "*shape"],
+    mask: Bool[AnyArray, "*shape"] | None = None,
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:

@@ -387,6 +387,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.bad_input
 def test_bad_input_names_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name}: expected .*, got "):
         BAD[name]()

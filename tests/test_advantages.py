@@ -84,6 +84,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.bad_input
 def test_bad_input_names_the_argument(name):
     rewards, options, argument, seen = BAD[name]
     functions = [functools.partial(group_advantages, **options)] + ([] if options else [leave_one_out_advantages])

@@ -126,7 +126,7 @@ def test_nothing_but_padding_is_a_legal_micro_batch():
     assert not batch.mask.any() and (batch.tokens == 7).all() and (batch.segment_ids == -1).all()
     assert (batch.document_ids == 0).all(), "clamped: 0 stays usable as an index"
     assert not np.asarray(batch.document_mask).any()
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), b) for b in (batch, full)]
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(b)] for b in (batch, full)]
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1]), "one compiled step serves both"
 
 
@@ -174,6 +174,7 @@ BAD_DOCUMENTS = {
 
 
 @pytest.mark.parametrize("name", BAD_DOCUMENTS)
+@pytest.mark.bad_input
 def test_a_bad_document_names_the_field(name):
     Document(**DOCUMENT)
     with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
@@ -196,6 +197,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.bad_input
 def test_bad_input_names_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
         BAD_CALLS[name]()

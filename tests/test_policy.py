@@ -479,6 +479,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.bad_input
 def test_bad_input_names_the_argument_and_what_was_seen(name):
     changes, argument, seen = BAD[name]
     with pytest.raises(ValueError) as raised:
@@ -488,6 +489,7 @@ def test_bad_input_names_the_argument_and_what_was_seen(name):
     assert int(policy_loss(**GOOD).count) == DOCUMENTS, "the control: nothing else is wrong with the arguments"
 
 
+@pytest.mark.bad_input
 def test_shapes_are_checked_under_jit_and_in_the_small_functions():
     with pytest.raises(ValueError, match="^advantages: expected shape"):
         jax.jit(lambda a: policy_loss(**{**GOOD, "advantages": a}).sum)(np.zeros(6, np.float32))
