@@ -93,6 +93,7 @@ class TrainStep:
     ) -> None:
         self._graph, self._mesh, self._loss, self._optimizer = graph, mesh, loss, optimizer
         self._temperature, self._supervised = temperature, supervised
+        self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._micro = jax.jit(self._micro_sums)
         self._add = jax.jit(_add)
         self._apply = None
@@ -110,7 +111,10 @@ class TrainStep:
 
     def micro_sums(self, params: nnx.State, batch: MicroBatch, documents_seen: int) -> MicroSums:
         """Sums of one global micro-batch (see :func:`place_micro_batch`), nothing divided."""
-        return self._micro(params, batch, jnp.int32(documents_seen))
+        sums = self._micro(params, batch, jnp.int32(documents_seen))
+        # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each
+        # other's threads until XLA aborts the process.
+        return jax.block_until_ready(sums) if self._simulated else sums
 
     def add(self, left: MicroSums, right: MicroSums) -> MicroSums:
         """Sums of two disjoint parts of a step together."""
