@@ -12,8 +12,9 @@ import tyro
 
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config
+from experiments.config_file import load_config
 from experiments.console import RunConsole
-from experiments.run_folder import RunFolder, load_config
+from experiments.run_folder import RunFolder
 from experiments.trainer import Scores, Trainer
 
 

@@ -22,9 +22,10 @@ from flax import nnx
 
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config
+from experiments.config_file import load_config, save_config, write_json
 from experiments.console import HeldOut, RunConsole
 from experiments.plots import plot_curves
-from experiments.run_folder import MetricsWriter, RunFolder, load_config, read_metrics, save_config, write_json
+from experiments.run_folder import MetricsWriter, RunFolder, read_metrics
 from experiments.trainer import Scores, Trainer
 from jaxlogp.errors import require
 

@@ -11,18 +11,16 @@ Numbers are JSON numbers. JSON has no NaN and no infinity: they are written as t
 which the readers here turn back into floats.
 """
 
-import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-import types
 import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,12 +30,11 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from experiments.config_file import NON_FINITE, read_config, read_object, replace_file, to_json, write_json
 from jaxlogp.errors import require
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 GIT_TIMEOUT_SECONDS = 10
-ConfigT = typing.TypeVar("ConfigT")
 
 
 @dataclass(frozen=True)
@@ -84,15 +81,15 @@ class RunFolder:
         require(folder.path.is_dir(), "run folder", "an existing folder", folder.path)
         present = folder.env.is_file() or folder.config.is_file()
         require(present, "run folder", "one with config.json and env.json", f"neither in {folder.path}")
-        _read_object(folder.env)
-        _read_config(folder.config)
+        read_object(folder.env)
+        read_config(folder.config)
         for part in (folder.metrics, folder.samples, folder.checkpoints, folder.tensorboard):
             require(part.exists(), "run folder", f"one with {part.name}", f"none in {folder.path}")
         return folder
 
     def record_resume(self, step: int) -> None:
         """Adds the environment of this process to env.json, as that of a resume from `step`."""
-        env = _read_object(self.env)
+        env = read_object(self.env)
         resumes = [*env.get("resumes", []), {"step": step, **describe_environment()}]
         write_json(self.env, {**env, "resumes": resumes})
 
@@ -122,44 +119,6 @@ def describe_git(root: Path) -> dict[str, Any]:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = f"git could not run: {error}"
     return {"revision": None, "dirty": None, "reason": reason}
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replaces a JSON file in one move: a reader, or a crash, sees the old content or the new one, never half."""
-    _replace(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
-
-
-def config_hash(config: Any) -> str:
-    """sha256 of the configuration's values, the one that `save_config` writes."""
-    return _hash(_plain_values(config))
-
-
-def save_config(path: Path, config: Any) -> None:
-    """Writes nested dataclasses as config.json, with the sha256 that `load_config` checks.
-
-    Fields may be bool, int, float, str, None, Path, Literal, tuples, unions and dataclasses of these.
-
-    Raises:
-        ValueError: a configuration that `load_config` could not give back unchanged.
-    """
-    values = _plain_values(config)
-    write_json(path, {"config": values, "sha256": _hash(values)})
-
-
-def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
-    """Rebuilds the configuration that `save_config` wrote.
-
-    Args:
-        path: config.json.
-        config_type: the dataclass that was saved.
-
-    Returns:
-        The configuration; lists come back as tuples where the field says so.
-
-    Raises:
-        ValueError: a damaged file, a key that is unknown or missing, or a value of another type.
-    """
-    return _build(_read_config(path), config_type, "config")
 
 
 class Sample(NamedTuple):
@@ -272,101 +231,6 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(path)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected a JSON object, got {type(error).__name__}: {error}") from error
-    require(isinstance(value, dict), str(path), "a JSON object", type(value).__name__)
-    return value
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    stored = _read_object(path)
-    require(stored.keys() == {"config", "sha256"}, str(path), "the keys config and sha256", sorted(stored))
-    seen = _hash(stored["config"])
-    require(seen == stored["sha256"], str(path), f"values with sha256 {stored['sha256']}", f"{seen}: edited or damaged")
-    return stored["config"]
-
-
-def _hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _plain_values(config: Any) -> dict[str, Any]:
-    values = _to_json(asdict(config))
-    rebuilt = _build(values, type(config), "config")
-    require(rebuilt == config, "config", "values that config.json gives back unchanged", repr(config))
-    # The rebuilt one, because an int given to a float field comes back as a float and must hash the same.
-    return _to_json(asdict(rebuilt))
-
-
-def _to_json(value: Any, place: str = "config") -> Any:
-    if isinstance(value, Mapping):
-        return {name: _to_json(item, f"{place}.{name}") for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item, place) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(float(value))
-    is_plain = value is None or type(value) in (bool, int, float, str)
-    require(is_plain, place, "a JSON value, a path or a tuple of them", type(value).__name__)
-    return value
-
-
-def _build(value: Any, annotation: Any, place: str) -> Any:
-    """Converts JSON back to one annotated type, or raises ValueError that names the place."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    wanted = getattr(annotation, "__name__", None) if origin is None else str(annotation)
-    if is_dataclass(annotation):
-        return _build_dataclass(value, annotation, place)
-    if origin in (typing.Union, types.UnionType):
-        return _build_first(value, arguments, place)
-    if origin is typing.Literal and any(type(value) is type(choice) and value == choice for choice in arguments):
-        return value
-    if origin is tuple and isinstance(value, list):
-        kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
-        if len(kinds) == len(value):
-            return tuple(_build(item, kind, place) for item, kind in zip(value, kinds, strict=True))
-    if annotation is float and (type(value) is int or (isinstance(value, str) and value in NON_FINITE)):
-        return float(value)
-    if annotation is Path and isinstance(value, str):
-        return Path(value)
-    if annotation in (bool, int, float, str, type(None)) and type(value) is annotation:
-        return value
-    raise ValueError(f"{place}: expected {wanted}, got {value!r}")
-
-
-def _build_first(value: Any, choices: tuple[Any, ...], place: str) -> Any:
-    reasons = []
-    for choice in choices:
-        try:
-            return _build(value, choice, place)
-        except ValueError as reason:
-            reasons.append(str(reason))
-    raise ValueError("; or ".join(reasons))
-
-
-def _build_dataclass(value: Any, config_type: Any, place: str) -> Any:
-    require(isinstance(value, dict), place, f"the fields of {config_type.__name__}", repr(value))
-    names = [field.name for field in fields(config_type) if field.init]
-    unknown, missing = sorted(value.keys() - set(names)), [name for name in names if name not in value]
-    require(not unknown, place, f"the keys of {config_type.__name__}", f"unknown {', '.join(unknown)}")
-    require(not missing, place, f"every key of {config_type.__name__}", f"none named {', '.join(missing)}")
-    hints = typing.get_type_hints(config_type)
-    return config_type(**{name: _build(value[name], hints[name], f"{place}.{name}") for name in names})
-
-
 def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         require(np.ndim(value) == 0, f"value {name!r}", "a scalar", f"shape {np.shape(value)}")
@@ -378,7 +242,7 @@ def _scalar(name: str, value: Any) -> Any:
 
 
 def _append(stream: typing.BinaryIO, record: dict[str, Any]) -> None:
-    plain = {name: _to_json(value, name) for name, value in record.items()}
+    plain = {name: to_json(value, name) for name, value in record.items()}
     stream.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
     stream.flush()
 
@@ -417,5 +281,5 @@ def _truncate(path: Path, kind: str, restored: int | Mapping[str, int] | None) -
     unnamed = sorted(kinds - limits.keys())
     require(not unnamed, "restored", f"a step for every kind in {path}", f"none for {', '.join(unnamed)}")
     kept = [record for record in records if record["step"] <= limits[record[kind]]]
-    _replace(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
+    replace_file(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
     return kept

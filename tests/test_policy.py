@@ -6,69 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxlogp.policy import MAX_LOG_RATIO, kl_k3, log_ratio, policy_loss, ratio
-
-SHAPE = (4, 6)
-LENGTHS = (5, 1, 7, 4, 7)
-DOCUMENTS = len(LENGTHS)
-DRIFT = (-0.05, 0.6, 0.6, 0.0, -0.6)  # mean log-ratio: inside the bounds, above them, below them
-ADVANTAGES = (1.0, -1.0, 1.0, 1.0, -1.0)
-UNLABELLED = 3  # a document of which every token is masked
-KINDS = [("grpo", "length"), ("gspo", "length"), ("gspo", "document")]
-
-# fp32 rounds a log-ratio of size 1 by 6e-8 and each of at most 24 additions by as much; relative to the largest entry.
-ERROR = 3e-6
-
-
-def case(seed=0):
-    """fp32 inputs with garbage at masked places; the float64 formulas below start from the same fp32 numbers."""
-    rng = np.random.default_rng(seed)
-    new = rng.normal(-2.0, 1.0, SHAPE).astype(np.float32)
-    document_ids = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), LENGTHS).reshape(SHAPE)
-    drift = np.array(DRIFT)[document_ids]
-    old = (new - drift + rng.normal(0.0, 0.15, SHAPE)).astype(np.float32)
-    advantages = rng.normal(np.array(ADVANTAGES)[document_ids], 0.3).astype(np.float32)
-    advantages[0, 2] = 0.0
-    mask = (rng.random(SHAPE) < 0.7) & (document_ids != UNLABELLED)
-    mask[0, :3] = True
-    for values in (new, old, advantages):
-        values[~mask] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38, -3e38]), int((~mask).sum()))
-    return new, old, advantages, mask, document_ids
-
-
-def expected_sum(kind, weighting, new, old, advantages, mask, document_ids, low=0.2, high=0.2):
-    """The sum of contracts D in float64, label by label and document by document."""
-    total = 0.0
-    labels = [tuple(i) for i in np.argwhere(mask)]
-    if kind == "grpo":
-        groups = [[label] for label in labels]
-    else:
-        groups = [[label for label in labels if document_ids[label] == d] for d in np.unique(document_ids)]
-    for group in groups:
-        if not group:
-            continue
-        size = len(group)
-        r = np.exp(sum(np.float64(new[i]) - np.float64(old[i]) for i in group) / size)
-        a = sum(np.float64(advantages[i]) for i in group) / size
-        weight = size if weighting == "length" else 1
-        total -= weight * min(r * a, min(max(r, 1 - low), 1 + high) * a)
-    return total
-
-
-def expected_gradient(kind, weighting, new, old, advantages, mask, document_ids, low=0.2, high=0.2):
-    """Its gradient in closed form: the pass condition of contracts D, bounds included."""
-    gradient = np.zeros(SHAPE)
-    labels = [tuple(i) for i in np.argwhere(mask)]
-    for i in labels:
-        group = [i] if kind == "grpo" else [j for j in labels if document_ids[j] == document_ids[i]]
-        r = np.exp(np.mean([np.float64(new[j]) - np.float64(old[j]) for j in group]))
-        a = np.mean([np.float64(advantages[j]) for j in group])
-        if (a > 0 and r <= 1 + high) or (a < 0 and r >= 1 - low):
-            gradient[i] = -a * r * (1.0 if weighting == "length" else 1 / len(group))
-    return gradient
+from tests.policy_case import DOCUMENTS, ERROR, KINDS, SHAPE, case, expected_gradient, expected_sum, scaled_error
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "weighting", "low", "high"))
@@ -90,10 +30,6 @@ def loss_and_gradient(new, old, advantages, mask, ids, documents, *, kind, weigh
 
     (value, count), gradient = jax.value_and_grad(total, has_aux=True)(new)
     return value, count, gradient
-
-
-def scaled_error(actual, expected):
-    return np.max(np.abs(np.asarray(actual, np.float64) - expected)) / np.max(np.abs(expected))
 
 
 @pytest.mark.parametrize(("kind", "weighting"), KINDS)
@@ -299,101 +235,6 @@ def test_the_temperature_is_part_of_the_gradient():
         return policy_loss(log_probs, old, advantages, mask).sum
 
     assert scaled_error(jax.grad(total)(jnp.asarray(logits)), expected) < ERROR
-
-
-def sequence_mesh():
-    return Mesh(np.array(jax.devices()[:8]), ("sequence",))
-
-
-def flat_case():
-    new, old, advantages, mask, ids = (x.reshape(-1) for x in case(seed=2))
-    return new, old, advantages, mask, ids
-
-
-@functools.lru_cache
-def sharded_loss(weighting, inside, with_axis=True):
-    """Loss sum, count and gradient of documents cut over 8 devices, the gradient taken inside or outside."""
-    axis = "sequence" if with_axis else None
-
-    def local(new, old, advantages, mask, ids):
-        return policy_loss(
-            new,
-            old,
-            advantages,
-            mask,
-            kind="gspo",
-            document_ids=ids,
-            num_documents=jnp.int32(DOCUMENTS) if with_axis else DOCUMENTS,
-            document_weighting=weighting,
-            document_axis_name=axis,
-        )
-
-    def gradient_inside(new, *rest):
-        (value, count), gradient = jax.value_and_grad(
-            lambda x: (lambda result: (result.sum, result.count))(local(x, *rest)), has_aux=True
-        )(new)
-        return jax.lax.psum(value, "sequence"), jax.lax.psum(count, "sequence"), gradient
-
-    def reduced(*arrays):
-        result = local(*arrays).psum("sequence")
-        return result.sum, result.count
-
-    mapped = functools.partial(jax.shard_map, mesh=sequence_mesh(), in_specs=(P("sequence"),) * 5)
-    if inside:
-        return jax.jit(mapped(gradient_inside, out_specs=(P(), P(), P("sequence"))))
-
-    def gradient_outside(new, *rest):
-        (value, count), gradient = jax.value_and_grad(mapped(reduced, out_specs=(P(), P())), has_aux=True)(new, *rest)
-        return value, count, gradient
-
-    return jax.jit(gradient_outside)
-
-
-@pytest.mark.parametrize("weighting", ["length", "document"])
-@pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])
-def test_documents_cut_over_ranks_give_the_loss_of_whole_documents_once(weighting, inside):
-    arrays = flat_case()
-    value, count, gradient = sharded_loss(weighting, inside)(*arrays)
-    shaped = [x.reshape(SHAPE) for x in arrays]
-    assert scaled_error(value, expected_sum("gspo", weighting, *shaped)) < ERROR
-    assert scaled_error(gradient, expected_gradient("gspo", weighting, *shaped).reshape(-1)) < ERROR
-    assert int(count) == DOCUMENTS, "documents are counted once, not once per shard"
-
-
-def test_without_the_document_axis_the_cut_is_noticed():
-    """The control of the test above: shards that know only their own part of a document get another loss."""
-    arrays = flat_case()
-    value, count, _ = sharded_loss("length", True, with_axis=False)(*arrays)
-    expected = expected_sum("gspo", "length", *[x.reshape(SHAPE) for x in arrays])
-    assert scaled_error(value, expected) > 100 * ERROR
-    assert int(count) == 8 * DOCUMENTS
-
-
-def test_two_mesh_axes_of_which_one_cuts_documents():
-    """Two data ranks with their own documents, each cut over two shards; the count is a plain int on every rank."""
-    new, old, advantages, mask, ids = case(seed=3)
-    ids = np.int32([[0, 0, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1], [2, 3, 3, 3, 3, 3]])
-    per_rank = 5  # of the second rank, one document is not here at all
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "sequence"))
-
-    def local(new, old, advantages, mask, ids):
-        return policy_loss(
-            new,
-            old,
-            advantages,
-            mask,
-            kind="gspo",
-            document_ids=ids,
-            num_documents=per_rank,
-            document_axis_name="sequence",
-        ).psum(("data", "sequence"))
-
-    specs = (P("data", "sequence"),) * 5
-    result = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(new, old, advantages, mask, ids)
-    global_ids = ids + np.repeat([0, per_rank], 2)[:, None]
-    expected = expected_sum("gspo", "length", new, old, advantages, mask, global_ids)
-    assert scaled_error(result.sum, expected) < ERROR
-    assert int(result.count) == 2 * per_rank
 
 
 def test_ratio_and_kl_of_masked_tokens_are_zero_with_zero_gradient():

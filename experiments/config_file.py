@@ -1,0 +1,159 @@
+"""Configurations on disk: nested dataclasses as config.json, with a hash, and back again without loss.
+
+JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which the readers turn back into
+floats.
+"""
+
+import hashlib
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlogp.errors import require
+
+NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+ConfigT = typing.TypeVar("ConfigT")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replaces a JSON file in one move: a reader, or a crash, sees the old content or the new one, never half."""
+    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def config_hash(config: Any) -> str:
+    """sha256 of the configuration's values, the one that `save_config` writes."""
+    return _hash(_plain_values(config))
+
+
+def save_config(path: Path, config: Any) -> None:
+    """Writes nested dataclasses as config.json, with the sha256 that `load_config` checks.
+
+    Fields may be bool, int, float, str, None, Path, Literal, tuples, unions and dataclasses of these.
+
+    Raises:
+        ValueError: a configuration that `load_config` could not give back unchanged.
+    """
+    values = _plain_values(config)
+    write_json(path, {"config": values, "sha256": _hash(values)})
+
+
+def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
+    """Rebuilds the configuration that `save_config` wrote.
+
+    Args:
+        path: config.json.
+        config_type: the dataclass that was saved.
+
+    Returns:
+        The configuration; lists come back as tuples where the field says so.
+
+    Raises:
+        ValueError: a damaged file, a key that is unknown or missing, or a value of another type.
+    """
+    return _build(read_config(path), config_type, "config")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file in one move, its content on the disk before the name points to it."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError with the path where there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a JSON object, got {type(error).__name__}: {error}") from error
+    require(isinstance(value, dict), str(path), "a JSON object", type(value).__name__)
+    return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of config.json; ValueError where they are not those that its hash was made of."""
+    stored = read_object(path)
+    require(stored.keys() == {"config", "sha256"}, str(path), "the keys config and sha256", sorted(stored))
+    seen = _hash(stored["config"])
+    require(seen == stored["sha256"], str(path), f"values with sha256 {stored['sha256']}", f"{seen}: edited or damaged")
+    return stored["config"]
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _plain_values(config: Any) -> dict[str, Any]:
+    values = to_json(asdict(config))
+    rebuilt = _build(values, type(config), "config")
+    require(rebuilt == config, "config", "values that config.json gives back unchanged", repr(config))
+    # The rebuilt one, because an int given to a float field comes back as a float and must hash the same.
+    return to_json(asdict(rebuilt))
+
+
+def to_json(value: Any, place: str = "config") -> Any:
+    """JSON values, paths and tuples as plain JSON values; ValueError that names the place of anything else."""
+    if isinstance(value, Mapping):
+        return {name: to_json(item, f"{place}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item, place) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(float(value))
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    require(is_plain, place, "a JSON value, a path or a tuple of them", type(value).__name__)
+    return value
+
+
+def _build(value: Any, annotation: Any, place: str) -> Any:
+    """Converts JSON back to one annotated type, or raises ValueError that names the place."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    wanted = getattr(annotation, "__name__", None) if origin is None else str(annotation)
+    if is_dataclass(annotation):
+        return _build_dataclass(value, annotation, place)
+    if origin in (typing.Union, types.UnionType):
+        return _build_first(value, arguments, place)
+    if origin is typing.Literal and any(type(value) is type(choice) and value == choice for choice in arguments):
+        return value
+    if origin is tuple and isinstance(value, list):
+        kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) == len(value):
+            return tuple(_build(item, kind, place) for item, kind in zip(value, kinds, strict=True))
+    if annotation is float and (type(value) is int or (isinstance(value, str) and value in NON_FINITE)):
+        return float(value)
+    if annotation is Path and isinstance(value, str):
+        return Path(value)
+    if annotation in (bool, int, float, str, type(None)) and type(value) is annotation:
+        return value
+    raise ValueError(f"{place}: expected {wanted}, got {value!r}")
+
+
+def _build_first(value: Any, choices: tuple[Any, ...], place: str) -> Any:
+    reasons = []
+    for choice in choices:
+        try:
+            return _build(value, choice, place)
+        except ValueError as reason:
+            reasons.append(str(reason))
+    raise ValueError("; or ".join(reasons))
+
+
+def _build_dataclass(value: Any, config_type: Any, place: str) -> Any:
+    require(isinstance(value, dict), place, f"the fields of {config_type.__name__}", repr(value))
+    names = [field.name for field in fields(config_type) if field.init]
+    unknown, missing = sorted(value.keys() - set(names)), [name for name in names if name not in value]
+    require(not unknown, place, f"the keys of {config_type.__name__}", f"unknown {', '.join(unknown)}")
+    require(not missing, place, f"every key of {config_type.__name__}", f"none named {', '.join(missing)}")
+    hints = typing.get_type_hints(config_type)
+    return config_type(**{name: _build(value[name], hints[name], f"{place}.{name}") for name in names})
