@@ -86,8 +86,8 @@ class ScheduleConfig:
     """Micro-batches per step and data rank where docs_per_step is 0."""
     rows: int = 32
     """Packed rows of one micro-batch on one data rank."""
-    row_length: int = 64
-    """Tokens of one packed row; no document may be longer."""
+    row_length: int | None = None
+    """Tokens of one packed row; no document may be longer. None takes 64, or the task's longest document if longer."""
     max_empty_micro_batches: int = 16
     """Micro-batches in a row without any document on any rank before the run gives up."""
     epochs: int | None = None

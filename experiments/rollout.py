@@ -20,12 +20,16 @@ from experiments.tokenizer import Tokenizer
 from jaxlogp import Document, MicroBatch, group_advantages, pack_documents
 from jaxlogp.errors import require
 
+SHORTEST_ROW = 64
+"""Tokens of a packed row that is not given: short documents share rows."""
+
 
 class Sizes(NamedTuple):
-    """Static sizes of prompts (start token included) and completions (end token included), in tokens."""
+    """Static sizes of prompts (start token included), completions (end token included) and packed rows, in tokens."""
 
     prompt: int
     completion: int
+    row: int
 
 
 def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig) -> Sizes:
@@ -36,9 +40,10 @@ def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig) -> S
     """
     prompt = 1 + (rollout.max_prompt_tokens or task.max_prompt_tokens)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
-    longest = f"at least {prompt + completion}, the longest document of this task"
-    require(prompt + completion <= schedule.row_length, "--schedule.row-length", longest, schedule.row_length)
-    return Sizes(prompt, completion)
+    longest = prompt + completion
+    row = max(longest, SHORTEST_ROW) if schedule.row_length is None else schedule.row_length
+    require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
+    return Sizes(prompt, completion, row)
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
@@ -165,14 +170,15 @@ class RolloutStreams:
     Args:
       rollout: makes the documents of the next rollout; an empty list means that the data has ended.
       num_ranks: data ranks.
-      schedule: rows and row length of a micro-batch.
+      rows: rows of a micro-batch.
+      row_length: tokens of a row.
       pad_id: padding token.
     """
 
     def __init__(
-        self, rollout: Callable[[], list[Document]], num_ranks: int, schedule: ScheduleConfig, pad_id: int
+        self, rollout: Callable[[], list[Document]], num_ranks: int, rows: int, row_length: int, pad_id: int
     ) -> None:
-        self._rollout, self._schedule, self._pad_id = rollout, schedule, pad_id
+        self._rollout, self._rows, self._row_length, self._pad_id = rollout, rows, row_length, pad_id
         self.queues: list[deque[Document]] = [deque() for _ in range(num_ranks)]
         self.seconds = 0.0
 
@@ -201,9 +207,7 @@ class RolloutStreams:
             self.queues[position % len(self.queues)].append(document)
 
     def _pack(self, documents: list[Document]) -> tuple[MicroBatch, tuple[Document, ...]]:
-        return pack_documents(
-            documents, rows=self._schedule.rows, row_length=self._schedule.row_length, pad_id=self._pad_id
-        )
+        return pack_documents(documents, rows=self._rows, row_length=self._row_length, pad_id=self._pad_id)
 
     def _stream(self, rank: int) -> Iterator[MicroBatch]:
         while True:

@@ -88,8 +88,8 @@ class Trainer:
         self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
         self.progress = Progress()
         self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
-        self.streams = RolloutStreams(self._rollout, spec.data, config.schedule, self.tokenizer.pad_id)
         schedule = config.schedule
+        self.streams = RolloutStreams(self._rollout, spec.data, schedule.rows, self.sizes.row, self.tokenizer.pad_id)
         self._schedule = DocumentSchedule(
             schedule.docs_per_step, schedule.micro_batches, schedule.max_empty_micro_batches
         )
@@ -145,10 +145,8 @@ class Trainer:
         return total
 
     def _pack(self, documents: tuple[Document, ...]) -> tuple[MicroBatch, tuple[Document, ...]]:
-        schedule = self.config.schedule
-        return pack_documents(
-            documents, rows=schedule.rows, row_length=schedule.row_length, pad_id=self.tokenizer.pad_id
-        )
+        rows = self.config.schedule.rows
+        return pack_documents(documents, rows=rows, row_length=self.sizes.row, pad_id=self.tokenizer.pad_id)
 
     def _supervised_document(self, example: Example) -> Document:
         prompt = encode_prompt(self.tokenizer, example, self.sizes)

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import evaluate, grpo
 from experiments.config import Config
+from experiments.trainer import Trainer
 from tests.experiments.tiny import tiny, train_records
 
 # Metrics that are times or depend on the number of data ranks, not on the numbers of the run.
@@ -122,6 +123,17 @@ def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
     documents = 4 * result.trainer.task.num_examples("train")
     assert sum(record["num_documents"] for record in records) == documents == records[-1]["documents_seen"]
     assert len(records) < 50 and 0 < records[-1]["num_documents"] < 100
+
+
+def test_a_row_length_that_is_not_given_fits_the_longest_document(runs, tmp_path):
+    path = tmp_path / "long.jsonl"
+    lines = [{"prompt": f"{n:090d}=", "answer": str(n % 7)} for n in range(40)]
+    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    schedule = {"steps": 1, "row_length": None}
+    result = grpo.main(tiny(runs, "long", task=f"jsonl:{path}", schedule=schedule))
+    # Start token, 91 characters, one digit, end token.
+    assert result.trainer.sizes.row == 94
+    assert Trainer(tiny(runs, "unused", schedule={"row_length": None})).sizes.row == 64
 
 
 def test_gspo_runs_with_both_weightings(runs):
