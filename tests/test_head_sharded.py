@@ -35,7 +35,7 @@ def tensor_mesh(size):
     return jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
 
-def case(shards, tokens=24, seed=0):
+def case(shards, tokens=24, seed=0, hidden_size=HIDDEN):
     """Targets sit on both edges of every shard; two tokens are masked and carry ids no shard owns."""
     rng = np.random.default_rng(seed)
     edges = [edge for start, end in shards.ranges for edge in (start, end - 1)]
@@ -43,8 +43,8 @@ def case(shards, tokens=24, seed=0):
     mask = np.ones(tokens, bool)
     mask[-2:], targets[-2:] = False, (-100, 99_999)
     return {
-        "hidden": jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.float32),
-        "weight": jnp.asarray(rng.normal(0.0, 0.5, (shards.vocab_size, HIDDEN)), jnp.float32),
+        "hidden": jnp.asarray(rng.normal(size=(tokens, hidden_size)), jnp.float32),
+        "weight": jnp.asarray(rng.normal(0.0, 0.5, (shards.vocab_size, hidden_size)), jnp.float32),
         "bias": jnp.asarray(rng.normal(size=shards.vocab_size), jnp.float32),
         "targets": jnp.asarray(targets),
         "mask": jnp.asarray(mask),
@@ -124,6 +124,13 @@ def check(result, gradients, data):
 def test_values_and_gradients_equal_the_unsharded_ones(name):
     data = case(SHARDINGS[name])
     check(*jax.jit(inside(SHARDINGS[name], CHUNKED, check_vma=True))(data), data)
+
+
+def test_bias_with_a_wider_hidden_state():
+    """The contract's own case: H = 64, V = 521, bias, eight shards of uneven width."""
+    shards = VocabShards.even(521, 8)
+    data = case(shards, seed=7, hidden_size=64)
+    check(*jax.jit(inside(shards, CHUNKED))(data), data)
 
 
 @pytest.mark.parametrize("engine", ["reference", CHUNKED], ids=["reference", "chunked"])
@@ -235,18 +242,32 @@ def test_the_wrong_reductions_are_told_apart():
         assert abs(float(result.log_probs[0]) - wrong) > 0.5
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        ("V=257 TP=8", jnp.float32),
-        ("V=257 TP=2", jnp.float16),
-        ("V=1027 TP=3", jnp.bfloat16),
-        ("2/5/6/4 of 17", jnp.float32),
-        ("2/5/6/4 of 17", jnp.bfloat16),
-    ],
-)
-def test_sharded_logits_and_their_gradient(name, dtype):
-    shards = SHARDINGS[name]
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+# In the default run every size, vocabulary and dtype once or more; the whole grid of contract A is slow.
+QUICK = {(17, 8), (257, 1), (257, 2), (257, 8), (1027, 3), (1027, 4), (4099, 3), (128257, 8)}
+
+
+def in_quick_run(vocab, size, dtype):
+    return (vocab, size) in QUICK and (vocab <= 257 or dtype == DTYPES[size % 3])
+
+
+GRID = [
+    pytest.param(
+        VocabShards.even(vocab, size), dtype, marks=[] if in_quick_run(vocab, size, dtype) else pytest.mark.slow
+    )
+    for vocab in (17, 257, 1027, 4099, 128257)
+    for size in (1, 2, 3, 4, 8)
+    for dtype in DTYPES
+]
+GRID += [(SHARDINGS["2/5/6/4 of 17"], dtype) for dtype in DTYPES]
+
+
+def grid_name(value):
+    return f"V={value.vocab_size},TP={value.num_shards}" if isinstance(value, VocabShards) else value.__name__
+
+
+@pytest.mark.parametrize("shards, dtype", GRID, ids=grid_name)
+def test_sharded_logits_and_their_gradient(shards, dtype):
     data = case(shards, seed=4)
     rng = np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(0.0, 3.0, (24, shards.vocab_size)), dtype)
