@@ -14,6 +14,8 @@ from jaxlogp.documents import clamp_document_ids as clamp_document_ids
 from jaxlogp.documents import labels_per_document as labels_per_document
 from jaxlogp.documents import next_token_targets as next_token_targets
 from jaxlogp.documents import pack_documents as pack_documents
+from jaxlogp.drift import DriftReport as DriftReport
+from jaxlogp.drift import drift_report as drift_report
 from jaxlogp.embedding import embedding_lookup as embedding_lookup
 from jaxlogp.embedding import sharded_embedding_lookup as sharded_embedding_lookup
 from jaxlogp.head.api import head_logits as head_logits

@@ -1,0 +1,220 @@
+"""Drift report: how far the log-probs of two implementations are apart, and at which token the most.
+
+Runs on the host, on values that are known: a report is read by a person or written to a log, it is not differentiated.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer, require_mask
+from jaxlogp.vocab import VocabShards
+
+SMALLEST_REFERENCE = 1e-12
+"""Denominators of relative errors are at least this."""
+RATIO_RANGE = (0.9, 1.1)
+QUANTILES = (0.5, 0.99, 0.999)
+
+
+class DriftReport(NamedTuple):
+    """Candidate against reference log-probs, over the active tokens, errors in float64.
+
+    Errors, quantiles and the worst token are over the tokens where both values are finite; the others are counted in
+    `num_non_finite`, and `first_non_finite` says where the first of them is. Without a finite active token errors are 0.0
+    and everything about the worst token is None.
+
+    Attributes:
+      max_abs_error: largest |candidate - reference|, nats.
+      mean_abs_error: its mean.
+      max_rel_error: largest |candidate - reference| / max(|reference|, 1e-12).
+      mean_rel_error: its mean.
+      active_count: tokens that the mask lets count, finite or not.
+      worst_flat_index: position of the largest absolute error in the flattened array; the first of equal ones.
+      worst_index: the same as an index into the array.
+      worst_token_id: target id there.
+      worst_owner: vocabulary shard that owns this id.
+      worst_owner_range: that shard's ids, end exclusive.
+      worst_candidate: the candidate's value there, nats.
+      worst_reference: the reference's value there, nats.
+      worst_signed_error: candidate - reference there.
+      tp_size: number of vocabulary shards.
+      backend: label of what computed the candidate.
+      reduction: label of how the candidate was reduced over shards.
+      candidate_dtype: dtype of the candidate's log-probs.
+      reference_dtype: dtype of the reference's.
+      num_non_finite: active tokens where either value is NaN or infinite.
+      first_non_finite: index of the first of them, or None.
+      abs_error_quantiles: (p50, p99, p99.9) of the absolute error.
+      share_outside: share of the finite active tokens whose ratio exp(candidate - reference) is outside [0.9, 1.1].
+    """
+
+    max_abs_error: float
+    mean_abs_error: float
+    max_rel_error: float
+    mean_rel_error: float
+    active_count: int
+    worst_flat_index: int | None
+    worst_index: tuple[int, ...] | None
+    worst_token_id: int | None
+    worst_owner: int | None
+    worst_owner_range: tuple[int, int] | None
+    worst_candidate: float | None
+    worst_reference: float | None
+    worst_signed_error: float | None
+    tp_size: int
+    backend: str
+    reduction: str
+    candidate_dtype: str
+    reference_dtype: str
+    num_non_finite: int
+    first_non_finite: tuple[int, ...] | None
+    abs_error_quantiles: tuple[float, float, float]
+    share_outside: float
+
+    def __str__(self) -> str:
+        """A few lines to read; what is wrong (non-finite values) comes first."""
+        lines = []
+        if self.num_non_finite:
+            lines.append(f"NOT FINITE: {self.num_non_finite} active tokens, the first at {self.first_non_finite}")
+        lines += [
+            f"{self.active_count} active tokens, {self.tp_size} vocabulary shards, {self.backend}, {self.reduction},"
+            f" {self.candidate_dtype} against {self.reference_dtype}",
+            f"|error| max {self.max_abs_error:.3g}, mean {self.mean_abs_error:.3g}, p50 / p99 / p99.9 "
+            + " / ".join(f"{value:.3g}" for value in self.abs_error_quantiles)
+            + " nats",
+            f"relative error max {self.max_rel_error:.3g}, mean {self.mean_rel_error:.3g};"
+            f" ratio outside [0.9, 1.1]: {self.share_outside:.2%}",
+        ]
+        if self.worst_index is not None:
+            lines.append(
+                f"worst token {self.worst_index}: id {self.worst_token_id} of shard {self.worst_owner}"
+                f" {self.worst_owner_range}, {self.worst_candidate:.9g} against {self.worst_reference:.9g}"
+            )
+        return "\n".join(lines)
+
+
+def drift_report(
+    candidate: Float[AnyArray, "*tokens"],
+    reference: Float[AnyArray, "*tokens"],
+    targets: Int[AnyArray, "*tokens"],
+    *,
+    vocab: VocabShards,
+    mask: Bool[AnyArray, "*tokens"] | None = None,
+    backend: str = "unnamed",
+    reduction: str = "unnamed",
+) -> DriftReport:
+    """Compares the log-probs of a candidate (a trainer, say) with those of a reference (a sampler).
+
+    Args:
+      candidate: [*tokens], log-probs in nats.
+      reference: [*tokens], log-probs of the same targets, nats.
+      targets: [*tokens], integer ids of the whole vocabulary; masked ones may hold anything.
+      vocab: the vocabulary shards of the candidate.
+      mask: [*tokens], bool, False where a token does not count; None counts all.
+      backend: label that the report repeats.
+      reduction: label that the report repeats.
+
+    Returns:
+      The report.
+
+    Raises:
+      ValueError: shapes or dtypes differ from the above, an active id outside of the vocabulary, or a traced array.
+
+    Example:
+      >>> import numpy as np
+      >>> new, old = np.float32([-1.0, -2.5, -3.0]), np.float32([-1.0, -2.0, -3.0])
+      >>> report = drift_report(new, old, np.array([4, 9, 0]), vocab=VocabShards.even(10, 2))
+      >>> report.max_abs_error, report.worst_index, report.worst_token_id, report.worst_owner
+      (0.5, (1,), 9, 1)
+
+    References:
+      RL-Align/RL-Kernel pull request 103, whose 18 fields come first; non-finite counts, quantiles and the share of ratios
+      are added here, because a mean hides the tail.
+    """
+    active = _check(candidate, reference, targets, mask, vocab)
+    ours, theirs = (np.asarray(x).astype(np.float64).reshape(-1) for x in (candidate, reference))
+    finite = active & np.isfinite(ours) & np.isfinite(theirs)
+    broken = np.flatnonzero(active & ~finite)
+    # Differences outside of `finite` are never looked at, and may be inf - inf.
+    signed = np.where(finite, ours, 0.0) - np.where(finite, theirs, 0.0)
+    error = np.abs(signed)[finite]
+    relative = error / np.maximum(np.abs(theirs[finite]), SMALLEST_REFERENCE)
+    some = error.size > 0
+    worst = int(np.flatnonzero(finite)[np.argmax(error)]) if some else None
+    shape = np.shape(targets)
+    return DriftReport(
+        max_abs_error=float(error.max(initial=0.0)),
+        mean_abs_error=float(error.mean()) if some else 0.0,
+        max_rel_error=float(relative.max(initial=0.0)),
+        mean_rel_error=float(relative.mean()) if some else 0.0,
+        active_count=int(active.sum()),
+        **_worst_token(worst, shape, np.asarray(targets).reshape(-1), ours, theirs, vocab),
+        tp_size=vocab.num_shards,
+        backend=backend,
+        reduction=reduction,
+        candidate_dtype=str(candidate.dtype),
+        reference_dtype=str(reference.dtype),
+        num_non_finite=len(broken),
+        first_non_finite=_index(int(broken[0]), shape) if len(broken) else None,
+        abs_error_quantiles=tuple(float(q) for q in np.quantile(error, QUANTILES)) if some else (0.0, 0.0, 0.0),
+        share_outside=_share_outside(signed[finite]) if some else 0.0,
+    )
+
+
+def _worst_token(
+    flat: int | None,
+    shape: tuple[int, ...],
+    targets: Int[np.ndarray, " tokens"],
+    candidate: Float[np.ndarray, " tokens"],
+    reference: Float[np.ndarray, " tokens"],
+    vocab: VocabShards,
+) -> dict[str, object]:
+    names = ("flat_index", "index", "token_id", "owner", "owner_range", "candidate", "reference", "signed_error")
+    if flat is None:
+        return {f"worst_{name}": None for name in names}
+    token_id = int(targets[flat])
+    owner = next(rank for rank, (start, end) in enumerate(vocab.ranges) if start <= token_id < end)
+    ours, theirs = float(candidate[flat]), float(reference[flat])
+    values = (flat, _index(flat, shape), token_id, owner, vocab.ranges[owner], ours, theirs, ours - theirs)
+    return {f"worst_{name}": value for name, value in zip(names, values, strict=True)}
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(flat, shape))
+
+
+def _share_outside(log_ratio: Float[np.ndarray, " tokens"]) -> float:
+    # In logarithms: exp of a large log-ratio would overflow.
+    low, high = np.log(RATIO_RANGE)
+    return float(np.mean((log_ratio < low) | (log_ratio > high)))
+
+
+def _check(
+    candidate: Float[AnyArray, "*tokens"],
+    reference: Float[AnyArray, "*tokens"],
+    targets: Int[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"] | None,
+    vocab: VocabShards,
+) -> Bool[np.ndarray, " tokens"]:
+    """The flat mask of what counts."""
+    require_floating(candidate, "candidate")
+    require_floating(reference, "reference")
+    require_integer(targets, "targets")
+    shape = candidate.shape
+    require(reference.shape == shape, "reference", f"shape {shape} of candidate", describe(reference))
+    require(targets.shape == shape, "targets", f"shape {shape} of candidate", describe(targets))
+    require(isinstance(vocab, VocabShards), "vocab", "a VocabShards", describe(vocab))
+    if mask is not None:
+        require_mask(mask, shape)
+    named = {"candidate": candidate, "reference": reference, "targets": targets, "mask": mask}
+    for name, value in named.items():
+        require(is_concrete(value), name, "known values (a report is made outside of jax.jit)", "a traced array")
+    active = np.ones(shape, bool) if mask is None else np.asarray(mask)
+    ids = np.asarray(targets)
+    bad = active & ((ids < 0) | (ids >= vocab.vocab_size))
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        require(False, "targets", f"active ids in [0, {vocab.vocab_size})", f"{ids[first]} at position {first}")
+    return active.reshape(-1)

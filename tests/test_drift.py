@@ -1,0 +1,144 @@
+"""The drift report: errors, the worst token and its owner, tails, and what is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp import VocabShards, drift_report
+from jaxlogp.drift import DriftReport
+
+SHAPE = (4, 50)
+VOCAB = VocabShards.from_ranges(((0, 2), (2, 7), (7, 13), (13, 17)), 17)
+NAN, INF = np.float32("nan"), np.float32("inf")
+
+
+def case(seed=0):
+    rng = np.random.default_rng(seed)
+    reference = rng.normal(-2.0, 1.0, SHAPE).astype(np.float32)
+    candidate = (reference + rng.normal(0.0, 0.08, SHAPE)).astype(np.float32)
+    targets = rng.integers(0, 17, SHAPE).astype(np.int32)
+    mask = rng.random(SHAPE) < 0.8
+    candidate[~mask] = rng.choice(np.float32([NAN, INF, 1e30]), int((~mask).sum()))
+    targets[~mask] = -100
+    return candidate, reference, targets, mask
+
+
+def test_every_number_is_that_of_a_walk_through_the_tokens():
+    candidate, reference, targets, mask = case()
+    report = drift_report(candidate, reference, targets, vocab=VOCAB, mask=mask, backend="chunked", reduction="psum")
+    errors, relative, outside, worst = [], [], 0, (-1.0, None)
+    for index in np.ndindex(SHAPE):
+        if not mask[index]:
+            continue
+        difference = float(candidate[index]) - float(reference[index])
+        errors.append(abs(difference))
+        relative.append(abs(difference) / max(abs(float(reference[index])), 1e-12))
+        outside += not 0.9 <= np.exp(difference) <= 1.1
+        if errors[-1] > worst[0]:
+            worst = (errors[-1], index)
+    assert report.active_count == len(errors) == mask.sum() and report.num_non_finite == 0
+    assert report.first_non_finite is None
+    assert report.max_abs_error == max(errors) and report.max_rel_error == max(relative)
+    np.testing.assert_allclose([report.mean_abs_error, report.mean_rel_error], [np.mean(errors), np.mean(relative)])
+    assert report.worst_index == worst[1] and report.worst_flat_index == np.ravel_multi_index(worst[1], SHAPE)
+    assert report.worst_token_id == targets[worst[1]]
+    assert report.worst_owner == int(VOCAB.owners(jnp.asarray(targets))[worst[1]])
+    assert report.worst_owner_range == VOCAB.ranges[report.worst_owner]
+    assert (report.worst_candidate, report.worst_reference) == (candidate[worst[1]], reference[worst[1]])
+    assert report.worst_signed_error == report.worst_candidate - report.worst_reference
+    assert 0.0 < report.share_outside == outside / len(errors)
+    ordered = np.sort(errors)
+    assert ordered[len(ordered) // 2 - 1] <= report.abs_error_quantiles[0] <= ordered[len(ordered) // 2]
+    assert ordered[-4] <= report.abs_error_quantiles[1] <= report.abs_error_quantiles[2] <= ordered[-1]
+    labels = (report.tp_size, report.backend, report.reduction, report.candidate_dtype, report.reference_dtype)
+    assert labels == (4, "chunked", "psum", "float32", "float32")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_error_has_its_sign(sign):
+    reference = np.float32([-1.0, -2.0, -3.0])
+    candidate = reference + np.float32([0.0, sign * 0.25, 0.0])
+    report = drift_report(candidate, reference, np.array([1, 2, 3]), vocab=VOCAB)
+    assert report.worst_signed_error == sign * 0.25 and report.max_abs_error == 0.25
+    assert report.max_rel_error == 0.125
+
+
+def test_of_equal_errors_the_first_is_named():
+    reference = np.zeros((2, 3), np.float32) - 1
+    candidate = reference - np.float32([[0, 0.5, 0.5], [0.5, 0, 0.5]])
+    report = drift_report(candidate, reference, np.zeros((2, 3), np.int64), vocab=VOCAB)
+    assert report.worst_index == (0, 1) and report.worst_flat_index == 1
+
+
+@pytest.mark.parametrize("edge", [edge for start, end in VOCAB.ranges for edge in (start, end - 1)])
+def test_the_owner_at_both_edges_of_every_shard(edge):
+    report = drift_report(np.float32([-1.0]), np.float32([-1.5]), np.array([edge]), vocab=VOCAB)
+    start, end = report.worst_owner_range
+    assert start <= edge < end and VOCAB.ranges[report.worst_owner] == (start, end)
+
+
+def test_without_an_active_token_errors_are_zero_and_places_none():
+    candidate, reference, targets, _ = case()
+    report = drift_report(candidate, reference, targets, vocab=VOCAB, mask=np.zeros(SHAPE, bool))
+    assert report.active_count == report.num_non_finite == 0
+    assert report.max_abs_error == report.mean_abs_error == report.max_rel_error == report.mean_rel_error == 0.0
+    assert report.abs_error_quantiles == (0.0, 0.0, 0.0) and report.share_outside == 0.0
+    places = {name: value for name, value in report._asdict().items() if name.startswith("worst_")}
+    assert len(places) == 8 and set(places.values()) == {None}
+    assert "worst" not in str(report)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("side", ["candidate", "reference"])
+def test_what_is_not_finite_is_counted_and_comes_first(bad, side):
+    candidate, reference, targets, mask = case()
+    values = {"candidate": candidate.copy(), "reference": reference.copy()}
+    where = tuple(int(i) for i in np.argwhere(mask)[7])
+    values[side][where] = bad
+    report = drift_report(**values, targets=targets, vocab=VOCAB, mask=mask)
+    assert report.num_non_finite == 1 and report.first_non_finite == where
+    assert report.active_count == mask.sum() and np.isfinite(report.max_abs_error)
+    assert str(report).startswith("NOT FINITE: 1 active tokens") and str(where) in str(report).splitlines()[0]
+
+
+def test_a_mean_hides_what_the_quantiles_show():
+    reference = np.full(1000, -1.0)
+    candidate = reference.copy()
+    candidate[:5] -= 2.0
+    report = drift_report(candidate, reference, np.zeros(1000, np.int32), vocab=VOCAB)
+    assert report.mean_abs_error == 0.01 and report.abs_error_quantiles == (0.0, 0.0, 2.0)
+    assert report.share_outside == 0.005
+
+
+def test_huge_errors_do_not_overflow():
+    report = drift_report(np.float32([0.0]), np.float32([-3e38]), np.array([0]), vocab=VOCAB)
+    assert report.share_outside == 1.0 and report.max_abs_error == float(np.float32(3e38))
+
+
+def test_bf16_values_are_compared_in_float64():
+    candidate = jnp.asarray([-1.0, -2.0], jnp.bfloat16)
+    report = drift_report(candidate, jnp.asarray([-1.0, -2.001]), jnp.asarray([0, 1]), vocab=VOCAB)
+    assert report.candidate_dtype == "bfloat16" and abs(report.max_abs_error - 0.001) < 1e-6
+
+
+def test_the_18_fields_come_first():
+    assert DriftReport._fields[17] == "reference_dtype" and len(DriftReport._fields) == 22
+
+
+BAD = {
+    "candidate": lambda c, r, t, m: drift_report(t, r, t, vocab=VOCAB, mask=m),
+    "reference": lambda c, r, t, m: drift_report(c, r[:1], t, vocab=VOCAB, mask=m),
+    "targets": lambda c, r, t, m: drift_report(c, r, c, vocab=VOCAB, mask=m),
+    "targets ": lambda c, r, t, m: drift_report(c, r, t, vocab=VOCAB),
+    "mask": lambda c, r, t, m: drift_report(c, r, t, vocab=VOCAB, mask=m.astype(np.int32)),
+    "vocab": lambda c, r, t, m: drift_report(c, r, t, vocab=17, mask=m),
+    "candidate ": lambda c, r, t, m: jax.jit(lambda x: drift_report(x, r, t, vocab=VOCAB, mask=m).max_abs_error)(c),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_the_argument(name):
+    with pytest.raises(ValueError, match=f"^{name.strip()}: expected "):
+        BAD[name](*case())
