@@ -18,12 +18,15 @@ from jaxlogp.drift import DriftReport as DriftReport
 from jaxlogp.drift import drift_report as drift_report
 from jaxlogp.embedding import embedding_lookup as embedding_lookup
 from jaxlogp.embedding import sharded_embedding_lookup as sharded_embedding_lookup
+from jaxlogp.fixed_order import ReductionOrder as ReductionOrder
+from jaxlogp.fixed_order import fixed_order_sum as fixed_order_sum
 from jaxlogp.head.api import head_logits as head_logits
 from jaxlogp.head.api import linear_log_probs as linear_log_probs
 from jaxlogp.head.api import sharded_linear_log_probs as sharded_linear_log_probs
 from jaxlogp.head.chunked import ChunkedEngine as ChunkedEngine
 from jaxlogp.head.engines import HeadRun as HeadRun
 from jaxlogp.head.engines import record_head_runs as record_head_runs
+from jaxlogp.head.fixed_order import FixedOrderEngine as FixedOrderEngine
 from jaxlogp.head.reference import ReferenceEngine as ReferenceEngine
 from jaxlogp.logits import log_probs_from_logits as log_probs_from_logits
 from jaxlogp.metrics import METRICS as METRICS

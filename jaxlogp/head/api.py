@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
 from jaxlogp.head.engines import Engine, HeadRun, choose_engine, report
+from jaxlogp.head.fixed_order import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import materialised_logits
 from jaxlogp.logits import OUT_OF_VOCAB, check_targets, check_temperature, localise
@@ -60,7 +61,8 @@ def linear_log_probs(
         (:meth:`VocabShards.shard_rows`).
       out_of_vocab: for active targets outside of [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
-      engine: "auto", "chunked", "reference", or an engine object such as ``ChunkedEngine(token_chunk=256)``.
+      engine: "auto", "chunked", "reference", "fixed_order" (bitwise the same on every mesh and in every batch, see
+        docs/invariance.md), or an engine object such as ``ChunkedEngine(token_chunk=256)``.
 
     Returns:
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy is None unless asked for.
@@ -92,18 +94,22 @@ def linear_log_probs(
     report(HeadRun("linear_log_probs", chosen.name, reason, num_shards))
 
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
-    # Typed as varying over every axis in play, each operand's transpose owns the one psum that its gradient needs.
-    axes = union_of_varying_axes(hidden, weight, bias, *local) | ({axis_name} if axis_name is not None else set())
-    if axis_name is not None:
-        # The psum of the hidden gradient over the shards then runs in fp32, and the sum is rounded once.
-        hidden = hidden.astype(jnp.float32)
     hidden, weight, bias = (
-        None if x is None else vary_over(refuse_unchecked_gradient(x, axis_name), axes) for x in (hidden, weight, bias)
+        None if x is None else refuse_unchecked_gradient(x, axis_name) for x in (hidden, weight, bias)
     )
+    if not chosen.reduces_gradients:
+        # Typed as varying over every axis in play, each operand's transpose owns the one psum that its gradient needs.
+        axes = union_of_varying_axes(hidden, weight, bias, *local) | ({axis_name} if axis_name is not None else set())
+        if axis_name is not None:
+            # The psum of the hidden gradient over the shards then runs in fp32, and the sum is rounded once.
+            hidden = hidden.astype(jnp.float32)
+        hidden, weight, bias = (None if x is None else vary_over(x, axes) for x in (hidden, weight, bias))
+        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
+        hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
     flat = hidden.reshape(-1, hidden.shape[-1])
-    # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
-    flat = jnp.where(local.mask[:, None], flat, jnp.zeros_like(flat))
-    options = HeadOptions(temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, shard.vocab_size)
+    options = HeadOptions(
+        temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, shard.vocab_size, vocab
+    )
     result = chosen.log_probs(flat, weight, bias, local, options)
     return jax.tree.map(lambda x: x.reshape(tokens), result)
 
@@ -170,7 +176,7 @@ def sharded_linear_log_probs(
       mesh: the device mesh; Explicit and Auto axes both work.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
-      vocab: the shards; None means ``VocabShards.even``.
+      vocab: the shards; None means ``VocabShards.even``, or what the order of engine "fixed_order" asks for.
       weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its gradient
         scattered back, inside.
       mask: [*tokens] or None.
@@ -187,7 +193,11 @@ def sharded_linear_log_probs(
     for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
         require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
-    shards = VocabShards.even(weight.shape[0], mesh.shape[vocab_axis]) if vocab is None else vocab
+    chosen, _ = choose_engine(options.get("engine", "auto"))
+    shards = vocab
+    if shards is None:
+        cut = chosen.order.shards if isinstance(chosen, FixedOrderEngine) else VocabShards.even
+        shards = cut(weight.shape[0], mesh.shape[vocab_axis])
     require(isinstance(shards, VocabShards), "vocab", "a VocabShards or None", describe(shards))
     require(weight.shape[0] == shards.vocab_size, "weight", f"vocab_size {shards.vocab_size} rows", describe(weight))
     tokens = hidden.shape[:-1]
@@ -203,6 +213,7 @@ def sharded_linear_log_probs(
     if weight_axis is not None:
         require(weight_axis in mesh.shape, "weight_axis", f"an axis of {tuple(mesh.axis_names)}", repr(weight_axis))
         size = mesh.shape[weight_axis]
+        require(not chosen.reduces_gradients, "weight_axis", f"None with engine {chosen.name!r}", repr(weight_axis))
         require(hidden_size % size == 0, "weight", f"a second dimension divisible by {size}", describe(weight))
 
     def local(hidden: Array, weight: Array, bias: Array | None, targets: Array, mask: Array) -> TokenLogProbs:

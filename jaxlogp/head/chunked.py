@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
-from jaxlogp.head.projection import HeadOptions, dot, finish_logits, product_gradient
+from jaxlogp.head.projection import HeadOptions, dot, finish_logits, product_gradient, take_rows, write_rows
 from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import (
     Normaliser,
@@ -45,6 +45,7 @@ class ChunkedEngine:
     token_chunk: int = 512
     vocab_tile: int = 2048
     name = "chunked"
+    reduces_gradients = False
 
     def __post_init__(self) -> None:
         """Refuses sizes that are not positive integers."""
@@ -102,14 +103,6 @@ class _Blocks:
         return start, turn, turn & (columns < width)
 
 
-def _rows(x: Array, start: Array, size: int) -> Array:
-    """size rows of x from start. 16-bit floats travel as integers: XLA on CPUs would widen all of x for the slice."""
-    if x.dtype in (jnp.bfloat16, jnp.float16):
-        bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(x, jnp.uint16), start, size)
-        return lax.bitcast_convert_type(bits, x.dtype)
-    return lax.dynamic_slice_in_dim(x, start, size)
-
-
 def _local_targets(column: Array, start: Array) -> Array:
     """Columns relative to a tile; -1, which is not owned (column < 0), stays negative."""
     return jnp.where(column < 0, -1, column - start)
@@ -132,8 +125,8 @@ def _forward(
 
     def tile_step(index, stats):
         start, _, valid = blocks.tile_columns(index, targets.width)
-        weight_tile = _rows(weight, start, blocks.tile).astype(dtype)
-        bias_tile = None if bias is None else _rows(bias, start, blocks.tile)
+        weight_tile = take_rows(weight, start, blocks.tile).astype(dtype)
+        bias_tile = None if bias is None else take_rows(bias, start, blocks.tile)
 
         def chunk_step(chunk, stats):
             logits = finish_logits(dot(hidden_chunks[chunk], weight_tile, contract=(1, 1)), bias_tile, options)
@@ -164,8 +157,8 @@ def _backward(options: HeadOptions, engine: ChunkedEngine, residuals: tuple, g: 
     def tile_step(index, carry):
         d_hidden, d_weight, d_bias = carry
         start, turn, valid = blocks.tile_columns(index, targets.width)
-        weight_tile = _rows(weight, start, blocks.tile).astype(dtype)
-        bias_tile = None if bias is None else _rows(bias, start, blocks.tile)
+        weight_tile = take_rows(weight, start, blocks.tile).astype(dtype)
+        bias_tile = None if bias is None else take_rows(bias, start, blocks.tile)
 
         def chunk_step(chunk, sums):
             d_hidden, d_weight_tile, d_bias_tile = sums
@@ -182,8 +175,8 @@ def _backward(options: HeadOptions, engine: ChunkedEngine, residuals: tuple, g: 
         zeros = jnp.zeros(weight_tile.shape, jnp.float32), None if bias is None else jnp.zeros(blocks.tile)
         zeros = jax.tree.map(lambda x: vary_over(x.astype(jnp.float32), axes), zeros)
         d_hidden, d_weight_tile, d_bias_tile = lax.fori_loop(0, blocks.num_chunks, chunk_step, (d_hidden, *zeros))
-        d_weight = _write_rows(d_weight, d_weight_tile, start, turn)
-        return d_hidden, d_weight, None if bias is None else _write_rows(d_bias, d_bias_tile, start, turn)
+        d_weight = write_rows(d_weight, d_weight_tile, start, turn)
+        return d_hidden, d_weight, None if bias is None else write_rows(d_bias, d_bias_tile, start, turn)
 
     zeros = (
         jnp.zeros(hidden_chunks.shape, jnp.float32),
@@ -193,13 +186,6 @@ def _backward(options: HeadOptions, engine: ChunkedEngine, residuals: tuple, g: 
     zeros = jax.tree.map(lambda x: vary_over(x, axes), zeros)
     d_hidden, d_weight, d_bias = lax.fori_loop(0, blocks.num_tiles, tile_step, zeros)
     return blocks.unchunk(d_hidden).astype(hidden.dtype), d_weight, d_bias, None
-
-
-def _write_rows(x: Array, rows: Array, start: Array, turn: Array) -> Array:
-    """Writes rows into x from start, except those that an earlier tile has written; rounded once, here."""
-    turn = turn.reshape(-1, *[1] * (x.ndim - 1))
-    new = jnp.where(turn, rows.astype(x.dtype), _rows(x, start, rows.shape[0]))
-    return lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
 
 
 _log_probs.defvjp(_forward, _backward)

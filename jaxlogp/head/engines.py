@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxlogp.errors import describe, require
 from jaxlogp.head.chunked import ChunkedEngine
+from jaxlogp.head.fixed_order import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.logits import LocalTargets
@@ -21,9 +22,16 @@ from jaxlogp.stats import TokenLogProbs
 
 @runtime_checkable
 class Engine(Protocol):
-    """Fills tile statistics its own way; operands are flat, checked and typed as varying over every axis in play."""
+    """Fills tile statistics its own way; operands are flat and checked.
+
+    Attributes:
+      name: by which callers ask for it.
+      reduces_gradients: False, the operands are typed as varying over every axis in play, and the transpose of that cast
+        sums their gradients; True, they come as they are, and the engine sums.
+    """
 
     name: str
+    reduces_gradients: bool
 
     def log_probs(
         self,
@@ -54,7 +62,11 @@ class HeadRun:
     num_vocab_shards: int
 
 
-ENGINES: dict[str, Engine] = {"reference": ReferenceEngine(), "chunked": ChunkedEngine()}
+ENGINES: dict[str, Engine] = {
+    "reference": ReferenceEngine(),
+    "chunked": ChunkedEngine(),
+    "fixed_order": FixedOrderEngine(),
+}
 
 _records: contextvars.ContextVar[tuple[list[HeadRun], ...]] = contextvars.ContextVar("head_runs", default=())
 
@@ -67,7 +79,7 @@ def choose_engine(engine: str | Engine) -> tuple[Engine, str]:
     """
     if engine == "auto":
         return ENGINES["chunked"], "auto: the portable engine, the only fused one so far"
-    if isinstance(engine, (ChunkedEngine, ReferenceEngine)):
+    if isinstance(engine, (ChunkedEngine, ReferenceEngine, FixedOrderEngine)):
         return engine, "named by the caller"
     known = isinstance(engine, str) and engine in ENGINES
     expected = f"'auto', one of {sorted(ENGINES)}, or an engine object"

@@ -12,7 +12,9 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxlogp.vocab import VocabShards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class HeadOptions:
     fp32_head: bool = False
     axis_name: object = None
     vocab_size: int = 0
+    shards: VocabShards | None = None
 
     def operand_dtype(self, weight: Array) -> jnp.dtype:
         """Dtype in which hidden and weight enter the product."""
@@ -60,3 +63,20 @@ def product_gradient(
         gradient = gradient * (1.0 - capped * capped)
     factor = options.logit_scale / options.temperature
     return gradient if factor == 1.0 else gradient * factor
+
+
+def take_rows(x: Shaped[Array, "rows ..."], start: Int[Array, ""], size: int) -> Shaped[Array, "size ..."]:
+    """size rows of x from start. 16-bit floats travel as integers: XLA on CPUs would widen all of x for the slice."""
+    if x.dtype in (jnp.bfloat16, jnp.float16):
+        bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(x, jnp.uint16), start, size)
+        return lax.bitcast_convert_type(bits, x.dtype)
+    return lax.dynamic_slice_in_dim(x, start, size)
+
+
+def write_rows(
+    x: Shaped[Array, "rows ..."], rows: Shaped[Array, "size ..."], start: Int[Array, ""], turn: Bool[Array, " size"]
+) -> Shaped[Array, "rows ..."]:
+    """Writes rows into x from start, except those that an earlier tile has written; rounded once, here."""
+    turn = turn.reshape(-1, *[1] * (x.ndim - 1))
+    new = jnp.where(turn, rows.astype(x.dtype), take_rows(x, start, rows.shape[0]))
+    return lax.dynamic_update_slice_in_dim(x, new, start, axis=0)

@@ -17,6 +17,7 @@ class ReferenceEngine:
     """Materialises [tokens, V] fp32 logits in the forward and their gradient in the backward."""
 
     name = "reference"
+    reduces_gradients = False
 
     def log_probs(
         self,

@@ -1,0 +1,135 @@
+"""How engine ``fixed_order`` cuts [tokens, vocabulary]: blocks of rows, granules of tiles; and its logits.
+
+A granule is a run of columns that no shard splits. It is cut into equal tiles, the last of which starts earlier where the
+width is not a multiple, so the weight is never padded or copied unless granules are narrower than the narrowest tile.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxlogp.exact import one_minus_square, product, scaled
+from jaxlogp.fixed_order import ReductionOrder
+from jaxlogp.head.projection import HeadOptions, dot, take_rows
+from jaxlogp.logits import LocalTargets
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How [tokens, vocab] is cut; static but for the rank."""
+
+    order: ReductionOrder
+    options: HeadOptions
+    tokens: int
+    rows: int
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.options.axis_name is None else lax.axis_size(self.options.axis_name)
+
+    @property
+    def granules(self) -> int:
+        return self.order.granules // self.num_shards
+
+    @property
+    def tile(self) -> int:
+        return self.order.tile(self.options.vocab_size)
+
+    @property
+    def tiles(self) -> int:
+        widest = math.ceil(self.options.vocab_size / self.order.granules)
+        return math.ceil(widest / self.tile)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.tokens // self.order.row_block)
+
+    @property
+    def reach(self) -> int:
+        """Rows to add behind a block so that a tile may be read at its last granule: 0 unless granules are tiny."""
+        return max(self.tile - self.options.vocab_size // self.order.granules, 0)
+
+    def blocks(self, x: Array, fill: float | int) -> Array:
+        """[tokens, ...] as [num_blocks, row_block, ...], filled up behind."""
+        missing = self.num_blocks * self.order.row_block - self.tokens
+        padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
+        return padded.reshape(self.num_blocks, self.order.row_block, *x.shape[1:])
+
+    def unblock(self, x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])[: self.tokens]
+
+    def columns(self, granule: Array, tile: Array) -> tuple[Int[Array, ""], Bool[Array, " columns"]]:
+        """First local row of a tile of a local granule, and which of its columns it has to count."""
+        edges = jnp.asarray(np.asarray(self.order.edges(self.options.vocab_size), np.int32))
+        rank = 0 if self.options.axis_name is None else lax.axis_index(self.options.axis_name)
+        first = rank * self.granules
+        start, width = edges[first + granule], edges[first + granule + 1] - edges[first + granule]
+        # The last tile ends where its granule ends and leaves out what the tile before has counted.
+        begin = jnp.minimum(tile * self.tile, jnp.maximum(width - self.tile, 0))
+        column = begin + jnp.arange(self.tile, dtype=jnp.int32)
+        return start - edges[first] + begin, (column >= tile * self.tile) & (column < width)
+
+
+def _logits(products: Array, bias: Array | None, options: HeadOptions) -> Array:
+    """As :func:`jaxlogp.head.projection.finish_logits`, each multiplication ending in an addition."""
+    logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
+    logits = scaled(logits, options.logit_scale)
+    if options.softcap is not None:
+        logits = scaled(jnp.tanh(logits / options.softcap), options.softcap)
+    return scaled(logits, 1.0 / options.temperature)
+
+
+def product_gradient(gradient: Array, logits: Array, options: HeadOptions) -> Array:
+    """As :func:`jaxlogp.head.projection.product_gradient`."""
+    if options.softcap is not None:
+        capped = jnp.clip(scaled(logits, options.temperature / options.softcap), -1.0, 1.0)
+        gradient = product(gradient, one_minus_square(capped))
+    return scaled(gradient, options.logit_scale / options.temperature)
+
+
+class Operands:
+    """hidden, weight and bias of one call as the loops read them."""
+
+    def __init__(self, plan: Plan, hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets):
+        self.plan, self.options = plan, plan.options
+        self.dtype = plan.options.operand_dtype(weight)
+        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
+        kept = jnp.where(targets.mask[:, None], hidden.astype(self.dtype), jnp.zeros((), self.dtype))
+        self.hidden = plan.blocks(kept, 0)
+        self.column = plan.blocks(targets.column, -1)
+        self.weight, self.bias = (
+            None if x is None else jnp.pad(x, [(0, plan.reach)] + [(0, 0)] * (x.ndim - 1)) for x in (weight, bias)
+        )
+
+    def tile(self, granule: Array, tile: Array) -> "Tile":
+        start, valid = self.plan.columns(granule, tile)
+        rows = take_rows(self.weight, start, self.plan.tile).astype(self.dtype)
+        return Tile(
+            self, start, valid, rows, None if self.bias is None else take_rows(self.bias, start, self.plan.tile)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile: its first local row, which columns count, and its rows of the weight and the bias."""
+
+    operands: Operands
+    start: Array
+    valid: Array
+    weight: Array
+    bias: Array | None
+
+    def logits(self, block: Array) -> Array:
+        products = dot(self.operands.hidden[block], self.weight, contract=(1, 1))
+        return _logits(products, self.bias, self.operands.options)
+
+    def targets(self, block: Array) -> Array:
+        """Columns of the targets in this tile; -1 where it does not own them."""
+        column = self.operands.column[block]
+        relative = column - self.start
+        inside = (column >= 0) & (relative >= 0) & (relative < self.valid.shape[0])
+        return jnp.where(inside & self.valid[jnp.where(inside, relative, 0)], relative, -1)
