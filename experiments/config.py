@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from experiments.mesh import MeshSpec, parse_mesh
 from experiments.model import DecoderConfig
+from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 
 
@@ -135,6 +136,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class InvarianceConfig:
+    """What decides the bits of a run with --invariant, and never the mesh: leaves of rows, granules of the vocabulary."""
+
+    leaf_rows: int = 8
+    """Rows (documents) that are computed together; schedule.rows is a multiple."""
+    granules: int | None = None
+    """Parts of the vocabulary whose sums are never split; tensor ranks divide it. None takes 24, or 8 below 24 tokens."""
+    vocab_tile: int = 512
+    """Most vocabulary columns of one product, a multiple of 64."""
+    row_block: int = 128
+    """Tokens of one product of the head, a multiple of 64."""
+
+    def order(self, vocab_size: int, dtype: str) -> ReductionOrder:
+        """The numeric identity of the head for a vocabulary of at least 8 tokens."""
+        granules = self.granules or (24 if vocab_size >= 24 else 8)
+        return ReductionOrder(granules, self.vocab_tile, self.row_block, dtype)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Exact match on held-out prompts, sampled at temperature 1 and greedy."""
 
@@ -170,6 +190,8 @@ class Config:
     """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given beside it."""
     mesh: str = "data=1,tensor=1"
     """Device mesh: data ranks split the documents, tensor ranks the vocabulary."""
+    invariant: bool = False
+    """The same bits on every mesh and micro-batch cut, sampler and trainer equal to the last bit; several times slower."""
     quiet: bool = False
     """Print warnings and the final scores only."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -177,6 +199,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -203,9 +226,27 @@ def validate(config: Config) -> MeshSpec:
     )
     require(config.loss.epsilon < 1.0, "--loss.epsilon", "a number below 1", config.loss.epsilon)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
-    expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
-    require(completions % mesh.data == 0, "--mesh", expected, completions)
+    if config.invariant:
+        _validate_invariant(config, completions)
+    else:
+        expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
+        require(completions % mesh.data == 0, "--mesh", expected, completions)
     return mesh
+
+
+def _validate_invariant(config: Config, completions: int) -> None:
+    rows, leaf = config.schedule.rows, config.invariance.leaf_rows
+    require(rows % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
+    # Another number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
+    expected = f"{completions} with --invariant, the documents of a rollout"
+    require(
+        config.schedule.docs_per_step == completions,
+        "--schedule.docs-per-step",
+        expected,
+        config.schedule.docs_per_step,
+    )
+    engine = config.loss.engine
+    require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
 
 
 def _get(config: Config, option: str) -> object:
@@ -224,6 +265,8 @@ _LOWEST = {
     "rollout.num-generations": 2,
     "rollout.max-prompt-tokens": 1,
     "rollout.max-new-tokens": 1,
+    "invariance.leaf-rows": 1,
+    "invariance.granules": 1,
     "schedule.steps": 0,
     "schedule.docs-per-step": 0,
     "schedule.micro-batches": 1,

@@ -151,7 +151,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
     log = read_metrics(run.folder.metrics)
     plot_curves(log.records, run.folder.curves)
     trainer = run.trainer
-    head = trainer.head_run
+    head = trainer.step_fn.head_run
     facts = {
         "task": trainer.task.name,
         "loss": trainer.config.loss.kind,

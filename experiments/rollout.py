@@ -32,8 +32,10 @@ class Sizes(NamedTuple):
     row: int
 
 
-def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig) -> Sizes:
+def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, *, share_rows: bool = True) -> Sizes:
     """Bounds of the task, or those of the options; a document has to fit into a packed row.
+
+    A row that no other document may share is by default no longer than the longest one.
 
     Raises:
       ValueError: the longest document does not fit into ``schedule.row_length``.
@@ -41,7 +43,7 @@ def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig) -> S
     prompt = 1 + (rollout.max_prompt_tokens or task.max_prompt_tokens)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
-    row = max(longest, SHORTEST_ROW) if schedule.row_length is None else schedule.row_length
+    row = schedule.row_length or (max(longest, SHORTEST_ROW) if share_rows else longest)
     require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
     return Sizes(prompt, completion, row)
 
@@ -161,10 +163,18 @@ def held_out_examples(task: Task, number: int) -> list[Example]:
     return [task.example(index, split) for index in range(number if count is None else min(number, count))]
 
 
+def deal(documents: list[Document], ranks: int, block: int = 1) -> list[list[Document]]:
+    """The documents of each rank: blocks of consecutive documents, dealt in turn."""
+    return [
+        [document for position, document in enumerate(documents) if position // block % ranks == rank]
+        for rank in range(ranks)
+    ]
+
+
 class RolloutStreams:
     """One endless (or ending) stream of packed micro-batches per data rank, fed by rollouts on demand.
 
-    A rollout is sampled when a stream has run dry; its documents are dealt to the ranks in turn. Documents that a step
+    A rollout is sampled when all streams have run dry; its documents are dealt to the ranks in turn. Documents that a step
     leaves over stay queued for the next one, and belong to the checkpoint.
 
     Args:
@@ -173,14 +183,26 @@ class RolloutStreams:
       rows: rows of a micro-batch.
       row_length: tokens of a row.
       pad_id: padding token.
+      block: documents that a rank is dealt at a time.
+      share_rows: whether documents may share a row.
     """
 
     def __init__(
-        self, rollout: Callable[[], list[Document]], num_ranks: int, rows: int, row_length: int, pad_id: int
+        self,
+        rollout: Callable[[], list[Document]],
+        num_ranks: int,
+        rows: int,
+        row_length: int,
+        pad_id: int,
+        *,
+        block: int = 1,
+        share_rows: bool = True,
     ) -> None:
-        self._rollout, self._rows, self._row_length, self._pad_id = rollout, rows, row_length, pad_id
+        self._rollout, self._block = rollout, block
+        self._packing = {"rows": rows, "row_length": row_length, "pad_id": pad_id, "share_rows": share_rows}
         self.queues: list[deque[Document]] = [deque() for _ in range(num_ranks)]
         self.seconds = 0.0
+        self._ended = False
 
     def streams(self) -> list[Iterator[MicroBatch]]:
         """Fresh iterators, one a rank; they share the queues."""
@@ -203,20 +225,23 @@ class RolloutStreams:
             self._deal(documents)
 
     def _deal(self, documents: list[Document]) -> None:
-        for position, document in enumerate(documents):
-            self.queues[position % len(self.queues)].append(document)
+        for queue, dealt in zip(self.queues, deal(documents, len(self.queues), self._block), strict=True):
+            queue.extend(dealt)
 
     def _pack(self, documents: list[Document]) -> tuple[MicroBatch, tuple[Document, ...]]:
-        return pack_documents(documents, rows=self._rows, row_length=self._row_length, pad_id=self._pad_id)
+        return pack_documents(documents, **self._packing)
 
     def _stream(self, rank: int) -> Iterator[MicroBatch]:
         while True:
-            if not any(self.queues):
+            # On the first rank's turn only: a rollout in the middle of a round would put more documents into a step on
+            # one mesh than on another. The other ranks pass with an empty micro-batch.
+            if rank == 0 and not any(self.queues):
                 started = time.perf_counter()
                 self._deal(self._rollout())
                 self.seconds += time.perf_counter() - started
-                if not any(self.queues):
-                    return
+                self._ended = not any(self.queues)
+            if self._ended:
+                return
             micro_batch, rest = self._pack(list(self.queues[rank]))
             self.queues[rank] = deque(rest)
             yield micro_batch

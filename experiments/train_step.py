@@ -6,6 +6,7 @@ global loss SUM; the step's own totals divide it when all micro-batches are in.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -21,14 +22,18 @@ from experiments.config import LossConfig
 from experiments.model import Decoder
 from experiments.model_sharding import decoder_shardings
 from jaxlogp import (
+    HeadRun,
     MicroBatch,
     PolicyMetricTerms,
     StepSums,
+    TokenLogProbs,
     VocabShards,
+    WeightedSum,
     linear_log_probs,
     masked_max,
     policy_loss,
     policy_metric_terms,
+    record_head_runs,
     reward_terms,
     staleness_terms,
     weighted_sum,
@@ -76,9 +81,13 @@ class TrainStep:
     Args:
       graph: graph definition of the decoder.
       mesh: axes "data" and "tensor", of type Auto.
-      loss: the loss options; None trains by cross-entropy on the labels (the warm start).
-      temperature: divisor of the logits.
+      loss: the loss options.
       optimizer: the optax transformation.
+      temperature: divisor of the logits.
+      supervised: train by cross-entropy on the labels (the warm start) instead of the policy loss.
+
+    Attributes:
+      head_run: the head call of the step: public function and engine; None before the first micro-batch is traced.
     """
 
     def __init__(
@@ -94,9 +103,11 @@ class TrainStep:
         self._graph, self._mesh, self._loss, self._optimizer = graph, mesh, loss, optimizer
         self._temperature, self._supervised = temperature, supervised
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._everywhere = NamedSharding(mesh, P())
         self._micro = jax.jit(self._micro_sums)
         self._add = jax.jit(_add)
         self._apply = None
+        self.head_run: HeadRun | None = None
 
     @property
     def num_compilations(self) -> int:
@@ -105,9 +116,11 @@ class TrainStep:
 
     def init(self, params: nnx.State) -> TrainState:
         """Places ``params`` on the mesh and makes the optimizer's state beside them."""
-        params = jax.device_put(params, decoder_shardings(params, self._mesh))
-        opt_state = self._optimizer.init(params)
-        return TrainState(params, jax.device_put(opt_state, decoder_shardings(opt_state, self._mesh)))
+        return self.place(TrainState(params, self._optimizer.init(params)))
+
+    def place(self, state: TrainState) -> TrainState:
+        """Puts every part of a state where the step wants it."""
+        return jax.device_put(state, TrainState(*(decoder_shardings(part, self._mesh) for part in state)))
 
     def micro_sums(self, params: nnx.State, batch: MicroBatch, documents_seen: int) -> MicroSums:
         """Sums of one global micro-batch (see :func:`place_micro_batch`), nothing divided."""
@@ -115,6 +128,16 @@ class TrainStep:
         # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each
         # other's threads until XLA aborts the process.
         return jax.block_until_ready(sums) if self._simulated else sums
+
+    def sums_of(
+        self, params: nnx.State, rounds: Iterable[tuple[MicroBatch, ...]], documents_seen: int
+    ) -> MicroSums | None:
+        """Sums of a step, whose micro-batches come in rounds, one for each data rank; None without any."""
+        total = None
+        for ranks in rounds:
+            part = self.micro_sums(params, place_micro_batch(ranks, self._mesh), documents_seen)
+            total = part if total is None else self.add(total, part)
+        return total
 
     def add(self, left: MicroSums, right: MicroSums) -> MicroSums:
         """Sums of two disjoint parts of a step together."""
@@ -124,9 +147,7 @@ class TrainStep:
         """Divides by the step's totals and updates; a loss or gradient that is not finite leaves the state as it was."""
         if self._apply is None:
             places = jax.tree.map(lambda x: x.sharding, state)
-            everywhere = NamedSharding(self._mesh, P())
-            rest = (everywhere,) * 5
-            self._apply = jax.jit(self._update, out_shardings=AppliedStep(places, *rest))
+            self._apply = jax.jit(self._update, out_shardings=AppliedStep(places, *(self._everywhere,) * 5))
         return self._apply(state, step)
 
     def _micro_sums(self, params: nnx.State, batch: MicroBatch, documents_seen: Array) -> MicroSums:
@@ -148,24 +169,23 @@ class TrainStep:
         return MicroSums(StepSums.of(gradients, loss, terms), drift)
 
     def _local(self, shards: VocabShards, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array):
-        result = linear_log_probs(
-            hidden,
-            weight,
-            batch.targets,
-            mask=batch.mask,
-            temperature=self._temperature,
-            with_entropy=self._loss.metrics == "with_entropy" and not self._supervised,
-            axis_name="tensor",
-            vocab=shards,
-            engine=self._loss.engine,
-            fp32_head=self._loss.fp32_head,
-        )
-        if self._supervised:
-            loss = weighted_sum(-result.log_probs, batch.mask).psum("data")
-            return loss, PolicyMetricTerms({}), jnp.float32(0)
-        loss, terms = _policy(self._loss, result, batch, documents_seen)
-        difference = jnp.abs(lax.stop_gradient(result.log_probs) - batch.old_log_probs)
-        return loss.psum("data"), terms.psum("data"), masked_max(difference, batch.mask, axis_name="data")
+        with record_head_runs() as runs:
+            result = linear_log_probs(
+                hidden,
+                weight,
+                batch.targets,
+                mask=batch.mask,
+                temperature=self._temperature,
+                with_entropy=self._loss.metrics == "with_entropy" and not self._supervised,
+                axis_name="tensor",
+                vocab=shards,
+                engine=self._loss.engine,
+                fp32_head=self._loss.fp32_head,
+            )
+        self.head_run = runs[0]
+        loss, terms, drift = loss_and_terms(self._loss, result, batch, documents_seen, supervised=self._supervised)
+        drift = drift if self._supervised else lax.pmax(drift, "data")
+        return loss.psum("data"), terms.psum("data"), drift
 
     def _update(self, state: TrainState, step: MicroSums) -> AppliedStep:
         finished = step.sums.finish()
@@ -176,6 +196,17 @@ class TrainStep:
         new = TrainState(optax.apply_updates(state.params, updates), opt_state)
         state = jax.tree.map(lambda old, new: jnp.where(finite, new, old), state, new)
         return AppliedStep(state, finished.loss, norm, finite, finished.metrics, step.drift)
+
+
+def loss_and_terms(
+    config: LossConfig, result: TokenLogProbs, batch: MicroBatch, documents_seen: Array, *, supervised: bool
+) -> tuple[WeightedSum, PolicyMetricTerms, Array]:
+    """Loss, metric terms and largest |log-prob of the trainer - of the sampler| of one data rank, nothing reduced."""
+    if supervised:
+        return weighted_sum(-result.log_probs, batch.mask), PolicyMetricTerms({}), jnp.float32(0)
+    loss, terms = _policy(config, result, batch, documents_seen)
+    difference = jnp.abs(lax.stop_gradient(result.log_probs) - batch.old_log_probs)
+    return loss, terms, masked_max(difference, batch.mask)
 
 
 def _policy(config: LossConfig, result, batch: MicroBatch, documents_seen: Array):

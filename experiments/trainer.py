@@ -12,13 +12,16 @@ from flax import nnx
 from experiments.checkpoint import Checkpoints, restore_template
 from experiments.config import Config, validate
 from experiments.console import RunConsole
-from experiments.mesh import make_mesh
+from experiments.invariant_sampler import InvariantSampler
+from experiments.invariant_step import InvariantStep, LeafPrograms
+from experiments.mesh import MeshSpec, make_mesh
 from experiments.model import Decoder
 from experiments.rollout import (
     PromptOrder,
     RolloutStreams,
     Sampler,
     Sizes,
+    deal,
     documents_from,
     encode_prompt,
     held_out_examples,
@@ -28,8 +31,15 @@ from experiments.rollout import (
 from experiments.run_folder import MetricsWriter
 from experiments.tasks import Example, make_task
 from experiments.tokenizer import tokenizer_for
-from experiments.train_step import MicroSums, TrainState, TrainStep, place_micro_batch
-from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch, pack_documents, record_head_runs
+from experiments.train_step import MicroSums, TrainState, TrainStep
+from jaxlogp import (
+    Document,
+    DocumentSchedule,
+    MicroBatch,
+    ReductionOrder,
+    pack_documents,
+)
+from jaxlogp.errors import require
 
 MAX_REFUSED_STEPS = 5
 MAX_WARM_UP_STEPS = 50
@@ -69,35 +79,68 @@ class Trainer:
         self.config = config
         self.task = make_task(config.task, seed=config.seed)
         self.tokenizer = tokenizer_for(self.task)
-        self.sizes: Sizes = sizes_for(self.task, config.rollout, config.schedule)
+        self.sizes: Sizes = sizes_for(self.task, config.rollout, config.schedule, share_rows=not config.invariant)
         self.mesh = make_mesh(spec)
-        decoder = config.model.decoder(self.tokenizer.vocab_size)
-        model = Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh)
+        self._decoder = config.model.decoder(self.tokenizer.vocab_size)
+        # In the invariant mode the body is whole on every tensor rank, the embedding lookup included.
+        model = Decoder(self._decoder, rngs=nnx.Rngs(config.seed), mesh=None if config.invariant else self.mesh)
         self.graph, params = nnx.split(model)
         self.key = jax.random.key(config.seed)
-        self.step_fn = TrainStep(
-            self.graph, self.mesh, config.loss, _policy_optimizer(config), temperature=config.rollout.temperature
-        )
+        self.order = self._reduction_order(spec) if config.invariant else None
+        self._block = config.invariance.leaf_rows if config.invariant else 1
+        self._programs: dict[float, LeafPrograms] = {}
+        self.step_fn = self._make_step(_policy_optimizer(config))
         self.state = self.step_fn.init(params)
-        head = {"fp32_head": config.loss.fp32_head}
-        self._sampler = self._make_sampler(temperature=config.rollout.temperature, **head)
-        self._judges = {
-            "sampled": self._make_sampler(temperature=1.0, **head),
-            "greedy": self._make_sampler(temperature=1.0, greedy=True, **head),
-        }
+        self._sampler = self._make_sampler(config.rollout.temperature)
+        self._judges = {"sampled": self._make_sampler(1.0), "greedy": self._make_sampler(1.0, greedy=True)}
         self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
         self.progress = Progress()
         self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
         schedule = config.schedule
-        self.streams = RolloutStreams(self._rollout, spec.data, schedule.rows, self.sizes.row, self.tokenizer.pad_id)
+        self.streams = RolloutStreams(
+            self._rollout,
+            spec.data,
+            schedule.rows,
+            self.sizes.row,
+            self.tokenizer.pad_id,
+            block=self._block,
+            share_rows=not config.invariant,
+        )
         self._schedule = DocumentSchedule(
             schedule.docs_per_step, schedule.micro_batches, schedule.max_empty_micro_batches
         )
         self._degenerate: list[float] = []
-        self.head_run: HeadRun | None = None
 
-    def _make_sampler(self, **options: Any) -> Sampler:
-        return Sampler(self.graph, self.task, self.tokenizer, self.sizes, self.mesh, **options)
+    def _reduction_order(self, spec: MeshSpec) -> ReductionOrder:
+        """The numeric identity of the head, the same on every process."""
+        config = self.config
+        dtype = "float32" if config.loss.fp32_head else config.model.dtype
+        order = config.invariance.order(self.tokenizer.vocab_size, dtype)
+        expected = f"tensor ranks that divide the {order.granules} granules of the vocabulary, with --invariant"
+        require(order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
+        order.check_across_processes()
+        return order
+
+    def _leaf_programs(self, temperature: float) -> LeafPrograms:
+        if temperature not in self._programs:
+            options = {"temperature": temperature, "fp32_head": self.config.loss.fp32_head}
+            self._programs[temperature] = LeafPrograms(self.graph, self._decoder, self.mesh, self.order, **options)
+        return self._programs[temperature]
+
+    def _make_step(self, optimizer: optax.GradientTransformation, *, supervised: bool = False) -> TrainStep:
+        temperature = 1.0 if supervised else self.config.rollout.temperature
+        loss = self.config.loss
+        if self.order is None:
+            return TrainStep(self.graph, self.mesh, loss, optimizer, temperature=temperature, supervised=supervised)
+        programs = self._leaf_programs(temperature)
+        return InvariantStep(programs, loss, optimizer, leaf_rows=self._block, supervised=supervised)
+
+    def _make_sampler(self, temperature: float, *, greedy: bool = False) -> Sampler | InvariantSampler:
+        text = (self.task, self.tokenizer, self.sizes)
+        options = {"temperature": temperature, "greedy": greedy}
+        if self.order is None:
+            return Sampler(self.graph, *text, self.mesh, **options, fp32_head=self.config.loss.fp32_head)
+        return InvariantSampler(self._leaf_programs(temperature), *text, leaf_rows=self._block, **options)
 
     # Warm start
 
@@ -109,7 +152,7 @@ class Trainer:
         warm_up = max(1, min(MAX_WARM_UP_STEPS, options.max_steps // 4))
         schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.0))
-        step_fn = TrainStep(self.graph, self.mesh, self.config.loss, optimizer, supervised=True)
+        step_fn = self._make_step(optimizer, supervised=True)
         state = step_fn.init(self.state.params)
         order = PromptOrder(self.task, self.config.seed + 1, None)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
@@ -131,22 +174,24 @@ class Trainer:
         self.state = self.step_fn.init(state.params)
 
     def _supervised_sums(self, step_fn: TrainStep, state: TrainState, examples: list[Example]) -> MicroSums:
-        documents = [self._supervised_document(example) for example in examples]
-        ranks = self.mesh.shape["data"]
-        queues: list[tuple[Document, ...]] = [tuple(documents[rank::ranks]) for rank in range(ranks)]
-        total = None
-        while any(queues):
-            packed = [self._pack(queue) for queue in queues]
-            queues = [rest for _, rest in packed]
-            batch = place_micro_batch(tuple(micro_batch for micro_batch, _ in packed), self.mesh)
-            part = step_fn.micro_sums(state.params, batch, 0)
-            total = part if total is None else step_fn.add(total, part)
+        ranks = deal([self._supervised_document(example) for example in examples], self.mesh.shape["data"], self._block)
+        rounds = []
+        while any(ranks):
+            packed = [self._pack(documents) for documents in ranks]
+            ranks = [list(rest) for _, rest in packed]
+            rounds.append(tuple(micro_batch for micro_batch, _ in packed))
+        total = step_fn.sums_of(state.params, rounds, 0)
         assert total is not None, "a warm start step has at least one document"
         return total
 
     def _pack(self, documents: tuple[Document, ...]) -> tuple[MicroBatch, tuple[Document, ...]]:
-        rows = self.config.schedule.rows
-        return pack_documents(documents, rows=rows, row_length=self.sizes.row, pad_id=self.tokenizer.pad_id)
+        return pack_documents(
+            documents,
+            rows=self.config.schedule.rows,
+            row_length=self.sizes.row,
+            pad_id=self.tokenizer.pad_id,
+            share_rows=not self.config.invariant,
+        )
 
     def _supervised_document(self, example: Example) -> Document:
         prompt = encode_prompt(self.tokenizer, example, self.sizes)
@@ -189,11 +234,8 @@ class Trainer:
         collected = self._schedule.collect(self.streams.streams(), padding=self.streams.padding())
         if not collected.micro_batches:
             return None, True
-        total, tokens = None, 0
-        for ranks in collected.micro_batches:
-            tokens += sum(int(rank.segment_ids.size - np.sum(rank.segment_ids < 0)) for rank in ranks)
-            part = self._micro_sums(place_micro_batch(ranks, self.mesh))
-            total = part if total is None else self.step_fn.add(total, part)
+        tokens = sum(int(np.sum(rank.segment_ids >= 0)) for ranks in collected.micro_batches for rank in ranks)
+        total = self.step_fn.sums_of(self.state.params, collected.micro_batches, self.progress.documents_seen)
         applied = self.step_fn.apply(self.state, total)
         self.state = applied.state
         self.progress.step += 1
@@ -216,17 +258,11 @@ class Trainer:
         if self._degenerate:
             values["degenerate_groups"] = float(np.mean(self._degenerate))
         values["tokens_per_second"] = tokens / values["step_seconds"]
-        assert self.head_run is not None, "a micro-batch has been traced"
-        values |= {"head_path": self.head_run.path, "head_engine": self.head_run.engine}
+        head_run = self.step_fn.head_run
+        assert head_run is not None, "a micro-batch has been traced"
+        values |= {"head_path": head_run.path, "head_engine": head_run.engine}
         self._count_refused(bool(applied.finite))
         return values, collected.exhausted
-
-    def _micro_sums(self, batch: MicroBatch) -> MicroSums:
-        with record_head_runs() as runs:
-            part = self.step_fn.micro_sums(self.state.params, batch, self.progress.documents_seen)
-        if runs:
-            self.head_run = runs[0]
-        return part
 
     def _count_refused(self, finite: bool) -> None:
         self.progress.refused = 0 if finite else self.progress.refused + 1
@@ -282,7 +318,7 @@ class Trainer:
         opt_state = jax.tree.unflatten(
             jax.tree.structure(self.state.opt_state), [leaves[name] for name in sorted(leaves)]
         )
-        self.state = TrainState(params, opt_state)
+        self.state = self.step_fn.place(TrainState(params, opt_state))
         extra = restored.extra
         self.progress = Progress(**extra["progress"])
         self.prompts.cursor = extra["cursor"]

@@ -121,7 +121,7 @@ class MicroBatch:
 
 
 def pack_documents(
-    documents: Iterable[Document], *, rows: int, row_length: int, pad_id: int = 0
+    documents: Iterable[Document], *, rows: int, row_length: int, pad_id: int = 0, share_rows: bool = True
 ) -> tuple[MicroBatch, tuple[Document, ...]]:
     """Packs documents in their order, as many as fit, never splitting one.
 
@@ -133,6 +133,7 @@ def pack_documents(
         rows: number of rows.
         row_length: tokens per row.
         pad_id: token id of the padding.
+        share_rows: whether a document may follow another one in its row; False gives each a row of its own.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
@@ -158,7 +159,8 @@ def pack_documents(
         length = document.tokens.size
         require(length <= row_length, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
 
-    starts = _row_starts([document.tokens.size for document in documents], rows, row_length)
+    lengths = [document.tokens.size if share_rows else row_length for document in documents]
+    starts = _row_starts(lengths, rows, row_length)
     packed, rest = documents[: len(starts)], documents[len(starts) :]
     batch = _empty(rows, row_length, pad_id)
     flat_ids = batch.document_ids.reshape(-1)

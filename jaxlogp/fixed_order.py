@@ -174,7 +174,7 @@ def gather_bits(x: Array, axis_name: AxisName) -> Array:
     return summed if x.dtype == jnp.int32 else lax.bitcast_convert_type(summed, x.dtype)
 
 
-def tree_sum_over(parts: Float[Array, "parts *shape"], axis_name: AxisName) -> Float[Array, "*shape"]:
+def tree_sum_over(parts: Float[Array, "parts ..."], axis_name: AxisName) -> Float[Array, "..."]:
     """Sum over local parts and over ranks, in the tree over all parts in rank order; the same on all ranks.
 
     Each rank receives its share of the elements from everyone (all-to-all), adds them, and makes the sums known.
