@@ -1,0 +1,163 @@
+"""`--invariant`: the same parameters bit for bit on every mesh and cut, the same numbers in sampler and trainer."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import grpo
+from experiments.config import Config, validate
+from experiments.invariant_step import TreeFold, split_rows
+from jaxlogp import Document, pack_documents
+from tests.experiments.tiny import tiny, train_records
+
+# Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves over.
+QUICK = [("data=2,tensor=4", 8)]
+SLOW = [
+    ("data=1,tensor=1", 8),
+    ("data=1,tensor=1", 64),
+    ("data=1,tensor=2", 16),
+    ("data=1,tensor=3", 32),
+    ("data=1,tensor=4", 16),
+    ("data=1,tensor=6", 8),
+    ("data=1,tensor=8", 16),
+    ("data=2,tensor=1", 32),
+    ("data=2,tensor=2", 16),
+    ("data=2,tensor=3", 8),
+    ("data=3,tensor=2", 8),
+    ("data=4,tensor=2", 16),
+    ("data=5,tensor=1", 8),
+    ("data=8,tensor=1", 8),
+]
+MESHES = [pytest.param(*each) for each in QUICK] + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+
+
+def run(out, mesh, rows, **changes):
+    schedule = {"steps": 4, "rows": rows, "row_length": None}
+    options = {"mesh": mesh, "invariant": True, "schedule": schedule, "warm_start": {"max_steps": 4}, **changes}
+    return grpo.main(tiny(out, f"{mesh.replace(',', '-')}-{rows}-{len(changes)}", **options))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("invariant")
+
+
+@pytest.fixture(scope="module")
+def single(runs):
+    """One device, two leaves a micro-batch."""
+    return run(runs, "data=1,tensor=1", 16)
+
+
+def state_bytes(result):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.trainer.state)]
+
+
+@pytest.mark.parametrize("mesh, rows", MESHES)
+def test_the_state_after_four_steps_is_the_same_to_the_last_bit(single, runs, mesh, rows):
+    result = run(runs, mesh, rows)
+    assert state_bytes(result) == state_bytes(single)
+    numbers = ("loss", "grad_norm", "reward_mean", "entropy", "new_logprobs", "num_tokens", "num_documents")
+    for mine, other in zip(train_records(result), train_records(single), strict=True):
+        assert {name: mine[name] for name in numbers} == {name: other[name] for name in numbers}
+    assert (result.before, result.after) == (single.before, single.after)
+
+
+def test_sampler_and_trainer_have_the_same_numbers(single):
+    """Not by scoring again: the old log-probs are those of the steps in which the tokens were drawn."""
+    for record in train_records(single):
+        assert record["drift_max"] == 0.0 and record["kl_new_old"] == 0.0
+        assert record["ratio_new_old_labelled"] == 1.0 and record["clipped_ratio_fraction"] == 0.0
+        assert record["ratio_new_old_sum"] == record["ratio_new_old_squared_sum"] == record["num_tokens"]
+        assert record["head_engine"] == "fixed_order"
+    assert 0.0 < train_records(single)[0]["reward_mean"] < 1.0, "without a gradient all of this would be easy"
+
+
+def test_the_plain_run_does_break(runs):
+    """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
+    results = [run(runs, mesh, 16, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
+    assert state_bytes(results[0]) != state_bytes(results[1])
+    assert train_records(results[0])[0]["drift_max"] > 0.0
+
+
+@pytest.mark.slow
+def test_the_document_ratio_too(runs):
+    loss = {"kind": "gspo", "document_weighting": "document"}
+    results = [run(runs, mesh, rows, loss=loss) for mesh, rows in (("data=1,tensor=1", 32), ("data=3,tensor=2", 8))]
+    assert state_bytes(results[0]) == state_bytes(results[1])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits(single, runs):
+    schedule = {"steps": 2, "rows": 16, "row_length": None}
+    broken = run(runs, "data=1,tensor=1", 16, schedule=schedule)
+    steps = Config().schedule.__class__(steps=4)
+    resumed = grpo.main(Config(resume=str(broken.run.path), quiet=True, schedule=steps))
+    assert state_bytes(resumed) == state_bytes(single)
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_the_fold_is_the_tree_over_the_order(count):
+    """Against the definition, and with neutral parts behind: the fold of 2^k parts is itself a part of a longer fold."""
+
+    def tree(parts):
+        while len(parts) > 1:
+            parts = [
+                "(" + "".join(parts[i : i + 2]) + ")" if i + 1 < len(parts) else parts[i]
+                for i in range(0, len(parts), 2)
+            ]
+        return parts[0]
+
+    letters = [chr(ord("a") + i) for i in range(count)]
+    fold = TreeFold(lambda left, right: f"({left}{right})")
+    for letter in letters:
+        fold.push(letter)
+    assert fold.total() == tree(letters)
+
+
+def test_a_fold_of_nothing_is_nothing():
+    assert TreeFold(lambda left, right: left + right).total() is None
+
+
+def documents(count):
+    return [Document(np.array([3, 4, 5 + i]), 1, np.float32([-1.0, -i]), float(i), float(i), i) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
+def test_a_micro_batch_splits_into_what_its_documents_would_pack_into(count):
+    batch, _ = pack_documents(documents(count), rows=8, row_length=6, share_rows=False)
+    for index, leaf in enumerate(split_rows(batch, 4)):
+        wanted, _ = pack_documents(documents(count)[4 * index : 4 * index + 4], rows=4, row_length=6, share_rows=False)
+        np.testing.assert_array_equal(leaf.num_documents, [wanted.num_documents])
+        for name in ("tokens", "targets", "positions", "mask", "old_log_probs", "advantages", "rewards"):
+            np.testing.assert_array_equal(getattr(leaf, name), getattr(wanted, name), err_msg=name)
+        np.testing.assert_array_equal(leaf.segment_ids, wanted.segment_ids)
+        np.testing.assert_array_equal(leaf.model_versions, wanted.model_versions)
+        # Only the padding behind the last document may be numbered differently.
+        np.testing.assert_array_equal(leaf.document_ids[leaf.mask], wanted.document_ids[leaf.mask])
+
+
+def test_rows_that_are_shared_are_refused():
+    batch, _ = pack_documents(documents(4), rows=4, row_length=6)
+    with pytest.raises(ValueError, match="^batch: expected one document a row"):
+        split_rows(batch, 2)
+
+
+BAD = {
+    "--schedule.rows": {"schedule": {"rows": 12}},
+    "--schedule.docs-per-step": {"schedule": {"docs_per_step": 32}},
+    "--loss.engine": {"loss": {"engine": "chunked"}},
+    "--invariance.leaf-rows": {"invariance": {"leaf_rows": 0}},
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("option", BAD)
+def test_options_that_would_break_it_are_refused(tmp_path, option):
+    with pytest.raises(ValueError, match=f"^{option}: expected "):
+        validate(tiny(tmp_path, "bad", invariant=True, **BAD[option]))
+
+
+@pytest.mark.bad_input
+def test_tensor_ranks_that_split_a_granule_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="^--mesh: expected tensor ranks that divide the 24 granules"):
+        grpo.main(tiny(tmp_path, "bad", invariant=True, mesh="tensor=5"))
