@@ -46,7 +46,7 @@ class ReductionOrder:
 
     granules: int = 24
     vocab_tile: int = 512
-    row_block: int = 128
+    row_block: int = 256
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -212,10 +212,9 @@ def fixed_order_sum(x: Float[Array, "*shape"], axis_name: AxisNames) -> Float[Ar
       ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-      >>> total = jax.shard_map(lambda x: fixed_order_sum(x, "data"), mesh=mesh, in_specs=jax.P("data"),
-      ...                       out_specs=jax.P())
-      >>> total(jnp.arange(3.0)).tolist()
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+      >>> specs = dict(in_specs=jax.P("data"), out_specs=jax.P())
+      >>> jax.shard_map(lambda x: fixed_order_sum(x, "data"), mesh=mesh, **specs)(jnp.arange(3.0)).tolist()
       [0.0, 1.0, 2.0]
     """
     require(
