@@ -27,7 +27,7 @@ def integers(seed, shape, bound):
 
 
 def uniform_case():
-    """Weight rows that are all equal: p = 1/256 exactly, so dz, dH and dW are multiples of 2^-8 and exact."""
+    """Weight rows that are all equal: p = 1/256 up to the last bits of exp, which rounding to bf16 removes."""
     row = integers(1, HIDDEN, 3)
     return {
         "hidden": jnp.asarray(integers(0, (TOKENS, HIDDEN), 3), jnp.bfloat16),
