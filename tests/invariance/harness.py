@@ -19,6 +19,7 @@ from jaxlogp import ChunkedEngine, FixedOrderEngine, ReductionOrder, TokenLogPro
 HIDDEN = 32
 ORDER = ReductionOrder(granules=24, vocab_tile=128, row_block=64)
 FIXED = FixedOrderEngine(ORDER)
+FIXED_EIGHT = FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=64, row_block=128))
 CHUNKED = ChunkedEngine(token_chunk=64, vocab_tile=128)
 NAIVE = "naive"
 TARGET_FIELDS = ("targets", "mask", "g_lp", "g_entropy")

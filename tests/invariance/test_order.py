@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, fixed_order_sum, linear_log_probs
 from jaxlogp import sharded_linear_log_probs as sharded
-from jaxlogp.exact import ceil_exponent, distance, one_minus_square, power_of_two, product, reference, split, times_ln2
+from jaxlogp.exact import (
+    ceil_exponent,
+    distance,
+    no_negative_zero,
+    one_minus_square,
+    power_of_two,
+    product,
+    reference,
+    split,
+    times_ln2,
+)
 from jaxlogp.fixed_order import fold_tree
 from tests.invariance.harness import FIXED, ORDER, broken, case, tensor_mesh
 
@@ -258,3 +268,14 @@ def test_powers_of_two_and_ln2():
     assert power_of_two(exponents).tolist() == [1.0, 0.5, 2.0**-59, 2.0**-60, 0.0, 0.0]
     x = jnp.asarray([-3.0, -1e-3, 0.0, -777.5], jnp.float32)
     np.testing.assert_allclose(times_ln2(x), np.asarray(x, np.float64) * math.log(2.0), rtol=3 * 2**-24)
+
+
+def test_negative_zeros_go_and_everything_else_stays():
+    x = np.asarray([-0.0, 0.0, -1.5, np.nan, -np.inf, 1e-30], np.float32)
+    seen = np.asarray(jax.jit(no_negative_zero)(x))
+    assert seen.tobytes() == np.where(x == 0, np.float32(0), x).tobytes() and not np.signbit(seen[0])
+    # Parts that are all -0.0 and padding of 0.0 must meet as they would without padding.
+    run = jax.shard_map(
+        lambda x: fixed_order_sum(x, "tensor"), mesh=tensor_mesh(3), in_specs=P("tensor"), out_specs=P()
+    )
+    assert not np.signbit(run(jnp.full(3, -0.0))).any()

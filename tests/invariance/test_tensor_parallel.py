@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests import oracle
-from tests.invariance.harness import CHUNKED, FIXED, NAIVE, Setting, broken, case, run
+from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run
 
 TOKENS = 72  # one whole block of 64 rows and part of a second
 SIZES = (2, 3, 4, 6, 8)
@@ -21,6 +21,8 @@ SETTINGS = {
         jnp.bfloat16,
         (4,),
     ),
+    # One granule, one tile and one block a shard: every loop has one turn on 8 shards, and compilers unroll those.
+    "fp32 V=258, 8 granules": (Setting(FIXED_EIGHT, 258, ALL_OPTIONS), jnp.float32, (2, 8)),
 }
 PROGRAMS = [(name, size) for name, (_, _, sizes) in SETTINGS.items() for size in sizes]
 
@@ -35,7 +37,7 @@ def data_for(name, family):
 
 @pytest.mark.parametrize("name, size", PROGRAMS)
 def test_every_size_gives_the_bytes_of_one_shard(name, size):
-    """Four families of values on each of 13 programs: 52 configurations."""
+    """Four families of values on each of 15 programs: 60 configurations."""
     setting, _, _ = SETTINGS[name]
     for family in FAMILIES:
         data = data_for(name, family)

@@ -82,7 +82,7 @@ def main(rank, processes, port, out):
         jax.distributed.shutdown()
 
 
-MESHES = ((1, 8), (2, 4))
+MESHES = ((1, 8), (4, 2))
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
