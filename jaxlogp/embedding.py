@@ -8,8 +8,17 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp._compat import (
+    AxisName,
+    place,
+    refuse_unchecked_gradient,
+    union_of_varying_axes,
+    vary_over,
+    varying_axes,
+)
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer
+from jaxlogp.exact import no_negative_zero
+from jaxlogp.fixed_order import gather_bits, in_mesh_order, segment_tree_sum
 from jaxlogp.vocab import VocabShards, local_shard
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
@@ -21,6 +30,7 @@ def embedding_lookup(
     *,
     axis_name: AxisName | None = None,
     vocab: VocabShards | None = None,
+    fixed_order: bool = False,
 ) -> Float[Array, "*tokens hidden"]:
     """Rows of ``table`` for model-input ids.
 
@@ -32,6 +42,10 @@ def embedding_lookup(
       token_ids: [*tokens], integer. There is no ignore index: every id must be in [0, V).
       axis_name: mesh axis over which the vocabulary is sharded.
       vocab: the shards; None means equal ones.
+      fixed_order: sum the gradient of a row in an order that only its own tokens decide: a binary tree over its
+        occurrences in token order, on all data ranks together. Equal bits for the same occurrences in the same order,
+        whatever stands between them, on any mesh and any backend's scatter. Costs log2(tokens) passes over the
+        cotangents, and on data ranks a gather of them.
 
     Returns:
       [*tokens, H] in the table's dtype.
@@ -55,14 +69,18 @@ def embedding_lookup(
     local = token_ids - shard.start
     owned = valid & (local >= 0) & (local < shard.width)
     axes = union_of_varying_axes(table, token_ids) | ({axis_name} if axis_name is not None else set())
-    table = vary_over(refuse_unchecked_gradient(table, axis_name), axes)
-    rows = _owned_rows(table, jnp.where(owned, local, 0), owned, axis_name)
+    table = refuse_unchecked_gradient(table, axis_name)
+    if not fixed_order:
+        # The transpose of the cast is the all-reduce that the gradient of a shared table needs.
+        table = vary_over(table, axes)
+    rows = _owned_rows(table, jnp.where(owned, local, 0), owned, axis_name, fixed_order)
     return jnp.where(valid[..., None], rows, jnp.array(jnp.nan, table.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _owned_rows(table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _owned_rows(table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None, fixed_order: bool) -> Array:
     """Rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, transported as bits."""
+    del fixed_order
     rows = table.at[row_ids].get(mode="promise_in_bounds")
     rows = jnp.where(owned[..., None], rows, jnp.zeros_like(rows))
     if axis_name is None:
@@ -71,18 +89,33 @@ def _owned_rows(table: Array, row_ids: Array, owned: Array, axis_name: AxisName 
     return lax.bitcast_convert_type(lax.psum(bits, axis_name), table.dtype)
 
 
-def _owned_rows_forward(table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None) -> tuple[Array, tuple]:
-    return _owned_rows(table, row_ids, owned, axis_name), (table, row_ids, owned)
+def _owned_rows_forward(
+    table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None, fixed_order: bool
+) -> tuple[Array, tuple]:
+    return _owned_rows(table, row_ids, owned, axis_name, fixed_order), (table, row_ids, owned)
 
 
-def _owned_rows_backward(axis_name: AxisName | None, residuals: tuple, g: Array) -> tuple[Array, None, None]:
+def _owned_rows_backward(
+    axis_name: AxisName | None, fixed_order: bool, residuals: tuple, g: Array
+) -> tuple[Array, None, None]:
     # A token may occur thousands of times: its cotangents are added in fp32 and rounded once.
-    del axis_name
     table, row_ids, owned = residuals
     g = jnp.where(owned[..., None], g.astype(jnp.float32), 0.0)
-    zeros = vary_over(jnp.zeros(table.shape, jnp.float32), union_of_varying_axes(table, row_ids))
-    gradient = zeros.at[row_ids].add(g, mode="promise_in_bounds")
+    if fixed_order:
+        gradient = _gradient_in_fixed_order(table, row_ids, owned, g, axis_name)
+    else:
+        zeros = vary_over(jnp.zeros(table.shape, jnp.float32), union_of_varying_axes(table, row_ids))
+        gradient = zeros.at[row_ids].add(g, mode="promise_in_bounds")
     return gradient.astype(table.dtype), None, None
+
+
+def _gradient_in_fixed_order(table: Array, row_ids: Array, owned: Array, g: Array, axis_name: AxisName | None) -> Array:
+    ids = jnp.where(owned, row_ids, table.shape[0]).reshape(-1)
+    g = no_negative_zero(g.reshape(-1, g.shape[-1]))
+    # Data ranks that share the table see one another's tokens, in global order, and all compute the same sums.
+    for name in reversed(in_mesh_order(union_of_varying_axes(ids, g) - varying_axes(table) - {axis_name})):
+        ids, g = (gather_bits(x, name).reshape(-1, *x.shape[1:]) for x in (ids, g))
+    return segment_tree_sum(g, ids, table.shape[0])
 
 
 _owned_rows.defvjp(_owned_rows_forward, _owned_rows_backward)
@@ -95,6 +128,7 @@ def sharded_embedding_lookup(
     mesh: Mesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
+    fixed_order: bool = False,
 ) -> Float[Array, "*tokens hidden"]:
     """:func:`embedding_lookup` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
 
@@ -104,6 +138,7 @@ def sharded_embedding_lookup(
       mesh: the device mesh.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
+      fixed_order: as in :func:`embedding_lookup`.
 
     Returns:
       [*tokens, H], split like ``token_ids``.
@@ -118,7 +153,7 @@ def sharded_embedding_lookup(
     shards = VocabShards.even(table.shape[0], mesh.shape[vocab_axis])
     token_spec = PartitionSpec(token_axes if token_axes else None)
     mapped = jax.shard_map(
-        lambda table, ids: embedding_lookup(table, ids, axis_name=vocab_axis, vocab=shards),
+        lambda table, ids: embedding_lookup(table, ids, axis_name=vocab_axis, vocab=shards, fixed_order=fixed_order),
         mesh=mesh,
         in_specs=(PartitionSpec(vocab_axis), token_spec),
         out_specs=token_spec,

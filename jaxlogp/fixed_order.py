@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxlogp._compat import AxisName, AxisNames, axis_tuple, refuse_unchecked_gradient, vary_over
+from jaxlogp._compat import AxisName, AxisNames, axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require
 from jaxlogp.exact import no_negative_zero
 from jaxlogp.vocab import VocabShards
@@ -46,7 +46,7 @@ class ReductionOrder:
 
     granules: int = 24
     vocab_tile: int = 512
-    row_block: int = 128
+    row_block: int = 256
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +189,32 @@ def tree_sum_over(parts: Float[Array, "parts ..."], axis_name: AxisName) -> Floa
     return gather_bits(total, axis_name).reshape(-1)[:size].reshape(shape)
 
 
+def segment_tree_sum(
+    values: Float[Array, "items width"], segments: Int[Array, " items"], num_segments: int
+) -> Float[Array, "num_segments width"]:
+    """Row s is the sum of the values of segment s, by the tree of :func:`fold_tree` over them in their order.
+
+    What stands between two values of a segment, and how many segments there are, changes no bit. Values of segments
+    outside of [0, num_segments) are dropped; a value of -0.0 must have been replaced.
+    """
+    items = segments.shape[0]
+    order = jnp.argsort(segments, stable=True)
+    segments, values = segments[order], values[order]
+    place = jnp.arange(items, dtype=jnp.int32)
+    first = jnp.searchsorted(segments, segments, side="left").astype(jnp.int32)
+    turn = place - first
+    end = jnp.searchsorted(segments, segments, side="right").astype(jnp.int32)
+    step = 1
+    while step < items:
+        # After the round, a value whose turn is a multiple of 2 * step stands for as many of its segment.
+        pairs = (turn % (2 * step) == 0) & (place + step < end)
+        values = jnp.where(pairs[:, None], values + jnp.roll(values, -step, axis=0), values)
+        step *= 2
+    heads = jnp.where((turn == 0) & (segments >= 0), segments, num_segments)
+    zeros = vary_over(jnp.zeros((num_segments, values.shape[1]), jnp.float32), union_of_varying_axes(values, segments))
+    return zeros.at[heads].set(values, mode="drop")
+
+
 def in_mesh_order(axes: frozenset) -> tuple[AxisName, ...]:
     """``axes`` in the order in which the surrounding mesh lists them."""
     return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
@@ -212,10 +238,9 @@ def fixed_order_sum(x: Float[Array, "*shape"], axis_name: AxisNames) -> Float[Ar
       ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-      >>> total = jax.shard_map(lambda x: fixed_order_sum(x, "data"), mesh=mesh, in_specs=jax.P("data"),
-      ...                       out_specs=jax.P())
-      >>> total(jnp.arange(3.0)).tolist()
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+      >>> specs = dict(in_specs=jax.P("data"), out_specs=jax.P())
+      >>> jax.shard_map(lambda x: fixed_order_sum(x, "data"), mesh=mesh, **specs)(jnp.arange(3.0)).tolist()
       [0.0, 1.0, 2.0]
     """
     require(

@@ -1,0 +1,117 @@
+"""Relation I, over the batch: what a token gets does not depend on where it stands, nor on what stands beside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp import linear_log_probs
+from tests.invariance.harness import CHUNKED, FIXED, NAIVE, TARGET_FIELDS, Setting, broken, case, run
+
+TOKENS = 96
+VOCAB = 1027
+PER_TOKEN = ("log_probs", "entropy", "hidden")
+EVERYTHING = (*PER_TOKEN, "weight", "bias")
+BASE = case(VOCAB, TOKENS)
+RNG = np.random.default_rng(9)
+PERMUTATION = RNG.permutation(TOKENS)
+ALL = np.arange(TOKENS)
+
+
+def take(rows, source=BASE):
+    """The tokens ``rows`` of the source, in that order."""
+    rows = np.asarray(rows)
+    return {name: value[rows] if name in ("hidden", *TARGET_FIELDS) else value for name, value in source.items()}
+
+
+def company(change):
+    """The first half as it is, beside others that have been changed."""
+    data = dict(BASE)
+    others = np.arange(TOKENS) >= TOKENS // 2
+    data.update(change(data, jnp.asarray(others)))
+    return data, np.arange(TOKENS // 2), np.arange(TOKENS // 2)
+
+
+def padded(front, behind):
+    """Masked tokens, with NaN hidden states and ids of no use, before and behind."""
+    total = front + TOKENS + behind
+    data = case(VOCAB, total, seed=5)
+    inside = slice(front, front + TOKENS)
+    data = {**data, "mask": jnp.zeros(total, bool), "hidden": jnp.full_like(data["hidden"], jnp.nan)}
+    data["targets"] = jnp.full(total, -100, jnp.int32)
+    moved = {name: data[name].at[inside].set(BASE[name]) for name in ("hidden", *TARGET_FIELDS)}
+    return {**BASE, **moved}, np.arange(front, front + TOKENS), ALL
+
+
+def selection(rows):
+    return take(rows), np.arange(len(rows)), np.asarray(rows)
+
+
+def changed_hidden(factor):
+    return lambda data, others: {"hidden": jnp.where(others[:, None], data["hidden"] * factor, data["hidden"])}
+
+
+# name: (data, places in it, the places of the same tokens in BASE), and the results compared
+TRANSFORMS = {
+    "permutation": (selection(PERMUTATION), PER_TOKEN),
+    "reversed": (selection(ALL[::-1]), PER_TOKEN),
+    "rotated by one": (selection(np.roll(ALL, 1)), PER_TOKEN),
+    "blocks of rows swapped": (selection(np.roll(ALL, 64)), PER_TOKEN),
+    "every token twice, half of them": (selection(np.repeat(ALL[:48], 2)), PER_TOKEN),
+    "one token everywhere": (selection(np.full(TOKENS, 7)), PER_TOKEN),
+    "others ten thousand times larger": (company(changed_hidden(1e4)), PER_TOKEN),
+    "others zero": (company(changed_hidden(0.0)), PER_TOKEN),
+    "others masked": (company(lambda data, others: {"mask": data["mask"] & ~others}), PER_TOKEN),
+    "others with other targets": (
+        company(lambda data, others: {"targets": jnp.where(others, (data["targets"] + 1) % VOCAB, data["targets"])}),
+        PER_TOKEN,
+    ),
+    "the first half alone": (selection(ALL[:48]), PER_TOKEN),
+    "seven tokens": (selection(ALL[40:47]), PER_TOKEN),
+    "one token": (selection([50]), PER_TOKEN),
+    "a chunk of 32": (selection(ALL[32:64]), PER_TOKEN),
+    "every token twice": (selection(np.tile(ALL, 2)), PER_TOKEN),
+    "padding behind": (padded(0, 96), EVERYTHING),
+    "padding before": (padded(50, 46), PER_TOKEN),
+    "padding of a whole block before": (padded(64, 32), PER_TOKEN),
+}
+
+
+def differences(setting, size, name):
+    (data, places, sources), names = TRANSFORMS[name]
+    wanted, seen = run(setting, size, BASE), run(setting, size, data)
+    seen = {key: seen[key][places] if key in PER_TOKEN else seen[key] for key in names}
+    wanted = {key: wanted[key][sources] if key in PER_TOKEN else wanted[key] for key in names}
+    return broken(seen, wanted)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_same_tokens_get_the_same_bytes(name):
+    setting = Setting(FIXED, VOCAB)
+    for size in (1, 4):
+        assert differences(setting, size, name) == [], f"TP {size}"
+
+
+@pytest.mark.parametrize("engine", [CHUNKED, NAIVE], ids=["chunked", "naive"])
+def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
+    """Negative controls: a single token takes another code path of the product."""
+    assert differences(Setting(engine, VOCAB), 1, "one token")
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (1, TOKENS, 1)], ids=str)
+def test_the_shape_of_the_batch_is_no_matter(shape):
+    setting = Setting(FIXED, VOCAB)
+    wanted = run(setting, 1, BASE)
+    data = {name: BASE[name].reshape(*shape, *BASE[name].shape[1:]) for name in ("hidden", *TARGET_FIELDS)}
+    seen = run(setting, 1, {**BASE, **data})
+    seen = {name: seen[name].reshape(wanted[name].shape) for name in wanted}
+    assert broken(seen, wanted) == []
+
+
+def test_values_without_entropy_and_without_gradients_are_the_same():
+    """Another compiled program, forward only, down to one operation at a time outside of jit."""
+    wanted = run(Setting(FIXED, VOCAB), 1, BASE)["log_probs"]
+    args = BASE["hidden"], BASE["weight"], BASE["targets"]
+    options = {"mask": BASE["mask"], "bias": BASE["bias"], "engine": FIXED}
+    for function in (jax.jit(linear_log_probs, static_argnames="engine"), linear_log_probs):
+        assert np.asarray(function(*args, **options).log_probs).tobytes() == wanted.tobytes()

@@ -1,0 +1,79 @@
+"""A row with NaN, inf, 1e30, denormals or a bad id is its own affair: no other row changes a bit, in values or gradients."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.invariance.harness import FIXED, Setting, broken, case, run
+
+TOKENS, VOCAB = 72, 1027
+SETTING = Setting(FIXED, VOCAB)
+ROW = 5
+OTHERS = np.arange(TOKENS) != ROW
+HOSTILE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "1e30": 1e30, "-1e30": -1e30, "denormal": 1e-42}
+
+
+def good(active):
+    data = case(VOCAB, TOKENS)
+    return {**data, "mask": data["mask"].at[ROW].set(active)}
+
+
+def poisoned(data, value):
+    return {**data, "hidden": data["hidden"].at[ROW].set(value)}
+
+
+def others(results):
+    """What the other rows got; the sums over tokens (gradients of weight and bias) are not theirs alone."""
+    return {name: results[name][OTHERS] for name in ("log_probs", "entropy", "hidden")}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_an_active_hostile_row_changes_no_other_row(value, size):
+    data = good(active=True)
+    wanted, seen = run(SETTING, size, data), run(SETTING, size, poisoned(data, value))
+    assert broken(others(seen), others(wanted)) == []
+    if value == 1e-42:
+        assert np.isfinite(seen["log_probs"][ROW]) and np.isfinite(seen["weight"]).all()
+    elif not np.isfinite(value):
+        assert np.isnan(seen["log_probs"][ROW]), "a row that is not finite must say so"
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_a_masked_hostile_row_changes_nothing_at_all(value):
+    data = good(active=False)
+    hostile = {**poisoned(data, value), "targets": data["targets"].at[ROW].set(-100)}
+    wanted = run(SETTING, 1, data)
+    assert broken(run(SETTING, 1, hostile), wanted) == []
+    assert not any(wanted[name][ROW].any() for name in ("log_probs", "entropy", "hidden"))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_active_row_without_cotangent_poisons_no_gradient(value):
+    """0 * NaN: the product of the weight's gradient must not see the row."""
+    data = good(active=True)
+    data["g_lp"], data["g_entropy"] = (data[name].at[ROW].set(0.0) for name in ("g_lp", "g_entropy"))
+    wanted, seen = run(SETTING, 1, data), run(SETTING, 1, poisoned(data, value))
+    assert broken(seen, wanted, ["weight", "bias"]) == []
+    assert not seen["hidden"][ROW].any()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("bad", [-1, VOCAB, -(2**31), 2**31 - 1])
+def test_a_bad_id_changes_no_other_row(bad, size):
+    data = good(active=True)
+    wanted, seen = run(SETTING, size, data), run(SETTING, size, {**data, "targets": data["targets"].at[ROW].set(bad)})
+    assert broken(others(seen), others(wanted)) == []
+    assert np.isnan(seen["log_probs"][ROW]) and np.isnan(seen["hidden"][ROW]).all()
+    assert seen["entropy"][ROW] == wanted["entropy"][ROW], "entropy does not depend on the target"
+
+
+def test_a_hostile_row_of_the_weight_reaches_every_token_on_every_mesh():
+    """An id with weight NaN is in every softmax: nothing may hide it."""
+    data = good(active=True)
+    data["weight"] = data["weight"].at[700].set(jnp.nan)
+    for size in (1, 4):
+        seen = run(SETTING, size, data)
+        mask = np.asarray(data["mask"])
+        assert np.isnan(seen["log_probs"][mask]).all() and not seen["log_probs"][~mask].any()
+        assert not seen["hidden"][~mask].any()

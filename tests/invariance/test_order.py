@@ -1,0 +1,281 @@
+"""The numeric identity, the tree, exact arithmetic, and gradients through fixed_order_sum."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, fixed_order_sum, linear_log_probs
+from jaxlogp import sharded_linear_log_probs as sharded
+from jaxlogp.exact import (
+    ceil_exponent,
+    distance,
+    no_negative_zero,
+    one_minus_square,
+    power_of_two,
+    product,
+    reference,
+    split,
+    times_ln2,
+)
+from jaxlogp.fixed_order import fold_tree
+from tests.invariance.harness import FIXED, ORDER, broken, case, tensor_mesh
+
+floats = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20)
+
+
+# --- the identity ------------------------------------------------------------------------------------------
+
+
+@given(vocab=st.integers(24, 200_000), size=st.sampled_from((1, 2, 3, 4, 6, 8, 12, 24)))
+@settings(max_examples=25, deadline=None)
+def test_every_shard_owns_whole_granules(vocab, size):
+    order = ReductionOrder()
+    edges, shards = order.edges(vocab), order.shards(vocab, size)
+    assert edges[0] == 0 and edges[-1] == vocab and len(edges) == 25
+    assert {start for start, _ in shards.ranges} <= set(edges)
+    widths = np.diff(edges)
+    assert widths.max() - widths.min() <= 1
+    if vocab % size == 0:
+        assert shards == VocabShards.even(vocab, size)
+    assert order.tile(vocab) % 64 == 0 and order.tile(vocab) <= max(512, 64)
+    assert order.tile(vocab) <= max(widths.min(), 64)
+
+
+def test_the_identity_survives_a_configuration_file():
+    order = ReductionOrder(granules=8, vocab_tile=256, row_block=64, dtype="bfloat16")
+    assert ReductionOrder.from_dict(order.to_dict()) == order
+    assert ReductionOrder.from_dict(order.to_dict()).digest() == order.digest()
+    others = [ReductionOrder(16, 256, 64, "bfloat16"), ReductionOrder(8, 128, 64, "bfloat16")]
+    others += [ReductionOrder(8, 256, 128, "bfloat16"), ReductionOrder(8, 256, 64, "float32")]
+    assert len({order.digest(), *(other.digest() for other in others)}) == 5
+
+
+def test_one_process_agrees_with_itself():
+    ORDER.check_across_processes()
+
+
+@pytest.mark.bad_input
+def test_ranks_that_disagree_are_named():
+    digests = np.asarray([ORDER.digest(), ReductionOrder(8).digest(), ORDER.digest()], np.uint32)
+    with pytest.raises(ValueError, match=r"order.*granules=24.*\[1\]"):
+        ORDER.require_agreement(digests)
+
+
+def in_shard_map(engine, size, vocab_size, vocab=None, grad=False, **options):
+    """One call on ``size`` shards whose blocks have vocab_size / size rows."""
+    data = case(vocab_size, 8)
+
+    def local(hidden, weight, targets):
+        def total(hidden):
+            found = linear_log_probs(
+                hidden, weight, targets, axis_name="tensor", vocab=vocab, engine=engine, out_of_vocab="zero"
+            )
+            return jnp.sum(found.log_probs)
+
+        return jax.grad(total)(hidden) if grad else total(hidden)
+
+    mapped = jax.shard_map(local, mesh=tensor_mesh(size), in_specs=(P(), P("tensor"), P()), out_specs=P(), **options)
+    return mapped(data["hidden"], data["weight"], data["targets"])
+
+
+REFUSED = {
+    "no granules": (lambda: ReductionOrder(granules=0), "granules"),
+    "granules that are a truth value": (lambda: ReductionOrder(granules=True), "granules"),
+    "a tile that is no multiple of 64": (lambda: ReductionOrder(vocab_tile=100), "vocab_tile"),
+    "a block of one row": (lambda: ReductionOrder(row_block=1), "row_block"),
+    "an unknown dtype": (lambda: ReductionOrder(dtype="int8"), "dtype"),
+    "a number of shards that does not divide": (lambda: ORDER.shards(257, 5), "num_shards"),
+    "more granules than ids": (lambda: ORDER.shards(23, 1), "vocab_size"),
+    "a field missing": (lambda: ReductionOrder.from_dict({"granules": 24}), "values"),
+    "shards off the granules": (lambda: in_shard_map(FIXED, 4, 256, VocabShards.from_ranges(
+        [(0, 64), (64, 127), (127, 191), (191, 256)], 256)), "vocab"),
+    "a mesh of five": (lambda: in_shard_map(FIXED, 5, 255), "num_shards"),
+    "operands of another dtype": (
+        lambda: in_shard_map(FixedOrderEngine(ReductionOrder(dtype="bfloat16")), 2, 256),
+        "weight",
+    ),
+    "a weight sharded over the data axis": (
+        lambda: sharded(*(case(256, 8)[name] for name in ("hidden", "weight", "targets")), engine=FIXED,
+                        mesh=jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2),
+                        weight_axis="data"),
+        "weight_axis",
+    ),
+    "differentiation without replication types": (
+        lambda: in_shard_map(FIXED, 4, 256, grad=True, check_vma=False),
+        "axis_name",
+    ),
+    "a sum of integers": (lambda: fixed_order_sum(jnp.arange(3), "tensor"), "x"),
+}  # fmt: skip
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_break_the_promise_is_refused(name):
+    call, argument = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .*, got "):
+        call()
+
+
+@pytest.mark.bad_input
+def test_hidden_states_typed_as_varying_over_the_vocabulary_axis_have_no_fixed_order_gradient():
+    data = case(256, 8)
+
+    def local(hidden, weight, targets):
+        hidden = jax.lax.pcast(hidden, ("tensor",), to="varying")
+        return jax.grad(
+            lambda h: jnp.sum(
+                linear_log_probs(h, weight, targets, axis_name="tensor", engine=FIXED, out_of_vocab="zero").log_probs
+            )
+        )(hidden)
+
+    mapped = jax.shard_map(local, mesh=tensor_mesh(4), in_specs=(P(), P("tensor"), P()), out_specs=P("tensor"))
+    with pytest.raises(ValueError, match="^hidden: expected hidden states that are the same"):
+        mapped(data["hidden"], data["weight"], data["targets"])
+
+
+def test_the_forward_without_replication_types_is_the_same():
+    wanted = np.asarray(jax.jit(lambda: in_shard_map(FIXED, 4, 256))())
+    assert np.asarray(jax.jit(lambda: in_shard_map(FIXED, 4, 256, check_vma=False))()).tobytes() == wanted.tobytes()
+
+
+@functools.cache
+def global_results(sizes, axis_type):
+    """128 tokens: on two data ranks one block of rows each, so that even the weight's gradient is that of one rank."""
+    data = case(257, 128)
+    mesh = jax.make_mesh(
+        sizes, ("data", "tensor"), axis_types=(axis_type,) * 2, devices=jax.devices()[: math.prod(sizes)]
+    )
+
+    def total(hidden, weight, bias):
+        found = sharded(
+            hidden, weight, data["targets"], mesh=mesh, mask=data["mask"], bias=bias, with_entropy=True, engine=FIXED
+        )
+        return jnp.sum(found.log_probs * data["g_lp"] + found.entropy * data["g_entropy"]), found
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+        parts, found = run(data["hidden"], data["weight"], data["bias"])
+    names = ("log_probs", "entropy", "hidden", "weight", "bias")
+    return {name: np.asarray(value) for name, value in zip(names, (*found, *parts), strict=True)}
+
+
+@pytest.mark.parametrize("sizes, axis_type", [((2, 4), AxisType.Auto), ((2, 3), AxisType.Explicit)], ids=str)
+def test_global_arrays_on_data_and_tensor_meshes(sizes, axis_type):
+    assert broken(global_results(sizes, axis_type), global_results((1, 1), AxisType.Auto)) == []
+
+
+# --- the tree ----------------------------------------------------------------------------------------------
+
+
+@given(values=st.lists(floats, min_size=1, max_size=40), padding=st.integers(0, 20))
+@settings(max_examples=25, deadline=None)
+def test_zeros_behind_change_nothing_and_aligned_halves_may_be_folded_first(values, padding):
+    values = np.asarray(values, np.float32)[:, None]
+    whole = np.asarray(fold_tree(values, np.add))
+    assert (
+        np.asarray(fold_tree(np.pad(values, [(0, padding), (0, 0)]), np.add) + 0.0).tobytes() == (whole + 0.0).tobytes()
+    )
+    for size in (2, 4, 8):
+        groups = [jnp.asarray(values[start : start + size]) for start in range(0, len(values), size)]
+        nodes = jnp.stack([fold_tree(group, jnp.add) for group in groups])
+        assert np.asarray(fold_tree(nodes, jnp.add)).tobytes() == whole.tobytes()
+
+
+def test_the_tree_is_not_a_running_sum():
+    """(1 + e) + (e + e) in fp32 with e half an ulp: the running sum stays at 1."""
+    e = 2.0**-24
+    values = jnp.asarray([1.0, e, e, e], jnp.float32)
+    assert float(fold_tree(values, jnp.add)) == 1.0 + 2 * e
+    assert float(np.add.accumulate(np.asarray(values))[-1]) == 1.0
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+def test_the_gradient_of_a_fixed_order_sum_is_not_counted_once_a_rank(outside):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 5)), jnp.float32)
+    specs = {"mesh": tensor_mesh(8), "in_specs": P("tensor")}
+    if outside:
+        mapped = jax.shard_map(lambda x: jnp.sum(fixed_order_sum(x[0], "tensor") ** 2), out_specs=P(), **specs)
+        gradient = jax.grad(lambda x: mapped(x))(x)
+    else:
+        local = jax.grad(lambda x: jnp.sum(fixed_order_sum(x[0], "tensor") ** 2))
+        gradient = jax.shard_map(local, out_specs=P("tensor"), **specs)(x)
+    wanted = np.broadcast_to(2 * np.asarray(x, np.float64).sum(axis=0), x.shape)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-5)
+
+
+@pytest.mark.bad_input
+def test_the_gradient_of_a_fixed_order_sum_needs_replication_types():
+    local = jax.grad(lambda x: jnp.sum(fixed_order_sum(x, "tensor")))
+    mapped = jax.shard_map(local, mesh=tensor_mesh(2), in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False)
+    with pytest.raises(ValueError, match="check_vma"):
+        mapped(jnp.ones(4, jnp.float32))
+
+
+# --- exact arithmetic --------------------------------------------------------------------------------------
+
+
+def significant_bits(x):
+    mantissa = abs(int(math.ldexp(math.frexp(float(x))[0], 24)))
+    return 0 if mantissa == 0 else 24 - (mantissa & -mantissa).bit_length() + 1
+
+
+@given(x=floats)
+@settings(max_examples=100, deadline=None)
+def test_halves_are_short_and_add_up(x):
+    high, low = (np.asarray(half) for half in split(jnp.float32(x)))
+    assert float(high) + float(low) == np.float32(x)
+    assert max(significant_bits(high), significant_bits(low)) <= 12
+
+
+@given(a=floats, b=floats)
+@settings(max_examples=100, deadline=None)
+def test_products_are_products(a, b):
+    a, b = np.float32(a), np.float32(b)
+    wanted = float(a) * float(b)
+    assert abs(float(product(jnp.float32(a), jnp.float32(b))) - wanted) <= 2 * 2**-24 * abs(wanted)
+
+
+@given(x=st.floats(-1, 1, width=32))
+@settings(max_examples=50, deadline=None)
+def test_one_minus_square(x):
+    assert abs(float(one_minus_square(jnp.float32(x))) - (1 - np.float64(np.float32(x)) ** 2)) <= 3 * 2**-24
+
+
+@given(x=st.floats(-5e6, 5e6, width=32), below=st.floats(0, 60, width=32))
+@settings(max_examples=100, deadline=None)
+def test_the_distance_to_a_multiple_of_ln2_is_accurate_near_it(x, below):
+    exponent = ceil_exponent(jnp.float32(x))
+    value = np.float32(np.float32(x) - np.float32(below))
+    seen = float(distance(jnp.float32(value), reference(exponent)))
+    wanted = float(value) - int(exponent) * math.log(2.0)
+    # A subtraction or two round at the size of the result; ln 2 in three pieces is good to 2^-39 of the exponent.
+    assert (
+        abs(seen - wanted)
+        <= 2**-22 * max(abs(wanted), 1.0) + 2**-38 * abs(int(exponent)) + 2**-24 * abs(int(exponent)) * 3e-4
+    )
+
+
+def test_powers_of_two_and_ln2():
+    exponents = jnp.asarray([0, -1, -59, -60, -61, -(2**24)], jnp.int32)
+    assert power_of_two(exponents).tolist() == [1.0, 0.5, 2.0**-59, 2.0**-60, 0.0, 0.0]
+    x = jnp.asarray([-3.0, -1e-3, 0.0, -777.5], jnp.float32)
+    np.testing.assert_allclose(times_ln2(x), np.asarray(x, np.float64) * math.log(2.0), rtol=3 * 2**-24)
+
+
+def test_negative_zeros_go_and_everything_else_stays():
+    x = np.asarray([-0.0, 0.0, -1.5, np.nan, -np.inf, 1e-30], np.float32)
+    seen = np.asarray(jax.jit(no_negative_zero)(x))
+    assert seen.tobytes() == np.where(x == 0, np.float32(0), x).tobytes() and not np.signbit(seen[0])
+    # Parts that are all -0.0 and padding of 0.0 must meet as they would without padding.
+    run = jax.shard_map(
+        lambda x: fixed_order_sum(x, "tensor"), mesh=tensor_mesh(3), in_specs=P("tensor"), out_specs=P()
+    )
+    assert not np.signbit(run(jnp.full(3, -0.0))).any()

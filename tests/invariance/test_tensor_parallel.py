@@ -1,0 +1,96 @@
+"""Relation I, over the mesh: TP 2, 3, 4, 6, 8 give the bytes of TP 1, for uneven vocabularies, dtypes, options, values."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import oracle
+from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run
+
+TOKENS = 72  # one whole block of 64 rows and part of a second
+SIZES = (2, 3, 4, 6, 8)
+FAMILIES = ("normal", "confident", "shifted", "tiny")
+ALL_OPTIONS = (("temperature", 0.7), ("logit_scale", 1.3), ("softcap", 40.0))
+SETTINGS = {
+    # name: setting, dtype of hidden and weight, numbers of shards to compare with one
+    "fp32 V=257": (Setting(FIXED, 257), jnp.float32, SIZES),
+    "bf16 V=4099": (Setting(FIXED, 4099), jnp.bfloat16, SIZES),
+    "fp32 V=1027, temperature, scale, soft cap": (Setting(FIXED, 1027, ALL_OPTIONS), jnp.float32, (3, 8)),
+    "bf16 V=257, fp32 head, out of vocabulary is zero": (
+        Setting(FIXED, 257, (("fp32_head", True), ("out_of_vocab", "zero"))),
+        jnp.bfloat16,
+        (4,),
+    ),
+    # One granule, one tile and one block a shard: every loop has one turn on 8 shards, and compilers unroll those.
+    "fp32 V=258, 8 granules": (Setting(FIXED_EIGHT, 258, ALL_OPTIONS), jnp.float32, (2, 8)),
+}
+PROGRAMS = [(name, size) for name, (_, _, sizes) in SETTINGS.items() for size in sizes]
+
+
+def data_for(name, family):
+    setting, dtype, _ = SETTINGS[name]
+    data = case(setting.vocab, TOKENS, dtype, family)
+    if dict(setting.options).get("out_of_vocab") == "zero":
+        data["targets"] = data["targets"].at[3].set(setting.vocab).at[40].set(-7)
+    return data
+
+
+@pytest.mark.parametrize("name, size", PROGRAMS)
+def test_every_size_gives_the_bytes_of_one_shard(name, size):
+    """Four families of values on each of 15 programs: 60 configurations."""
+    setting, _, _ = SETTINGS[name]
+    for family in FAMILIES:
+        data = data_for(name, family)
+        wanted = run(setting, 1, data)
+        assert all(np.isfinite(value.astype(np.float32)).all() for value in wanted.values()), family
+        assert broken(run(setting, size, data), wanted) == [], family
+
+
+@pytest.mark.parametrize("engine", [CHUNKED, NAIVE], ids=["chunked", "naive"])
+def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
+    """Negative controls: without them "0 broken" could mean that nothing was compared."""
+    setting = Setting(engine, 1027)
+    data = case(1027, TOKENS)
+    wanted = run(setting, 1, data)
+    found = broken(run(setting, 4, data), wanted)
+    assert {"log_probs", "entropy", "hidden"} <= set(found), found
+
+
+def test_range_laws_hold_exactly():
+    for name, (setting, _, _) in SETTINGS.items():
+        for family in FAMILIES:
+            found = run(setting, 1, data_for(name, family))
+            assert (found["log_probs"] <= 0.0).all(), (name, family)
+            assert (found["entropy"] >= 0.0).all(), (name, family)
+            assert (found["entropy"].astype(np.float64) <= np.log(setting.vocab)).all(), (name, family)
+
+
+def test_uniform_logits_reach_the_bound_of_entropy_and_do_not_pass_it():
+    for name in ("fp32 V=257", "bf16 V=4099"):
+        setting, _, _ = SETTINGS[name]
+        data = data_for(name, "normal")
+        data["weight"], data["bias"] = jnp.zeros_like(data["weight"]), jnp.zeros_like(data["bias"])
+        entropy = run(setting, 1, data)["entropy"][np.asarray(data["mask"])].astype(np.float64)
+        # log V is of the order of 8: half an ulp of the result and one rounding of the sum.
+        assert (np.log(setting.vocab) - entropy < 2e-6).all() and (entropy <= np.log(setting.vocab)).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["fp32 V=257", "fp32 V=1027, temperature, scale, soft cap"])
+def test_accuracy_against_float64_is_that_of_the_plain_path(name, family):
+    """Relation A: no worse than twice the plain path's error plus what fp32 inputs of that size resolve."""
+    setting, _, _ = SETTINGS[name]
+    data = data_for(name, family)
+    options = dict(setting.options)
+    head = oracle.Head(**options)
+    args = (data["hidden"], data["weight"], data["targets"])
+    bias = np.maximum(oracle.f64(data["bias"]), -3e4)  # the oracle multiplies p by z: 0 * -inf
+    log_probs, entropy = oracle.head_log_probs(*args, data["mask"], bias, head)
+    gradients = oracle.head_gradients(*args, data["g_lp"], data["g_entropy"], data["mask"], bias, head)
+    wanted = {"log_probs": log_probs, "entropy": entropy, **gradients._asdict()}
+    seen, plain = run(setting, 1, data), run(setting._replace(engine="reference"), 1, data)
+    for key, truth in wanted.items():
+        measure = oracle.scaled_error if key in ("log_probs", "entropy") else oracle.relative_error
+        errors = measure(seen[key], truth), measure(plain[key], truth)
+        # A product of 32 terms, one exp and one log: a few 2^-24 of the largest logit in play, 40 to 120 here.
+        assert errors[0] < 2 * errors[1] + 2e-6, (key, errors)
