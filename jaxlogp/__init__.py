@@ -28,6 +28,9 @@ from jaxlogp.head.engines import HeadRun as HeadRun
 from jaxlogp.head.engines import record_head_runs as record_head_runs
 from jaxlogp.head.fixed_order import FixedOrderEngine as FixedOrderEngine
 from jaxlogp.head.reference import ReferenceEngine as ReferenceEngine
+from jaxlogp.invariance import Difference as Difference
+from jaxlogp.invariance import InvarianceReport as InvarianceReport
+from jaxlogp.invariance import check_invariance as check_invariance
 from jaxlogp.logits import log_probs_from_logits as log_probs_from_logits
 from jaxlogp.metrics import METRICS as METRICS
 from jaxlogp.metrics import PolicyMetricTerms as PolicyMetricTerms
