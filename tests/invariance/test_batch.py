@@ -69,7 +69,7 @@ TRANSFORMS = {
     "the first half alone": (selection(ALL[:48]), PER_TOKEN),
     "seven tokens": (selection(ALL[40:47]), PER_TOKEN),
     "one token": (selection([50]), PER_TOKEN),
-    "a chunk of 32": (selection(ALL[32:64]), PER_TOKEN),
+    "a chunk from the middle": (selection(ALL[24:72]), PER_TOKEN),
     "every token twice": (selection(np.tile(ALL, 2)), PER_TOKEN),
     "padding behind": (padded(0, 96), EVERYTHING),
     "padding before": (padded(50, 46), PER_TOKEN),

