@@ -62,6 +62,7 @@ def embedding_lookup(
       RL-Align/RL-Kernel pull request 190.
     """
     _check(table, token_ids)
+    table, token_ids = jnp.asarray(table), jnp.asarray(token_ids)
     shard = local_shard(table.shape[0], axis_name, vocab, "table")
     require_ids_in_range(token_ids, shard.vocab_size, "token_ids")
     token_ids = token_ids.astype(jnp.int32)

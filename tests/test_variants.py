@@ -1,0 +1,85 @@
+"""Every public function of arrays under chex's variants: with and without jit, on a device and from the host, one result.
+
+The result without jit, on arrays that are already JAX's, is the yardstick; its truth is the business of the other tests.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+import jaxlogp
+from jaxlogp import FixedOrderEngine, ReductionOrder
+
+TOKENS, HIDDEN, VOCAB = (3, 5), 16, 40
+RNG = np.random.default_rng(0)
+HIDDENS = RNG.normal(size=(*TOKENS, HIDDEN)).astype(np.float32)
+WEIGHT = RNG.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+TARGETS = RNG.integers(0, VOCAB, TOKENS).astype(np.int32)
+MASK = RNG.random(TOKENS) < 0.7
+OLD = RNG.normal(-2.0, 0.5, TOKENS).astype(np.float32)
+NEW = (OLD + RNG.normal(0.0, 0.3, TOKENS)).astype(np.float32)
+ADVANTAGES = RNG.normal(size=TOKENS).astype(np.float32)
+IDS = np.repeat(np.arange(3, dtype=np.int32), 5).reshape(TOKENS)
+POLICY = (NEW, OLD, ADVANTAGES, MASK)
+FIXED = FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=64, row_block=64))
+
+
+def head(engine):
+    return lambda h, w, t, m: jaxlogp.linear_log_probs(h, w, t, mask=m, with_entropy=True, engine=engine)
+
+
+def gspo(new, old, advantages, mask, ids):
+    return jaxlogp.policy_loss(new, old, advantages, mask, kind="gspo", document_ids=ids, num_documents=3)
+
+
+def metrics(new, old, advantages, mask, ids):
+    return jaxlogp.policy_metrics(new, old, advantages, mask, document_ids=ids, num_documents=3)
+
+
+CASES = {
+    "linear_log_probs chunked": (head("chunked"), (HIDDENS, WEIGHT, TARGETS, MASK)),
+    "linear_log_probs reference": (head("reference"), (HIDDENS, WEIGHT, TARGETS, MASK)),
+    "linear_log_probs fixed order": (head(FIXED), (HIDDENS, WEIGHT, TARGETS, MASK)),
+    "log_probs_from_logits": (
+        lambda z, t, m: jaxlogp.log_probs_from_logits(z, t, mask=m, with_entropy=True, temperature=0.7),
+        (HIDDENS @ WEIGHT.T, TARGETS, MASK),
+    ),
+    "head_logits": (jaxlogp.head_logits, (HIDDENS, WEIGHT)),
+    "embedding_lookup": (jaxlogp.embedding_lookup, (WEIGHT, TARGETS)),
+    "weighted_sum": (jaxlogp.weighted_sum, (NEW, MASK)),
+    "masked_sum": (jaxlogp.masked_sum, (NEW, MASK)),
+    "masked_count": (jaxlogp.masked_count, (NEW, MASK)),
+    "masked_mean": (jaxlogp.masked_mean, (NEW, MASK)),
+    "masked_max": (jaxlogp.masked_max, (NEW, MASK)),
+    "masked_min": (jaxlogp.masked_min, (NEW, MASK)),
+    "policy_loss grpo": (jaxlogp.policy_loss, POLICY),
+    "policy_loss gspo": (gspo, (*POLICY, IDS)),
+    "policy_metrics": (metrics, (*POLICY, IDS)),
+    "log_ratio": (jaxlogp.log_ratio, (NEW, OLD, MASK)),
+    "ratio": (jaxlogp.ratio, (NEW, OLD, MASK)),
+    "kl_k3": (jaxlogp.kl_k3, (NEW, OLD, MASK)),
+    "group_advantages": (jaxlogp.group_advantages, (NEW,)),
+    "leave_one_out_advantages": (jaxlogp.leave_one_out_advantages, (NEW,)),
+    "clamp_document_ids": (lambda ids: jaxlogp.clamp_document_ids(ids, 2), (IDS,)),
+    "labels_per_document": (lambda mask, ids: jaxlogp.labels_per_document(mask, ids, 3), (MASK, IDS)),
+    "owners": (jaxlogp.VocabShards.even(VOCAB, 3).owners, (TARGETS, MASK)),
+}
+NOT_BITWISE = 4e-6  # fp32, other programs: a few roundings of sums of up to 40 terms of size 1, relative or absolute
+
+
+class Variants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    @parameterized.named_parameters(*((name, name) for name in CASES))
+    def test_one_result(self, name):
+        function, arrays = CASES[name]
+        wanted = function(*(jnp.asarray(array) for array in arrays))
+        result = self.variant(function)(*arrays)
+        chex.assert_trees_all_equal_shapes_and_dtypes(
+            jax.tree.map(jnp.asarray, result), jax.tree.map(jnp.asarray, wanted)
+        )
+        chex.assert_tree_all_finite(result)
+        if name == "linear_log_probs fixed order":
+            chex.assert_trees_all_equal(result, wanted)
+        chex.assert_trees_all_close(result, wanted, rtol=NOT_BITWISE, atol=NOT_BITWISE)
