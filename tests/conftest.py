@@ -1,8 +1,12 @@
-"""Eight simulated CPU devices for every test; strict NumPy promotion for the tests of the library."""
+"""Eight simulated CPU devices for every test; strict NumPy promotion for the tests of the library.
+
+JAXLOGP_TEST_GPU=1 leaves a GPU in sight, for `pytest -m gpu`.
+"""
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+if os.environ.get("JAXLOGP_TEST_GPU") != "1":
+    os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
-from jaxlogp.head.engines import Engine, HeadRun, choose_engine, report
+from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, report
 from jaxlogp.head.fixed_order import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import materialised_logits
@@ -61,8 +61,9 @@ def linear_log_probs(
         (:meth:`VocabShards.shard_rows`).
       out_of_vocab: for active targets outside of [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
-      engine: "auto", "chunked", "reference", "fixed_order" (bitwise the same on every mesh and in every batch, see
-        docs/invariance.md), or an engine object such as ``ChunkedEngine(token_chunk=256)``.
+      engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "fixed_order" (bitwise the same
+        on every mesh and in every batch, see docs/invariance.md), or an engine object such as
+        ``ChunkedEngine(token_chunk=256)``.
 
     Returns:
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy is None unless asked for.
@@ -89,7 +90,12 @@ def linear_log_probs(
     mask = check_targets(targets, mask, tokens, shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    chosen, reason = choose_engine(engine)
+    options = HeadOptions(
+        temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, shard.vocab_size, vocab
+    )
+    # Over shards hidden states go in as fp32, see below.
+    operand = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype if axis_name is None else jnp.float32)
+    chosen, reason = choose_engine(engine, operand, weight, bias, options)
     num_shards = 1 if axis_name is None else lax.axis_size(axis_name)
     report(HeadRun("linear_log_probs", chosen.name, reason, num_shards))
 
@@ -107,9 +113,6 @@ def linear_log_probs(
         # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
         hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
     flat = hidden.reshape(-1, hidden.shape[-1])
-    options = HeadOptions(
-        temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, shard.vocab_size, vocab
-    )
     result = chosen.log_probs(flat, weight, bias, local, options)
     return jax.tree.map(lambda x: x.reshape(tokens), result)
 
@@ -193,7 +196,9 @@ def sharded_linear_log_probs(
     for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
         require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
-    chosen, _ = choose_engine(options.get("engine", "auto"))
+    engine = options.get("engine", "auto")
+    # "auto" never takes the fixed order, so its choice, made inside, does not matter here.
+    chosen = named_engine("chunked" if isinstance(engine, str) and engine == "auto" else engine)
     shards = vocab
     if shards is None:
         cut = chosen.order.shards if isinstance(chosen, FixedOrderEngine) else VocabShards.even

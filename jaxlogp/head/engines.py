@@ -1,19 +1,22 @@
 """Which engine runs a head call, and a record of what ran.
 
-A named engine is used or an error is raised; ``"auto"`` picks one and the record says why. GPU kernels will join here.
+A named engine is used or an error is raised; ``"auto"`` picks one and the record says why: the Hopper
+kernels where the device and the operands allow them, ``chunked`` elsewhere.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp.errors import describe, require
 from jaxlogp.head.chunked import ChunkedEngine
 from jaxlogp.head.fixed_order import FixedOrderEngine
+from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.logits import LocalTargets
@@ -66,25 +69,55 @@ ENGINES: dict[str, Engine] = {
     "reference": ReferenceEngine(),
     "chunked": ChunkedEngine(),
     "fixed_order": FixedOrderEngine(),
+    "hopper": HopperEngine(),
 }
 
 _records: contextvars.ContextVar[tuple[list[HeadRun], ...]] = contextvars.ContextVar("head_runs", default=())
 
 
-def choose_engine(engine: str | Engine) -> tuple[Engine, str]:
+def choose_engine(
+    engine: str | Engine, hidden: Any, weight: Any, bias: Any, options: HeadOptions
+) -> tuple[Engine, str]:
     """The engine to run and the reason.
+
+    Args:
+      engine: "auto", a name, or an engine object.
+      hidden: [*tokens, H] as the engine will get it; shape and dtype count.
+      weight: [V_local, H].
+      bias: [V_local] or None.
+      options: options of the call.
 
     Raises:
       ValueError: the name is not known.
     """
-    if engine == "auto":
-        return ENGINES["chunked"], "auto: the portable engine, the only fused one so far"
-    if isinstance(engine, (ChunkedEngine, ReferenceEngine, FixedOrderEngine)):
-        return engine, "named by the caller"
+    if isinstance(engine, str) and engine == "auto":
+        hopper = ENGINES["hopper"]
+        reason = hopper.why_not(hidden, weight, bias, options) or _not_shown(options)
+        if reason is None:
+            return hopper, "auto: a Hopper GPU and operands that its kernels take"
+        return ENGINES["chunked"], f"auto: hopper not used: {reason}"
+    return named_engine(engine), "named by the caller"
+
+
+def named_engine(engine: str | Engine) -> Engine:
+    """The engine of that name, or the engine object itself.
+
+    Raises:
+      ValueError: the name is not known.
+    """
+    if isinstance(engine, (ChunkedEngine, ReferenceEngine, FixedOrderEngine, HopperEngine)):
+        return engine
     known = isinstance(engine, str) and engine in ENGINES
     expected = f"'auto', one of {sorted(ENGINES)}, or an engine object"
     require(known, "engine", expected, repr(engine) if isinstance(engine, str) else describe(engine))
-    return ENGINES[engine], "named by the caller"
+    return ENGINES[engine]
+
+
+def _not_shown(options: HeadOptions) -> str | None:
+    """What the Hopper kernels may do but has not been tested on GPUs."""
+    if options.axis_name is not None and lax.axis_size(options.axis_name) > 1:
+        return "it has not been tested over several GPUs; name it to use it"
+    return None
 
 
 def report(run: HeadRun) -> None:

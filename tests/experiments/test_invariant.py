@@ -34,7 +34,8 @@ MESHES = [pytest.param(*each) for each in QUICK] + [pytest.param(*each, marks=py
 def run(out, mesh, rows, **changes):
     schedule = {"steps": 4, "rows": rows, "row_length": None}
     options = {"mesh": mesh, "invariant": True, "schedule": schedule, "warm_start": {"max_steps": 4}, **changes}
-    return grpo.main(tiny(out, f"{mesh.replace(',', '-')}-{rows}-{len(changes)}", **options))
+    name = "-".join([mesh.replace(",", "-"), str(rows), *changes])
+    return grpo.main(tiny(out, name, **options))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,7 @@ def test_sampler_and_trainer_have_the_same_numbers(single):
     assert 0.0 < train_records(single)[0]["reward_mean"] < 1.0, "without a gradient all of this would be easy"
 
 
+@pytest.mark.slow
 def test_the_plain_run_does_break(runs):
     """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
     results = [run(runs, mesh, 16, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]

@@ -1,0 +1,159 @@
+"""Forward kernel: statistics of every 256-column tile of the logits, the logits themselves never written.
+
+For each vocabulary tile and token the epilogue reduces the fp32 accumulators in registers to the four numbers of
+:class:`jaxlogp.stats.TileStats` and writes them to [tiles, 4, tokens]; XLA folds the tiles, in one fixed order.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jaxlogp.head.hopper._pallas_compat import plgpu
+from jaxlogp.head.hopper.product import CONSUMERS, product
+from jaxlogp.head.hopper.tiles import TileConfig
+from jaxlogp.head.projection import HeadOptions
+
+LOG2_E = math.log2(math.e)
+# A masked column's logit. Finite, so that p z is 0 there and not NaN; below every real logit.
+MASKED = -1e30
+MAX, SUM_EXP, SUM_EXP_SHIFTED, TARGET = range(4)
+
+
+def finish_tile(products: Any, bias: Any, options: HeadOptions) -> Any:
+    """:func:`jaxlogp.head.projection.finish_logits` on a tile in registers.
+
+    tanh goes through exp2: the hardware's tanh is good to 2^-11 only.
+    """
+    logits = products if bias is None else products + lax.broadcast_in_dim(bias, products.shape, [1])
+    if options.softcap is not None:
+        # tanh(x) = 1 - 2 / (1 + e^(2 x)); e^(2 x) = inf gives 1 and 0 gives -1, as it should be.
+        doubled = jnp.exp2(logits * (2.0 * LOG2_E * options.logit_scale / options.softcap))
+        return (1.0 - 2.0 / (1.0 + doubled)) * (options.softcap / options.temperature)
+    factor = options.logit_scale / options.temperature
+    return logits if factor == 1.0 else logits * factor
+
+
+def forward_statistics(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    column: Int[Array, " tokens"],
+    width: Int[Array, ""],
+    options: HeadOptions,
+    config: TileConfig,
+    num_sms: int,
+    interpret: Any = None,
+) -> Float[Array, "tiles 4 tokens"]:
+    """Tile statistics of all columns.
+
+    Args:
+      hidden: bf16 [tokens, H], tokens a multiple of config.rows.
+      weight: bf16 [V, H]. Rows that the last tile reads past the end arrive as 0 and their columns are masked.
+      bias: fp32 [V] or None.
+      column: int32 [tokens], the target's row of the weight, -1 where there is none.
+      width: int32, number of rows of the weight that are real ids.
+      options: scale, soft cap, temperature and whether entropy is wanted.
+      config: tile shapes.
+      num_sms: number of persistent blocks.
+      interpret: None, or what runs the kernel on the CPU.
+
+    Returns:
+      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (0 without entropy), target logit or 0.
+    """
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    tile, share = config.columns, config.share
+    tiles = -(-vocab // tile)
+    row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+    def left_index(row, step, _):
+        return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
+
+    def right_index(index, step, _):
+        return pl.ds(index * tile, tile), pl.ds(step * config.depth, config.depth)
+
+    def prologue(first_row, index, _, others):
+        target = plgpu.load(others[0].at[pl.ds(first_row, share)], layout=row_layout, optimized=False)
+        return target, others[2][lax.div(first_row, jnp.int32(share)) * tiles + index]
+
+    def epilogue(products, first_row, index, warpgroup, _, early, others, scratch):
+        target, special = early
+        out = others[-1]
+        start = index * tile
+        bias_tile = None
+        if bias is not None:
+            bias_tile = plgpu.load(others[3].at[pl.ds(start, tile)], layout=column_layout, optimized=False)
+        logits = finish_tile(products, bias_tile, options)
+
+        def sums(logits):
+            maximum = jnp.max(logits, axis=1)
+            shift = logits - lax.broadcast_in_dim(maximum, logits.shape, [0])
+            exp = jnp.exp2(shift * LOG2_E)
+            shifted = jnp.sum(exp * shift, axis=1) if options.with_entropy else jnp.zeros_like(maximum)
+            return maximum, jnp.sum(exp, axis=1), shifted
+
+        def all_columns(logits):
+            return *sums(logits), plgpu.layout_cast(jnp.zeros((share,), jnp.float32), row_layout)
+
+        def some_columns(logits):
+            columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+            logits = jnp.where(columns < others[1][0] - start, logits, MASKED)
+            chosen = columns == lax.broadcast_in_dim(target - start, logits.shape, [0])
+            return *sums(logits), jnp.sum(jnp.where(chosen, logits, 0.0), axis=1)
+
+        results = lax.cond(special > 0, some_columns, all_columns, logits)
+        buffer = scratch["statistics"].at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for place, result in enumerate(results):
+            buffer[place] = result
+        plgpu.commit_smem()
+        for place in range(len(results)):
+            plgpu.copy_smem_to_gmem(buffer.at[place], out.at[index, place, pl.ds(first_row, share)])
+
+    call = product(
+        epilogue,
+        config=config,
+        row_tiles=tokens // config.rows,
+        column_tiles=tiles,
+        steps=hidden.shape[1] // config.depth,
+        left_minor=True,
+        right_minor=True,
+        left_index=left_index,
+        right_index=right_index,
+        out_type=jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32),
+        scratch={"statistics": plgpu.SMEM((CONSUMERS, 4, share), jnp.float32)},
+        num_sms=num_sms,
+        interpret=interpret,
+        prologue=prologue,
+    )
+    special = special_tiles(column, jnp.int32(0), width, tiles, config)
+    # The copy engine pads the weight; the bias is read by plain loads and is padded here.
+    extra = () if bias is None else (jnp.pad(bias, (0, tiles * tile - vocab)),)
+    return call(hidden, weight, column, width.reshape(1), special, *extra)
+
+
+def special_tiles(
+    column: Int[Array, " tokens"], start: Int[Array, ""], width: Int[Array, ""], tiles: int, config: TileConfig
+) -> Int[Array, " n"]:
+    """1 for each share of rows and vocabulary tile that holds a target or a column to mask, else 0; row share major.
+
+    Most tiles hold neither, and their epilogue then spends nothing on either.
+
+    Args:
+      column: the target's row of the weight, -1 where there is none.
+      start: first column of the first tile.
+      width: columns from here on are masked.
+      tiles: number of vocabulary tiles.
+      config: tile shapes.
+    """
+    shares, tile = column.shape[0] // config.share, config.columns
+    ends = start + (jnp.arange(tiles, dtype=jnp.int32) + 1) * tile
+    marks = jnp.broadcast_to((ends > width).astype(jnp.int32), (shares, tiles))
+    row = jnp.arange(column.shape[0], dtype=jnp.int32) // config.share
+    local = column - start
+    place = jnp.where((local < 0) | (local >= tiles * tile), tiles, local // tile)
+    return marks.at[row, place].set(1, mode="drop").reshape(-1)

@@ -1,0 +1,244 @@
+"""A persistent, warp-specialised matrix product for Hopper, with the epilogue left to the caller.
+
+Each block owns one SM and walks over output tiles. A memory warpgroup copies operand tiles into a ring of shared-memory
+stages, and never stops between output tiles; two consumer warpgroups multiply them and run the epilogue on fp32
+accumulators in registers. They either cooperate, half of the tile's rows each, which reads least; or alternate, a whole
+tile each in turn, and then the epilogue of one overlaps the products of the other.
+
+The contracted dimension of either operand may be its minor one (rows of hidden, rows of the weight) or its major one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
+from jaxlogp.head.hopper.tiles import TileConfig
+
+CONSUMERS = 2
+MEMORY_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+
+
+def tile_transforms(minor: int, item_bytes: int = 2) -> tuple:
+    """How a tile of that minor size lies in shared memory: as the matrix units and the copy engine like it."""
+    swizzle = plgpu.find_swizzle(minor * item_bytes * 8)
+    return plgpu.TilingTransform((8, swizzle // item_bytes)), plgpu.SwizzleTransform(swizzle)
+
+
+def store_tile(
+    values: Any,
+    buffer: Any,
+    destination: Any,
+    rows: Any,
+    first_column: Any,
+    add: bool = False,
+    finish: Callable[[Any, int], Any] = lambda part, offset: part,
+) -> None:
+    """Writes a tile from registers to destination[rows, first_column:], through ``buffer`` [slots, rows, piece].
+
+    With ``add`` the destination's old contents are added. ``finish`` is applied to each piece and its first column within
+    the tile: a piece at a time keeps few intermediate values in registers.
+    """
+    slots, _, piece = buffer.shape
+    for index in range(values.shape[1] // piece):
+        slot = buffer.at[index % slots]
+        place = destination.at[rows, pl.ds(first_column + index * piece, piece)]
+        part = finish(values[:, index * piece : (index + 1) * piece], index * piece)
+        if add:
+            part = part + plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        slot[...] = part.astype(buffer.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, place)
+
+
+def operand_tile(config: TileConfig, size: int, contract_minor: bool) -> tuple[int, int]:
+    """Shape of one stage of an operand."""
+    return (size, config.depth) if contract_minor else (config.depth, size)
+
+
+def tile_order(index: Any, row_tiles: int, column_tiles: int, group: int) -> tuple[Any, Any]:
+    """(row tile, column tile) of the index-th output tile: down a group of row tiles, then to the next column."""
+    group = min(group, row_tiles)
+    whole = row_tiles // group
+    per_group = group * column_tiles
+    panel = lax.div(index, jnp.int32(per_group))
+    within = index - panel * per_group
+    # The last panel may have fewer row tiles.
+    height = jnp.where(panel < whole, group, row_tiles - whole * group) if row_tiles % group else jnp.int32(group)
+    column = lax.div(within, height)
+    # Every other panel walks back, so that its first columns are still in the cache.
+    column = jnp.where(lax.rem(panel, jnp.int32(2)) == 0, column, column_tiles - 1 - column)
+    return panel * group + lax.rem(within, height), column
+
+
+def product(
+    epilogue: Callable[..., None],
+    *,
+    config: TileConfig,
+    row_tiles: int,
+    column_tiles: int,
+    steps: int,
+    left_minor: bool,
+    right_minor: bool,
+    left_index: Callable[..., tuple],
+    right_index: Callable[..., tuple],
+    out_type: Any,
+    scratch: dict[str, Any],
+    num_sms: int,
+    interpret: Any = None,
+    approx_math: bool = True,
+    setup: Callable[..., Any] | None = None,
+    prologue: Callable[..., Any] | None = None,
+):
+    """Builds the kernel; it takes (left, right, *others) and returns arrays of ``out_type``.
+
+    Args:
+      epilogue: called in each consumer warpgroup as epilogue(accumulator [share, columns], first row, column tile,
+        warpgroup, setup's result, prologue's result, others and outputs, scratch).
+      config: tile shapes.
+      row_tiles: number of tiles in the row dimension.
+      column_tiles: number of tiles in the column dimension.
+      steps: number of steps in the contracted dimension.
+      left_minor: whether the left operand's contracted dimension is its last.
+      right_minor: the same of the right operand.
+      left_index: (row tile, step, setup's result) -> index of the left operand's block.
+      right_index: (column tile, step, setup's result) -> index of the right operand's block.
+      out_type: outputs.
+      scratch: name -> scratch type, handed to the epilogue.
+      num_sms: number of persistent blocks.
+      interpret: None, or what runs the kernel on the CPU.
+      approx_math: let exp2 be the hardware's (2 ulp).
+      setup: called once as setup(others and outputs), for scalars that live in global memory.
+      prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
+        outputs); its result, loaded while the products run, reaches the epilogue.
+    """
+    share = config.share
+    stages = min(config.stages, steps)
+    # The interpreter runs one block at a time. The sums are the same.
+    cluster = config.cluster if interpret is None else 1
+    if row_tiles % cluster:
+        raise ValueError(f"row_tiles: expected a multiple of the cluster size {cluster}, got {row_tiles}")
+    blocks, shared_axes = num_sms // cluster, ("member",) if cluster > 1 else None
+    tiles = row_tiles // cluster * column_tiles
+    left_tile = operand_tile(config, config.rows, left_minor)
+    right_tile = operand_tile(config, config.columns, right_minor)
+    names = tuple(scratch)
+
+    def body(left, right, *rest):
+        *others, left_ring, right_ring, full, empty = rest[: len(rest) - len(names)]
+        extra = dict(zip(names, rest[len(rest) - len(names) :], strict=True))
+        warpgroup = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        member = lax.axis_index("member") if cluster > 1 else jnp.int32(0)
+        turns = CONSUMERS if config.alternate else 1
+        # Read once here: the memory warpgroup would otherwise wait for them at every step.
+        values = None if setup is None else setup(others)
+        count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
+
+        def position(item):
+            row, column = tile_order(item * blocks + block, row_tiles // cluster, column_tiles, config.group // cluster)
+            return row * cluster + member, column
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _copy():
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+
+            def tile_step(item, counter):
+                row, column = position(item)
+                owner = lax.rem(item, jnp.int32(turns))
+
+                def depth_step(step, counter):
+                    slot = lax.rem(counter, jnp.int32(stages))
+                    arrived = full.at[owner * stages + slot]
+
+                    @pl.when(counter >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    plgpu.copy_gmem_to_smem(left.at[left_index(row, step, values)], left_ring.at[slot], arrived)
+                    plgpu.copy_gmem_to_smem(
+                        right.at[right_index(column, step, values)],
+                        right_ring.at[slot],
+                        arrived,
+                        collective_axes=shared_axes,
+                    )
+                    return counter + 1
+
+                return lax.fori_loop(0, steps, depth_step, counter)
+
+            total = lax.fori_loop(0, count, tile_step, jnp.int32(0))
+
+            def drain(counter, _):
+                @pl.when(counter >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[lax.rem(counter, jnp.int32(stages))])
+
+            # A barrier must not be given back while a phase of it is unobserved.
+            lax.fori_loop(total, total + stages, drain, None)
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _multiply():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            # Cooperating warpgroups share every tile; alternating ones take every other tile, whole.
+            turn = warpgroup if config.alternate else jnp.int32(0)
+            mine = slice(None) if config.alternate else pl.ds(warpgroup * share, share)
+            first_row = jnp.int32(0) if config.alternate else warpgroup * share
+
+            def tile_step(index, _):
+                item = index * turns + turn
+                row, column = position(item)
+                rows = row * config.rows + first_row
+                early = None if prologue is None else prologue(rows, column, values, others)
+
+                def accumulate(accumulator):
+                    def depth_step(step, slot):
+                        plgpu.barrier_wait(full.at[turn * stages + slot])
+                        a = left_ring.at[slot, mine] if left_minor else left_ring.at[slot, :, mine].transpose((1, 0))
+                        b = right_ring.at[slot]
+                        plgpu.wgmma(accumulator, a, b.transpose((1, 0)) if right_minor else b)
+                        # The product before this one is done: its stage is free while this one runs.
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(step > 0)
+                        def _():
+                            plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
+
+                        return jnp.where(slot == stages - 1, 0, slot + 1)
+
+                    slot = lax.fori_loop(0, steps, depth_step, lax.rem(item * steps, jnp.int32(stages)))
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
+                    return accumulator[...]
+
+                accumulated = pl.run_scoped(accumulate, plgpu.ACC((share, config.columns), jnp.float32))
+                epilogue(accumulated, rows, column, warpgroup, values, early, others, extra)
+
+            lax.fori_loop(0, lax.div(count - turn + (turns - 1), jnp.int32(turns)), tile_step, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    dtype, users = jnp.bfloat16, 1 if config.alternate else CONSUMERS
+    rings = [
+        plgpu.SMEM((stages, *left_tile), dtype, transforms=tile_transforms(left_tile[1])),
+        plgpu.SMEM((stages, *right_tile), dtype, transforms=tile_transforms(right_tile[1])),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages * (CONSUMERS if config.alternate else 1)),
+        plgpu.Barrier(num_arrivals=users, num_barriers=stages)
+        if cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=shared_axes, num_arrivals=users, num_barriers=stages),
+    ]
+    return kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[*rings, *scratch.values()],
+        grid=(blocks,),
+        grid_names=("block",),
+        **({} if cluster == 1 else {"cluster": (cluster,), "cluster_names": ("member",)}),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=False),
+        **({} if interpret is None else {"interpret": interpret}),
+    )

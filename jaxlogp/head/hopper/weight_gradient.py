@@ -1,0 +1,141 @@
+"""The two products behind dz: dH += dz · W_chunk, accumulated in fp32, and dW_chunk = dzᵀ · H, written in place.
+
+Both change an array that lives across chunks, so they take it as a mutable reference: no copy of the weight's chunk, none of
+its gradient's, and no autotuned library product whose bits depend on the machine's mood.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
+from jaxlogp.head.hopper.product import CONSUMERS, product, store_tile, tile_transforms
+from jaxlogp.head.hopper.tiles import TileConfig
+
+
+def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Array:
+    """An array of arbitrary contents, for a reference of which every element will be written."""
+
+    def body(out):
+        del out
+
+    options = {} if interpret is None else {"interpret": interpret}
+    call = kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        **options,
+    )
+    return call()
+
+
+def add_hidden_gradient(
+    d_hidden: Any,
+    gradient: Float[Array, "tokens chunk"],
+    weight: Float[Array, "vocab hidden"],
+    index: Int[Array, ""],
+    config: TileConfig,
+    num_sms: int,
+    interpret: Any = None,
+) -> None:
+    """d_hidden += gradient · weight[index * chunk :][: chunk].
+
+    Args:
+      d_hidden: reference to fp32 [tokens, H rounded up to config.columns], tokens a multiple of config.rows.
+      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight.
+      weight: bf16 [V, H].
+      index: which chunk.
+      config: tile shapes.
+      num_sms: number of persistent blocks.
+      interpret: None, or what runs the kernel on the CPU.
+    """
+    (tokens, chunk), hidden_size = gradient.shape, weight.shape[1]
+    piece = 32
+
+    def left_index(row, step, _):
+        return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
+
+    def right_index(column, step, start):
+        return pl.ds(start + step * config.depth, config.depth), pl.ds(column * config.columns, config.columns)
+
+    def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
+        buffer = scratch["piece"].at[warpgroup]
+        store_tile(products, buffer, others[1], pl.ds(first_row, config.share), column * config.columns, add=True)
+
+    product(
+        epilogue,
+        config=config,
+        row_tiles=tokens // config.rows,
+        column_tiles=-(-hidden_size // config.columns),
+        steps=chunk // config.depth,
+        left_minor=True,
+        right_minor=False,
+        left_index=left_index,
+        right_index=right_index,
+        out_type=(),
+        scratch={
+            "piece": plgpu.SMEM((CONSUMERS, 1, config.share, piece), jnp.float32, transforms=tile_transforms(piece, 4))
+        },
+        num_sms=num_sms,
+        interpret=interpret,
+        setup=lambda others: others[0][0] * chunk,
+    )(gradient, weight, index.reshape(1).astype(jnp.int32), d_hidden)
+
+
+def write_weight_gradient(
+    d_weight: Any,
+    gradient: Float[Array, "tokens chunk"],
+    hidden: Float[Array, "tokens hidden"],
+    index: Int[Array, ""],
+    config: TileConfig,
+    num_sms: int,
+    interpret: Any = None,
+) -> None:
+    """d_weight[index * chunk :][: chunk] = gradientᵀ · hidden, rounded once; rows past the end are not written.
+
+    Args:
+      d_weight: reference to bf16 [V, H].
+      gradient: bf16 [tokens, chunk], tokens a multiple of config.depth.
+      hidden: bf16 [tokens, H].
+      index: which chunk.
+      config: tile shapes.
+      num_sms: number of persistent blocks.
+      interpret: None, or what runs the kernel on the CPU.
+    """
+    (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
+    piece = 64
+
+    def left_index(row, step, _):
+        return pl.ds(step * config.depth, config.depth), pl.ds(row * config.rows, config.rows)
+
+    def right_index(column, step, _):
+        return pl.ds(step * config.depth, config.depth), pl.ds(column * config.columns, config.columns)
+
+    def epilogue(products, first_row, column, warpgroup, start, early, others, scratch):
+        rows = pl.ds(start + first_row, config.share)
+        store_tile(products, scratch["piece"].at[warpgroup], others[1], rows, column * config.columns)
+
+    product(
+        epilogue,
+        config=config,
+        row_tiles=chunk // config.rows,
+        column_tiles=-(-hidden_size // config.columns),
+        steps=tokens // config.depth,
+        left_minor=False,
+        right_minor=False,
+        left_index=left_index,
+        right_index=right_index,
+        out_type=(),
+        scratch={
+            "piece": plgpu.SMEM((CONSUMERS, 1, config.share, piece), jnp.bfloat16, transforms=tile_transforms(piece))
+        },
+        num_sms=num_sms,
+        interpret=interpret,
+        setup=lambda others: others[0][0] * chunk,
+    )(gradient, hidden, index.reshape(1).astype(jnp.int32), d_weight)

@@ -1,0 +1,115 @@
+"""The hopper engine on a Hopper GPU: `pytest -m gpu`. Everything here is skipped where there is none.
+
+JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py hides the GPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp.head.hopper import HopperEngine
+from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.tiles import ALTERNATE
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.logits import LocalTargets
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        why_not_available() is not None or jax.devices()[0].platform != "gpu", reason="needs a Hopper GPU"
+    ),
+]
+VALUE_ERROR = 5e-5
+GRADIENT_ERROR = 5e-3
+SHAPES = [
+    (1937, 3584, 152064),
+    (2169, 896, 151936),
+    (1530, 2048, 32256),
+    (1388, 4096, 102400),
+    (600, 1024, 129920),
+    (600, 1024, 262144),
+]
+
+
+def inputs(tokens, hidden_size, vocab, spread=2.0):
+    keys = jax.random.split(jax.random.key(0), 5)
+    hidden = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocab, hidden_size), jnp.float32) * jnp.float32(spread / hidden_size**0.5)
+    targets = jax.random.randint(keys[2], (tokens,), 0, vocab, jnp.int32).at[0].set(vocab - 1)
+    g, g_entropy = (jax.random.normal(key, (tokens,), jnp.float32) for key in keys[3:])
+    return hidden, weight.astype(jnp.bfloat16), targets, g, g_entropy
+
+
+def both(engine, options, hidden, weight, targets, mask, g, g_entropy):
+    local = LocalTargets(targets, mask, None, jnp.int32(weight.shape[0]))
+    out, pull = jax.vjp(lambda h, w: engine.log_probs(h, w, None, local, options), hidden, weight)
+    return out, pull(type(out)(g, g_entropy))
+
+
+def float64(hidden, weight, targets, mask, g, g_entropy):
+    """Values and gradients in float64, on the GPU: the oracle's formulas (NumPy takes minutes at these sizes)."""
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def formulas(hidden, weight, targets, mask, g, g_entropy):
+            hidden, weight, g, g_entropy = (x.astype(jnp.float64) for x in (hidden, weight, g, g_entropy))
+            z = hidden @ weight.T
+            lse = jax.nn.logsumexp(z, axis=1)
+            p = jnp.exp(z - lse[:, None])
+            mean = (p * z).sum(1)
+            g, g_entropy = (jnp.where(mask, x, 0.0) for x in (g, g_entropy))
+            dz = p * (-g[:, None] + g_entropy[:, None] * (mean[:, None] - z))
+            dz = dz.at[jnp.arange(z.shape[0]), targets].add(g)
+            chosen = jnp.take_along_axis(z, targets[:, None], 1)[:, 0]
+            log_probs, entropy = (jnp.where(mask, x, 0.0) for x in (chosen - lse, lse - mean))
+            return log_probs, entropy, dz @ weight, dz.T @ hidden
+
+        return jax.block_until_ready(formulas(hidden, weight, targets, mask, g, g_entropy))
+
+
+def relative(actual, wanted):
+    with jax.enable_x64(True):
+        wide = jnp.asarray(actual).astype(jnp.float64)
+        return float(jnp.linalg.norm(wide - wanted) / jnp.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("tokens, hidden_size, vocab", SHAPES)
+def test_values_gradients_and_repeatability(tokens, hidden_size, vocab):
+    hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
+    mask = jnp.arange(tokens) % 5 != 1
+    hidden = jnp.where(mask[:, None], hidden, jnp.zeros_like(hidden))
+    options = HeadOptions(with_entropy=True, vocab_size=vocab)
+    run = jax.jit(lambda *args: both(HopperEngine(), options, *args))
+    args = hidden, weight, targets, mask, g, g_entropy
+    out, (d_hidden, d_weight) = run(*args)
+    out_again, (d_hidden_again, d_weight_again) = run(*args)
+    wanted = float64(*args)
+    for name, actual, value in (("log_probs", out.log_probs, wanted[0]), ("entropy", out.entropy, wanted[1])):
+        assert np.abs(np.asarray(actual, np.float64) - np.asarray(value)).max() < VALUE_ERROR, name
+    assert relative(d_hidden, wanted[2]) < GRADIENT_ERROR
+    assert relative(d_weight, wanted[3]) < GRADIENT_ERROR
+    assert bool((out.log_probs == out_again.log_probs).all() & (out.entropy == out_again.entropy).all())
+    assert bool((d_hidden == d_hidden_again).all() & (d_weight == d_weight_again).all())
+    assert not np.asarray(d_hidden.astype(jnp.float32))[~np.asarray(mask)].any()
+
+
+def test_tile_statistics_are_bitwise_invariant():
+    hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
+    options = HeadOptions(with_entropy=True)
+
+    @jax.jit
+    def statistics(hidden, weight, column):
+        width = jnp.int32(weight.shape[0])
+        return forward_statistics(hidden, weight, None, column, width, options, ALTERNATE, 132)
+
+    whole = np.asarray(statistics(hidden, weight, column))
+    for shards in (2, 4):
+        width = weight.shape[0] // shards
+        for shard in range(shards):
+            start = shard * width
+            local = jnp.where((column >= start) & (column < start + width), column - start, -1)
+            part = np.asarray(statistics(hidden, weight[start : start + width], local))
+            np.testing.assert_array_equal(part, whole[start // 256 : (start + width) // 256])
+    np.testing.assert_array_equal(np.asarray(statistics(hidden[1024:], weight, column[1024:])), whole[:, :, 1024:])
