@@ -3,7 +3,8 @@
     python benchmarks/hopper/head.py [H,V ...]
 
 Times are medians of interleaved turns, each at settled clocks; logits have standard deviation 2. Errors are against
-float64 on the same bf16 inputs: values and hidden gradients for every 128th token, weight gradients for 64 rows of the vocabulary.
+float64 on the same bf16 inputs: values and hidden gradients for every 128th token, weight gradients for 64 rows of the
+vocabulary.
 """
 
 import functools

@@ -24,7 +24,13 @@ SETTINGS = {
     # One granule, one tile and one block a shard: every loop has one turn on 8 shards, and compilers unroll those.
     "fp32 V=258, 8 granules": (Setting(FIXED_EIGHT, 258, ALL_OPTIONS), jnp.float32, (2, 8)),
 }
-PROGRAMS = [(name, size) for name, (_, _, sizes) in SETTINGS.items() for size in sizes]
+# Every program of the default run stands for others of its kind: those are slow.
+SLOW = {("fp32 V=257", 2), ("fp32 V=257", 4), ("fp32 V=257", 6), *(("bf16 V=4099", size) for size in (2, 3, 4, 8))}
+PROGRAMS = [
+    pytest.param(name, size, marks=pytest.mark.slow if (name, size) in SLOW else [])
+    for name, (_, _, sizes) in SETTINGS.items()
+    for size in sizes
+]
 
 
 def data_for(name, family):
