@@ -33,6 +33,8 @@ from jaxlogp import (
 from jaxlogp.errors import require
 from jaxlogp.invariance import TokenFunction
 
+FIXED = FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=128, row_block=64))
+
 
 @dataclass(frozen=True)
 class DriftConfig:
@@ -50,6 +52,8 @@ class DriftConfig:
     """Numbers of devices to shard the vocabulary over; divisors of 24."""
     seed: int = 0
     """Seed of hidden states, weight and targets."""
+    processes: bool = True
+    """Run the log-probs in two processes with four simulated CPU devices each as well."""
     write: bool = False
     """Write the tables to benchmarks/results/drift_<device>_<dtype>.md."""
 
@@ -80,6 +84,16 @@ def _ours_sharded(engine: object, size: int, hidden: jax.Array, weight: jax.Arra
     return sharded_linear_log_probs(hidden, weight, targets, **options).log_probs
 
 
+def fast_on_all_devices(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+    """The fast path with the vocabulary over every device of every process."""
+    return _ours_sharded("chunked", len(jax.devices()), hidden, weight, targets)
+
+
+def fixed_order_on_all_devices(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+    """The fixed-order path, likewise."""
+    return _ours_sharded(FIXED, len(jax.devices()), hidden, weight, targets)
+
+
 def hidden_gradient(function: TokenFunction) -> TokenFunction:
     """The gradient of the sum of the log-probs with respect to the hidden states, a row per token."""
 
@@ -103,17 +117,21 @@ def main(config: DriftConfig) -> Result:
         fits = size > 1 and 24 % size == 0 and config.vocab_size % size == 0
         require(fits, "--num-shards", f"divisors of 24 and of --vocab-size {config.vocab_size}, above 1", size)
     hidden, weight, targets = _data(config)
-    fixed = FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=128, row_block=64))
-    paths = {"fast path (chunked)": "chunked", "fixed-order path": fixed}
+    paths = {"fast path (chunked)": "chunked", "fixed-order path": FIXED}
+    by_name = dict(zip(paths, ("fast_on_all_devices", "fixed_order_on_all_devices"), strict=True))
     reports = []
     for gradient in (False, True):
         suffix, wrap = ("hidden gradients", hidden_gradient) if gradient else ("log-probs", lambda function: function)
         check = functools.partial(check_invariance, num_shards=config.num_shards)
-        reports.append(check(wrap(naive), hidden, weight, targets, name=f"naive JAX, {suffix}"))
+        split = config.processes and not gradient
+        path = "experiments.drift:naive" if split else None
+        reports.append(check(wrap(naive), hidden, weight, targets, name=f"naive JAX, {suffix}", path=path))
         for name, engine in paths.items():
             sharded = {size: wrap(functools.partial(_ours_sharded, engine, size)) for size in config.num_shards}
             function = wrap(functools.partial(_ours, engine))
-            reports.append(check(function, hidden, weight, targets, name=f"{name}, {suffix}", sharded=sharded))
+            path = f"experiments.drift:{by_name[name]}" if split else None
+            title = f"{name}, {suffix}"
+            reports.append(check(function, hidden, weight, targets, name=title, sharded=sharded, path=path))
     rounding = _rounding(config)
     return Result(tuple(reports), rounding, _text(config, reports, rounding))
 

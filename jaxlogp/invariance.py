@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer
+from jaxlogp.process_split import run_in_processes
 
 TokenFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -99,6 +100,7 @@ def check_invariance(
     sharded: Mapping[int, TokenFunction] | None = None,
     num_shards: Sequence[int] = (2, 4),
     chunk: int = 7,
+    path: str | None = None,
 ) -> InvarianceReport:
     """Runs ``function`` under changes of batch, position, padding, order, company, chunk, jit and mesh.
 
@@ -116,6 +118,8 @@ def check_invariance(
         itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler cuts it.
       num_shards: numbers of devices to shard the vocabulary over; one that the machine lacks is reported as not run.
       chunk: tokens of a piece for the change "in chunks".
+      path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
+        simulated devices each (:func:`jaxlogp.process_split.run_in_processes`); None leaves this change out.
 
     Returns:
       The report; ``print`` it.
@@ -157,6 +161,9 @@ def check_invariance(
         given = (sharded or {}).get(size)
         run = _placed(compiled, size) if given is None else jax.jit(given)
         differences.append(compare_bits(change, values(run, hidden, targets), wanted, everyone))
+    if path is not None:
+        seen = run_in_processes(path, hidden, weight, targets)
+        differences.append(compare_bits("two processes of 4 devices", seen, wanted, everyone))
     return InvarianceReport(name, tuple(differences))
 
 
