@@ -101,6 +101,9 @@ DTYPES = {
     "fp32 x bf16": (jnp.float32, jnp.bfloat16, False, jnp.bfloat16, BF16_GRADIENT_ERROR),
     "bf16 x fp32": (jnp.bfloat16, jnp.float32, False, jnp.float32, BF16_GRADIENT_ERROR),
     "bf16 x bf16, fp32 head": (jnp.bfloat16, jnp.bfloat16, True, jnp.float32, BF16_GRADIENT_ERROR),
+    "fp16 x fp16": (jnp.float16, jnp.float16, False, jnp.float16, BF16_GRADIENT_ERROR),
+    "fp32 x fp16": (jnp.float32, jnp.float16, False, jnp.float16, BF16_GRADIENT_ERROR),
+    "fp32 x fp16, fp32 head": (jnp.float32, jnp.float16, True, jnp.float32, GRADIENT_ERROR),
     # True fp32 operands: the hidden gradient is returned in fp32 and must be of fp32 quality.
     "fp32 x bf16, fp32 head": (jnp.float32, jnp.bfloat16, True, jnp.float32, GRADIENT_ERROR),
 }
