@@ -18,6 +18,7 @@ def test_the_fixed_order_gives_the_bytes_of_one_process():
     assert seen.tobytes() == wanted.tobytes()
 
 
+@pytest.mark.slow
 def test_naive_jax_does_not_and_the_report_says_so():
     """The control. bf16 travels too."""
     hidden, weight, targets = DATA

@@ -65,7 +65,7 @@ def test_the_run_folder_is_complete(plain):
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 
-@pytest.mark.parametrize("mesh", ["data=2,tensor=4", "data=1,tensor=3"])
+@pytest.mark.parametrize("mesh", ["data=2,tensor=4", pytest.param("data=1,tensor=3", marks=pytest.mark.slow)])
 def test_a_mesh_gives_the_same_run(plain, runs, mesh):
     """tensor=3 does not divide the vocabulary: the shards are uneven."""
     result = grpo.main(tiny(runs, mesh.replace(",", "-"), mesh=mesh, schedule={"steps": 4}))
@@ -136,11 +136,11 @@ def test_a_row_length_that_is_not_given_fits_the_longest_document(runs, tmp_path
     assert Trainer(tiny(runs, "unused", schedule={"row_length": None})).sizes.row == 64
 
 
-def test_gspo_runs_with_both_weightings(runs):
-    for weighting in ("length", "document"):
-        loss = {"kind": "gspo", "document_weighting": weighting}
-        result = grpo.main(tiny(runs, f"gspo-{weighting}", loss=loss, schedule={"steps": 1}))
-        assert train_records(result)[0]["num_segments"] == 64
+@pytest.mark.parametrize("weighting", ["length", pytest.param("document", marks=pytest.mark.slow)])
+def test_gspo_runs_with_both_weightings(runs, weighting):
+    loss = {"kind": "gspo", "document_weighting": weighting}
+    result = grpo.main(tiny(runs, f"gspo-{weighting}", loss=loss, schedule={"steps": 1}))
+    assert train_records(result)[0]["num_segments"] == 64
 
 
 def test_evaluate_reproduces_the_final_scores(plain, capsys):
