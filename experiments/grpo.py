@@ -158,7 +158,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "mesh": trainer.config.mesh,
         "optimizer steps": trainer.progress.step,
         "documents seen": trainer.progress.documents_seen,
-        "head": "not run" if head is None else f"{head.path}, engine {head.engine}",
+        "head": "not run" if head is None else f"{head.path}, engine {head.engine} ({head.reason})",
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}

@@ -260,7 +260,7 @@ class Trainer:
         values["tokens_per_second"] = tokens / values["step_seconds"]
         head_run = self.step_fn.head_run
         assert head_run is not None, "a micro-batch has been traced"
-        values |= {"head_path": head_run.path, "head_engine": head_run.engine}
+        values |= {"head_path": head_run.path, "head_engine": head_run.engine, "head_reason": head_run.reason}
         self._count_refused(bool(applied.finite))
         return values, collected.exhausted
 

@@ -51,6 +51,7 @@ def test_every_step_logs_drift_head_and_counts(plain):
     for step, record in enumerate(train_records(plain), start=1):
         assert 0.0 < record["drift_max"] <= DRIFT
         assert (record["head_path"], record["head_engine"]) == ("linear_log_probs", "chunked")
+        assert record["head_reason"].startswith("auto: hopper not used: ")
         assert record["num_documents"] == 64 and record["documents_seen"] == 64 * step
         assert record["num_tokens"] > 64 and record["tokens"] > record["num_tokens"]
         assert record["update_applied"] == 1

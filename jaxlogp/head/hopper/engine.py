@@ -49,7 +49,7 @@ class HopperEngine:
     name = "hopper"
 
     def why_not(
-        self, hidden: Array, weight: Array, bias: Array | None, options: HeadOptions, check_device: bool = True
+        self, hidden: Any, weight: Any, bias: Any, options: HeadOptions, check_device: bool = True
     ) -> str | None:
         """Why this engine cannot take a call, or None when it can.
 

@@ -141,9 +141,7 @@ def chunk_gradient(
         left_index=left_index,
         right_index=right_index,
         out_type=jax.ShapeDtypeStruct((tokens, chunk), jnp.bfloat16),
-        scratch={
-            "gradient": plgpu.SMEM((CONSUMERS, 1, share, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE))
-        },
+        scratch={"gradient": plgpu.SMEM((CONSUMERS, 1, share, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE))},
         num_sms=num_sms,
         interpret=interpret,
         setup=setup,
@@ -152,4 +150,3 @@ def chunk_gradient(
     bounds = jnp.stack([index, width]).astype(jnp.int32)
     special = special_tiles(rows.target, index * chunk, width, tiles, config)
     return call(hidden, weight, bounds, special, *rows, *(() if bias is None else (bias,)))
-
