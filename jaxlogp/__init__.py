@@ -27,6 +27,8 @@ from jaxlogp.head.chunked import ChunkedEngine as ChunkedEngine
 from jaxlogp.head.engines import HeadRun as HeadRun
 from jaxlogp.head.engines import record_head_runs as record_head_runs
 from jaxlogp.head.fixed_order import FixedOrderEngine as FixedOrderEngine
+from jaxlogp.head.loss_aware import PolicyGradients as PolicyGradients
+from jaxlogp.head.loss_aware import linear_policy_gradients as linear_policy_gradients
 from jaxlogp.head.reference import ReferenceEngine as ReferenceEngine
 from jaxlogp.invariance import Difference as Difference
 from jaxlogp.invariance import InvarianceReport as InvarianceReport

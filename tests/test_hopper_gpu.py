@@ -113,3 +113,51 @@ def test_tile_statistics_are_bitwise_invariant():
             part = np.asarray(statistics(hidden, weight[start : start + width], local))
             np.testing.assert_array_equal(part, whole[start // 256 : (start + width) // 256])
     np.testing.assert_array_equal(np.asarray(statistics(hidden[1024:], weight, column[1024:])), whole[:, :, 1024:])
+
+
+@pytest.mark.parametrize("extra", [{}, {"temperature": 0.7, "logit_scale": 1.3, "softcap": 30.0}], ids=["plain", "all"])
+def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(extra):
+    # 512 tiles and a tail; the whole batch takes several blocks of statistics, the part of it one.
+    tokens, vocab = 12500, 131072 + 8
+    hidden, weight, targets, g, g_entropy = inputs(tokens, 512, vocab)
+    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
+
+    @jax.jit
+    def forward(hidden, weight, targets, mask):
+        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
+        return HopperEngine().log_probs(hidden, weight, None, local, options)
+
+    mask = jnp.ones(tokens, bool)
+    whole = forward(hidden, weight, targets, mask)
+    _, (d_hidden, _) = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
+        hidden, weight, targets, mask, g, g_entropy
+    )
+    with_backward, _ = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
+        hidden, weight, targets, mask, g, g_entropy
+    )
+    part = slice(2001, 4501)
+    partly = jax.jit(lambda *x: both(HopperEngine(), options, *x))
+    some, (d_some, _) = partly(
+        *(x[part] if x is not weight else x for x in (hidden, weight, targets, mask, g, g_entropy))
+    )
+    third = jnp.arange(tokens) % 3 == 0
+    masked = forward(hidden, weight, targets, third)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=auto, devices=jax.devices()[:1])
+    sharded_options = HeadOptions(with_entropy=True, vocab_size=vocab, axis_name="tensor", **extra)
+
+    def local_forward(hidden, weight, targets, mask):
+        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
+        hidden = jax.lax.pcast(hidden, "tensor", to="varying")
+        return HopperEngine().log_probs(hidden, weight, None, local, sharded_options)
+
+    p = jax.P
+    sharded = jax.shard_map(local_forward, mesh=mesh, in_specs=(p(), p("tensor"), p(), p()), out_specs=p())
+    over_mesh = jax.jit(sharded)(hidden, weight, targets, mask)
+    for name in ("log_probs", "entropy"):
+        wanted = np.asarray(getattr(whole, name))
+        np.testing.assert_array_equal(np.asarray(getattr(with_backward, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(over_mesh, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(some, name)), wanted[part])
+        np.testing.assert_array_equal(np.asarray(getattr(masked, name))[::3], wanted[::3])
+    assert bool((d_some == d_hidden[part]).all())

@@ -3,6 +3,14 @@
 Forward: one product whose epilogue leaves four numbers a token and vocabulary tile. Backward, by vocabulary chunks: the
 product again, turned into dz [tokens, chunk] in bf16, then dH += dz · W_chunk in fp32 and dW_chunk = dzᵀ · H, which is
 complete and rounded once.
+
+Tokens whose mask is False are moved behind the others and left out of every product, whole row tiles at a time.
+
+Log-probs and entropies are bitwise the same run to run, in every program (with or without the backward, plain or inside of
+``shard_map``), in every batch and at every place in it, and for every number of vocabulary shards whose first rows are
+multiples of the tile's columns (256): see :mod:`jaxlogp.head.hopper.fold`. A row of the hidden gradient does not depend on
+the other rows nor on how many there are: vocabulary chunks have a width that depends on V alone. It does depend on the
+shards, whose contributions a float psum adds; a weight gradient depends on the batch, over which it sums.
 """
 
 import dataclasses
@@ -17,18 +25,21 @@ from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.head.hopper.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import chunk_gradient, row_scalars
+from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
 from jaxlogp.head.hopper.tiles import HeadTiles, head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
+from jaxlogp.head.live_rows import LiveRows, live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import LocalTargets, mask_cotangents
-from jaxlogp.stats import TileStats, TokenLogProbs, all_reduce, finish
+from jaxlogp.stats import TokenLogProbs
 
 # Bytes of the tile statistics of one block of tokens.
 STATISTICS_BYTES = 80 * 2**20
-# Bytes of one chunk of dz; it may also take as much as the hidden states do.
-CHUNK_BYTES = 416 * 2**20
+# Most vocabulary columns of one chunk of dz; constant, so that the order in which dH is summed is. Takes 416 MiB at 8192
+# tokens, and grows with them.
+CHUNK_COLUMNS = 26624
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +48,7 @@ class HopperEngine:
 
     Attributes:
       tiles: tile shapes; None takes the table's entry for the hidden size and the device.
-      chunk: vocabulary columns a chunk of the backward; None sizes it by memory.
+      chunk: vocabulary columns a chunk of the backward; None takes at most 26624, chunks of equal width.
       interpret: runs the kernels on the CPU (for tests) instead of compiling them.
       num_sms: persistent blocks; None asks the device.
     """
@@ -47,6 +58,7 @@ class HopperEngine:
     interpret: Any = None
     num_sms: int | None = None
     name = "hopper"
+    reduces_gradients = False
 
     def why_not(
         self, hidden: Any, weight: Any, bias: Any, options: HeadOptions, check_device: bool = True
@@ -118,13 +130,11 @@ class HopperEngine:
         device = jax.devices()[0]
         return 132 if device.platform != "gpu" else int(device.core_count)
 
-    def _chunk(self, tokens: int, hidden_size: int, vocab: int, tile: int) -> int:
+    def _chunk(self, vocab: int, tile: int) -> int:
         if self.chunk is not None:
             return self.chunk
-        most = max(CHUNK_BYTES // (2 * tokens), hidden_size)
-        pieces = -(-vocab // most)
-        even = -(-vocab // pieces)
-        return -(-even // tile) * tile
+        pieces = -(-vocab // CHUNK_COLUMNS)
+        return -(-vocab // (pieces * tile)) * tile
 
 
 def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
@@ -134,25 +144,10 @@ def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
     return math.lcm(*rows, tiles.d_weight.depth)
 
 
-def _pad(x: Array, multiple: int, fill: float | int) -> Array:
-    extra = -x.shape[0] % multiple
-    return jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if extra else x
-
-
-def _operands(hidden: Array, bias: Array | None, targets: LocalTargets, rows: int) -> tuple:
-    padded = _pad(hidden.astype(jnp.bfloat16), rows, 0)
-    return padded, None if bias is None else bias.astype(jnp.float32), _pad(targets.column, rows, -1)
-
-
-def fold_tiles(partials: Float[Array, "tiles 4 tokens"], column: Array, with_entropy: bool) -> TileStats:
-    """Statistics of all tiles together, per token."""
-    maxima, sums, shifted, target = (partials[:, place] for place in range(4))
-    maximum = jnp.max(maxima, axis=0)
-    distance = maxima - maximum[None, :]
-    factor = jnp.exp(distance)
-    total = jnp.sum(factor * sums, axis=0)
-    weighted = jnp.sum(factor * (shifted + distance * sums), axis=0) if with_entropy else None
-    return TileStats(maximum, total, weighted, jnp.sum(target, axis=0), (column >= 0).astype(jnp.float32))
+def _packed(hidden: Array, targets: LocalTargets, padded: int) -> tuple[LiveRows, Array, Array]:
+    """Live tokens first: their places, bf16 hidden states and targets, filled up with zeros and -1."""
+    rows = live_rows(targets.mask, padded)
+    return rows, rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -171,61 +166,113 @@ def _forward(
     blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
     multiple = _row_multiple(engine._tiles(weight), engine.interpret)
     block = -(-tokens // (blocks * multiple)) * multiple
-    padded, bias_operand, column = _operands(hidden, bias, targets, blocks * block)
+    rows, packed, column = _packed(hidden, targets, blocks * block)
+    bias_operand = None if bias is None else bias.astype(jnp.float32)
 
     def block_step(operands):
-        hidden, column = operands
+        hidden, column, live = operands
         partials = forward_statistics(
-            hidden, weight, bias_operand, column, targets.width, options, config, engine._blocks(), engine.interpret
+            hidden,
+            weight,
+            bias_operand,
+            column,
+            targets.width,
+            options,
+            config,
+            engine._blocks(),
+            engine.interpret,
+            live,
         )
-        return fold_tiles(partials, column, options.with_entropy)
+        partials = vary_over(partials, axes)
+        maximum = jnp.max(partials[:, 0], axis=0)
+        if options.axis_name is not None:
+            maximum = lax.pmax(maximum, options.axis_name)
+        return sum_tiles(partials, maximum, column, options.with_entropy)
 
     if blocks == 1:
-        local = block_step((padded, column))
+        sums = block_step((packed, column, rows.count))
     else:
-        local = lax.map(block_step, (padded.reshape(blocks, block, -1), column.reshape(blocks, block)))
-    local = jax.tree.map(lambda x: vary_over(x.reshape(-1)[:tokens], axes), local)
-    stats = all_reduce(local, options.axis_name)
-    result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.poison)
+        live = jnp.clip(rows.count - jnp.arange(blocks, dtype=jnp.int32) * block, 0, block)
+        sums = lax.map(block_step, (packed.reshape(blocks, block, -1), column.reshape(blocks, block), live))
+        sums = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), sums)
+    sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
+    sums = sum_shards(sums, options.axis_name)
+    result, normaliser = finish_sums(sums, targets.mask, options.vocab_size, targets.poison)
     return result, (hidden, weight, bias, targets, normaliser)
 
 
 def _backward(options: HeadOptions, engine: HopperEngine, residuals: tuple, g: TokenLogProbs):
     hidden, weight, bias, targets, normaliser = residuals
-    config = engine._tiles(weight).logit_gradient
-    multiple = _row_multiple(engine._tiles(weight), engine.interpret)
-    axes = union_of_varying_axes(hidden, weight)
-    padded, bias_operand, column = _operands(hidden, bias, targets, multiple)
-    (tokens, hidden_size), vocab = padded.shape, weight.shape[0]
     g_log_probs, g_entropy = mask_cotangents(g, targets)
-    rows = row_scalars(normaliser, g_log_probs, g_entropy, targets.column, options)
-    # Padding tokens have all scalars 0: dz = exp2(0) * 0.
-    rows = type(rows)(*(_pad(x, multiple, 0) for x in rows))._replace(target=column)
-    chunk = engine._chunk(tokens, hidden_size, vocab, config.columns)
+    scalars = row_scalars(normaliser, g_log_probs, g_entropy, targets.column, options)
+    d_hidden, d_weight, d_bias = head_gradients(hidden, weight, bias, targets, scalars, options, engine)
+    return d_hidden, d_weight, d_bias, None
+
+
+def head_gradients(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    targets: LocalTargets,
+    scalars: RowScalars,
+    options: HeadOptions,
+    engine: HopperEngine,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of hidden, weight and bias from the scalars of dz: three products, by vocabulary chunks.
+
+    Args:
+      hidden: [tokens, H].
+      weight: bf16 [V_local, H].
+      bias: [V_local] or None.
+      targets: targets as this shard sees them; tokens whose mask is False are left out and get exact zeros.
+      scalars: what dz is made of, a value per token.
+      options: static options of the call.
+      engine: tile shapes and chunk width.
+    """
+    tiles, num_sms, interpret = engine._tiles(weight), engine._blocks(), engine.interpret
+    config, multiple = tiles.logit_gradient, _row_multiple(tiles, interpret)
+    axes = union_of_varying_axes(hidden, weight)
+    (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
+    padded = -(-tokens // multiple) * multiple
+    rows, packed, column = _packed(hidden, targets, padded)
+    # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
+    filled = (select_live(rows.pack(x, 0), rows.count) for x in scalars)
+    scalars = RowScalars(*filled)._replace(target=jnp.where(jnp.arange(padded) < rows.count, column, -1))
+    chunk = engine._chunk(vocab, config.columns)
     chunks = -(-vocab // chunk)
-    if bias is not None:
-        bias_operand = jnp.pad(bias_operand, (0, chunks * chunk - vocab))
-    num_sms, interpret, tiles = engine._blocks(), engine.interpret, engine._tiles(weight)
+    bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
     # Whole tiles of columns: the accumulator is read by plain loads, which must not run past the end of a row.
-    d_hidden = jax.new_ref(jnp.zeros((tokens, hidden_size + -hidden_size % tiles.d_hidden.columns), jnp.float32))
+    d_hidden = jax.new_ref(jnp.zeros((padded, hidden_size + -hidden_size % tiles.d_hidden.columns), jnp.float32))
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
 
     def chunk_step(index, d_bias):
         gradient = chunk_gradient(
-            padded, weight, bias_operand, rows, targets.width, index, chunk, options, config, num_sms, interpret
+            packed,
+            weight,
+            bias_operand,
+            scalars,
+            targets.width,
+            index,
+            chunk,
+            options,
+            config,
+            num_sms,
+            interpret,
+            rows.count,
         )
-        add_hidden_gradient(d_hidden, gradient, weight, index, tiles.d_hidden, num_sms, interpret)
-        write_weight_gradient(d_weight, gradient, padded, index, tiles.d_weight, num_sms, interpret)
+        add_hidden_gradient(d_hidden, gradient, weight, index, tiles.d_hidden, num_sms, interpret, rows.count)
+        write_weight_gradient(d_weight, gradient, packed, index, tiles.d_weight, num_sms, interpret, rows.count)
         if bias is None:
             return None
-        return d_bias.at[index].set(jnp.sum(gradient, axis=0, dtype=jnp.float32))
+        return d_bias.at[index].set(jnp.sum(select_live(gradient, rows.count), axis=0, dtype=jnp.float32))
 
     d_bias = None if bias is None else jnp.zeros((chunks, chunk), jnp.float32)
     d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
     if bias is not None:
         d_bias = vary_over(d_bias.reshape(-1)[:vocab].astype(bias.dtype), axes)
-    d_hidden = vary_over(jax.freeze(d_hidden)[: hidden.shape[0], :hidden_size].astype(hidden.dtype), axes)
-    return d_hidden, vary_over(jax.freeze(d_weight), axes), d_bias, None
+    # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.
+    d_hidden = rows.unpack(jax.freeze(d_hidden)[:, :hidden_size].astype(hidden.dtype))
+    return vary_over(d_hidden, axes), vary_over(jax.freeze(d_weight), axes), d_bias
 
 
 _log_probs.defvjp(_forward, _backward)
