@@ -25,6 +25,7 @@ import tyro
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from experiments.command_line import errors_in_one_line
 from jaxlogp import FixedOrderEngine, ReductionOrder, linear_log_probs
 from jaxlogp.errors import require
 
@@ -129,11 +130,8 @@ def _markdown(config: CostConfig, compiled: dict, times: dict) -> str:
 def run_cli(arguments: list[str] | None = None) -> str:
     """The command line: bad options end in one line on stderr and exit code 2."""
     config = tyro.cli(CostConfig, args=arguments, prog="python -m experiments.invariance_cost", description=__doc__)
-    try:
+    with errors_in_one_line():
         table = main(config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     print(table)
     if config.write:
         path = Path("benchmarks/results") / f"invariance_cost_{jax.devices()[0].platform}.md"
