@@ -17,11 +17,12 @@ from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require, require_ids_in_range
 from jaxlogp.head.api import _check_operands, _check_options
 from jaxlogp.head.chunked import ChunkedEngine
-from jaxlogp.head.engines import Engine, HeadRun, choose_engine, report
+from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, report
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper.loss_aware import values_and_gradients
 from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import HeadOptions, dot, finish_logits, product_gradient
+from jaxlogp.head.triton import TritonEngine
 from jaxlogp.logits import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.policy import policy_loss
 from jaxlogp.reduce import WeightedSum
@@ -136,6 +137,8 @@ def linear_policy_gradients(
         vocab_size=shard.vocab_size,
     )
     chosen, reason = choose_engine(engine, hidden, weight, bias, options)
+    if isinstance(chosen, TritonEngine) and isinstance(engine, str) and engine == "auto":
+        chosen, reason = named_engine("chunked"), "auto: triton not used: it has no pass that gives gradients at once"
     known = isinstance(chosen, (ChunkedEngine, HopperEngine))
     require(known, "engine", "'auto', 'chunked' or 'hopper': no other engine has this pass", repr(chosen.name))
     if isinstance(chosen, HopperEngine):
