@@ -400,4 +400,3 @@ def test_policy_gradients_in_one_pass_are_not_its_own(monkeypatch):
 def test_why_not_installed_names_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install" in availability.why_not_installed.__wrapped__()
-

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import threading
 import types
+import warnings
 
 import jax
 import ml_dtypes
@@ -67,25 +68,38 @@ class HostTensor:
         assert other.array is self.array
 
 
-def _widen(handle, triton):
-    """A bfloat16 operand as fp32, exactly; the interpreter keeps its bits as integers and would multiply these."""
-    if handle.dtype.scalar != triton.language.bfloat16:
-        return handle
-    wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return type(handle)(wide, triton.language.float32)
+@contextlib.contextmanager
+def mended_interpreter():
+    """Three gaps closed: it multiplies the bits of bfloat16 as integers, it cuts off where a GPU rounds to bfloat16, and one
+    of its conversions to an index is refused by NumPy 2.4."""
+    from triton import language as tl
+    from triton.runtime import interpreter
 
+    builder = interpreter.InterpreterBuilder
+    create_dot, cast_impl, patch_tensor = builder.create_dot, builder.cast_impl, interpreter._patch_lang_tensor
 
-def teach_interpreter_bfloat16(triton):
-    """Its matrix product does not know bfloat16."""
-    from triton.runtime.interpreter import InterpreterBuilder
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return type(handle)((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    plain = InterpreterBuilder.create_dot
+    def dot(self, a, b, *rest):
+        return create_dot(self, widened(a), widened(b), *rest)
 
-    def create_dot(self, a, b, *rest):
-        return plain(self, _widen(a, triton), _widen(b, triton), *rest)
+    def cast(self, source, dtype):
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast_impl(self, source, dtype)
+        return type(source)(source.data.astype(ml_dtypes.bfloat16).view(np.uint16), dtype.scalar)
 
-    InterpreterBuilder.create_dot = create_dot
-    return lambda: setattr(InterpreterBuilder, "create_dot", plain)
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    builder.create_dot, builder.cast_impl, interpreter._patch_lang_tensor = dot, cast, patch
+    try:
+        yield
+    finally:
+        builder.create_dot, builder.cast_impl, interpreter._patch_lang_tensor = create_dot, cast_impl, patch_tensor
 
 
 @contextlib.contextmanager
@@ -106,7 +120,9 @@ def interpreted_launches():
             # What a kernel leaves unwritten is NaN.
             out = np.full(out_shape.shape, np.nan, out_shape.dtype)
             inputs = [x if isinstance(x, int) else HostTensor(next(values)) for x in operands]
-            with lock:
+            with lock, warnings.catch_warnings():
+                # Of rows of NaN, and of products with inf.
+                warnings.simplefilter("ignore", RuntimeWarning)
                 kernel[grid](*inputs, HostTensor(out), **constants)
             return out
 
@@ -117,12 +133,11 @@ def interpreted_launches():
         "jaxlogp.head.triton.kernels": load_kernels("interpreted_kernels"),
     }
     before = {name: sys.modules.get(name) for name in modules}
-    undo = teach_interpreter_bfloat16(triton)
     sys.modules.update(modules)
     try:
-        yield
+        with mended_interpreter():
+            yield
     finally:
-        undo()
         for name, module in before.items():
             sys.modules.pop(name)
             if module is not None:
