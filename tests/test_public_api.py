@@ -16,7 +16,9 @@ NAMES = """
     policy_loss policy_metrics policy_metric_terms
     linear_policy_gradients PolicyGradients drift_report DriftReport check_invariance InvarianceReport
 """.split()
-EXTRAS = "flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers triton jax_triton".split()
+EXTRAS = """
+    flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers triton jax_triton
+""".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

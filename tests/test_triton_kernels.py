@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their source in Triton's interpreter, and what the compiler makes of it for sm_80 to sm_90.
+"""The Triton kernels without a GPU: their source in Triton's interpreter, and what compilers make of it for sm_80 to sm_90.
 
 Not run where Triton is not installed: pip install -e ".[triton]".
 """
@@ -34,9 +34,10 @@ PLAIN = HeadOptions(with_entropy=True)
 ALL, ALL_SPILLS = HeadOptions(with_entropy=True, temperature=0.7, logit_scale=1.3, softcap=30.0), 512
 
 
-def test_every_test_of_the_engine_passes_with_the_kernels_in_the_interpreter():
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_every_test_of_the_engine_passes_with_the_kernels_in_the_interpreter(which):
     # In a process of its own: Triton reads the switch when it is imported.
-    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "tests/test_triton.py"]
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "-m", which, "tests/test_triton.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
@@ -87,7 +88,7 @@ def assembled(ptx, capability):
     pytest.fail(f"no assembler took PTX {version}: {finished.stderr}")
 
 
-@pytest.mark.parametrize("capability", sorted(TABLE))
+@pytest.mark.parametrize("capability", [80, 90, *(pytest.param(n, marks=pytest.mark.slow) for n in (86, 87, 89))])
 @pytest.mark.parametrize("name", ["forward_kernel", "gradient_kernel"])
 @pytest.mark.parametrize("all_options", [False, True], ids=["plain", "all options"])
 def test_kernels_compile_and_do_not_spill(tmp_path, monkeypatch, capability, name, all_options):

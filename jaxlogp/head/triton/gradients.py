@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.live_rows import live_rows, select_live
-from jaxlogp.head.projection import HeadOptions, dot, take_rows
+from jaxlogp.head.projection import HeadOptions, dot
 from jaxlogp.head.triton.launch import TileFunctions
 from jaxlogp.head.triton.tiles import TileConfig, row_parts, window_columns
 from jaxlogp.logits import LocalTargets
@@ -57,7 +57,7 @@ def head_gradients(
     filled = RowScalars(*(select_live(rows.pack(x, 0), rows.count) for x in scalars))
     filled = filled._replace(target=jnp.where(jnp.arange(padded) < rows.count, rows.pack(scalars.target, -1), -1))
     bias_operand = None if bias is None else bias.astype(jnp.float32)
-    window = min(window or window_columns(padded, vocab, config.columns), vocab)
+    window = min(window or window_columns(padded, vocab), vocab)
 
     def products_of(size: int):
         """The products over the first ``size`` rows, among which are all that have a gradient."""
@@ -65,10 +65,10 @@ def head_gradients(
         def branch(packed, filled, count):
             here, scalars = packed[:size], RowScalars(*(x[:size] for x in filled))
 
-            def gradient(start: Array, columns: int) -> Array:
+            def gradient(start: Array) -> Array:
                 bounds = jnp.stack([start, targets.width, count]).astype(jnp.int32)
                 dz = functions.window_gradient(
-                    here, weight, bias_operand, scalars, bounds, columns, options, config, capability
+                    here, weight, bias_operand, scalars, bounds, window, options, config, capability
                 )
                 return vary_over(dz, axes)
 
@@ -97,14 +97,21 @@ def _window_products(
     window: int,
     axes: frozenset,
 ) -> tuple[Float[Array, "rows hidden"], Float[Array, "vocab hidden"], Float[Array, " vocab"] | None]:
-    """fp32 dH, dW in the weight's dtype and fp32 db of all windows; gradient(first column, columns) gives a window's dz."""
+    """fp32 dH, dW in the weight's dtype and fp32 db of all windows; gradient(first column) gives a window's dz."""
     vocab = weight.shape[0]
 
-    def add(start: Int[Array, ""], columns: int, sums):
+    def add(index: Int[Array, ""], sums):
         d_hidden, d_weight, d_bias = sums
-        dz = gradient(start, columns)
-        d_hidden = d_hidden + dot(dz, take_rows(weight, start, columns), contract=(1, 0))
-        rounded = dot(dz, hidden, contract=(0, 0)).astype(weight.dtype)
+        # The last window starts earlier than its turn when the width does not divide the vocabulary. Columns that a window
+        # before it has covered get the same gradient of the weight again, and nothing is added to dH for them.
+        start = jnp.minimum(index * window, vocab - window)
+        dz = gradient(start)
+        turn = start + jnp.arange(window, dtype=jnp.int32) >= index * window
+        rows = lax.dynamic_slice_in_dim(weight, start, window)
+        d_hidden = d_hidden + dot(dz, jnp.where(turn[:, None], rows, jnp.zeros((), rows.dtype)), contract=(1, 0))
+        # 16-bit operands with a result of their dtype: summed in fp32 and rounded as it is written. An fp32 result and a cast
+        # would be the same numbers and, where XLA does not join the two, twice the memory.
+        rounded = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=weight.dtype)
         d_weight = lax.dynamic_update_slice_in_dim(d_weight, rounded, start, axis=0)
         if bias is not None:
             d_bias = lax.dynamic_update_slice_in_dim(d_bias, jnp.sum(dz, axis=0, dtype=jnp.float32), start, axis=0)
@@ -116,7 +123,4 @@ def _window_products(
         None if bias is None else jnp.zeros(bias.shape, jnp.float32),
     )
     sums = jax.tree.map(lambda x: vary_over(x, axes), sums)
-    whole = vocab // window
-    sums = lax.fori_loop(0, whole, lambda index, sums: add(index * window, window, sums), sums)
-    # What is left is a narrower window, so that no column is computed twice.
-    return add(jnp.int32(whole * window), vocab - whole * window, sums) if vocab % window else sums
+    return lax.fori_loop(0, -(-vocab // window), add, sums)

@@ -56,15 +56,17 @@ STATISTICS_BYTES = 80 * 2**20
 WINDOW_BYTES = 240 * 2**20
 # Least columns of a window, however many tokens there are: a narrower one pays more for adding to dH than for its product.
 WINDOW_COLUMNS = 4096
+# Rows of dz then begin where a matrix product likes them to.
+WINDOW_MULTIPLE = 64
 # The products of the backward take 1/4, 2/4, 3/4 or all of the rows: the least of them that holds every row with a gradient.
 ROW_PARTS = 4
 
 
-def window_columns(tokens: int, vocab: int, tile: int) -> int:
-    """Columns of a window: equal ones, whole tiles, at most what the constants allow; the last one takes the rest."""
-    most = max(WINDOW_BYTES // (2 * tokens), WINDOW_COLUMNS, tile)
+def window_columns(tokens: int, vocab: int) -> int:
+    """Columns of a window: as few windows as the constants allow, as narrow as their number allows, or all columns."""
+    most = max(WINDOW_BYTES // (2 * tokens), WINDOW_COLUMNS) // WINDOW_MULTIPLE * WINDOW_MULTIPLE
     pieces = -(-vocab // most)
-    return -(-vocab // (pieces * tile)) * tile
+    return min(-(-vocab // (pieces * WINDOW_MULTIPLE)) * WINDOW_MULTIPLE, vocab)
 
 
 def row_parts(tokens: int, multiple: int) -> tuple[int, ...]:
