@@ -109,8 +109,8 @@ def _window_products(
         turn = start + jnp.arange(window, dtype=jnp.int32) >= index * window
         rows = lax.dynamic_slice_in_dim(weight, start, window)
         d_hidden = d_hidden + dot(dz, jnp.where(turn[:, None], rows, jnp.zeros((), rows.dtype)), contract=(1, 0))
-        # 16-bit operands with a result of their dtype: summed in fp32 and rounded as it is written. An fp32 result and a cast
-        # would be the same numbers and, where XLA does not join the two, twice the memory.
+        # 16-bit operands with a result of their dtype: summed in fp32 and rounded as it is written. An fp32 result and a
+        # cast would be the same numbers and, where XLA does not join the two, twice the memory.
         rounded = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=weight.dtype)
         d_weight = lax.dynamic_update_slice_in_dim(d_weight, rounded, start, axis=0)
         if bias is not None:
