@@ -11,9 +11,13 @@ import subprocess
 import sys
 import tempfile
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxlogp import sharded_linear_log_probs
 from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.triton import TritonEngine, availability
 from jaxlogp.head.triton.launch import kernel_constants
 from jaxlogp.head.triton.tiles import TABLE
 from tests import triton_case
@@ -116,3 +120,26 @@ def test_other_dtypes_and_shapes_compile(tmp_path, monkeypatch, capability, dtyp
         config = TABLE[capability].forward if width is None else TABLE[capability].gradient
         _, report = compiled(name, config, capability, PLAIN, hidden_size, False, width, dtype)
         assert "serialized" not in report
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_whole_call_lowers_for_cuda_without_a_gpu(capability):
+    reason = availability.why_not_installed()
+    if reason is not None:
+        pytest.skip(f"NOT RUN: {reason}")
+    engine = TritonEngine(capability=capability)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=auto, devices=jax.devices()[:4])
+
+    def objective(hidden, weight, bias, targets, mask):
+        call = {"mesh": mesh, "mask": mask, "bias": bias, "with_entropy": True, "engine": engine}
+        out = sharded_linear_log_probs(hidden, weight, targets, **call)
+        return jnp.sum(out.log_probs) + jnp.sum(out.entropy)
+
+    shapes = [((2048, 256), jnp.bfloat16), ((30001, 256), jnp.bfloat16), ((30001,), jnp.float32)]
+    shapes += [((2048,), jnp.int32), ((2048,), bool)]
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    traced = jax.jit(jax.grad(objective, argnums=(0, 1, 2))).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Statistics, and one window's gradient for each number of rows among which the backward chooses.
+    assert text.count("custom_call @triton_kernel_call") == 5

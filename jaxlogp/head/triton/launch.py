@@ -1,6 +1,6 @@
 """Launches of the two kernels through jax-triton; both are imported here, when a launch is traced."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.triton.tiles import TileConfig
 
 
+@runtime_checkable
 class TileFunctions(Protocol):
     """The two functions behind which everything on the GPU happens: this module, or :mod:`jaxlogp.head.triton.plain`."""
 
