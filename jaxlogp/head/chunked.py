@@ -146,10 +146,37 @@ def _forward(
 
 def _backward(options: HeadOptions, engine: ChunkedEngine, residuals: tuple, g: TokenLogProbs):
     hidden, weight, bias, targets, normaliser = residuals
+    cotangents = mask_cotangents(g, targets)
+    return *head_gradients(hidden, weight, bias, targets, normaliser, *cotangents, options, engine), None
+
+
+def head_gradients(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    targets: LocalTargets,
+    normaliser: Normaliser,
+    g_log_probs: Float[Array, " tokens"],
+    g_entropy: Float[Array, " tokens"] | None,
+    options: HeadOptions,
+    engine: ChunkedEngine,
+) -> tuple[Array, Array, Array | None]:
+    """This shard's gradients of hidden, weight and bias from the normaliser of every token: three products.
+
+    Args:
+      hidden: [tokens, H], typed as varying over every axis in play, like weight and bias; zeros where masked.
+      weight: [V_local, H].
+      bias: [V_local] or None.
+      targets: targets as this shard sees them.
+      normaliser: over the whole vocabulary.
+      g_log_probs: cotangents of the log-probs, 0 where masked.
+      g_entropy: cotangents of the entropies, or None.
+      options: static options of the call.
+      engine: sizes of the blocks.
+    """
     blocks = _Blocks.of(engine, hidden.shape[0], weight.shape[0])
     axes = union_of_varying_axes(hidden, weight)
     dtype = options.operand_dtype(weight)
-    g_log_probs, g_entropy = mask_cotangents(g, targets)
     # Padding tokens of the last chunk have hidden 0, cotangent 0 and a harmless normaliser, so they add exact zeros.
     hidden_chunks, columns = blocks.chunks(hidden.astype(dtype), 0), blocks.chunks(targets.column, -1)
     per_token = jax.tree.map(lambda x: blocks.chunks(x, 0), (normaliser, g_log_probs, g_entropy))
@@ -185,7 +212,7 @@ def _backward(options: HeadOptions, engine: ChunkedEngine, residuals: tuple, g: 
     )
     zeros = jax.tree.map(lambda x: vary_over(x, axes), zeros)
     d_hidden, d_weight, d_bias = lax.fori_loop(0, blocks.num_tiles, tile_step, zeros)
-    return blocks.unchunk(d_hidden).astype(hidden.dtype), d_weight, d_bias, None
+    return blocks.unchunk(d_hidden).astype(hidden.dtype), d_weight, d_bias
 
 
 _log_probs.defvjp(_forward, _backward)
