@@ -189,9 +189,19 @@ def test_on_policy_stores_no_logits():
     assert memory < 0.2 * 4 * tokens * vocab, memory
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("case", ["tokens and entropy", "documents", "on policy"])
-@pytest.mark.parametrize("data, tensor", [(1, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "data, tensor, case, check_vma",
+    [
+        (1, 3, "tokens and entropy", True),
+        (2, 4, "tokens and entropy", False),
+        (2, 4, "documents", True),
+        (1, 3, "on policy", False),
+        (2, 4, "on policy", True),
+        pytest.param(2, 4, "tokens and entropy", True, marks=pytest.mark.slow),
+        pytest.param(1, 3, "documents", False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_vocabulary_shards_give_the_unsharded_result(monkeypatch, data, tensor, case, check_vma):
     monkeypatch.setattr(chunked_loss_aware, "CHUNK_ELEMENTS", 600 * 20)
     arguments, head, documents = documents_problem()
