@@ -142,9 +142,10 @@ def test_a_label_with_a_wrong_document_makes_its_loss_and_gradient_nan():
 def log_sum_exp(arguments, head):
     hidden, weight, *_, mask = arguments
     clean = jnp.where(mask[..., None], hidden, 0).astype(jnp.float32)
-    logits = (clean @ weight.astype(jnp.float32).T + (0.0 if head["bias"] is None else head["bias"])) * head.get(
-        "logit_scale", 1.0
-    )
+    logits = (
+        clean @ weight.astype(jnp.float32).T
+        + (0.0 if head["bias"] is None else head["bias"].astype(jnp.float32)[None, :])
+    ) * head.get("logit_scale", 1.0)
     if head.get("softcap"):
         logits = head["softcap"] * jnp.tanh(logits / head["softcap"])
     lse = jax.nn.logsumexp(logits / head.get("temperature", 1.0), axis=-1)
