@@ -96,8 +96,8 @@ def kept_blocks(
     Returns:
       True for a block that has to be computed.
     """
-    shift = jnp.where(jnp.isneginf(peaks), -jnp.inf, peaks - normaliser.max)
-    largest = jnp.exp(shift - normaliser.log_sum_exp)
+    shift = jnp.where(jnp.isneginf(peaks), -jnp.inf, peaks - normaliser.max[None])
+    largest = jnp.exp(shift - normaliser.log_sum_exp[None])
     live, finite = g_log_probs != 0.0, jnp.isfinite(g_log_probs)
     if g_entropy is not None:
         live, finite = live | (g_entropy != 0.0), finite & jnp.isfinite(g_entropy)
