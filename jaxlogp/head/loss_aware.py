@@ -297,6 +297,8 @@ def _choose(
     chosen, reason = choose_engine(engine, hidden, weight, bias, options)
     known = isinstance(chosen, (ChunkedEngine, HopperEngine))
     require(known, "engine", "'auto', 'chunked' or 'hopper': no other engine has this pass", repr(chosen.name))
+    unfiltered = getattr(chosen, "gradient_filter", None) is None
+    require(unfiltered, "engine", "an engine without a gradient_filter: this pass has none", repr(chosen))
     if isinstance(chosen, ChunkedEngine):
         return chosen, reason
     refusal = chosen.why_not(hidden, weight, bias, options, check_device=False)
