@@ -258,7 +258,7 @@ def in_two_rows(ids, **_):
         ({"engine": "reference"}, "engine: expected 'auto', 'chunked' or 'hopper'"),
         (in_two_rows, "document_ids: expected every document in one row"),
     ],
-    ids=str,
+    ids=["kind", "no ids", "no count", "entropy", "infinite", "engine", "two rows"],
 )
 def test_bad_input(change, message):
     arguments, head, documents = documents_problem()
