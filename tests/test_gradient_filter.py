@@ -70,7 +70,7 @@ def run(data, *, engine, options=()):
     return result, oracle.HeadGradients(*gradients)
 
 
-def numpy_filter(data, options=(), threshold=THRESHOLD, chunk=CHUNK, tile=TILE):
+def numpy_filter(data, options=(), threshold=THRESHOLD, chunk=CHUNK, tile=TILE, near=1e-4):
     """(filtered gradients, dz left out [tokens, V], blocks left out), in float64 and block by block."""
     options = dict(options)
     head = oracle.Head(**options)
@@ -83,17 +83,18 @@ def numpy_filter(data, options=(), threshold=THRESHOLD, chunk=CHUNK, tile=TILE):
     if head.softcap is not None:
         dz *= 1.0 - np.tanh(oracle.raw_logits(hidden, weight, bias, head) / head.softcap) ** 2
     dz *= head.logit_scale
-    kept, skipped = dz.copy(), 0
+    kept, skipped, nearest = dz.copy(), 0, np.inf
     live = mask & ((np.asarray(data["g_lp"]) != 0) | (np.asarray(data["g_entropy"]) != 0))
     for first in range(0, len(dz), chunk):
         for start in range(0, dz.shape[1], tile):
             rows, columns = slice(first, first + chunk), slice(start, start + tile)
             inside = (np.asarray(data["targets"])[rows] >= start) & (np.asarray(data["targets"])[rows] < start + tile)
-            large = probs[rows, columns].max(axis=1) >= threshold
-            if not np.any(live[rows] & (large | inside)):
+            largest = probs[rows, columns].max(axis=1, where=live[rows, None], initial=0.0).max()
+            if not (largest >= threshold or np.any(live[rows] & inside)):
                 kept[rows, columns], skipped = 0.0, skipped + 1
-    near = np.abs(np.log(probs / threshold)) if threshold else np.ones(1)
-    assert near.min() > 1e-4, "no probability may be so near the threshold that rounding decides"
+            if threshold and largest:
+                nearest = min(nearest, abs(np.log(largest / threshold)))
+    assert nearest > near, "no block may be so near the threshold that rounding decides"
     gradients = oracle.HeadGradients(kept @ weight, kept.T @ hidden, kept.sum(axis=0))
     return gradients, dz - kept, skipped
 
@@ -229,11 +230,15 @@ def test_bf16_operands():
 
 def test_under_vmap():
     data = {name: x for name, x in case().items() if name != "bias"}
-    batched = {name: jnp.stack([x, x[::-1] if name in ("hidden", "targets", "mask") else x]) for name, x in data.items()}
+    batched = {
+        name: jnp.stack([x, x[::-1] if name in ("hidden", "targets", "mask") else x]) for name, x in data.items()
+    }
 
     def gradients(hidden, weight, targets, mask, g_lp, g_entropy):
         return jax.grad(
-            lambda h: objective(h, weight, None, targets, mask, g_lp, g_entropy, engine=engine(), out_of_vocab="zero")[0]
+            lambda h: objective(h, weight, None, targets, mask, g_lp, g_entropy, engine=engine(), out_of_vocab="zero")[
+                0
+            ]
         )(hidden)
 
     seen = jax.jit(jax.vmap(gradients))(*batched.values())
@@ -280,9 +285,7 @@ def test_over_vocabulary_shards_whose_tiles_line_up(shards):
 
 def test_order_by_mean_logit_is_that_of_the_logits():
     data = case()
-    order = np.asarray(
-        vocab_order_by_mean_logit(data["hidden"], data["weight"], mask=data["mask"], bias=data["bias"])
-    )
+    order = np.asarray(vocab_order_by_mean_logit(data["hidden"], data["weight"], mask=data["mask"], bias=data["bias"]))
     logits = oracle.head_logits(data["hidden"], data["weight"], data["bias"])[np.asarray(data["mask"])]
     assert order.dtype == np.int32 and sorted(order) == list(range(VOCAB))
     assert np.all(np.diff(logits.mean(axis=0)[order]) < 1e-5)
