@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from jaxlogp import GradientFilter
+from jaxlogp import GradientFilter, linear_log_probs, skipped_tiles
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.tiles import ALTERNATE, SHARED_PAIR, HeadTiles
@@ -143,3 +145,24 @@ def test_the_filtered_kernels_lower_for_cuda_without_a_gpu():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # One fewer than without: the weight's gradient starts from zeros.
     assert text.count("custom_call @mosaic_gpu") >= 4
+
+
+def test_the_filtered_kernels_have_the_types_that_shard_map_checks():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rows, columns, chosen = P("data"), P("tensor"), HopperEngine(gradient_filter=GradientFilter(), chunk=512)
+
+    def local(hidden, weight, bias, targets):
+        def total(hidden, weight, bias):
+            settings = {"axis_name": "tensor", "with_entropy": True, "engine": chosen}
+            result = linear_log_probs(hidden, weight, targets, bias=bias, **settings)
+            return result.log_probs.sum() + result.entropy.sum()
+
+        count = skipped_tiles(hidden, weight, targets, bias=bias, axis_name="tensor", engine=chosen)
+        return jax.grad(total, (0, 1, 2))(hidden, weight, bias), count.psum("data")
+
+    specs = rows, columns, columns
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(*specs, rows), out_specs=(specs, P()))
+    shapes = [(600, 1024), (2064, 1024), (2064,)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    traced = jax.jit(mapped).trace(*operands, jax.ShapeDtypeStruct((600,), jnp.int32))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") >= 4

@@ -419,10 +419,10 @@ def head_gradients(
             gradient = jnp.where(written, gradient, jnp.zeros((), gradient.dtype))
         return d_bias.at[index].set(jnp.sum(select_live(gradient, rows.count), axis=0, dtype=jnp.float32))
 
-    d_bias = None if bias is None else jnp.zeros((chunks, chunk), jnp.float32)
+    d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
     d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
     if bias is not None:
-        d_bias = vary_over(d_bias.reshape(-1)[:vocab].astype(bias.dtype), axes)
+        d_bias = d_bias.reshape(-1)[:vocab].astype(bias.dtype)
     # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.
     d_hidden = rows.unpack(jax.freeze(d_hidden)[:, :hidden_size].astype(hidden.dtype))
     return vary_over(d_hidden, axes), vary_over(jax.freeze(d_weight), axes), d_bias
