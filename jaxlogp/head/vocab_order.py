@@ -159,8 +159,8 @@ class VocabOrder:
         require_integer(ids, "token_ids")
         ids = jnp.asarray(ids)
         covered = (ids >= 0) & (ids < table.size)
-        # Looked up at 0 where it is not covered: a negative index would wrap.
-        return jnp.where(covered, jnp.asarray(table)[jnp.where(covered, ids, 0)].astype(ids.dtype), ids)
+        # What a negative index wraps around to is not used.
+        return jnp.where(covered, jnp.asarray(table)[ids].astype(ids.dtype), ids)
 
     def _check_rows(self, weight: Shaped[Array, "rows ..."]) -> None:
         size = self.order.size
