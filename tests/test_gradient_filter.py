@@ -195,12 +195,20 @@ def test_masked_tokens_and_tokens_without_cotangent_keep_nothing():
     assert not np.asarray(run(silent, engine=engine())[1].hidden[:CHUNK]).any()
 
 
+def test_a_cotangent_of_the_entropy_alone_keeps_blocks():
+    data = {**case(), "g_lp": jnp.zeros(TOKENS)}
+    wanted, _, skipped = numpy_filter(data)
+    assert 0 < skipped < 60
+    check(run(data, engine=engine())[1], wanted)
+
+
 def test_errors_are_never_filtered():
     data = case()
     for name, change in {
         "hidden": lambda x: x.at[5].set(jnp.nan),
         "targets": lambda x: x.at[5].set(VOCAB),  # out of the vocabulary: its cotangent is NaN under jit
         "g_lp": lambda x: x.at[5].set(jnp.inf),
+        "g_entropy": lambda x: x.at[5].set(jnp.inf),
     }.items():
         _, gradients = run({**data, name: change(data[name])}, engine=engine(0.9))
         assert not np.isfinite(np.asarray(gradients.hidden[5])).any(), name
