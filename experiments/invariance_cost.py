@@ -31,9 +31,9 @@ from jaxlogp.errors import require
 
 ENGINES = {
     "chunked": "chunked",
-    "fixed order, 8 granules": FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=1024, row_block=512)),
-    "fixed order, 24 granules": FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=512, row_block=512)),
-    "fixed order, default": "fixed_order",
+    "fixed order, 24 granules": "fixed_order",
+    "fixed order, 8 granules": FixedOrderEngine(ReductionOrder(granules=8)),
+    "fixed order, 256 rows": FixedOrderEngine(ReductionOrder(row_block=256)),
     "materialised": "reference",
 }
 

@@ -3,11 +3,14 @@
 JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py hides the GPU.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlogp import ChunkedEngine, GradientFilter
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
@@ -93,6 +96,42 @@ def test_values_gradients_and_repeatability(tokens, hidden_size, vocab):
     assert bool((out.log_probs == out_again.log_probs).all() & (out.entropy == out_again.entropy).all())
     assert bool((d_hidden == d_hidden_again).all() & (d_weight == d_weight_again).all())
     assert not np.asarray(d_hidden.astype(jnp.float32))[~np.asarray(mask)].any()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["log-probs", "entropy"])
+def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
+    # Peaked rows, and a threshold so high that a block is mostly kept for its targets.
+    tokens, vocab, threshold = 600, 129920, 0.05
+    hidden, weight, targets, g, g_entropy = inputs(tokens, 1024, vocab, spread=4.0)
+    mask = jnp.ones(tokens, bool)
+    options = HeadOptions(with_entropy=with_entropy, vocab_size=vocab)
+    args = hidden, weight, targets, mask, g, g_entropy if with_entropy else None
+    hopper, portable, off = (
+        jax.jit(functools.partial(both, engine, options))
+        for engine in (
+            HopperEngine(gradient_filter=GradientFilter(threshold)),
+            ChunkedEngine(128, 256, GradientFilter(threshold)),
+            HopperEngine(gradient_filter=GradientFilter(0.0)),
+        )
+    )
+    out, gradients = hopper(*args)
+    _, again = hopper(*args)
+    _, wanted = portable(*args)
+    counted = HopperEngine(gradient_filter=GradientFilter(threshold)).skipped_tiles(
+        hidden, weight, None, LocalTargets(targets, mask, None, jnp.int32(vocab)), options
+    )
+    assert 0.1 < float(counted.mean()) < 0.99
+    for actual, same, portable_gradient in zip(gradients, again, wanted, strict=True):
+        assert relative(actual, portable_gradient.astype(jnp.float32)) < GRADIENT_ERROR
+        assert bool((actual == same).all())
+    # Rows of the weight that no block touches: exact zeros in both, but for a block that rounding decides.
+    touched = [np.asarray(jnp.any(x[1] != 0, axis=1)) for x in (gradients, wanted)]
+    assert (touched[0] != touched[1]).sum() <= 2 * 256
+    unfiltered = jax.jit(functools.partial(both, HopperEngine(), options))
+    exact_out, exact = unfiltered(*args)
+    assert bool((out.log_probs == exact_out.log_probs).all())
+    for actual, value in zip(off(*args)[1], exact, strict=True):
+        assert bool((actual == value).all())
 
 
 def test_tile_statistics_are_bitwise_invariant():

@@ -101,6 +101,8 @@ def product(
     live: Callable[..., Any] | None = None,
     live_steps: bool = False,
     prologue: Callable[..., Any] | None = None,
+    plan: Callable[..., Any] | None = None,
+    plan_steps: int | None = None,
 ):
     """Builds the kernel; it takes (left, right, *others) and returns arrays of ``out_type``.
 
@@ -127,6 +129,9 @@ def product(
       live_steps: whether live rows are those of the contracted dimension.
       prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
         outputs); its result, loaded while the products run, reaches the epilogue.
+      plan: called once as plan(others and outputs), the work list of :mod:`jaxlogp.head.hopper.schedule` in global memory:
+        tiles that it does not name are not computed and not written. Not together with ``live``.
+      plan_steps: how many steps make one of the plan's blocks of steps; None when it lists tiles alone.
     """
     share = config.share
     stages = min(config.stages, steps)
@@ -138,6 +143,9 @@ def product(
     left_tile = operand_tile(config, config.rows, left_minor)
     right_tile = operand_tile(config, config.columns, right_minor)
     names = tuple(scratch)
+    row_groups = row_tiles // cluster
+    num_tiles = row_groups * column_tiles
+    num_blocks = 0 if plan_steps is None else steps // plan_steps
 
     def body(left, right, *rest):
         *others, left_ring, right_ring, full, empty = rest[: len(rest) - len(names)]
@@ -153,11 +161,42 @@ def product(
             grain = config.depth if live_steps else config.rows * cluster
             used = jnp.maximum(lax.div(live(others) + (grain - 1), jnp.int32(grain)), 1)
             used_rows, used_steps = (used_rows, used) if live_steps else (used, used_steps)
-        count = lax.div(used_rows * column_tiles - block + (blocks - 1), jnp.int32(blocks))
+        work = None if plan is None else plan(others)
+        used_tiles = used_rows * column_tiles if work is None else work[0]
+        count = lax.div(used_tiles - block + (blocks - 1), jnp.int32(blocks))
 
         def position(item):
-            row, column = tile_order(item * blocks + block, used_rows, column_tiles, config.group // cluster)
+            if work is None:
+                row, column = tile_order(item * blocks + block, used_rows, column_tiles, config.group // cluster)
+            else:
+                # Asked for one item more than there is, it names some tile, which nobody uses.
+                tile = work[1 + jnp.minimum(item * blocks + block, num_tiles - 1)]
+                row = lax.div(tile, jnp.int32(column_tiles))
+                column = tile - row * column_tiles
             return row * cluster + member, column
+
+        def steps_of(row):
+            """Steps of a row tile."""
+            if plan_steps is None:
+                return used_steps
+            return work[1 + num_tiles + lax.div(row, jnp.int32(cluster))] * plan_steps
+
+        def each_step(row, function, carry):
+            """Calls function(step, carry) for each step of a row tile."""
+            if plan_steps is None:
+                return lax.fori_loop(0, used_steps, function, carry)
+            first = 1 + num_tiles + row_groups + lax.div(row, jnp.int32(cluster)) * num_blocks
+
+            def block_step(index, carry):
+                here, carry = carry
+                # Read a block ahead, so that nobody waits for it.
+                following = work[first + jnp.minimum(index + 1, num_blocks - 1)]
+                start = here * plan_steps
+                carry = lax.fori_loop(0, plan_steps, lambda step, carry: function(start + step, carry), carry)
+                return following, carry
+
+            listed = work[1 + num_tiles + lax.div(row, jnp.int32(cluster))]
+            return lax.fori_loop(0, listed, block_step, (work[first], carry))[1]
 
         @pl.when(warpgroup == CONSUMERS)
         def _copy():
@@ -184,7 +223,7 @@ def product(
                     )
                     return counter + 1
 
-                return lax.fori_loop(0, used_steps, depth_step, counter)
+                return each_step(row, depth_step, counter)
 
             total = lax.fori_loop(0, count, tile_step, jnp.int32(0))
 
@@ -204,9 +243,10 @@ def product(
             mine = slice(None) if config.alternate else pl.ds(warpgroup * share, share)
             first_row = jnp.int32(0) if config.alternate else warpgroup * share
 
-            def tile_step(index, _):
+            def tile_step(index, before):
                 item = index * turns + turn
                 row, column = position(item)
+                tile_steps = steps_of(row)
                 rows = row * config.rows + first_row
                 early = None if prologue is None else prologue(rows, column, values, others)
 
@@ -225,15 +265,25 @@ def product(
 
                         return jnp.where(slot == stages - 1, 0, slot + 1)
 
-                    slot = lax.fori_loop(0, used_steps, depth_step, lax.rem(item * used_steps, jnp.int32(stages)))
+                    # Steps of all tiles before this one, those of the other warpgroup among them.
+                    first_step = item * used_steps if before is None else before
+                    slot = lax.fori_loop(0, tile_steps, depth_step, lax.rem(first_step, jnp.int32(stages)))
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
                     return accumulator[...]
 
                 accumulated = pl.run_scoped(accumulate, plgpu.ACC((share, config.columns), jnp.float32))
                 epilogue(accumulated, rows, column, warpgroup, values, early, others, extra)
+                if before is None:
+                    return None
+                between = steps_of(position(item + 1)[0]) if turns > 1 else 0
+                return before + tile_steps + between
 
-            lax.fori_loop(0, lax.div(count - turn + (turns - 1), jnp.int32(turns)), tile_step, None)
+            before = None
+            if plan_steps is not None:
+                first = steps_of(position(jnp.int32(0))[0])
+                before = jnp.where(turn > 0, first, 0)
+            lax.fori_loop(0, lax.div(count - turn + (turns - 1), jnp.int32(turns)), tile_step, before)
             plgpu.wait_smem_to_gmem(0)
 
     dtype, users = jnp.bfloat16, 1 if config.alternate else CONSUMERS

@@ -48,6 +48,8 @@ def add_hidden_gradient(
     num_sms: int,
     interpret: Any = None,
     live: Int[Array, ""] | None = None,
+    plan: Int[Array, " n"] | None = None,
+    plan_steps: int | None = None,
 ) -> None:
     """d_hidden += gradient · weight[index * chunk :][: chunk].
 
@@ -60,6 +62,9 @@ def add_hidden_gradient(
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
       live: int32, how many tokens, from the first, have a gradient; None means all. Others keep what they had.
+      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles keep
+        what they had, other steps are not read. None means all of ``live``.
+      plan_steps: steps that make one of the plan's blocks.
     """
     (tokens, chunk), hidden_size = gradient.shape, weight.shape[1]
     piece = 32
@@ -92,8 +97,10 @@ def add_hidden_gradient(
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
-        live=lambda others: others[0][1],
-    )(gradient, weight, _bounds(index, live, tokens), d_hidden)
+        live=None if plan is not None else lambda others: others[0][1],
+        plan=None if plan is None else lambda others: others[2],
+        plan_steps=plan_steps,
+    )(gradient, weight, _bounds(index, live, tokens), d_hidden, *(() if plan is None else (plan,)))
 
 
 def write_weight_gradient(
@@ -106,6 +113,8 @@ def write_weight_gradient(
     interpret: Any = None,
     live: Int[Array, ""] | None = None,
     addend: Any = None,
+    plan: Int[Array, " n"] | None = None,
+    plan_steps: int | None = None,
 ) -> None:
     """d_weight[index * chunk :][: chunk] = gradientᵀ · hidden + addend, rounded once; rows past the end are not written.
 
@@ -120,6 +129,9 @@ def write_weight_gradient(
       interpret: None, or what runs the kernel on the CPU.
       live: int32, how many tokens, from the first, have a gradient; None means all. Steps over the others are left out.
       addend: None, or a reference to fp32 of such multiples, of which the same rows are added; may be ``d_weight``.
+      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles are not
+        written, other steps are not read. None means all of ``live``.
+      plan_steps: steps that make one of the plan's blocks.
     """
     (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
     fp32 = d_weight.dtype == jnp.float32
@@ -157,6 +169,8 @@ def write_weight_gradient(
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
-        live=lambda others: others[0][1],
+        live=None if plan is not None else lambda others: others[0][1],
         live_steps=True,
-    )(gradient, hidden, _bounds(index, live, tokens), d_weight, *others)
+        plan=None if plan is None else lambda others: others[-1],
+        plan_steps=plan_steps,
+    )(gradient, hidden, _bounds(index, live, tokens), d_weight, *others, *(() if plan is None else (plan,)))
