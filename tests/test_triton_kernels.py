@@ -38,6 +38,12 @@ PLAIN = HeadOptions(with_entropy=True)
 ALL, ALL_SPILLS = HeadOptions(with_entropy=True, temperature=0.7, logit_scale=1.3, softcap=30.0), 512
 
 
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """Products contracted with additions: the default that Triton 3.9 warns of changing."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_every_test_of_the_engine_passes_with_the_kernels_in_the_interpreter(which):
     # In a process of its own: Triton reads the switch when it is imported.
