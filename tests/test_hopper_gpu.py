@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, GradientFilter
+from jaxlogp import ChunkedEngine, GradientFilter, linear_log_probs, linear_policy_gradients, policy_loss
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
@@ -200,3 +200,47 @@ def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(ex
         np.testing.assert_array_equal(np.asarray(getattr(some, name)), wanted[part])
         np.testing.assert_array_equal(np.asarray(getattr(masked, name))[::3], wanted[::3])
     assert bool((d_some == d_hidden[part]).all())
+
+
+def test_a_call_without_a_mask_is_one_with_every_label():
+    hidden, weight, targets, g, g_entropy = inputs(600, 1024, 50000)
+
+    def objective(hidden, weight, mask):
+        out = linear_log_probs(hidden, weight, targets, mask=mask, with_entropy=True, engine=HopperEngine())
+        return jnp.sum(out.log_probs * g) + jnp.sum(out.entropy * g_entropy), out
+
+    run = jax.jit(jax.grad(objective, (0, 1), has_aux=True))
+    without, given = run(hidden, weight, None), run(hidden, weight, jnp.ones(600, bool))
+    for left, right in zip(jax.tree.leaves(without), jax.tree.leaves(given), strict=True):
+        np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+
+
+@pytest.mark.parametrize("way", ["ratios", "on policy"])
+@pytest.mark.parametrize("tokens, hidden_size, vocab", [(1937, 3584, 152064), (600, 1024, 129920)])
+def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, way):
+    hidden, weight, targets, advantages, noise = inputs(tokens, hidden_size, vocab)
+    mask = jnp.arange(tokens) % 5 != 1
+    engine = HopperEngine()
+    here = linear_log_probs(hidden, weight, targets, mask=mask, engine=engine).log_probs
+    if way == "ratios":
+        old, extra = here + 0.2 * noise, {"entropy_coefficient": 0.01}
+    else:
+        # log Σ e^z in float64: of the target's logit, less its log-prob.
+        with jax.enable_x64(True):
+            chosen = jnp.sum(hidden.astype(jnp.float64) * weight[targets].astype(jnp.float64), axis=1)
+        old, extra = here, {"lse": chosen.astype(jnp.float32) - here}
+
+    def objective(hidden, weight):
+        out = linear_log_probs(hidden, weight, targets, mask=mask, with_entropy=True, engine=engine)
+        bonus = extra.get("entropy_coefficient", 0.0) * jnp.sum(out.entropy)
+        return (policy_loss(out.log_probs, old, advantages, mask).sum - bonus) / 7.0, out.log_probs
+
+    wanted, log_probs = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(hidden, weight)
+    one_pass = jax.jit(lambda *x: linear_policy_gradients(*x, denominator=7.0, engine=engine, **extra))
+    got = one_pass(hidden, weight, targets, old, advantages, mask)
+    again = one_pass(hidden, weight, targets, old, advantages, mask)
+    np.testing.assert_array_equal(np.asarray(got.values.log_probs), np.asarray(log_probs))
+    for actual, same, value in zip((got.hidden, got.weight), (again.hidden, again.weight), wanted, strict=True):
+        assert relative(actual, value.astype(jnp.float32)) < GRADIENT_ERROR
+        assert bool((actual == same).all())
+    assert not np.asarray(got.hidden.astype(jnp.float32))[~np.asarray(mask)].any()

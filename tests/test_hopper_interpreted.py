@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlogp.head.hopper import HopperEngine
+from jaxlogp.head.hopper import engine as hopper_engine
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import ALTERNATE, SHARED_PAIR, HeadTiles
@@ -73,6 +74,29 @@ def test_masked_tokens_are_exactly_zero_and_touch_nothing_else():
     _, same = hopper_case.run(again, hopper_case.local_targets(data), engine(), settings)
     for left, right in zip(gradients[:2], same[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+
+
+def test_without_a_mask_nothing_is_moved_and_no_bit_changes():
+    data = hopper_case.case(70, 64, 272, seed=4)
+    local = hopper_case.local_targets(data)
+    wanted = hopper_case.run(data, local, engine(), options(272))
+    got = hopper_case.run(data, local, engine(), options(272, all_live=True))
+    for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+
+
+@pytest.mark.parametrize("all_live", [False, True])
+def test_blocks_of_tokens_change_no_bit(monkeypatch, all_live):
+    data = hopper_case.case(150, 64, 272, seed=5)
+    if not all_live:
+        data["mask"] = jnp.arange(150) % 3 != 0
+    local, settings = hopper_case.local_targets(data), options(272, all_live=all_live)
+    forward = lambda: jax.jit(lambda h, w: engine().log_probs(h, w, None, local, settings))  # noqa: E731
+    wanted = forward()(data["hidden"], data["weight"])
+    monkeypatch.setattr(hopper_engine, "BLOCK_BYTES", 4096)
+    got = forward()(data["hidden"], data["weight"])
+    for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 @pytest.mark.parametrize("shift", [-50.0, -1e4])

@@ -118,10 +118,10 @@ def _prepare(
     _check_options(options.temperature, options.logit_scale, options.softcap, out_of_vocab)
     shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
     tokens = hidden.shape[:-1]
+    options = dataclasses.replace(options, vocab_size=shard.vocab_size, all_live=mask is None)
     mask = check_targets(targets, mask, tokens, shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    options = dataclasses.replace(options, vocab_size=shard.vocab_size)
     # Over shards hidden states go in as fp32, see below.
     operand = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype if axis_name is None else jnp.float32)
     chosen, reason = choose_engine(engine, operand, weight, bias, options)

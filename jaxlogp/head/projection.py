@@ -19,7 +19,7 @@ from jaxlogp.vocab import VocabShards
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """Static options of one head call; see :func:`jaxlogp.linear_log_probs`."""
+    """Static options of one head call; see :func:`jaxlogp.linear_log_probs`. ``all_live``: no mask was given."""
 
     temperature: float = 1.0
     logit_scale: float = 1.0
@@ -29,6 +29,7 @@ class HeadOptions:
     axis_name: object = None
     vocab_size: int = 0
     shards: VocabShards | None = None
+    all_live: bool = False
 
     def operand_dtype(self, weight: Array) -> jnp.dtype:
         """Dtype in which hidden and weight enter the product."""

@@ -37,14 +37,14 @@ from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_s
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.hopper.tiles import HeadTiles, head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
-from jaxlogp.head.live_rows import LiveRows, live_rows, select_live
+from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
 
-# Bytes of the tile statistics of one block of tokens.
-STATISTICS_BYTES = 80 * 2**20
+# Bytes that one block of tokens of the forward may take: its tile statistics, and its hidden states where they are packed.
+BLOCK_BYTES = 88 * 2**20
 # Most vocabulary columns of one chunk of dz; constant, so that the order in which dH is summed is. Takes 416 MiB at 8192
 # tokens, and grows with them.
 CHUNK_COLUMNS = 26624
@@ -156,7 +156,7 @@ class HopperEngine:
         if reason is not None:
             raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
         _, normaliser, peaks = _statistics(hidden, weight, bias, targets, options, self)
-        kept = _kept(self, weight, peaks, targets, normaliser, targets.mask.astype(jnp.float32), None)
+        kept = _kept(self, weight, peaks, targets, normaliser, targets.mask.astype(jnp.float32), None, options.all_live)
         tokens = _row_multiple(self._tiles(weight), self.interpret)
         live = jnp.maximum(-(-jnp.sum(targets.mask, dtype=jnp.int32) // tokens), 1)
         total = kept.shape[0] * live
@@ -185,12 +185,6 @@ def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
     return math.lcm(*rows, tiles.d_weight.depth)
 
 
-def _packed(hidden: Array, targets: LocalTargets, padded: int) -> tuple[LiveRows, Array, Array]:
-    """Live tokens first: their places, bf16 hidden states and targets, filled up with zeros and -1."""
-    rows = live_rows(targets.mask, padded)
-    return rows, rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _log_probs(
     hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, engine: HopperEngine
@@ -206,16 +200,19 @@ def _statistics(
     tokens, config = hidden.shape[0], engine._tiles(weight).forward
     axes = union_of_varying_axes(hidden, weight)
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
-    blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
+    per_token = -(-weight.shape[0] // config.columns) * 16 + (0 if options.all_live else 2 * hidden.shape[1])
+    blocks = -(-tokens * per_token // BLOCK_BYTES)
     multiple = _row_multiple(engine._tiles(weight), engine.interpret)
     block = -(-tokens // (blocks * multiple)) * multiple
-    rows, packed, column = _packed(hidden, targets, blocks * block)
+    rows = live_rows(targets.mask, blocks * block, options.all_live)
+    narrow = hidden.astype(jnp.bfloat16)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
 
-    def block_step(operands):
-        hidden, column, live = operands
+    def block_step(start):
+        column = rows.pack_block(targets.column, -1, start, block)
+        live = jnp.clip(rows.count - start, 0, block)
         partials = forward_statistics(
-            hidden,
+            rows.pack_block(narrow, 0, start, block),
             weight,
             bias_operand,
             column,
@@ -234,10 +231,9 @@ def _statistics(
         return sums, partials[:, 0] if filtered else None
 
     if blocks == 1:
-        sums, peaks = block_step((packed, column, rows.count))
+        sums, peaks = block_step(jnp.int32(0))
     else:
-        live = jnp.clip(rows.count - jnp.arange(blocks, dtype=jnp.int32) * block, 0, block)
-        sums, peaks = lax.map(block_step, (packed.reshape(blocks, block, -1), column.reshape(blocks, block), live))
+        sums, peaks = lax.map(block_step, jnp.arange(blocks, dtype=jnp.int32) * block)
         sums, peaks = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), (sums, peaks))
     sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
     sums = sum_shards(sums, options.axis_name)
@@ -260,12 +256,13 @@ def _kept(
     normaliser: Normaliser,
     g_log_probs: Array,
     g_entropy: Array | None,
+    all_live: bool,
 ) -> Array:
     """Which blocks [tiles, blocks of packed tokens] of dz count."""
     tiles = engine._tiles(weight)
     shape = block_shape(tiles, _row_multiple(tiles, engine.interpret), engine.interpret)
     padded = -(-targets.mask.shape[0] // shape.tokens) * shape.tokens
-    rows = live_rows(targets.mask, padded)
+    rows = live_rows(targets.mask, padded, all_live)
 
     def pack(x, fill):
         return rows.pack(x, fill).reshape(-1, shape.tokens)
@@ -285,7 +282,9 @@ def _backward(options: HeadOptions, engine: HopperEngine, residuals: tuple, g: T
     hidden, weight, bias, targets, normaliser, peaks = residuals
     g_log_probs, g_entropy = mask_cotangents(g, targets)
     scalars = row_scalars(normaliser, g_log_probs, g_entropy, targets.column, options)
-    kept = None if peaks is None else _kept(engine, weight, peaks, targets, normaliser, g_log_probs, g_entropy)
+    kept = None
+    if peaks is not None:
+        kept = _kept(engine, weight, peaks, targets, normaliser, g_log_probs, g_entropy, options.all_live)
     d_hidden, d_weight, d_bias = head_gradients(hidden, weight, bias, targets, scalars, options, engine, kept)
     return d_hidden, d_weight, d_bias, None
 
@@ -354,7 +353,8 @@ def head_gradients(
     axes = union_of_varying_axes(hidden, weight)
     (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
     padded = -(-tokens // multiple) * multiple
-    rows, packed, column = _packed(hidden, targets, padded)
+    rows = live_rows(targets.mask, padded, options.all_live)
+    packed, column = rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
     # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
     filled = (select_live(rows.pack(x, 0), rows.count) for x in scalars)
     scalars = RowScalars(*filled)._replace(target=jnp.where(jnp.arange(padded) < rows.count, column, -1))

@@ -5,6 +5,7 @@ For each vocabulary tile and token the epilogue reduces the fp32 accumulators in
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
-from jaxlogp.head.hopper.product import CONSUMERS, PIECE, product, store_tile, tile_transforms
+from jaxlogp.head.hopper.product import CONSUMERS, PIECE, product, tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions
 
@@ -70,7 +71,8 @@ def forward_statistics(
     Returns:
       fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
       entropy), target logit or 0.
-      With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked.
+      With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked (1 in a tile
+      of masked columns alone, whose maximum is -1e30).
     """
     tokens, vocab = hidden.shape[0], weight.shape[0]
     tile, share = config.columns, config.share
@@ -96,52 +98,36 @@ def forward_statistics(
             bias_tile = plgpu.load(others[3].at[pl.ds(start, tile)], layout=column_layout, optimized=False)
         logits = finish_tile(products, bias_tile, options)
 
-        def sums(logits):
-            maximum = jnp.max(logits, axis=1)
-            shift = logits - lax.broadcast_in_dim(maximum, logits.shape, [0])
-            exp = jnp.exp2(shift * LOG2_E)
-            shifted = jnp.sum(exp * shift, axis=1) if options.with_entropy else None
-            return maximum, jnp.sum(exp, axis=1), shifted
-
         def all_columns(logits):
-            return *sums(logits), plgpu.layout_cast(jnp.zeros((share,), jnp.float32), row_layout)
+            return logits, plgpu.layout_cast(jnp.zeros((share,), jnp.float32), row_layout)
 
         def some_columns(logits):
             columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
             logits = jnp.where(columns < others[1][0] - start, logits, MASKED)
             chosen = columns == lax.broadcast_in_dim(target - start, logits.shape, [0])
-            return *sums(logits), jnp.sum(jnp.where(chosen, logits, 0.0), axis=1)
+            return logits, jnp.sum(jnp.where(chosen, logits, 0.0), axis=1)
 
-        results = lax.cond(special > 0, some_columns, all_columns, logits)
+        logits, target_logit = lax.cond(special > 0, some_columns, all_columns, logits)
+        maximum = jnp.max(logits, axis=1)
+        write = None
+        if with_exp:
+
+            def write(exp, offset):
+                exponentials = scratch["exp"].at[warpgroup, 0]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                exponentials[...] = exp.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                place = others[-1].at[pl.ds(first_row, share), pl.ds(start + offset, PIECE)]
+                plgpu.copy_smem_to_gmem(exponentials, place)
+
+        results = {MAX: maximum, **_tile_sums(logits, maximum, options.with_entropy, write), TARGET: target_logit}
         buffer = scratch["statistics"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        written = [place for place, result in enumerate(results) if result is not None]
-        for place in written:
-            buffer[place] = results[place]
+        for place, result in results.items():
+            buffer[place] = result
         plgpu.commit_smem()
-        for place in written:
+        for place in results:
             plgpu.copy_smem_to_gmem(buffer.at[place], out.at[index, place, pl.ds(first_row, share)])
-        if not with_exp:
-            return
-
-        def exponential(part, offset):
-            bias_part = None
-            if bias is not None:
-                place = pl.ds(start + offset, part.shape[1])
-                bias_part = plgpu.load(others[3].at[place], layout=column_layout, optimized=False)
-            shift = finish_tile(part, bias_part, options) - lax.broadcast_in_dim(results[0], part.shape, [0])
-            exp = jnp.exp2(shift * LOG2_E)
-
-            def up_to_end(exp):
-                columns = plgpu.broadcasted_iota(jnp.int32, exp.shape, 1, layout=plgpu.Layout.WGMMA)
-                return jnp.where(columns < others[1][0] - (start + offset), exp, 0.0)
-
-            return lax.cond(special > 0, up_to_end, lambda x: x, exp)
-
-        # Computed a second time, a piece at a time: a whole tile of them would not fit beside the accumulators.
-        store_tile(
-            products, scratch["exp"].at[warpgroup], others[-1], pl.ds(first_row, share), start, finish=exponential
-        )
 
     statistics = jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32)
     scratch_types = {"statistics": plgpu.SMEM((CONSUMERS, 4, share), jnp.float32)}
@@ -170,6 +156,29 @@ def forward_statistics(
     extra = () if bias is None else (jnp.pad(bias, (0, tiles * tile - vocab)),)
     bounds = jnp.stack([width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
     return call(hidden, weight, column, bounds, special, *extra)
+
+
+def _tile_sums(
+    logits: Any, maximum: Any, with_entropy: bool, write: Callable[[Any, int], None] | None
+) -> dict[int, Any]:
+    """Σ e^(z - max) and, for entropy, Σ e^(z - max) (z - max) of a tile in registers.
+
+    Pieces of columns are added up elementwise first: few values besides the logits are alive at a time, each piece may be
+    handed to ``write`` along with its first column, and whether it is does not change a bit of the sums.
+    """
+    total, shifted = None, None
+    for offset in range(0, logits.shape[1], PIECE):
+        part = logits[:, offset : offset + PIECE]
+        shift = part - lax.broadcast_in_dim(maximum, part.shape, [0])
+        exp = jnp.exp2(shift * LOG2_E)
+        if write is not None:
+            write(exp, offset)
+        total = exp if total is None else total + exp
+        if with_entropy:
+            moved = exp * shift
+            shifted = moved if shifted is None else shifted + moved
+    sums = {SUM_EXP: jnp.sum(total, axis=1)}
+    return sums | ({SUM_EXP_SHIFTED: jnp.sum(shifted, axis=1)} if with_entropy else {})
 
 
 def special_tiles(

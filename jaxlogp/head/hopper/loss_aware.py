@@ -4,6 +4,7 @@ By token chunks: one product leaves E = bf16 e^(z - tile maximum) and the tile s
 loss its cotangents, and E becomes dz in place; then dH = dz · W and dW += dzᵀ · H. Three products instead of four.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,10 @@ from jaxtyping import Array, Float, Int
 from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
 from jaxlogp.head.hopper.engine import HopperEngine, _row_multiple
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
-from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.forward import LOG2_E, forward_statistics, special_tiles
 from jaxlogp.head.hopper.logit_gradient import RowScalars, row_scalars
 from jaxlogp.head.hopper.product import PIECE, tile_transforms
+from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -63,14 +65,19 @@ def exp_to_gradient(
     """
     (tokens, columns), tiles = exp.shape, maxima.shape[0]
     pieces = columns // tiles // PIECE
-    distance = maxima - normaliser.max[None, :]
+    # e^-1000 is 0 already, and the -1e30 of a tile without a real column would not stay finite times a slope.
+    distance = jnp.maximum(maxima - normaliser.max[None, :], -1000.0)
     scale = jnp.exp(distance - normaliser.log_sum_exp[None, :])
     own = scalars.constant + (scalars.slope * target if with_entropy else 0.0)
     own = scalars.onehot + jnp.exp(target - normaliser.log_sum_exp) * own
+    config = TileConfig(rows=ROWS, columns=columns // tiles, alternate=True)
+    # No column is past an end: the weight's padding has exponentials of 0.
+    special = special_tiles(scalars.target, jnp.int32(0), jnp.int32(columns), tiles, config)
     layout = plgpu.Layout.WGMMA.reduce(1)
 
-    def body(live, scale, distance, constant, slope, target, own, exp, buffer, arrived):
-        tile, first = lax.axis_index("tile"), lax.axis_index("row") * ROWS
+    def body(live, special, scale, distance, constant, slope, target, own, exp, buffer, arrived):
+        tile, row_tile = lax.axis_index("tile"), lax.axis_index("row")
+        first = row_tile * ROWS
         rows = pl.ds(first, ROWS)
 
         @pl.when(lax.div(first, jnp.int32(multiple)) * multiple < jnp.maximum(live[0], 1))
@@ -79,21 +86,34 @@ def exp_to_gradient(
                 place = exp.at[rows, pl.ds((tile * pieces + piece) * PIECE, PIECE)]
                 plgpu.copy_gmem_to_smem(place, buffer.at[piece], arrived.at[piece])
 
-            def row(ref):
-                vector = plgpu.load(ref, layout=layout, optimized=False)
+            def load(ref):
+                return plgpu.load(ref, layout=layout, optimized=False)
+
+            def spread(vector):
                 return lax.broadcast_in_dim(vector, (ROWS, PIECE), [0])
+
+            factors, chosen, own_value = load(scale.at[tile, rows]), load(target.at[rows]), load(own.at[rows])
+            constants = load(constant.at[rows])
+            if with_entropy:
+                # log E + distance = (log2 E + distance log2 e) ln 2, its constant folded into the others.
+                slopes = load(slope.at[rows]) * math.log(2.0)
+                constants = constants + slopes * (load(distance.at[tile, rows]) * LOG2_E)
+            has_target = special[row_tile * tiles + tile]
 
             for piece in range(pieces):
                 start = (tile * pieces + piece) * PIECE
                 plgpu.barrier_wait(arrived.at[piece])
                 wide = plgpu.load(buffer.at[piece], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                factor = row(constant.at[rows])
+                factor = spread(constants)
                 if with_entropy:
-                    shift = jnp.log(jnp.maximum(wide, SMALLEST)) + row(distance.at[tile, rows])
-                    factor = factor + row(slope.at[rows]) * shift
-                gradient = wide * row(scale.at[tile, rows]) * factor
-                column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
-                gradient = jnp.where(column == row(target.at[rows]) - start, row(own.at[rows]), gradient)
+                    factor = factor + spread(slopes) * jnp.log2(jnp.maximum(wide, SMALLEST))
+                gradient = wide * spread(factors) * factor
+
+                def with_target(gradient, start=start):
+                    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
+                    return jnp.where(column == spread(chosen - start), spread(own_value), gradient)
+
+                gradient = lax.cond(has_target > 0, with_target, lambda x: x, gradient)
                 buffer[piece] = gradient.astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(buffer.at[piece], exp.at[rows, pl.ds(start, PIECE)])
@@ -113,7 +133,7 @@ def exp_to_gradient(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    call(live.reshape(1), scale, distance, scalars.constant, scalars.slope, scalars.target, own, exp)
+    call(live.reshape(1), special, scale, distance, scalars.constant, scalars.slope, scalars.target, own, exp)
 
 
 def values_and_gradients(
@@ -160,6 +180,7 @@ def values_and_gradients(
     wide_columns = tiles.d_hidden.columns
     wide = hidden_size + -hidden_size % wide_columns
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
+    window = engine._chunk(columns, config.columns)
     padded_shape = columns, hidden_size + -hidden_size % tiles.d_weight.columns
     # Chunks before the last are summed in fp32, and the last one adds them and rounds.
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
@@ -203,7 +224,12 @@ def values_and_gradients(
         dz = jax.freeze(gradient)
         sum_hidden = jax.new_ref(jnp.zeros((size, wide), jnp.float32))
         zero = jnp.int32(0)
-        add_hidden_gradient(sum_hidden, dz, weight, zero, tiles.d_hidden, num_sms, interpret, live)
+
+        def window_step(index, _):
+            add_hidden_gradient(sum_hidden, dz, weight, index, tiles.d_hidden, num_sms, interpret, live, window=window)
+
+        # By windows: with all of the vocabulary contracted at once the blocks drift apart, and read dz again and again.
+        lax.fori_loop(0, columns // window, window_step, None)
         write_weight_gradient(out, dz, here, zero, tiles.d_weight, num_sms, interpret, live, addend)
         if bias is not None:
             d_bias[...] += jnp.sum(select_live(dz, live), axis=0, dtype=jnp.float32)

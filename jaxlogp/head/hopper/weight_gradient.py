@@ -50,12 +50,14 @@ def add_hidden_gradient(
     live: Int[Array, ""] | None = None,
     plan: Int[Array, " n"] | None = None,
     plan_steps: int | None = None,
+    window: int | None = None,
 ) -> None:
     """d_hidden += gradient · weight[index * chunk :][: chunk].
 
     Args:
       d_hidden: reference to fp32 [tokens, H rounded up to config.columns], tokens a multiple of config.rows.
-      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight.
+      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, its
+        rows a multiple of it long, of which chunk ``index`` of that width is taken.
       weight: bf16 [V, H].
       index: which chunk.
       config: tile shapes.
@@ -65,12 +67,14 @@ def add_hidden_gradient(
       plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles keep
         what they had, other steps are not read. None means all of ``live``.
       plan_steps: steps that make one of the plan's blocks.
+      window: None, or the width of a chunk of the whole gradient, a multiple of config.depth.
     """
-    (tokens, chunk), hidden_size = gradient.shape, weight.shape[1]
-    piece = 32
+    (tokens, width), hidden_size = gradient.shape, weight.shape[1]
+    chunk, piece = width if window is None else window, 32
 
-    def left_index(row, step, _):
-        return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
+    def left_index(row, step, start):
+        first = (0 if window is None else start) + step * config.depth
+        return pl.ds(row * config.rows, config.rows), pl.ds(first, config.depth)
 
     def right_index(column, step, start):
         return pl.ds(start + step * config.depth, config.depth), pl.ds(column * config.columns, config.columns)
