@@ -248,6 +248,14 @@ def test_vocabulary_shards(shards):
     hopper_case.check(result, gradient, hopper_case.expected(data, options(200)), VALUE_ERROR, GRADIENT_ERROR)
 
 
+def test_without_a_mask_nothing_is_moved_and_no_bit_changes():
+    data = hopper_case.case(70, 32, 136, seed=4)
+    local = hopper_case.local_targets(data)
+    wanted, got = (hopper_case.run(data, local, engine(), options(136, all_live=known)) for known in (False, True))
+    for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+
+
 def test_blocks_of_tokens(monkeypatch):
     data = hopper_case.case(100, 32, 136, seed=13)
     data["mask"] = jnp.arange(100) % 2 == 0

@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 
 def programs(engine, vocab, only_forward):
     """The jitted functions of hidden, weight, targets and cotangents."""
-    options = HeadOptions(with_entropy=True, vocab_size=vocab)
+    options = HeadOptions(with_entropy=True, vocab_size=vocab, all_live=True)
 
     def forward(h, w, t, g, g_h):
         local = LocalTargets(t, jnp.ones(t.shape, bool), None, jnp.int32(vocab))

@@ -159,8 +159,9 @@ def _forward(
     blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
     multiple = engine.row_multiple()
     block = -(-tokens // (blocks * multiple)) * multiple
-    rows = live_rows(targets.mask, blocks * block)
-    packed = select_live(rows.pack(hidden.astype(weight.dtype), 0), rows.count)
+    rows = live_rows(targets.mask, blocks * block, options.all_live)
+    packed = rows.pack(hidden.astype(weight.dtype), 0)
+    packed = packed if options.all_live else select_live(packed, rows.count)
     column = rows.pack(targets.column, -1)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
 
