@@ -1,5 +1,6 @@
 """Cases for the hopper engine, shared by the interpreted tests and the ones on a GPU; expected values are the oracle's."""
 
+import contextlib
 import functools
 
 import jax
@@ -9,6 +10,27 @@ import numpy as np
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import LocalTargets
 from tests import oracle
+
+
+@contextlib.contextmanager
+def several_interpreted_devices():
+    """Lets the interpreter run kernels on several devices at once.
+
+    As a kernel ends it asserts that no barrier is left in its memory, which all devices share: one that is still inside of
+    its kernel has some.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+
+    name = "assert_no_barriers_allocated"
+    memories = [x for x in vars(shared_memory).values() if isinstance(x, type) and name in vars(x)]
+    kept = [getattr(memory, name) for memory in memories]
+    for memory in memories:
+        setattr(memory, name, lambda self: None)
+    try:
+        yield
+    finally:
+        for memory, method in zip(memories, kept, strict=True):
+            setattr(memory, name, method)
 
 
 def case(tokens, hidden_size, vocab, bias=False, spread=2.0, seed=0):

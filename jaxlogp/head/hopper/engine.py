@@ -61,6 +61,9 @@ class HopperEngine:
       num_sms: persistent blocks; None asks the device.
       gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns with the table's
         tiles (64 tokens when interpreted).
+      spare_sms: multiprocessors that the last product of the backward, dW of the last chunk, leaves to the psum of dH over
+        vocabulary shards, which may then run beside it (XLA's latency-hiding scheduler must be on); 0, the default, keeps
+        that product in the loop. No bit of the result depends on it.
     """
 
     tiles: HeadTiles | None = None
@@ -68,12 +71,14 @@ class HopperEngine:
     interpret: Any = None
     num_sms: int | None = None
     gradient_filter: GradientFilter | None = None
+    spare_sms: int = 0
     name = "hopper"
     reduces_gradients = False
 
     def __post_init__(self) -> None:
-        """Refuses what is no gradient filter."""
+        """Refuses what is no gradient filter, and a negative number of spare multiprocessors."""
         check_filter(self.gradient_filter)
+        require(self.spare_sms >= 0, "spare_sms", "an integer >= 0", self.spare_sms)
 
     def why_not(
         self, hidden: Any, weight: Any, bias: Any, options: HeadOptions, check_device: bool = True
@@ -370,7 +375,7 @@ def head_gradients(
         d_weight = jax.new_ref(jnp.zeros(weight.shape, weight.dtype))
         plans = _plans(kept, tiles, chunks, chunk, hidden_size, interpret)
 
-    def chunk_step(index, d_bias):
+    def chunk_step(index, d_bias, weight_sms=num_sms):
         plan = _NO_PLANS if kept is None else _Plans(*(x[index] for x in plans))
         shape = None if kept is None else block_shape(tiles, multiple, interpret)
         gradient = chunk_gradient(
@@ -406,7 +411,7 @@ def head_gradients(
             packed,
             index,
             tiles.d_weight,
-            num_sms,
+            weight_sms,
             interpret,
             rows.count,
             plan=plan.d_weight,
@@ -420,7 +425,12 @@ def head_gradients(
         return d_bias.at[index].set(jnp.sum(select_live(gradient, rows.count), axis=0, dtype=jnp.float32))
 
     d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
-    d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
+    if engine.spare_sms == 0:
+        d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
+    else:
+        # dH is complete before the last dW: outside of the loop nothing ties its psum to that product.
+        d_bias = lax.fori_loop(0, chunks - 1, chunk_step, d_bias)
+        d_bias = chunk_step(jnp.int32(chunks - 1), d_bias, max(num_sms - engine.spare_sms, tiles.d_weight.cluster))
     if bias is not None:
         d_bias = d_bias.reshape(-1)[:vocab].astype(bias.dtype)
     # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.

@@ -1,0 +1,103 @@
+"""The Hopper kernels with the vocabulary over several simulated devices, and what is lowered for several GPUs."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp.head.hopper import HopperEngine
+from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
+from jaxlogp.head.projection import HeadOptions
+from tests import hopper_case
+
+pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
+
+TOKENS, HIDDEN, VOCAB = 20, 64, 528
+SHARDS = {1: ((0, 528),), 2: ((0, 256), (256, 528)), 3: ((0, 256), (256, 512), (512, 528))}
+VALUE_ERROR, GRADIENT_ERROR = 1e-5, 5e-3
+
+
+@functools.cache
+def data():
+    return hopper_case.case(TOKENS, HIDDEN, VOCAB, seed=3)
+
+
+def program(shards, engine):
+    """Values and gradients of hidden states and weight, taken inside of the shard_map."""
+    size = shards.num_shards
+    mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+    def local(hidden, weight, targets, g, g_entropy):
+        call = functools.partial(
+            linear_log_probs, targets=targets, axis_name="tensor", vocab=shards, with_entropy=True, engine=engine
+        )
+        out, pull = jax.vjp(lambda h, w: call(h, w), hidden, weight)
+        return out, pull(TokenLogProbs(g, g_entropy))
+
+    specs = P(), P("tensor"), P(), P(), P()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P("tensor")))))
+
+
+@functools.cache
+def interpreted(size, spare_sms=0):
+    """The same through the interpreter, as NumPy arrays, with the weight's gradient in the vocabulary's order."""
+    shards = VocabShards.from_ranges(SHARDS[size], VOCAB)
+    engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=256, spare_sms=spare_sms)
+    operands = (
+        data()["hidden"],
+        shards.shard_rows(data()["weight"]),
+        *(data()[x] for x in ("targets", "g_lp", "g_entropy")),
+    )
+    with hopper_case.several_interpreted_devices():
+        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, engine)(*operands))
+    arrays = *out, d_hidden, shards.unshard_rows(d_weight)
+    return tuple(np.asarray(x.astype(jnp.float32)) for x in arrays)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_shards_of_whole_tiles_give_the_bits_of_one_device(size):
+    settings = HeadOptions(with_entropy=True, vocab_size=VOCAB)
+    log_probs, entropy, d_hidden, d_weight = interpreted(size)
+    hopper_case.check(
+        TokenLogProbs(log_probs, entropy),
+        (d_hidden, d_weight, None),
+        hopper_case.expected(data(), settings),
+        VALUE_ERROR,
+        GRADIENT_ERROR,
+    )
+    one = interpreted(1)
+    for index, name in ((0, "log-probs"), (1, "entropy"), (3, "weight's gradient")):
+        np.testing.assert_array_equal(interpreted(size)[index], one[index], err_msg=name)
+
+
+def test_a_product_beside_the_psum_changes_no_bit():
+    for left, right in zip(interpreted(2), interpreted(2, spare_sms=1), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.bad_input
+def test_a_negative_number_of_spare_multiprocessors_is_refused():
+    with pytest.raises(ValueError, match="spare_sms: expected an integer >= 0, got -1"):
+        HopperEngine(spare_sms=-1)
+
+
+@pytest.mark.parametrize("spare_sms", [0, 16])
+def test_three_collectives_are_lowered_for_gpus(spare_sms):
+    tokens, hidden_size, vocab = 256, 1024, 4096
+    run = program(VocabShards.even(vocab, 4), HopperEngine(chunk=512, spare_sms=spare_sms))
+    shapes = [((tokens, hidden_size), jnp.bfloat16), ((vocab, hidden_size), jnp.bfloat16), ((tokens,), jnp.int32)]
+    shapes += [((tokens,), jnp.float32)] * 2
+    traced = run.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r'"stablehlo.all_reduce".*?\) : \((tensor<\S+>)\) -> tensor', text, flags=re.DOTALL)
+    # Maxima, then integers that hold everything else; and dH, in fp32.
+    assert found == [f"tensor<{tokens}xf32>", f"tensor<9x{tokens}xi32>", f"tensor<{tokens}x{hidden_size}xf32>"]
+    assert not re.search("all_gather|reduce_scatter|all_to_all|collective_permute", text)
+    # The products of the last chunk stand behind the loop where multiprocessors are spared.
+    assert text.count("custom_call @mosaic_gpu") == (8 if spare_sms else 5)
