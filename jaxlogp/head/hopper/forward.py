@@ -195,10 +195,10 @@ def special_tiles(
       tiles: number of vocabulary tiles.
       config: tile shapes.
     """
-    shares, tile = column.shape[0] // config.share, config.columns
-    ends = start + (jnp.arange(tiles, dtype=jnp.int32) + 1) * tile
-    marks = jnp.broadcast_to((ends > width).astype(jnp.int32), (shares, tiles))
-    row = jnp.arange(column.shape[0], dtype=jnp.int32) // config.share
+    tile = config.columns
+    index = jnp.arange(tiles, dtype=jnp.int32)
     local = column - start
-    place = jnp.where((local < 0) | (local >= tiles * tile), tiles, local // tile)
-    return marks.at[row, place].set(1, mode="drop").reshape(-1)
+    # Compared, not scattered: one small kernel.
+    place = jnp.where(local < 0, -1, local // tile).reshape(-1, config.share, 1)
+    marks = jnp.any(place == index[None, None, :], axis=1) | (start + (index + 1) * tile > width)[None, :]
+    return marks.astype(jnp.int32).reshape(-1)

@@ -39,11 +39,13 @@ def store_tile(
     first_column: Any,
     addend: Any = None,
     finish: Callable[[Any, int], Any] = lambda part, offset: part,
+    add: bool = False,
 ) -> None:
     """Writes a tile from registers to destination[rows, first_column:], through ``buffer`` [slots, rows, piece].
 
-    ``addend`` is an array to read the same place of, and to add; it may be the destination. ``finish`` is applied to each
-    piece and its first column within the tile: a piece at a time keeps few intermediate values in registers.
+    ``addend`` is an array to read the same place of, and to add; it may be the destination. ``add`` has the copy engine add
+    to the destination instead, in fp32: nobody waits for a read. ``finish`` is applied to each piece and its first column
+    within the tile: a piece at a time keeps few intermediate values in registers.
     """
     slots, _, piece = buffer.shape
     for index in range(values.shape[1] // piece):
@@ -56,7 +58,7 @@ def store_tile(
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         slot[...] = part.astype(buffer.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, place)
+        plgpu.copy_smem_to_gmem(slot, place, reduction_op="add" if add else None)
 
 
 def operand_tile(config: TileConfig, size: int, contract_minor: bool) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
 from jaxlogp.head.hopper.product import CONSUMERS, product, store_tile, tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 
+REDUCE = __import__("os").environ.get("REDUCE", "1") == "1"
+
 
 def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Array:
     """An array of arbitrary contents, for a reference of which every element will be written."""
@@ -56,10 +58,10 @@ def add_hidden_gradient(
 
     Args:
       d_hidden: reference to fp32 [tokens, H rounded up to config.columns], tokens a multiple of config.rows.
-      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, its
-        rows a multiple of it long, of which chunk ``index`` of that width is taken.
+      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, of which
+        as many are taken.
       weight: bf16 [V, H].
-      index: which chunk.
+      index: which chunk; with ``window`` its first column.
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
@@ -67,7 +69,7 @@ def add_hidden_gradient(
       plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles keep
         what they had, other steps are not read. None means all of ``live``.
       plan_steps: steps that make one of the plan's blocks.
-      window: None, or the width of a chunk of the whole gradient, a multiple of config.depth.
+      window: None, or how many columns, a multiple of config.depth.
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
     chunk, piece = width if window is None else window, 32
@@ -82,7 +84,9 @@ def add_hidden_gradient(
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
         buffer = scratch["piece"].at[warpgroup]
         rows, out = pl.ds(first_row, config.share), others[1]
-        store_tile(products, buffer, out, rows, column * config.columns, addend=out)
+        # The interpreter's copies cannot add.
+        how = {"add": True} if interpret is None and REDUCE else {"addend": out}
+        store_tile(products, buffer, out, rows, column * config.columns, **how)
 
     product(
         epilogue,
@@ -100,7 +104,7 @@ def add_hidden_gradient(
         },
         num_sms=num_sms,
         interpret=interpret,
-        setup=lambda others: others[0][0] * chunk,
+        setup=lambda others: others[0][0] * (chunk if window is None else 1),
         live=None if plan is not None else lambda others: others[0][1],
         plan=None if plan is None else lambda others: others[2],
         plan_steps=plan_steps,
