@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import tyro
 from jax.sharding import AxisType
 
+from experiments.command_line import errors_in_one_line
 from jaxlogp import (
     DriftReport,
     FixedOrderEngine,
@@ -184,11 +185,8 @@ def write(config: DriftConfig, result: Result, folder: Path) -> Path:
 def run_cli(arguments: list[str] | None = None) -> Result:
     """The command line: bad options end in one line on stderr and exit code 2."""
     config = tyro.cli(DriftConfig, args=arguments, prog="python -m experiments.drift", description=__doc__)
-    try:
+    with errors_in_one_line():
         result = main(config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     print(result.text)
     if config.write:
         print(f"written: {write(config, result, Path('benchmarks/results'))}")

@@ -5,12 +5,12 @@ python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
 """
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 
 import tyro
 
 from experiments.checkpoint import Checkpoints
+from experiments.command_line import errors_in_one_line
 from experiments.config import Config
 from experiments.config_file import load_config
 from experiments.console import RunConsole
@@ -65,11 +65,8 @@ def _report(trainer: Trainer) -> Scores:
 def run_cli(arguments: list[str] | None = None) -> Scores:
     """The command line: bad options and files end in one line on stderr and exit code 2."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m experiments.evaluate", description=__doc__)
-    try:
+    with errors_in_one_line():
         trainer = load(config)
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
     return _report(trainer)
 
 

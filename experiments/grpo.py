@@ -12,7 +12,6 @@ loss with denominators of the whole step. What it leaves out: a reference model,
 """
 
 import dataclasses
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import tyro
 from flax import nnx
 
 from experiments.checkpoint import Checkpoints
+from experiments.command_line import errors_in_one_line
 from experiments.config import Config
 from experiments.config_file import load_config, save_config, write_json
 from experiments.console import HeldOut, RunConsole
@@ -194,11 +194,8 @@ def _resumed_config(given: Config, stored: Config) -> Config:
 def run_cli(arguments: list[str] | None = None) -> Result:
     """The command line: bad options and files end in one line on stderr and exit code 2."""
     config = tyro.cli(Config, args=arguments, prog="python -m experiments.grpo", description=__doc__)
-    try:
+    with errors_in_one_line():
         run = set_up(config)
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
     return train(run)
 
 

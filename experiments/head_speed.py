@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from experiments.command_line import errors_in_one_line
 from experiments.head_cases import MODELS, Program, engine_program, materialised, product
 from experiments.head_peers import PEERS
 from experiments.head_report import NotRun, ShapeRow, plot_ratios, shapes_markdown
@@ -249,11 +250,8 @@ def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
 def run_cli(arguments: list[str] | None = None) -> Result:
     """The command line: bad options end in one line on stderr and exit code 2."""
     config = tyro.cli(HeadSpeedConfig, args=arguments, prog="python -m experiments.head_speed", description=__doc__)
-    try:
+    with errors_in_one_line():
         result = main(config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     print(result.markdown)
     if config.write:
         print(f"written: {write(config, result, Path('benchmarks/results'))}")

@@ -25,14 +25,15 @@ import tyro
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from experiments.command_line import errors_in_one_line
 from jaxlogp import FixedOrderEngine, ReductionOrder, linear_log_probs
 from jaxlogp.errors import require
 
 ENGINES = {
     "chunked": "chunked",
-    "fixed order, 8 granules": FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=1024, row_block=512)),
-    "fixed order, 24 granules": FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=512, row_block=512)),
-    "fixed order, default": "fixed_order",
+    "fixed order, 24 granules": "fixed_order",
+    "fixed order, 8 granules": FixedOrderEngine(ReductionOrder(granules=8)),
+    "fixed order, 256 rows": FixedOrderEngine(ReductionOrder(row_block=256)),
     "materialised": "reference",
 }
 
@@ -129,11 +130,8 @@ def _markdown(config: CostConfig, compiled: dict, times: dict) -> str:
 def run_cli(arguments: list[str] | None = None) -> str:
     """The command line: bad options end in one line on stderr and exit code 2."""
     config = tyro.cli(CostConfig, args=arguments, prog="python -m experiments.invariance_cost", description=__doc__)
-    try:
+    with errors_in_one_line():
         table = main(config)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     print(table)
     if config.write:
         path = Path("benchmarks/results") / f"invariance_cost_{jax.devices()[0].platform}.md"

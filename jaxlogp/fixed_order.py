@@ -24,6 +24,8 @@ from jaxlogp.exact import no_negative_zero
 from jaxlogp.vocab import VocabShards
 
 LANES = 64
+# Tiles are cut to multiples of this, so that the last one of a granule wastes little.
+TILE_STEP = 16
 _DTYPES = (None, "float32", "bfloat16", "float16")
 
 
@@ -34,7 +36,7 @@ class ReductionOrder:
     Attributes:
       granules: G, parts of the vocabulary whose sums are never split; the number of vocabulary shards must divide it.
         24 serves 1, 2, 3, 4, 6, 8, 12 and 24 shards.
-      vocab_tile: most vocabulary columns a product has, a multiple of 64; see :meth:`tile`.
+      vocab_tile: most vocabulary columns a product has, a multiple of 64; what it has is :meth:`tile`.
       row_block: R, rows of every product, a multiple of 64. Tokens are filled up to whole blocks.
       dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
         takes what the operands give.
@@ -45,8 +47,8 @@ class ReductionOrder:
     """
 
     granules: int = 24
-    vocab_tile: int = 512
-    row_block: int = 256
+    vocab_tile: int = 1024
+    row_block: int = 512
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -87,14 +89,14 @@ class ReductionOrder:
         return VocabShards(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
 
     def tile(self, vocab_size: int) -> int:
-        """Columns of a tile: the multiple of 64, at most vocab_tile, that cuts a granule with the least waste.
+        """Columns of a tile: the multiple of 16, at most vocab_tile, that cuts a granule with the least waste.
 
-        A function of this order and V alone. Never more than the narrowest granule, unless that is below 64.
+        A function of this order and V alone.
         """
-        narrow, wide = vocab_size // self.granules, -(-vocab_size // self.granules)
-        sizes = range(LANES, max(min(self.vocab_tile, narrow), LANES) + 1, LANES)
+        wide = -(-vocab_size // self.granules)
+        widest = min(self.vocab_tile, -(-wide // TILE_STEP) * TILE_STEP)
         # A sixteenth of 256 columns stands for what it costs to start one more product.
-        return min(sizes, key=lambda size: (-(-wide // size) * (size + 16), -size))
+        return min(range(TILE_STEP, widest + 1, TILE_STEP), key=lambda size: (-(-wide // size) * (size + 16), -size))
 
     def to_dict(self) -> dict[str, int | str | None]:
         """The identity as plain values, for a configuration file or a checkpoint."""

@@ -13,11 +13,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
@@ -81,24 +81,41 @@ def _run_all(path: str, folder: str, num_processes: int, devices: int, timeout: 
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": search}
     command = [sys.executable, "-m", "jaxlogp.process_split"]
     processes = []
+    logs = [Path(folder) / f"log{rank}" for rank in range(num_processes)]
     try:
-        for rank in range(num_processes):
-            log = open(Path(folder) / f"log{rank}", "wb")  # noqa: SIM115 - closed with the process below
+        for rank, log in enumerate(logs):
             arguments = [str(rank), str(num_processes), str(port), folder, path]
-            processes.append((subprocess.Popen([*command, *arguments], env=environment, stdout=log, stderr=log), log))
-        codes = [process.wait(timeout) for process, _ in processes]
-    except subprocess.TimeoutExpired:
-        return f"no result after {timeout:g} seconds"
+            with open(log, "wb") as output:
+                processes.append(
+                    subprocess.Popen([*command, *arguments], env=environment, stdout=output, stderr=output)
+                )
+        return _wait(processes, logs, timeout)
     finally:
-        for process, log in processes:
+        for process in processes:
             process.kill()
             process.wait()
-            log.close()
-    for rank, code in enumerate(codes):
-        if code:
-            said = (Path(folder) / f"log{rank}").read_text(errors="replace").strip().splitlines()
-            return f"process {rank} ended with status {code}: {said[-1] if said else 'without a word'}"
-    return None
+
+
+def _wait(processes: list[subprocess.Popen], logs: list[Path], timeout: float) -> str | None:
+    """Waits for all processes or the first failure: the others may wait for the failed one without end."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                return f"process {rank} ended with status {code}: {_last_line(logs[rank])}"
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            waiting = [rank for rank, code in enumerate(codes) if code is None]
+            last = "; ".join(f"{rank} said last: {_last_line(logs[rank])}" for rank in waiting)
+            return f"no result after {timeout:g} seconds; of processes {waiting} still running, {last}"
+        time.sleep(0.02)
+
+
+def _last_line(log: Path) -> str:
+    said = log.read_text(errors="replace").strip().splitlines()
+    return said[-1] if said else "nothing"
 
 
 def _save(path: Path, array: np.ndarray) -> None:
@@ -127,11 +144,10 @@ def main(rank: int, num_processes: int, port: int, folder: str, path: str) -> No
             jax.make_array_from_callback(array.shape, place, lambda index, array=array: array[index])
             for array, place in zip(arrays, places, strict=True)
         ]
-        result = jax.jit(function, out_shardings=whole)(*placed)
+        # Every process waits for its own devices: shutdown, a barrier, must not find one in the middle of a collective.
+        result = jax.block_until_ready(jax.jit(function, out_shardings=whole)(*placed))
         if rank == 0:
             _save(Path(folder) / "result", np.asarray(result.addressable_data(0)))
-        # Nobody may leave while another still needs it in a collective.
-        multihost_utils.sync_global_devices("done")
     finally:
         jax.distributed.shutdown()
 

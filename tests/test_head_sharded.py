@@ -120,7 +120,13 @@ def check(result, gradients, data):
         assert not np.asarray(values)[masked].any()
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+# In the default run every number of shards once or more; the other vocabularies are slow.
+SLOW_SHARDINGS = {"V=1027 TP=2", "V=1027 TP=3", "V=1027 TP=4", "V=257 TP=1"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SHARDINGS else []) for name in SHARDINGS]
+)
 def test_values_and_gradients_equal_the_unsharded_ones(name):
     data = case(SHARDINGS[name])
     check(*jax.jit(inside(SHARDINGS[name], CHUNKED, check_vma=True))(data), data)
@@ -244,11 +250,11 @@ def test_the_wrong_reductions_are_told_apart():
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 # In the default run every size, vocabulary and dtype once or more; the whole grid of contract A is slow.
-QUICK = {(17, 8), (257, 1), (257, 2), (257, 8), (1027, 3), (1027, 4), (4099, 3), (128257, 8)}
+QUICK = {(17, 8), (257, 1), (257, 2), (1027, 3), (1027, 4), (4099, 3), (128257, 8)}
 
 
 def in_quick_run(vocab, size, dtype):
-    return (vocab, size) in QUICK and (vocab <= 257 or dtype == DTYPES[size % 3])
+    return (vocab, size) in QUICK and (vocab == 17 or dtype == DTYPES[size % 3])
 
 
 GRID = [

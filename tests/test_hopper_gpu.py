@@ -3,11 +3,14 @@
 JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py hides the GPU.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlogp import ChunkedEngine, GradientFilter
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
@@ -95,6 +98,42 @@ def test_values_gradients_and_repeatability(tokens, hidden_size, vocab):
     assert not np.asarray(d_hidden.astype(jnp.float32))[~np.asarray(mask)].any()
 
 
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["log-probs", "entropy"])
+def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
+    # Peaked rows, and a threshold so high that a block is mostly kept for its targets.
+    tokens, vocab, threshold = 600, 129920, 0.05
+    hidden, weight, targets, g, g_entropy = inputs(tokens, 1024, vocab, spread=4.0)
+    mask = jnp.ones(tokens, bool)
+    options = HeadOptions(with_entropy=with_entropy, vocab_size=vocab)
+    args = hidden, weight, targets, mask, g, g_entropy if with_entropy else None
+    hopper, portable, off = (
+        jax.jit(functools.partial(both, engine, options))
+        for engine in (
+            HopperEngine(gradient_filter=GradientFilter(threshold)),
+            ChunkedEngine(128, 256, GradientFilter(threshold)),
+            HopperEngine(gradient_filter=GradientFilter(0.0)),
+        )
+    )
+    out, gradients = hopper(*args)
+    _, again = hopper(*args)
+    _, wanted = portable(*args)
+    counted = HopperEngine(gradient_filter=GradientFilter(threshold)).skipped_tiles(
+        hidden, weight, None, LocalTargets(targets, mask, None, jnp.int32(vocab)), options
+    )
+    assert 0.1 < float(counted.mean()) < 0.99
+    for actual, same, portable_gradient in zip(gradients, again, wanted, strict=True):
+        assert relative(actual, portable_gradient.astype(jnp.float32)) < GRADIENT_ERROR
+        assert bool((actual == same).all())
+    # Rows of the weight that no block touches: exact zeros in both, but for a block that rounding decides.
+    touched = [np.asarray(jnp.any(x[1] != 0, axis=1)) for x in (gradients, wanted)]
+    assert (touched[0] != touched[1]).sum() <= 2 * 256
+    unfiltered = jax.jit(functools.partial(both, HopperEngine(), options))
+    exact_out, exact = unfiltered(*args)
+    assert bool((out.log_probs == exact_out.log_probs).all())
+    for actual, value in zip(off(*args)[1], exact, strict=True):
+        assert bool((actual == value).all())
+
+
 def test_tile_statistics_are_bitwise_invariant():
     hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
     options = HeadOptions(with_entropy=True)
@@ -113,3 +152,51 @@ def test_tile_statistics_are_bitwise_invariant():
             part = np.asarray(statistics(hidden, weight[start : start + width], local))
             np.testing.assert_array_equal(part, whole[start // 256 : (start + width) // 256])
     np.testing.assert_array_equal(np.asarray(statistics(hidden[1024:], weight, column[1024:])), whole[:, :, 1024:])
+
+
+@pytest.mark.parametrize("extra", [{}, {"temperature": 0.7, "logit_scale": 1.3, "softcap": 30.0}], ids=["plain", "all"])
+def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(extra):
+    # 512 tiles and a tail; the whole batch takes several blocks of statistics, the part of it one.
+    tokens, vocab = 12500, 131072 + 8
+    hidden, weight, targets, g, g_entropy = inputs(tokens, 512, vocab)
+    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
+
+    @jax.jit
+    def forward(hidden, weight, targets, mask):
+        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
+        return HopperEngine().log_probs(hidden, weight, None, local, options)
+
+    mask = jnp.ones(tokens, bool)
+    whole = forward(hidden, weight, targets, mask)
+    _, (d_hidden, _) = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
+        hidden, weight, targets, mask, g, g_entropy
+    )
+    with_backward, _ = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
+        hidden, weight, targets, mask, g, g_entropy
+    )
+    part = slice(2001, 4501)
+    partly = jax.jit(lambda *x: both(HopperEngine(), options, *x))
+    some, (d_some, _) = partly(
+        *(x[part] if x is not weight else x for x in (hidden, weight, targets, mask, g, g_entropy))
+    )
+    third = jnp.arange(tokens) % 3 == 0
+    masked = forward(hidden, weight, targets, third)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=auto, devices=jax.devices()[:1])
+    sharded_options = HeadOptions(with_entropy=True, vocab_size=vocab, axis_name="tensor", **extra)
+
+    def local_forward(hidden, weight, targets, mask):
+        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
+        hidden = jax.lax.pcast(hidden, "tensor", to="varying")
+        return HopperEngine().log_probs(hidden, weight, None, local, sharded_options)
+
+    p = jax.P
+    sharded = jax.shard_map(local_forward, mesh=mesh, in_specs=(p(), p("tensor"), p(), p()), out_specs=p())
+    over_mesh = jax.jit(sharded)(hidden, weight, targets, mask)
+    for name in ("log_probs", "entropy"):
+        wanted = np.asarray(getattr(whole, name))
+        np.testing.assert_array_equal(np.asarray(getattr(with_backward, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(over_mesh, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(some, name)), wanted[part])
+        np.testing.assert_array_equal(np.asarray(getattr(masked, name))[::3], wanted[::3])
+    assert bool((d_some == d_hidden[part]).all())

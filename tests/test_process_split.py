@@ -35,6 +35,7 @@ def test_a_process_that_fails_is_told_with_its_words():
         run_in_processes("experiments.drift:no_such_function", *DATA)
 
 
+@pytest.mark.slow
 def test_processes_that_take_too_long_are_ended():
     with pytest.raises(RuntimeError, match="no result after 0.5 seconds"):
         run_in_processes("experiments.drift:naive", *DATA, timeout=0.5)

@@ -14,7 +14,8 @@ NAMES = """
     embedding_lookup sharded_embedding_lookup FixedOrderEngine ReductionOrder fixed_order_sum
     WeightedSum weighted_sum masked_sum masked_count masked_mean masked_max masked_min
     policy_loss policy_metrics policy_metric_terms
-    drift_report DriftReport check_invariance InvarianceReport
+    GradientFilter VocabOrder vocab_order_by_mean_logit vocab_order_by_count skipped_tiles
+    linear_policy_gradients PolicyGradients drift_report DriftReport check_invariance InvarianceReport
 """.split()
 EXTRAS = "flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers".split()
 

@@ -64,10 +64,14 @@ def test_the_engines_of_the_table_are_the_engines():
     assert named == set(ENGINES)
 
 
-def test_the_python_example_runs(capsys):
-    example = re.search(r"```python\n(import jax\n.*?)```", README, re.DOTALL)
-    assert example
-    names = re.findall(r"from jaxlogp import (.*)", example[1])[0].split(", ")
+def test_the_python_examples_run(capsys):
+    first = re.search(r"```python\n(import jax\n.*?)```", README, re.DOTALL)
+    second = re.search(r"```python\n(out = linear_policy_gradients.*?)```", README, re.DOTALL)
+    assert first and second
+    names = re.findall(r"from jaxlogp import (.*)", first[1])[0].split(", ")
     assert all(hasattr(jaxlogp, name) for name in names)
-    exec(compile(example[1], "README.md", "exec"), {})
-    assert float(capsys.readouterr().out) < 0.0
+    exec(compile(first[1] + second[1], "README.md", "exec"), {})
+    printed = capsys.readouterr().out.split("\n")
+    assert float(printed[0]) < 0.0
+    # The same loss by the other way.
+    assert printed[1] == f"{printed[0]} (2, 8, 64) (1000, 64)"

@@ -46,6 +46,10 @@ CASES = {
         lambda z, t, m: jaxlogp.log_probs_from_logits(z, t, mask=m, with_entropy=True, temperature=0.7),
         (HIDDENS @ WEIGHT.T, TARGETS, MASK),
     ),
+    "linear_policy_gradients": (
+        lambda h, w, t, old, a, m: jaxlogp.linear_policy_gradients(h, w, t, old, a, m, with_entropy=True),
+        (HIDDENS, WEIGHT, TARGETS, OLD, ADVANTAGES, MASK),
+    ),
     "head_logits": (jaxlogp.head_logits, (HIDDENS, WEIGHT)),
     "embedding_lookup": (jaxlogp.embedding_lookup, (WEIGHT, TARGETS)),
     "weighted_sum": (jaxlogp.weighted_sum, (NEW, MASK)),

@@ -1,6 +1,8 @@
 """The front door of the head: ``linear_log_probs`` and its siblings for global arrays and for plain logits."""
 
+import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, r
 from jaxlogp.head.fixed_order import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import materialised_logits
-from jaxlogp.logits import OUT_OF_VOCAB, check_targets, check_temperature, localise
+from jaxlogp.logits import OUT_OF_VOCAB, LocalTargets, check_targets, check_temperature, localise
+from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards, local_shard
 
@@ -83,21 +86,47 @@ def linear_log_probs(
       NovaSky-AI/SkyRL pull request 1765 and volcengine/verl (fused head); ServiceNow/Fast-LLM pull request 520 (fp32
       head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
     """
+    options = HeadOptions(
+        temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, vocab_size=0, shards=vocab
+    )
+    call = _prepare("linear_log_probs", hidden, weight, bias, targets, mask, options, out_of_vocab, engine)
+    result = call.engine.log_probs(*call.operands)
+    return jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), result)
+
+
+class _Call(NamedTuple):
+    """A checked call: the engine, and what its methods take (flat hidden, weight, bias, targets, options)."""
+
+    engine: Engine
+    operands: tuple[Array, Array, Array | None, LocalTargets, HeadOptions]
+
+
+def _prepare(
+    path: str,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    targets: Array,
+    mask: Array | None,
+    options: HeadOptions,
+    out_of_vocab: str,
+    engine: str | Engine,
+) -> _Call:
+    """Checks everything, chooses the engine and reports it under ``path``, and types and masks the operands."""
+    axis_name, vocab = options.axis_name, options.shards
     _check_operands(hidden, weight, bias)
-    _check_options(temperature, logit_scale, softcap, out_of_vocab)
+    _check_options(options.temperature, options.logit_scale, options.softcap, out_of_vocab)
     shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
     tokens = hidden.shape[:-1]
     mask = check_targets(targets, mask, tokens, shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    options = HeadOptions(
-        temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, shard.vocab_size, vocab
-    )
+    options = dataclasses.replace(options, vocab_size=shard.vocab_size)
     # Over shards hidden states go in as fp32, see below.
     operand = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype if axis_name is None else jnp.float32)
     chosen, reason = choose_engine(engine, operand, weight, bias, options)
     num_shards = 1 if axis_name is None else lax.axis_size(axis_name)
-    report(HeadRun("linear_log_probs", chosen.name, reason, num_shards))
+    report(HeadRun(path, chosen.name, reason, num_shards))
 
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     hidden, weight, bias = (
@@ -112,9 +141,66 @@ def linear_log_probs(
         hidden, weight, bias = (None if x is None else vary_over(x, axes) for x in (hidden, weight, bias))
         # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
         hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    result = chosen.log_probs(flat, weight, bias, local, options)
-    return jax.tree.map(lambda x: x.reshape(tokens), result)
+    return _Call(chosen, (hidden.reshape(-1, hidden.shape[-1]), weight, bias, local, options))
+
+
+def skipped_tiles(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    targets: Int[Array, "*tokens"],
+    *,
+    engine: Engine,
+    mask: Bool[Array, "*tokens"] | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    axis_name: AxisName | None = None,
+    vocab: VocabShards | None = None,
+    out_of_vocab: str = "error",
+    fp32_head: bool = False,
+) -> WeightedSum:
+    """How many blocks of the logits' gradient the engine's gradient filter leaves out of the backward, and of how many.
+
+    From the same tile maxima as the backward's decision, with a cotangent at every token of the mask: a loss that gives
+    some of them none (advantage 0, clipped) leaves out more. Costs one forward pass, and no gradient flows through it.
+
+    Args:
+      hidden: [*tokens, H].
+      weight: [V, H], or the local block [V_local, H].
+      targets: [*tokens].
+      engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
+      mask: as in :func:`linear_log_probs`, and so are the arguments below.
+      bias: [V] or [V_local], or None.
+      temperature: T.
+      logit_scale: multiplier of the logits.
+      softcap: cap or None.
+      axis_name: mesh axis over which the vocabulary is sharded; its shards' blocks are added up. Ranks of a data axis
+        are the caller's to add (:meth:`WeightedSum.psum`).
+      vocab: the shards; None means equal ones.
+      out_of_vocab: "error" or "zero".
+      fp32_head: multiply in fp32 whatever the dtypes.
+
+    Returns:
+      WeightedSum(blocks left out, all blocks); its mean() is the share that is left out.
+
+    Raises:
+      ValueError: an engine without a gradient filter, or what linear_log_probs refuses.
+
+    Example:
+      >>> from jaxlogp import ChunkedEngine, GradientFilter
+      >>> weight = jnp.where(jnp.arange(8) < 4, 20.0, 0.0)[:, None]
+      >>> engine = ChunkedEngine(vocab_tile=2, gradient_filter=GradientFilter())
+      >>> float(skipped_tiles(jnp.ones((3, 1)), weight, jnp.zeros(3, jnp.int32), engine=engine).mean())
+      0.5
+    """
+    ok = getattr(engine, "gradient_filter", None) is not None
+    require(ok, "engine", "an engine object with a gradient_filter", describe(engine))
+    options = HeadOptions(temperature, logit_scale, softcap, False, fp32_head, axis_name, vocab_size=0, shards=vocab)
+    call = _prepare("skipped_tiles", hidden, weight, bias, targets, mask, options, out_of_vocab, engine)
+    *arrays, local, options = call.operands
+    arrays = (None if x is None else lax.stop_gradient(x) for x in arrays)
+    return call.engine.skipped_tiles(*arrays, local, options).psum(axis_name)
 
 
 def head_logits(

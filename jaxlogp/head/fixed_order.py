@@ -23,7 +23,7 @@ from jaxlogp.errors import require
 from jaxlogp.exact import no_negative_zero
 from jaxlogp.fixed_order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
 from jaxlogp.head.granules import Operands, Plan, Tile, product_gradient
-from jaxlogp.head.projection import HeadOptions, dot, write_rows
+from jaxlogp.head.projection import HeadOptions, dot
 from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.scaled_stats import (
     ScaledNormaliser,
@@ -86,24 +86,25 @@ def _local_statistics(operands: Operands, axes: frozenset) -> tuple[ScaledStats,
         tile = operands.tile(granule, index % plan.tiles)
 
         def block_step(block, carry):
-            stats, target, owned = carry
+            stats, target = carry
             logits = tile.logits(block)
             new = scaled_tile_stats(logits, tile.valid, options.with_entropy)
-            merged = combine_scaled(jax.tree.map(lambda x: x[granule, block], stats), new)
-            stats = jax.tree.map(lambda x, y: x.at[granule, block].set(y), stats, merged)
+            if plan.tiles > 1:
+                new = combine_scaled(jax.tree.map(lambda x: x[granule, block], stats), new)
+            stats = jax.tree.map(lambda x, y: x.at[granule, block].set(y), stats, new)
             column = tile.targets(block)
             here = column >= 0
             value = jnp.take_along_axis(logits, jnp.where(here, column, 0)[:, None], axis=-1)[:, 0]
-            target = target.at[block].set(jnp.where(here, value, target[block]))
-            return stats, target, owned.at[block].set(owned[block] + here.astype(jnp.int32))
+            return stats, target.at[block].set(jnp.where(here, value, target[block]))
 
         return lax.fori_loop(0, plan.num_blocks, block_step, carry)
 
     shape = (plan.num_blocks, plan.order.row_block)
-    empty = empty_scaled_stats((plan.granules, *shape), options.with_entropy)
-    carry = empty, jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+    carry = empty_scaled_stats((plan.granules, *shape), options.with_entropy), jnp.zeros(shape, jnp.float32)
     carry = jax.tree.map(lambda x: vary_over(x, axes), carry)
-    return lax.fori_loop(0, plan.granules * plan.tiles, step, carry)
+    stats, target = lax.fori_loop(0, plan.granules * plan.tiles, step, carry)
+    # Every column of this shard belongs to one tile, so a target that the shard owns has been met once.
+    return stats, target, vary_over((operands.column >= 0).astype(jnp.int32), axes)
 
 
 def _node_size(granules: int) -> int:
@@ -153,7 +154,7 @@ def _finish(
 def _log_probs(
     hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
 ) -> TokenLogProbs:
-    return _evaluate(hidden, weight, bias, targets, options, order)[0]
+    return evaluate(hidden, weight, bias, targets, options, order)[0]
 
 
 def _axes(hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions) -> frozenset:
@@ -161,9 +162,10 @@ def _axes(hidden: Array, weight: Array, bias: Array | None, targets: LocalTarget
     return union_of_varying_axes(hidden, weight, bias, *targets) | named
 
 
-def _evaluate(
+def evaluate(
     hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
 ) -> tuple[TokenLogProbs, ScaledNormaliser]:
+    """Values per token, and in blocks what the backward needs of every row of logits; not differentiable."""
     plan = Plan(order, options, hidden.shape[0], weight.shape[0])
     local = _local_statistics(
         Operands(plan, hidden, weight, bias, targets), _axes(hidden, weight, bias, targets, options)
@@ -178,7 +180,7 @@ def _forward(
         seen = f"a type that varies over {options.axis_name!r}: its gradient would be summed by a float all-reduce"
         same = options.axis_name not in varying_axes(hidden)
         require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
-    result, normaliser = _evaluate(hidden, weight, bias, targets, options, order)
+    result, normaliser = evaluate(hidden, weight, bias, targets, options, order)
     return result, (hidden, weight, bias, targets, normaliser)
 
 
@@ -275,8 +277,8 @@ class _Sums:
             tile = self.operands.tile(granule, index)
             d_hidden, d_rows, d_entries = self.tile(tile, d_hidden)
             # A tile that overlaps the one before leaves its rows alone.
-            d_weight = write_rows(d_weight, d_rows, tile.start, tile.valid)
-            d_bias = None if d_bias is None else write_rows(d_bias, d_entries, tile.start, tile.valid)
+            d_weight = plan.write(d_weight, d_rows, tile.start, tile.valid)
+            d_bias = None if d_bias is None else plan.write(d_bias, d_entries, tile.start, tile.valid)
             return d_hidden, (d_weight, d_bias)
 
         start = self._zeros(self.operands.hidden.shape), written

@@ -1,7 +1,8 @@
 """How engine ``fixed_order`` cuts [tokens, vocabulary]: blocks of rows, granules of tiles; and its logits.
 
 A granule is a run of columns that no shard splits. It is cut into equal tiles, the last of which starts earlier where the
-width is not a multiple, so the weight is never padded or copied unless granules are narrower than the narrowest tile.
+width is not a multiple. A tile that is wider than its granule reaches into the next one, whose columns it does not count; at
+the end of a shard it is read from further ahead and moved to its place. So the weight itself is never padded or copied.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxlogp.exact import one_minus_square, product, scaled
 from jaxlogp.fixed_order import ReductionOrder
-from jaxlogp.head.projection import HeadOptions, dot, take_rows
+from jaxlogp.head.projection import HeadOptions, dot, take_rows, write_rows
 from jaxlogp.logits import LocalTargets
 
 
@@ -49,8 +50,8 @@ class Plan:
         return -(-self.tokens // self.order.row_block)
 
     @property
-    def reach(self) -> int:
-        """Rows to add behind a block so that a tile may be read at its last granule: 0 unless granules are tiny."""
+    def overhang(self) -> int:
+        """Most columns by which a tile is wider than its granule."""
         return max(self.tile - self.options.vocab_size // self.order.granules, 0)
 
     def blocks(self, x: Array, fill: float | int) -> Array:
@@ -72,6 +73,27 @@ class Plan:
         begin = jnp.minimum(tile * self.tile, jnp.maximum(width - self.tile, 0))
         column = begin + jnp.arange(self.tile, dtype=jnp.int32)
         return start - edges[first] + begin, (column >= tile * self.tile) & (column < width)
+
+    def take(self, x: Array, start: Array) -> Array:
+        """The rows of a tile that starts at ``start``: wherever a shard ends, each row at the same place of the tile."""
+        if not self.overhang:
+            return take_rows(x, start, self.tile)
+        ahead = jnp.minimum(start, x.shape[0] - self.tile)
+        return _moved(take_rows(x, ahead, self.tile), (0, self.overhang), start - ahead)
+
+    def write(self, x: Array, rows: Array, start: Array, turn: Array) -> Array:
+        """Writes the rows of a tile for which ``turn`` holds; undoes :meth:`take`."""
+        if not self.overhang:
+            return write_rows(x, rows, start, turn)
+        ahead = jnp.minimum(start, x.shape[0] - self.tile)
+        rows, turn = (_moved(part, (self.overhang, 0), self.overhang - (start - ahead)) for part in (rows, turn))
+        return write_rows(x, rows, ahead, turn)
+
+
+def _moved(rows: Array, padding: tuple[int, int], first: Array) -> Array:
+    """As many rows as before, from ``first`` on, of the padded rows."""
+    padded = jnp.pad(rows, [padding] + [(0, 0)] * (rows.ndim - 1))
+    return lax.dynamic_slice_in_dim(padded, first, rows.shape[0])
 
 
 def _logits(products: Array, bias: Array | None, options: HeadOptions) -> Array:
@@ -101,16 +123,16 @@ class Operands:
         kept = jnp.where(targets.mask[:, None], hidden.astype(self.dtype), jnp.zeros((), self.dtype))
         self.hidden = plan.blocks(kept, 0)
         self.column = plan.blocks(targets.column, -1)
+        # A shard of a vocabulary that is smaller than one tile is filled up to it.
+        missing = max(plan.tile - weight.shape[0], 0)
         self.weight, self.bias = (
-            None if x is None else jnp.pad(x, [(0, plan.reach)] + [(0, 0)] * (x.ndim - 1)) for x in (weight, bias)
+            None if x is None else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (weight, bias)
         )
 
     def tile(self, granule: Array, tile: Array) -> "Tile":
         start, valid = self.plan.columns(granule, tile)
-        rows = take_rows(self.weight, start, self.plan.tile).astype(self.dtype)
-        return Tile(
-            self, start, valid, rows, None if self.bias is None else take_rows(self.bias, start, self.plan.tile)
-        )
+        rows = self.plan.take(self.weight, start).astype(self.dtype)
+        return Tile(self, start, valid, rows, None if self.bias is None else self.plan.take(self.bias, start))
 
 
 @dataclasses.dataclass(frozen=True)

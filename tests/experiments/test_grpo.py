@@ -87,6 +87,7 @@ def test_resume_equals_the_run_without_a_break(plain, runs):
         assert {k: v for k, v in mine.items() if k not in TIMES} == {k: v for k, v in whole.items() if k not in TIMES}
 
 
+@pytest.mark.slow
 def test_resume_in_the_middle_of_a_rollout(runs):
     """Half a rollout per step: queued documents, which are off-policy in the second half, belong to the checkpoint."""
     half = {"docs_per_step": 32}
@@ -126,6 +127,7 @@ def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
     assert len(records) < 50 and 0 < records[-1]["num_documents"] < 100
 
 
+@pytest.mark.slow
 def test_a_row_length_that_is_not_given_fits_the_longest_document(runs, tmp_path):
     path = tmp_path / "long.jsonl"
     lines = [{"prompt": f"{n:090d}=", "answer": str(n % 7)} for n in range(40)]

@@ -85,7 +85,13 @@ def differences(setting, size, name):
     return broken(seen, wanted)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+# Each of these is one more batch size to compile for.
+SLOW = ("seven tokens", "a chunk of 32", "every token twice", "padding behind")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in TRANSFORMS]
+)
 def test_the_same_tokens_get_the_same_bytes(name):
     setting = Setting(FIXED, VOCAB)
     for size in (1, 4):
@@ -98,6 +104,7 @@ def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
     assert differences(Setting(engine, VOCAB), 1, "one token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 12), (1, TOKENS, 1)], ids=str)
 def test_the_shape_of_the_batch_is_no_matter(shape):
     setting = Setting(FIXED, VOCAB)
@@ -108,6 +115,7 @@ def test_the_shape_of_the_batch_is_no_matter(shape):
     assert broken(seen, wanted) == []
 
 
+@pytest.mark.slow
 def test_values_without_entropy_and_without_gradients_are_the_same():
     """Another compiled program, forward only, down to one operation at a time outside of jit."""
     wanted = run(Setting(FIXED, VOCAB), 1, BASE)["log_probs"]

@@ -11,6 +11,7 @@ from jaxlogp.fixed_order import fold_tree, segment_tree_sum
 from tests import oracle
 
 VOCAB, WIDTH, TOKENS = 257, 16, 96
+pytestmark = pytest.mark.slow
 RNG = np.random.default_rng(0)
 IDS = np.where(RNG.random(TOKENS) < 0.5, 11, RNG.integers(0, VOCAB, TOKENS)).astype(
     np.int32

@@ -86,6 +86,7 @@ def test_a_hostile_row_of_the_weight_reaches_every_token_on_every_mesh():
         assert not seen["hidden"][~mask].any()
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32 - 1),
     scale=st.floats(-8, 8),

@@ -13,6 +13,7 @@ from jaxlogp import ChunkedEngine, FixedOrderEngine, ReductionOrder, linear_log_
 from tests.invariance.harness import FIXED, Setting, run
 
 TOKENS, VOCAB, HIDDEN = 70, 256, 32
+pytestmark = pytest.mark.slow
 ENGINES = {
     "reference": "reference",
     "chunked 7 x 64": ChunkedEngine(7, 64),

@@ -45,8 +45,9 @@ def test_every_shard_owns_whole_granules(vocab, size):
     assert widths.max() - widths.min() <= 1
     if vocab % size == 0:
         assert shards == VocabShards.even(vocab, size)
-    assert order.tile(vocab) % 64 == 0 and order.tile(vocab) <= max(512, 64)
-    assert order.tile(vocab) <= max(widths.min(), 64)
+    tile = order.tile(vocab)
+    assert tile % 16 == 0 and tile <= order.vocab_tile
+    assert -(-int(widths.max()) // tile) * tile <= 1.1 * widths.max() + 16
 
 
 def test_the_identity_survives_a_configuration_file():

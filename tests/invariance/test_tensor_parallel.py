@@ -1,11 +1,19 @@
 """Relation I, over the mesh: TP 2, 3, 4, 6, 8 give the bytes of TP 1, for uneven vocabularies, dtypes, options, values."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jaxlogp.head import fixed_order
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.logits import localise
+from jaxlogp.vocab import local_shard
 from tests import oracle
-from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run
+from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run, tensor_mesh
 
 TOKENS = 72  # one whole block of 64 rows and part of a second
 SIZES = (2, 3, 4, 6, 8)
@@ -100,3 +108,51 @@ def test_accuracy_against_float64_is_that_of_the_plain_path(name, family):
         errors = measure(seen[key], truth), measure(plain[key], truth)
         # A product of 32 terms, one exp and one log: a few 2^-24 of the largest logit in play, 40 to 120 here.
         assert errors[0] < 2 * errors[1] + 2e-6, (key, errors)
+
+
+@functools.cache
+def normaliser_program(name, size):
+    """What log Σ_v e^z is kept as for the backward: an integer exponent of 2, the logarithm of the rest, and Σ p z."""
+    setting, _, _ = SETTINGS[name]
+    order, vocab = setting.engine.order, setting.vocab
+    options = HeadOptions(axis_name="tensor", with_entropy=True, vocab_size=vocab, **dict(setting.options))
+
+    def local(hidden, weight, bias, targets, mask):
+        shard = local_shard(weight.shape[0], "tensor", order.shards(vocab, size), "weight")
+        return fixed_order.evaluate(hidden, weight, bias, localise(targets, mask, shard), options, order)[1]
+
+    specs = (P(), P("tensor"), P("tensor"), P(), P())
+    return jax.jit(jax.shard_map(local, mesh=tensor_mesh(size), in_specs=specs, out_specs=P()))
+
+
+@pytest.mark.parametrize(
+    "name, size", [("fp32 V=257", 3), ("fp32 V=257", 8), ("bf16 V=4099", 6), ("fp32 V=258, 8 granules", 8)]
+)
+def test_the_log_sum_exp_has_the_bytes_of_one_shard(name, size):
+    setting, _, _ = SETTINGS[name]
+    for family in FAMILIES:
+        data = data_for(name, family)
+
+        def run_on(shards, data=data):
+            rows = [
+                setting.engine.order.shards(setting.vocab, shards).shard_rows(data[key]) for key in ("weight", "bias")
+            ]
+            return normaliser_program(name, shards)(data["hidden"], *rows, data["targets"], data["mask"])
+
+        wanted, seen = run_on(1), run_on(size)
+        for field in wanted._fields:
+            assert np.asarray(getattr(seen, field)).tobytes() == np.asarray(getattr(wanted, field)).tobytes(), (
+                family,
+                field,
+            )
+        logits = oracle.f64(data["hidden"]) @ oracle.f64(data["weight"]).T + oracle.f64(data["bias"])
+        options = dict(setting.options)
+        logits = logits * options.get("logit_scale", 1.0)
+        if cap := options.get("softcap"):
+            logits = cap * np.tanh(logits / cap)
+        logits = logits / options.get("temperature", 1.0)
+        truth = np.logaddexp.reduce(logits, axis=1)
+        found = np.asarray(wanted.exponent, np.float64) * np.log(2.0) + np.asarray(wanted.log_sum_exp, np.float64)
+        # 32 products a logit and one sum of exponentials: a few 2^-24 of the largest logit.
+        active = np.asarray(data["mask"])
+        np.testing.assert_allclose(found.reshape(-1)[:TOKENS][active], truth[active], rtol=1e-6, atol=2e-5)

@@ -59,7 +59,8 @@ def results(data, tensor):
         jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index, x=x: x[index])
         for x, spec in ((hidden, split), (weight, rows), (targets, split))
     ]
-    found = jax.jit(lambda *args: mapped(*args), out_shardings=(replicate,) * len(NAMES))(*put)
+    # Waits for every device of this process: the next program, or the end, must not meet a collective under way.
+    found = jax.block_until_ready(jax.jit(lambda *args: mapped(*args), out_shardings=(replicate,) * len(NAMES))(*put))
     found = dict(zip(NAMES, (np.asarray(x.addressable_data(0)) for x in found), strict=True))
     return {**found, "weight": np.asarray(shards.unshard_rows(jnp.asarray(found["weight"])))}
 

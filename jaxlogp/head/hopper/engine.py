@@ -3,32 +3,51 @@
 Forward: one product whose epilogue leaves four numbers a token and vocabulary tile. Backward, by vocabulary chunks: the
 product again, turned into dz [tokens, chunk] in bf16, then dH += dz · W_chunk in fp32 and dW_chunk = dzᵀ · H, which is
 complete and rounded once.
+
+Tokens whose mask is False are moved behind the others and left out of every product, whole row tiles at a time.
+
+Log-probs and entropies are bitwise the same run to run, in every program (with or without the backward, plain or inside of
+``shard_map``), in every batch and at every place in it, and for every number of vocabulary shards whose first rows are
+multiples of the tile's columns (256): see :mod:`jaxlogp.head.hopper.fold`. A row of the hidden gradient does not depend on
+the other rows nor on how many there are: vocabulary chunks have a width that depends on V alone. It does depend on the
+shards, whose contributions a float psum adds; a weight gradient depends on the batch, over which it sums.
+
+With a gradient filter the forward's tile maxima decide which blocks of dz count, and all three kernels of the backward walk
+over lists of them (:mod:`jaxlogp.head.hopper.schedule`); a row of the hidden gradient then does depend on the rows that
+share its block.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
+from jaxlogp.errors import require
+from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks
 from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.head.hopper.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import chunk_gradient, row_scalars
+from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
+from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.hopper.tiles import HeadTiles, head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
+from jaxlogp.head.live_rows import LiveRows, live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import LocalTargets, mask_cotangents
-from jaxlogp.stats import TileStats, TokenLogProbs, all_reduce, finish
+from jaxlogp.reduce import WeightedSum
+from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Bytes of the tile statistics of one block of tokens.
 STATISTICS_BYTES = 80 * 2**20
-# Bytes of one chunk of dz; it may also take as much as the hidden states do.
-CHUNK_BYTES = 416 * 2**20
+# Most vocabulary columns of one chunk of dz; constant, so that the order in which dH is summed is. Takes 416 MiB at 8192
+# tokens, and grows with them.
+CHUNK_COLUMNS = 26624
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +56,24 @@ class HopperEngine:
 
     Attributes:
       tiles: tile shapes; None takes the table's entry for the hidden size and the device.
-      chunk: vocabulary columns a chunk of the backward; None sizes it by memory.
+      chunk: vocabulary columns a chunk of the backward; None takes at most 26624, chunks of equal width.
       interpret: runs the kernels on the CPU (for tests) instead of compiling them.
       num_sms: persistent blocks; None asks the device.
+      gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns with the table's
+        tiles (64 tokens when interpreted).
     """
 
     tiles: HeadTiles | None = None
     chunk: int | None = None
     interpret: Any = None
     num_sms: int | None = None
+    gradient_filter: GradientFilter | None = None
     name = "hopper"
+    reduces_gradients = False
+
+    def __post_init__(self) -> None:
+        """Refuses what is no gradient filter."""
+        check_filter(self.gradient_filter)
 
     def why_not(
         self, hidden: Any, weight: Any, bias: Any, options: HeadOptions, check_device: bool = True
@@ -109,6 +136,32 @@ class HopperEngine:
             raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
         return _log_probs(hidden, weight, bias, targets, options, self)
 
+    def skipped_tiles(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        weight: Float[Array, "vocab hidden"],
+        bias: Float[Array, " vocab"] | None,
+        targets: LocalTargets,
+        options: HeadOptions,
+    ) -> WeightedSum:
+        """Blocks of this shard that the backward leaves out, and all that it would compute without a filter.
+
+        Every token of the mask counts as having a cotangent; blocks of masked tokens alone are never computed.
+
+        Raises:
+          ValueError: the engine has no gradient filter, or the kernels cannot take these operands.
+        """
+        require(self.gradient_filter is not None, "engine", "an engine with a gradient_filter", repr(self))
+        reason = self.why_not(hidden, weight, bias, options, check_device=False)
+        if reason is not None:
+            raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
+        _, normaliser, peaks = _statistics(hidden, weight, bias, targets, options, self)
+        kept = _kept(self, weight, peaks, targets, normaliser, targets.mask.astype(jnp.float32), None)
+        tokens = _row_multiple(self._tiles(weight), self.interpret)
+        live = jnp.maximum(-(-jnp.sum(targets.mask, dtype=jnp.int32) // tokens), 1)
+        total = kept.shape[0] * live
+        return WeightedSum((total - jnp.sum(kept, dtype=jnp.int32)).astype(jnp.float32), total)
+
     def _tiles(self, weight: Array) -> HeadTiles:
         return head_tiles(weight.shape[1]) if self.tiles is None else self.tiles
 
@@ -118,13 +171,11 @@ class HopperEngine:
         device = jax.devices()[0]
         return 132 if device.platform != "gpu" else int(device.core_count)
 
-    def _chunk(self, tokens: int, hidden_size: int, vocab: int, tile: int) -> int:
+    def _chunk(self, vocab: int, tile: int) -> int:
         if self.chunk is not None:
             return self.chunk
-        most = max(CHUNK_BYTES // (2 * tokens), hidden_size)
-        pieces = -(-vocab // most)
-        even = -(-vocab // pieces)
-        return -(-even // tile) * tile
+        pieces = -(-vocab // CHUNK_COLUMNS)
+        return -(-vocab // (pieces * tile)) * tile
 
 
 def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
@@ -134,25 +185,10 @@ def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
     return math.lcm(*rows, tiles.d_weight.depth)
 
 
-def _pad(x: Array, multiple: int, fill: float | int) -> Array:
-    extra = -x.shape[0] % multiple
-    return jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if extra else x
-
-
-def _operands(hidden: Array, bias: Array | None, targets: LocalTargets, rows: int) -> tuple:
-    padded = _pad(hidden.astype(jnp.bfloat16), rows, 0)
-    return padded, None if bias is None else bias.astype(jnp.float32), _pad(targets.column, rows, -1)
-
-
-def fold_tiles(partials: Float[Array, "tiles 4 tokens"], column: Array, with_entropy: bool) -> TileStats:
-    """Statistics of all tiles together, per token."""
-    maxima, sums, shifted, target = (partials[:, place] for place in range(4))
-    maximum = jnp.max(maxima, axis=0)
-    distance = maxima - maximum[None, :]
-    factor = jnp.exp(distance)
-    total = jnp.sum(factor * sums, axis=0)
-    weighted = jnp.sum(factor * (shifted + distance * sums), axis=0) if with_entropy else None
-    return TileStats(maximum, total, weighted, jnp.sum(target, axis=0), (column >= 0).astype(jnp.float32))
+def _packed(hidden: Array, targets: LocalTargets, padded: int) -> tuple[LiveRows, Array, Array]:
+    """Live tokens first: their places, bf16 hidden states and targets, filled up with zeros and -1."""
+    rows = live_rows(targets.mask, padded)
+    return rows, rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -162,70 +198,234 @@ def _log_probs(
     return _forward(hidden, weight, bias, targets, options, engine)[0]
 
 
-def _forward(
+def _statistics(
     hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, engine: HopperEngine
-):
+) -> tuple[TokenLogProbs, Normaliser, Array | None]:
+    """Values, normaliser and, for a gradient filter, the largest logit of every tile and packed token [tiles, padded]."""
+    filtered = engine.gradient_filter is not None
     tokens, config = hidden.shape[0], engine._tiles(weight).forward
     axes = union_of_varying_axes(hidden, weight)
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
     blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
     multiple = _row_multiple(engine._tiles(weight), engine.interpret)
     block = -(-tokens // (blocks * multiple)) * multiple
-    padded, bias_operand, column = _operands(hidden, bias, targets, blocks * block)
+    rows, packed, column = _packed(hidden, targets, blocks * block)
+    bias_operand = None if bias is None else bias.astype(jnp.float32)
 
     def block_step(operands):
-        hidden, column = operands
+        hidden, column, live = operands
         partials = forward_statistics(
-            hidden, weight, bias_operand, column, targets.width, options, config, engine._blocks(), engine.interpret
+            hidden,
+            weight,
+            bias_operand,
+            column,
+            targets.width,
+            options,
+            config,
+            engine._blocks(),
+            engine.interpret,
+            live,
         )
-        return fold_tiles(partials, column, options.with_entropy)
+        partials = vary_over(partials, axes)
+        maximum = jnp.max(partials[:, 0], axis=0)
+        if options.axis_name is not None:
+            maximum = lax.pmax(maximum, options.axis_name)
+        sums = sum_tiles(partials, maximum, column, options.with_entropy)
+        return sums, partials[:, 0] if filtered else None
 
     if blocks == 1:
-        local = block_step((padded, column))
+        sums, peaks = block_step((packed, column, rows.count))
     else:
-        local = lax.map(block_step, (padded.reshape(blocks, block, -1), column.reshape(blocks, block)))
-    local = jax.tree.map(lambda x: vary_over(x.reshape(-1)[:tokens], axes), local)
-    stats = all_reduce(local, options.axis_name)
-    result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.poison)
-    return result, (hidden, weight, bias, targets, normaliser)
+        live = jnp.clip(rows.count - jnp.arange(blocks, dtype=jnp.int32) * block, 0, block)
+        sums, peaks = lax.map(block_step, (packed.reshape(blocks, block, -1), column.reshape(blocks, block), live))
+        sums, peaks = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), (sums, peaks))
+    sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
+    sums = sum_shards(sums, options.axis_name)
+    result, normaliser = finish_sums(sums, targets.mask, options.vocab_size, targets.poison)
+    return result, normaliser, peaks
+
+
+def _forward(
+    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, engine: HopperEngine
+):
+    result, normaliser, peaks = _statistics(hidden, weight, bias, targets, options, engine)
+    return result, (hidden, weight, bias, targets, normaliser, peaks)
+
+
+def _kept(
+    engine: HopperEngine,
+    weight: Array,
+    peaks: Array,
+    targets: LocalTargets,
+    normaliser: Normaliser,
+    g_log_probs: Array,
+    g_entropy: Array | None,
+) -> Array:
+    """Which blocks [tiles, blocks of packed tokens] of dz count."""
+    tiles = engine._tiles(weight)
+    shape = block_shape(tiles, _row_multiple(tiles, engine.interpret), engine.interpret)
+    padded = -(-targets.mask.shape[0] // shape.tokens) * shape.tokens
+    rows = live_rows(targets.mask, padded)
+
+    def pack(x, fill):
+        return rows.pack(x, fill).reshape(-1, shape.tokens)
+
+    # The forward's tiles may be narrower than a block.
+    narrow = shape.columns // tiles.forward.columns
+    peaks = jnp.pad(peaks[:, :padded], [(0, -peaks.shape[0] % narrow), (0, 0)], constant_values=-jnp.inf)
+    peaks = jnp.max(peaks.reshape(-1, narrow, padded), axis=1).reshape(-1, padded // shape.tokens, shape.tokens)
+    normaliser = Normaliser(pack(normaliser.max, 0), pack(normaliser.log_sum_exp, 0), None)
+    # What stands behind the last live token, computed or not, has no cotangent.
+    cotangents = (None if x is None else pack(jnp.where(targets.mask, x, 0.0), 0) for x in (g_log_probs, g_entropy))
+    tile_of_target = pack(targets.column, -1) // shape.columns
+    return kept_blocks(engine.gradient_filter, peaks, tile_of_target, normaliser, *cotangents)
 
 
 def _backward(options: HeadOptions, engine: HopperEngine, residuals: tuple, g: TokenLogProbs):
-    hidden, weight, bias, targets, normaliser = residuals
-    config = engine._tiles(weight).logit_gradient
-    multiple = _row_multiple(engine._tiles(weight), engine.interpret)
-    axes = union_of_varying_axes(hidden, weight)
-    padded, bias_operand, column = _operands(hidden, bias, targets, multiple)
-    (tokens, hidden_size), vocab = padded.shape, weight.shape[0]
+    hidden, weight, bias, targets, normaliser, peaks = residuals
     g_log_probs, g_entropy = mask_cotangents(g, targets)
-    rows = row_scalars(normaliser, g_log_probs, g_entropy, targets.column, options)
-    # Padding tokens have all scalars 0: dz = exp2(0) * 0.
-    rows = type(rows)(*(_pad(x, multiple, 0) for x in rows))._replace(target=column)
-    chunk = engine._chunk(tokens, hidden_size, vocab, config.columns)
+    scalars = row_scalars(normaliser, g_log_probs, g_entropy, targets.column, options)
+    kept = None if peaks is None else _kept(engine, weight, peaks, targets, normaliser, g_log_probs, g_entropy)
+    d_hidden, d_weight, d_bias = head_gradients(hidden, weight, bias, targets, scalars, options, engine, kept)
+    return d_hidden, d_weight, d_bias, None
+
+
+class _Plans(NamedTuple):
+    """Work lists of the three kernels and the blocks [blocks of tokens, tiles] behind them, of one chunk or of each."""
+
+    gradient: Array | None
+    d_hidden: Array | None
+    d_weight: Array | None
+    kept: Array | None
+
+
+_NO_PLANS = _Plans(None, None, None, None)
+
+
+def _plans(kept: Array, tiles: HeadTiles, chunks: int, chunk: int, hidden_size: int, interpret: Any) -> _Plans:
+    """The work lists of every chunk, stacked: made at once, because each is little work."""
+    shape = block_shape(tiles, _row_multiple(tiles, interpret), interpret)
+    per_chunk = chunk // shape.columns
+    kept = jnp.pad(kept, [(0, chunks * per_chunk - kept.shape[0]), (0, 0)])
+
+    def column_tiles(config):
+        return -(-hidden_size // config.columns)
+
+    def of_chunk(kept):
+        rows = kept.T
+        repeats = [
+            shape.tokens // group_rows(tiles.d_hidden, interpret),
+            shape.columns // group_rows(tiles.d_weight, interpret),
+        ]
+        return _Plans(
+            gradient_plan(rows, shape, tiles.logit_gradient, interpret),
+            product_plan(rows, repeats[0], column_tiles(tiles.d_hidden), tiles.d_hidden, interpret),
+            product_plan(kept, repeats[1], column_tiles(tiles.d_weight), tiles.d_weight, interpret),
+            rows,
+        )
+
+    return jax.vmap(of_chunk)(kept.reshape(chunks, per_chunk, -1))
+
+
+def head_gradients(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    targets: LocalTargets,
+    scalars: RowScalars,
+    options: HeadOptions,
+    engine: HopperEngine,
+    kept: Bool[Array, "tiles blocks"] | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of hidden, weight and bias from the scalars of dz: three products, by vocabulary chunks.
+
+    Args:
+      hidden: [tokens, H].
+      weight: bf16 [V_local, H].
+      bias: [V_local] or None.
+      targets: targets as this shard sees them; tokens whose mask is False are left out and get exact zeros.
+      scalars: what dz is made of, a value per token.
+      options: static options of the call.
+      engine: tile shapes and chunk width.
+      kept: which blocks of dz count; None means all.
+    """
+    tiles, num_sms, interpret = engine._tiles(weight), engine._blocks(), engine.interpret
+    config, multiple = tiles.logit_gradient, _row_multiple(tiles, interpret)
+    axes = union_of_varying_axes(hidden, weight)
+    (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
+    padded = -(-tokens // multiple) * multiple
+    rows, packed, column = _packed(hidden, targets, padded)
+    # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
+    filled = (select_live(rows.pack(x, 0), rows.count) for x in scalars)
+    scalars = RowScalars(*filled)._replace(target=jnp.where(jnp.arange(padded) < rows.count, column, -1))
+    chunk = engine._chunk(vocab, config.columns)
     chunks = -(-vocab // chunk)
-    if bias is not None:
-        bias_operand = jnp.pad(bias_operand, (0, chunks * chunk - vocab))
-    num_sms, interpret, tiles = engine._blocks(), engine.interpret, engine._tiles(weight)
+    bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
     # Whole tiles of columns: the accumulator is read by plain loads, which must not run past the end of a row.
-    d_hidden = jax.new_ref(jnp.zeros((tokens, hidden_size + -hidden_size % tiles.d_hidden.columns), jnp.float32))
-    d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
+    d_hidden = jax.new_ref(jnp.zeros((padded, hidden_size + -hidden_size % tiles.d_hidden.columns), jnp.float32))
+    if kept is None:
+        d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
+    else:
+        # Vocabulary tiles of which no block counts are never written.
+        d_weight = jax.new_ref(jnp.zeros(weight.shape, weight.dtype))
+        plans = _plans(kept, tiles, chunks, chunk, hidden_size, interpret)
 
     def chunk_step(index, d_bias):
+        plan = _NO_PLANS if kept is None else _Plans(*(x[index] for x in plans))
+        shape = None if kept is None else block_shape(tiles, multiple, interpret)
         gradient = chunk_gradient(
-            padded, weight, bias_operand, rows, targets.width, index, chunk, options, config, num_sms, interpret
+            packed,
+            weight,
+            bias_operand,
+            scalars,
+            targets.width,
+            index,
+            chunk,
+            options,
+            config,
+            num_sms,
+            interpret,
+            rows.count,
+            plan.gradient,
         )
-        add_hidden_gradient(d_hidden, gradient, weight, index, tiles.d_hidden, num_sms, interpret)
-        write_weight_gradient(d_weight, gradient, padded, index, tiles.d_weight, num_sms, interpret)
+        add_hidden_gradient(
+            d_hidden,
+            gradient,
+            weight,
+            index,
+            tiles.d_hidden,
+            num_sms,
+            interpret,
+            rows.count,
+            plan=plan.d_hidden,
+            plan_steps=None if shape is None else shape.columns // tiles.d_hidden.depth,
+        )
+        write_weight_gradient(
+            d_weight,
+            gradient,
+            packed,
+            index,
+            tiles.d_weight,
+            num_sms,
+            interpret,
+            rows.count,
+            plan=plan.d_weight,
+            plan_steps=None if shape is None else shape.tokens // tiles.d_weight.depth,
+        )
         if bias is None:
             return None
-        return d_bias.at[index].set(jnp.sum(gradient, axis=0, dtype=jnp.float32))
+        if shape is not None:
+            written = jnp.repeat(jnp.repeat(plan.kept, shape.tokens, axis=0), shape.columns, axis=1)
+            gradient = jnp.where(written, gradient, jnp.zeros((), gradient.dtype))
+        return d_bias.at[index].set(jnp.sum(select_live(gradient, rows.count), axis=0, dtype=jnp.float32))
 
-    d_bias = None if bias is None else jnp.zeros((chunks, chunk), jnp.float32)
+    d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
     d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
     if bias is not None:
-        d_bias = vary_over(d_bias.reshape(-1)[:vocab].astype(bias.dtype), axes)
-    d_hidden = vary_over(jax.freeze(d_hidden)[: hidden.shape[0], :hidden_size].astype(hidden.dtype), axes)
-    return d_hidden, vary_over(jax.freeze(d_weight), axes), d_bias, None
+        d_bias = d_bias.reshape(-1)[:vocab].astype(bias.dtype)
+    # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.
+    d_hidden = rows.unpack(jax.freeze(d_hidden)[:, :hidden_size].astype(hidden.dtype))
+    return vary_over(d_hidden, axes), vary_over(jax.freeze(d_weight), axes), d_bias
 
 
 _log_probs.defvjp(_forward, _backward)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
-from jaxlogp.head.hopper.product import CONSUMERS, product
+from jaxlogp.head.hopper.product import CONSUMERS, PIECE, product, store_tile, tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions
 
@@ -48,8 +48,10 @@ def forward_statistics(
     config: TileConfig,
     num_sms: int,
     interpret: Any = None,
-) -> Float[Array, "tiles 4 tokens"]:
-    """Tile statistics of all columns.
+    live: Int[Array, ""] | None = None,
+    with_exp: bool = False,
+) -> Any:
+    """Tile statistics of all columns, and if wanted the exponentials themselves.
 
     Args:
       hidden: bf16 [tokens, H], tokens a multiple of config.rows.
@@ -61,9 +63,14 @@ def forward_statistics(
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
+      live: int32, how many tokens, from the first, need statistics; None means all. Row tiles behind them are not
+        computed, and their results may be anything.
+      with_exp: also write e^(z - max), max being the tile's; its statistics are bitwise the same.
 
     Returns:
-      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (0 without entropy), target logit or 0.
+      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
+      entropy), target logit or 0.
+      With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked.
     """
     tokens, vocab = hidden.shape[0], weight.shape[0]
     tile, share = config.columns, config.share
@@ -82,7 +89,7 @@ def forward_statistics(
 
     def epilogue(products, first_row, index, warpgroup, _, early, others, scratch):
         target, special = early
-        out = others[-1]
+        out = others[-2] if with_exp else others[-1]
         start = index * tile
         bias_tile = None
         if bias is not None:
@@ -93,7 +100,7 @@ def forward_statistics(
             maximum = jnp.max(logits, axis=1)
             shift = logits - lax.broadcast_in_dim(maximum, logits.shape, [0])
             exp = jnp.exp2(shift * LOG2_E)
-            shifted = jnp.sum(exp * shift, axis=1) if options.with_entropy else jnp.zeros_like(maximum)
+            shifted = jnp.sum(exp * shift, axis=1) if options.with_entropy else None
             return maximum, jnp.sum(exp, axis=1), shifted
 
         def all_columns(logits):
@@ -108,12 +115,39 @@ def forward_statistics(
         results = lax.cond(special > 0, some_columns, all_columns, logits)
         buffer = scratch["statistics"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for place, result in enumerate(results):
-            buffer[place] = result
+        written = [place for place, result in enumerate(results) if result is not None]
+        for place in written:
+            buffer[place] = results[place]
         plgpu.commit_smem()
-        for place in range(len(results)):
+        for place in written:
             plgpu.copy_smem_to_gmem(buffer.at[place], out.at[index, place, pl.ds(first_row, share)])
+        if not with_exp:
+            return
 
+        def exponential(part, offset):
+            bias_part = None
+            if bias is not None:
+                place = pl.ds(start + offset, part.shape[1])
+                bias_part = plgpu.load(others[3].at[place], layout=column_layout, optimized=False)
+            shift = finish_tile(part, bias_part, options) - lax.broadcast_in_dim(results[0], part.shape, [0])
+            exp = jnp.exp2(shift * LOG2_E)
+
+            def up_to_end(exp):
+                columns = plgpu.broadcasted_iota(jnp.int32, exp.shape, 1, layout=plgpu.Layout.WGMMA)
+                return jnp.where(columns < others[1][0] - (start + offset), exp, 0.0)
+
+            return lax.cond(special > 0, up_to_end, lambda x: x, exp)
+
+        # Computed a second time, a piece at a time: a whole tile of them would not fit beside the accumulators.
+        store_tile(
+            products, scratch["exp"].at[warpgroup], others[-1], pl.ds(first_row, share), start, finish=exponential
+        )
+
+    statistics = jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32)
+    scratch_types = {"statistics": plgpu.SMEM((CONSUMERS, 4, share), jnp.float32)}
+    if with_exp:
+        buffer = plgpu.SMEM((CONSUMERS, 1, share, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE))
+        scratch_types["exp"] = buffer
     call = product(
         epilogue,
         config=config,
@@ -124,16 +158,18 @@ def forward_statistics(
         right_minor=True,
         left_index=left_index,
         right_index=right_index,
-        out_type=jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32),
-        scratch={"statistics": plgpu.SMEM((CONSUMERS, 4, share), jnp.float32)},
+        out_type=(statistics, jax.ShapeDtypeStruct((tokens, tiles * tile), jnp.bfloat16)) if with_exp else statistics,
+        scratch=scratch_types,
         num_sms=num_sms,
         interpret=interpret,
         prologue=prologue,
+        live=lambda others: others[1][1],
     )
     special = special_tiles(column, jnp.int32(0), width, tiles, config)
     # The copy engine pads the weight; the bias is read by plain loads and is padded here.
     extra = () if bias is None else (jnp.pad(bias, (0, tiles * tile - vocab)),)
-    return call(hidden, weight, column, width.reshape(1), special, *extra)
+    bounds = jnp.stack([width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
+    return call(hidden, weight, column, bounds, special, *extra)
 
 
 def special_tiles(

@@ -14,12 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
 from jaxlogp.head.hopper.forward import LOG2_E, finish_tile, special_tiles
-from jaxlogp.head.hopper.product import CONSUMERS, product, store_tile, tile_transforms
+from jaxlogp.head.hopper.product import CONSUMERS, PIECE, product, store_tile, tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.stats import Normaliser
-
-PIECE = 64
 
 
 class RowScalars(NamedTuple):
@@ -57,6 +55,8 @@ def chunk_gradient(
     config: TileConfig,
     num_sms: int,
     interpret: Any = None,
+    live: Int[Array, ""] | None = None,
+    plan: Int[Array, " n"] | None = None,
 ) -> Float[Array, "tokens chunk"]:
     """Gradient of hidden · weightᵀ + bias for the index-th chunk of columns, bf16.
 
@@ -72,6 +72,10 @@ def chunk_gradient(
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
+      live: int32, how many tokens, from the first, have a gradient; None means all. Row tiles behind them are not
+        computed, and their results may be anything.
+      plan: int32, the tiles to compute (:func:`jaxlogp.head.hopper.schedule.gradient_plan`), others may be anything;
+        None means all of ``live``.
     """
     tokens, tile, share = hidden.shape[0], config.columns, config.share
     tiles = chunk // tile
@@ -146,7 +150,9 @@ def chunk_gradient(
         interpret=interpret,
         setup=setup,
         prologue=prologue,
+        live=None if plan is not None else lambda others: others[0][2],
+        plan=None if plan is None else lambda others: others[-2],
     )
-    bounds = jnp.stack([index, width]).astype(jnp.int32)
+    bounds = jnp.stack([index, width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
     special = special_tiles(rows.target, index * chunk, width, tiles, config)
-    return call(hidden, weight, bounds, special, *rows, *(() if bias is None else (bias,)))
+    return call(hidden, weight, bounds, special, *rows, *(x for x in (bias, plan) if x is not None))

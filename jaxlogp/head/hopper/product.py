@@ -21,6 +21,8 @@ from jaxlogp.head.hopper.tiles import TileConfig
 CONSUMERS = 2
 MEMORY_REGISTERS = 40
 CONSUMER_REGISTERS = 232
+# Columns of a bf16 tile that are written at a time: one swizzled line of 128 bytes.
+PIECE = 64
 
 
 def tile_transforms(minor: int, item_bytes: int = 2) -> tuple:
@@ -35,21 +37,22 @@ def store_tile(
     destination: Any,
     rows: Any,
     first_column: Any,
-    add: bool = False,
+    addend: Any = None,
     finish: Callable[[Any, int], Any] = lambda part, offset: part,
 ) -> None:
     """Writes a tile from registers to destination[rows, first_column:], through ``buffer`` [slots, rows, piece].
 
-    With ``add`` the destination's old contents are added. ``finish`` is applied to each piece and its first column within
-    the tile: a piece at a time keeps few intermediate values in registers.
+    ``addend`` is an array to read the same place of, and to add; it may be the destination. ``finish`` is applied to each
+    piece and its first column within the tile: a piece at a time keeps few intermediate values in registers.
     """
     slots, _, piece = buffer.shape
     for index in range(values.shape[1] // piece):
         slot = buffer.at[index % slots]
         place = destination.at[rows, pl.ds(first_column + index * piece, piece)]
         part = finish(values[:, index * piece : (index + 1) * piece], index * piece)
-        if add:
-            part = part + plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
+        if addend is not None:
+            source = addend.at[rows, pl.ds(first_column + index * piece, piece)]
+            part = part + plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         slot[...] = part.astype(buffer.dtype)
         plgpu.commit_smem()
@@ -61,15 +64,17 @@ def operand_tile(config: TileConfig, size: int, contract_minor: bool) -> tuple[i
     return (size, config.depth) if contract_minor else (config.depth, size)
 
 
-def tile_order(index: Any, row_tiles: int, column_tiles: int, group: int) -> tuple[Any, Any]:
-    """(row tile, column tile) of the index-th output tile: down a group of row tiles, then to the next column."""
-    group = min(group, row_tiles)
-    whole = row_tiles // group
+def tile_order(index: Any, row_tiles: Any, column_tiles: int, group: int) -> tuple[Any, Any]:
+    """(row tile, column tile) of the index-th output tile: down a group of row tiles, then to the next column.
+
+    The number of row tiles may be a traced value.
+    """
+    group = jnp.minimum(jnp.int32(group), row_tiles)
     per_group = group * column_tiles
-    panel = lax.div(index, jnp.int32(per_group))
+    panel = lax.div(index, per_group)
     within = index - panel * per_group
     # The last panel may have fewer row tiles.
-    height = jnp.where(panel < whole, group, row_tiles - whole * group) if row_tiles % group else jnp.int32(group)
+    height = jnp.minimum(group, row_tiles - panel * group)
     column = lax.div(within, height)
     # Every other panel walks back, so that its first columns are still in the cache.
     column = jnp.where(lax.rem(panel, jnp.int32(2)) == 0, column, column_tiles - 1 - column)
@@ -93,7 +98,11 @@ def product(
     interpret: Any = None,
     approx_math: bool = True,
     setup: Callable[..., Any] | None = None,
+    live: Callable[..., Any] | None = None,
+    live_steps: bool = False,
     prologue: Callable[..., Any] | None = None,
+    plan: Callable[..., Any] | None = None,
+    plan_steps: int | None = None,
 ):
     """Builds the kernel; it takes (left, right, *others) and returns arrays of ``out_type``.
 
@@ -114,8 +123,15 @@ def product(
       interpret: None, or what runs the kernel on the CPU.
       approx_math: let exp2 be the hardware's (2 ulp).
       setup: called once as setup(others and outputs), for scalars that live in global memory.
+      live: called once as live(others and outputs), how many rows of the row dimension, or of the contracted one with
+        ``live_steps``, need work. Tiles or steps behind them are left out, all but the first, and outputs there are
+        not written.
+      live_steps: whether live rows are those of the contracted dimension.
       prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
         outputs); its result, loaded while the products run, reaches the epilogue.
+      plan: called once as plan(others and outputs), the work list of :mod:`jaxlogp.head.hopper.schedule` in global memory:
+        tiles that it does not name are not computed and not written. Not together with ``live``.
+      plan_steps: how many steps make one of the plan's blocks of steps; None when it lists tiles alone.
     """
     share = config.share
     stages = min(config.stages, steps)
@@ -124,10 +140,12 @@ def product(
     if row_tiles % cluster:
         raise ValueError(f"row_tiles: expected a multiple of the cluster size {cluster}, got {row_tiles}")
     blocks, shared_axes = num_sms // cluster, ("member",) if cluster > 1 else None
-    tiles = row_tiles // cluster * column_tiles
     left_tile = operand_tile(config, config.rows, left_minor)
     right_tile = operand_tile(config, config.columns, right_minor)
     names = tuple(scratch)
+    row_groups = row_tiles // cluster
+    num_tiles = row_groups * column_tiles
+    num_blocks = 0 if plan_steps is None else steps // plan_steps
 
     def body(left, right, *rest):
         *others, left_ring, right_ring, full, empty = rest[: len(rest) - len(names)]
@@ -138,11 +156,47 @@ def product(
         turns = CONSUMERS if config.alternate else 1
         # Read once here: the memory warpgroup would otherwise wait for them at every step.
         values = None if setup is None else setup(others)
-        count = lax.div(tiles - block + (blocks - 1), jnp.int32(blocks))
+        used_rows, used_steps = jnp.int32(row_tiles // cluster), jnp.int32(steps)
+        if live is not None:
+            grain = config.depth if live_steps else config.rows * cluster
+            used = jnp.maximum(lax.div(live(others) + (grain - 1), jnp.int32(grain)), 1)
+            used_rows, used_steps = (used_rows, used) if live_steps else (used, used_steps)
+        work = None if plan is None else plan(others)
+        used_tiles = used_rows * column_tiles if work is None else work[0]
+        count = lax.div(used_tiles - block + (blocks - 1), jnp.int32(blocks))
 
         def position(item):
-            row, column = tile_order(item * blocks + block, row_tiles // cluster, column_tiles, config.group // cluster)
+            if work is None:
+                row, column = tile_order(item * blocks + block, used_rows, column_tiles, config.group // cluster)
+            else:
+                # Asked for one item more than there is, it names some tile, which nobody uses.
+                tile = work[1 + jnp.minimum(item * blocks + block, num_tiles - 1)]
+                row = lax.div(tile, jnp.int32(column_tiles))
+                column = tile - row * column_tiles
             return row * cluster + member, column
+
+        def steps_of(row):
+            """Steps of a row tile."""
+            if plan_steps is None:
+                return used_steps
+            return work[1 + num_tiles + lax.div(row, jnp.int32(cluster))] * plan_steps
+
+        def each_step(row, function, carry):
+            """Calls function(step, carry) for each step of a row tile."""
+            if plan_steps is None:
+                return lax.fori_loop(0, used_steps, function, carry)
+            first = 1 + num_tiles + row_groups + lax.div(row, jnp.int32(cluster)) * num_blocks
+
+            def block_step(index, carry):
+                here, carry = carry
+                # Read a block ahead, so that nobody waits for it.
+                following = work[first + jnp.minimum(index + 1, num_blocks - 1)]
+                start = here * plan_steps
+                carry = lax.fori_loop(0, plan_steps, lambda step, carry: function(start + step, carry), carry)
+                return following, carry
+
+            listed = work[1 + num_tiles + lax.div(row, jnp.int32(cluster))]
+            return lax.fori_loop(0, listed, block_step, (work[first], carry))[1]
 
         @pl.when(warpgroup == CONSUMERS)
         def _copy():
@@ -169,7 +223,7 @@ def product(
                     )
                     return counter + 1
 
-                return lax.fori_loop(0, steps, depth_step, counter)
+                return each_step(row, depth_step, counter)
 
             total = lax.fori_loop(0, count, tile_step, jnp.int32(0))
 
@@ -189,9 +243,10 @@ def product(
             mine = slice(None) if config.alternate else pl.ds(warpgroup * share, share)
             first_row = jnp.int32(0) if config.alternate else warpgroup * share
 
-            def tile_step(index, _):
+            def tile_step(index, before):
                 item = index * turns + turn
                 row, column = position(item)
+                tile_steps = steps_of(row)
                 rows = row * config.rows + first_row
                 early = None if prologue is None else prologue(rows, column, values, others)
 
@@ -210,15 +265,25 @@ def product(
 
                         return jnp.where(slot == stages - 1, 0, slot + 1)
 
-                    slot = lax.fori_loop(0, steps, depth_step, lax.rem(item * steps, jnp.int32(stages)))
+                    # Steps of all tiles before this one, those of the other warpgroup among them.
+                    first_step = item * used_steps if before is None else before
+                    slot = lax.fori_loop(0, tile_steps, depth_step, lax.rem(first_step, jnp.int32(stages)))
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
                     return accumulator[...]
 
                 accumulated = pl.run_scoped(accumulate, plgpu.ACC((share, config.columns), jnp.float32))
                 epilogue(accumulated, rows, column, warpgroup, values, early, others, extra)
+                if before is None:
+                    return None
+                between = steps_of(position(item + 1)[0]) if turns > 1 else 0
+                return before + tile_steps + between
 
-            lax.fori_loop(0, lax.div(count - turn + (turns - 1), jnp.int32(turns)), tile_step, None)
+            before = None
+            if plan_steps is not None:
+                first = steps_of(position(jnp.int32(0))[0])
+                before = jnp.where(turn > 0, first, 0)
+            lax.fori_loop(0, lax.div(count - turn + (turns - 1), jnp.int32(turns)), tile_step, before)
             plgpu.wait_smem_to_gmem(0)
 
     dtype, users = jnp.bfloat16, 1 if config.alternate else CONSUMERS

@@ -35,6 +35,10 @@ def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> 
     return call()
 
 
+def _bounds(index: Array, live: Array | None, tokens: int) -> Int[Array, " two"]:
+    return jnp.stack([index, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
+
+
 def add_hidden_gradient(
     d_hidden: Any,
     gradient: Float[Array, "tokens chunk"],
@@ -43,6 +47,9 @@ def add_hidden_gradient(
     config: TileConfig,
     num_sms: int,
     interpret: Any = None,
+    live: Int[Array, ""] | None = None,
+    plan: Int[Array, " n"] | None = None,
+    plan_steps: int | None = None,
 ) -> None:
     """d_hidden += gradient · weight[index * chunk :][: chunk].
 
@@ -54,6 +61,10 @@ def add_hidden_gradient(
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
+      live: int32, how many tokens, from the first, have a gradient; None means all. Others keep what they had.
+      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles keep
+        what they had, other steps are not read. None means all of ``live``.
+      plan_steps: steps that make one of the plan's blocks.
     """
     (tokens, chunk), hidden_size = gradient.shape, weight.shape[1]
     piece = 32
@@ -66,7 +77,8 @@ def add_hidden_gradient(
 
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
         buffer = scratch["piece"].at[warpgroup]
-        store_tile(products, buffer, others[1], pl.ds(first_row, config.share), column * config.columns, add=True)
+        rows, out = pl.ds(first_row, config.share), others[1]
+        store_tile(products, buffer, out, rows, column * config.columns, addend=out)
 
     product(
         epilogue,
@@ -85,7 +97,10 @@ def add_hidden_gradient(
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
-    )(gradient, weight, index.reshape(1).astype(jnp.int32), d_hidden)
+        live=None if plan is not None else lambda others: others[0][1],
+        plan=None if plan is None else lambda others: others[2],
+        plan_steps=plan_steps,
+    )(gradient, weight, _bounds(index, live, tokens), d_hidden, *(() if plan is None else (plan,)))
 
 
 def write_weight_gradient(
@@ -96,20 +111,31 @@ def write_weight_gradient(
     config: TileConfig,
     num_sms: int,
     interpret: Any = None,
+    live: Int[Array, ""] | None = None,
+    addend: Any = None,
+    plan: Int[Array, " n"] | None = None,
+    plan_steps: int | None = None,
 ) -> None:
-    """d_weight[index * chunk :][: chunk] = gradientᵀ · hidden, rounded once; rows past the end are not written.
+    """d_weight[index * chunk :][: chunk] = gradientᵀ · hidden + addend, rounded once; rows past the end are not written.
 
     Args:
-      d_weight: reference to bf16 [V, H].
+      d_weight: reference to bf16 [V, H], or to an fp32 one whose dimensions are multiples of config.rows and
+        config.columns.
       gradient: bf16 [tokens, chunk], tokens a multiple of config.depth.
       hidden: bf16 [tokens, H].
       index: which chunk.
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
+      live: int32, how many tokens, from the first, have a gradient; None means all. Steps over the others are left out.
+      addend: None, or a reference to fp32 of such multiples, of which the same rows are added; may be ``d_weight``.
+      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles are not
+        written, other steps are not read. None means all of ``live``.
+      plan_steps: steps that make one of the plan's blocks.
     """
     (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
-    piece = 64
+    fp32 = d_weight.dtype == jnp.float32
+    piece = 32 if fp32 else 64
 
     def left_index(row, step, _):
         return pl.ds(step * config.depth, config.depth), pl.ds(row * config.rows, config.rows)
@@ -119,8 +145,11 @@ def write_weight_gradient(
 
     def epilogue(products, first_row, column, warpgroup, start, early, others, scratch):
         rows = pl.ds(start + first_row, config.share)
-        store_tile(products, scratch["piece"].at[warpgroup], others[1], rows, column * config.columns)
+        source = None if addend is None else others[1] if addend is d_weight else others[2]
+        buffer = scratch["piece"].at[warpgroup]
+        store_tile(products, buffer, others[1], rows, column * config.columns, addend=source)
 
+    others = () if addend is None or addend is d_weight else (addend,)
     product(
         epilogue,
         config=config,
@@ -133,9 +162,15 @@ def write_weight_gradient(
         right_index=right_index,
         out_type=(),
         scratch={
-            "piece": plgpu.SMEM((CONSUMERS, 1, config.share, piece), jnp.bfloat16, transforms=tile_transforms(piece))
+            "piece": plgpu.SMEM(
+                (CONSUMERS, 1, config.share, piece), d_weight.dtype, transforms=tile_transforms(piece, 4 if fp32 else 2)
+            )
         },
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
-    )(gradient, hidden, index.reshape(1).astype(jnp.int32), d_weight)
+        live=None if plan is not None else lambda others: others[0][1],
+        live_steps=True,
+        plan=None if plan is None else lambda others: others[-1],
+        plan_steps=plan_steps,
+    )(gradient, hidden, _bounds(index, live, tokens), d_weight, *others, *(() if plan is None else (plan,)))

@@ -1,0 +1,113 @@
+"""Opt-in gradient filter: blocks of the logits' gradient that are nearly zero are left out of every product of the backward.
+
+A block is some tokens times some vocabulary columns. The forward pass has the largest logit of every token and tile, so
+the largest probability of a block is known as soon as the normaliser is, and a block that is left out is not even
+computed again. See docs/gradient_filter.md for what it changes and when it pays.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp.errors import describe, require
+from jaxlogp.stats import Normaliser
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientFilter:
+    """Leaves a block of the gradient out when every probability in it is below ``threshold``; lossy, off by default.
+
+    With p the probability of a token's column, g and g_H the cotangents of its log-prob and entropy H, an entry of the
+    logits' gradient without a target is dz = -p (g + g_H (log p + H)), so what is left out is bounded entry by entry:
+
+        |dz| < θ |g| + |g_H| max(b(θ), θ H),   b(θ) = θ log(1/θ) for θ <= 1/e, else 1/e,
+
+    times logit_scale / temperature. The bound is on entries, not on sums: a distribution that is flat over V > 1/θ
+    columns loses all of its softmax term. A block is kept when one of its tokens
+
+    * has a probability of at least ``threshold`` in it, or one that is NaN,
+    * has its target in it (the one-hot is exact),
+    * has a cotangent that is not finite (errors are never filtered).
+
+    Tokens whose cotangents are 0, masked ones among them, keep nothing: their rows of the gradient are exact zeros.
+
+    Attributes:
+      threshold: θ, a Python number in [0, 1); 0 leaves out only blocks that are exactly zero.
+
+    Raises:
+      ValueError: a threshold outside of [0, 1) or not a number.
+
+    Example:
+      >>> GradientFilter().threshold == 2.0**-12
+      True
+
+    References:
+      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering, vocabulary sorting).
+    """
+
+    threshold: float = 2.0**-12
+
+    def __post_init__(self) -> None:
+        """Refuses what is not a number in [0, 1)."""
+        value = self.threshold
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value < 1
+        require(ok, "threshold", "a Python number in [0, 1)", describe(value))
+
+
+def check_filter(value: object) -> None:
+    """Raises ``ValueError`` unless ``value`` is a :class:`GradientFilter` or None."""
+    ok = value is None or isinstance(value, GradientFilter)
+    require(ok, "gradient_filter", "a GradientFilter or None", describe(value))
+
+
+class KeptBlocks(NamedTuple):
+    """Which blocks count, for a loop over the chunks of one tile at a time.
+
+    Attributes:
+      order: int32, for each tile the chunks that it has to visit, in their order, then the others.
+      count: int32, how many of them it has to visit.
+    """
+
+    order: Int[Array, "tiles chunks"]
+    count: Int[Array, " tiles"]
+
+
+def kept_blocks(
+    gradient_filter: GradientFilter,
+    peaks: Float[Array, "tiles chunks tokens"],
+    tile_of_target: Int[Array, "chunks tokens"],
+    normaliser: Normaliser,
+    g_log_probs: Float[Array, "chunks tokens"],
+    g_entropy: Float[Array, "chunks tokens"] | None,
+) -> Bool[Array, "tiles chunks"]:
+    """Which blocks of the logits' gradient count.
+
+    Args:
+      gradient_filter: the threshold.
+      peaks: largest logit of each tile and token, -inf for a tile without a column.
+      tile_of_target: tile that holds the target; negative where none does.
+      normaliser: over the whole vocabulary, a value per token.
+      g_log_probs: cotangents; tokens without any are exact zeros.
+      g_entropy: the same of the entropies, or None.
+
+    Returns:
+      True for a block that has to be computed.
+    """
+    shift = jnp.where(jnp.isneginf(peaks), -jnp.inf, peaks - normaliser.max[None])
+    largest = jnp.exp(shift - normaliser.log_sum_exp[None])
+    live, finite = g_log_probs != 0.0, jnp.isfinite(g_log_probs)
+    if g_entropy is not None:
+        live, finite = live | (g_entropy != 0.0), finite & jnp.isfinite(g_entropy)
+    tiles = jnp.arange(peaks.shape[0], dtype=jnp.int32).reshape(-1, *[1] * tile_of_target.ndim)
+    # Negated, so that a NaN keeps its block.
+    counts = ~(largest < gradient_filter.threshold) | (tile_of_target[None] == tiles) | ~finite[None]
+    return jnp.any(counts & live[None], axis=-1)
+
+
+def visits(kept: Bool[Array, "tiles chunks"]) -> KeptBlocks:
+    """The chunks that each tile has to visit, first in its row; loops over their number never see the others."""
+    order = jnp.argsort(~kept, axis=1, stable=True).astype(jnp.int32)
+    return KeptBlocks(order, jnp.sum(kept, axis=1, dtype=jnp.int32))

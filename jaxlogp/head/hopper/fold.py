@@ -1,0 +1,166 @@
+"""Tile statistics to log-probs and entropy, bitwise the same in every program, batch and shard layout.
+
+A float sum depends on its order, and a compiler may contract a product with an addition. Here neither can happen: what a
+tile contributes is a chain of products alone, it is cut into integers by its bits, and integers are added. Their sum is
+exact, so no order, block size, number of shards or collective changes a bit.
+
+With M the largest logit of all tiles and d = m - M for a tile of maximum m:
+
+    S = Σ_tiles e^d s,    U = Σ_tiles (e^d u + (e^d s) d),    log_prob = (z_target - M) - log S,    H = log S - U / S.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp._compat import AxisName
+from jaxlogp.stats import Normaliser, TokenLogProbs
+
+# x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
+# cut off below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
+LIMB_BITS = 18
+# Tiles that are added up at a time.
+GROUP = 128
+
+
+class TileSums(NamedTuple):
+    """What the tiles of one shard, or of all, add up to, per token.
+
+    Attributes:
+      max: fp32, the largest logit of all shards.
+      sum_exp: int32 [3, tokens], Σ e^(z - max) in limbs of 2^-18.
+      sum_exp_shifted: int32 [3, tokens], Σ e^(z - max) (z - max), or None when entropy is not wanted.
+      broken: int32, how many terms were not finite.
+      target: int32, the bits of the target's logit where a tile owns it, else 0.
+      owners: int32, number of tiles that own the target.
+    """
+
+    max: Float[Array, " tokens"]
+    sum_exp: Int[Array, "3 tokens"]
+    sum_exp_shifted: Int[Array, "3 tokens"] | None
+    broken: Int[Array, " tokens"]
+    target: Int[Array, " tokens"]
+    owners: Int[Array, " tokens"]
+
+
+def limbs(x: Float[Array, "*shape"]) -> tuple[Int[Array, "*shape"], ...]:
+    """x, |x| < 2^13, as three integers a, b, c of its sign: a + b 2^-18 + c 2^-36, the rest cut off; 0 for denormals.
+
+    From its bits: an addition of floats would see a product before its rounding.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = (bits >> 23) & 255
+    mantissa = jnp.where(exponent == 0, 0, (bits & 0x7FFFFF) | 0x800000)
+    pieces = []
+    for place in range(3):
+        # x 2^(18 place) = mantissa 2^-right; bits that a shift to the left pushes out belong to the limbs before.
+        right = 150 - exponent - LIMB_BITS * place
+        shifted = jnp.where(right >= 0, mantissa >> jnp.clip(right, 0, 31), mantissa << jnp.clip(-right, 0, 31))
+        piece = shifted if place == 0 else shifted & (2**LIMB_BITS - 1)
+        pieces.append(jnp.where(bits < 0, -piece, piece))
+    return tuple(pieces)
+
+
+def from_limbs(sums: Int[Array, "3 tokens"]) -> Float[Array, " tokens"]:
+    """The number behind sums of limbs, in fp32."""
+    # Of the magnitude, as a carry into a negative limb would cancel; its sign is the sign of all limbs together.
+    negative = _carried(sums)[0] < 0
+    whole, middle, low = _carried(jnp.where(negative, -sums, sums))
+    # Products with powers of two are exact, so contracting them with the additions changes nothing.
+    small = middle.astype(jnp.float32) * 2.0**-LIMB_BITS + low.astype(jnp.float32) * 2.0 ** (-2 * LIMB_BITS)
+    value = whole.astype(jnp.float32) + small
+    return jnp.where(negative, -value, value)
+
+
+def _carried(sums: Int[Array, "3 tokens"]) -> tuple[Array, Array, Array]:
+    """The same number, its two lower limbs in [0, 2^18)."""
+    whole, middle, low = sums
+    middle = middle + (low >> LIMB_BITS)
+    whole = whole + (middle >> LIMB_BITS)
+    return whole, middle & (2**LIMB_BITS - 1), low & (2**LIMB_BITS - 1)
+
+
+def sum_tiles(
+    partials: Float[Array, "tiles 4 tokens"],
+    maximum: Float[Array, " tokens"],
+    column: Int[Array, " tokens"],
+    with_entropy: bool,
+) -> TileSums:
+    """Adds up the tiles of one shard around ``maximum``, the largest logit of all shards.
+
+    Args:
+      partials: what the forward kernel writes: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
+      maximum: M, at least every tile's maximum.
+      column: the target's row of the weight, -1 where there is none.
+      with_entropy: whether to add up what entropy needs.
+    """
+    # A group at a time, for the memory of what stands between; integers may be added in any groups.
+    groups = range(0, partials.shape[0], GROUP)
+    added = [_sum_group(partials[start : start + GROUP], maximum, with_entropy) for start in groups]
+    added = [sum(terms[1:], terms[0]) for terms in zip(*added, strict=True)]
+    return TileSums(
+        maximum,
+        jnp.stack(added[:3]),
+        jnp.stack(added[3:6]) if with_entropy else None,
+        added[-2],
+        added[-1],
+        (column >= 0).astype(jnp.int32),
+    )
+
+
+def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> list[Array]:
+    maxima, sums, shifted, target = (partials[:, place] for place in range(4))
+    distance = maxima - maximum[None, :]
+    factor = jnp.exp(distance)
+    mass = factor * sums
+    terms = list(limbs(mass))
+    broken = ~jnp.isfinite(mass)
+    if with_entropy:
+        # e^d d goes to 0, but the distance of a masked tile is -1e30.
+        own, moved = factor * shifted, mass * jnp.maximum(distance, -1000.0)
+        broken = broken | ~jnp.isfinite(own) | ~jnp.isfinite(moved)
+        terms += [a + b for a, b in zip(limbs(own), limbs(moved), strict=True)]
+    # At most one tile owns the target; the bits of +0 are 0.
+    terms += [broken.astype(jnp.int32), lax.bitcast_convert_type(target + 0.0, jnp.int32)]
+    return [jnp.sum(term, axis=0) for term in terms]
+
+
+def sum_shards(sums: TileSums, axis_name: AxisName | None) -> TileSums:
+    """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum)."""
+    if axis_name is None:
+        return sums
+    rows = [sums.sum_exp, sums.broken[None], sums.target[None], sums.owners[None]]
+    if sums.sum_exp_shifted is not None:
+        rows.append(sums.sum_exp_shifted)
+    total = lax.psum(jnp.concatenate(rows), axis_name)
+    shifted = None if sums.sum_exp_shifted is None else total[6:9]
+    return TileSums(sums.max, total[:3], shifted, total[3], total[4], total[5])
+
+
+def finish_sums(
+    sums: TileSums, mask: Bool[Array, " tokens"], vocab_size: int, poison: Bool[Array, " tokens"] | None
+) -> tuple[TokenLogProbs, Normaliser]:
+    """:func:`jaxlogp.stats.finish`, every sum of which has operands that are no products.
+
+    Args:
+      sums: over the whole vocabulary.
+      mask: True where a token counts; others get exactly 0.
+      vocab_size: V, the bound of entropy.
+      poison: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+    """
+    sum_exp = from_limbs(sums.sum_exp)
+    whole = (sums.broken == 0) & (sum_exp > 0)
+    # The selections part a last product inside of log or of the division from what is subtracted.
+    log_sum_exp = jnp.where(whole, jnp.log(sum_exp), jnp.nan)
+    target = lax.bitcast_convert_type(sums.target, jnp.float32)
+    log_probs = jnp.minimum((target - sums.max) - log_sum_exp, 0.0)
+    log_probs = jnp.where(sums.owners > 0, log_probs, 0.0 if poison is None else jnp.nan)
+    log_probs = jnp.where(mask, log_probs, 0.0)
+    if sums.sum_exp_shifted is None:
+        return TokenLogProbs(log_probs, None), Normaliser(sums.max, log_sum_exp, None)
+    mean = jnp.where(whole, from_limbs(sums.sum_exp_shifted) / sum_exp, jnp.nan)
+    entropy = jnp.clip(log_sum_exp - mean, 0.0, np.float32(np.log(vocab_size)))
+    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0)), Normaliser(sums.max, log_sum_exp, mean)

@@ -1,0 +1,168 @@
+"""Vocabulary orders in which frequent tokens sit together, so that a gradient filter finds tiles without any."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer, require_mask
+from jaxlogp.head.projection import dot
+
+
+def vocab_order_by_mean_logit(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    *,
+    mask: Bool[Array, "*tokens"] | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+) -> Int[Array, " vocab"]:
+    """Tokens of the vocabulary by their mean logit over some hidden states, the largest first.
+
+    order = argsort(-(weight · mean_t hidden_t + bias)), stable. The mean of a product is the product with the mean, so
+    this costs one matrix-vector product and no logits. Temperature, a positive logit scale and a soft cap of the mean
+    change no order.
+
+    Args:
+      hidden: [*tokens, H], hidden states of a typical batch.
+      weight: [V, H].
+      mask: [*tokens], True where a hidden state counts; None counts all.
+      bias: [V] or None.
+
+    Returns:
+      int32 [V], a permutation: which token stands at each place. Give it to :class:`VocabOrder`.
+
+    Raises:
+      ValueError: wrong shapes or dtypes.
+
+    Example:
+      >>> vocab_order_by_mean_logit(jnp.ones((2, 1)), jnp.array([[1.0], [3.0], [2.0]])).tolist()
+      [1, 2, 0]
+
+    References:
+      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
+    """
+    require_floating(hidden, "hidden")
+    require_floating(weight, "weight")
+    require(weight.ndim == 2 and weight.size > 0, "weight", "shape [V, H] with V, H > 0", describe(weight))
+    size = weight.shape[1]
+    ok = hidden.ndim >= 1 and hidden.shape[-1] == size and hidden.size > 0
+    require(ok, "hidden", f"shape [*tokens, {size}] with at least one token", describe(hidden))
+    if mask is None:
+        mask = jnp.ones(hidden.shape[:-1], bool)
+    require_mask(mask, hidden.shape[:-1])
+    rows = jnp.where(mask[..., None], hidden, jnp.zeros((), hidden.dtype)).reshape(-1, size).astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(jnp.float32)
+    mean = jnp.sum(rows, axis=0) / count
+    logits = dot(weight, mean.astype(weight.dtype)[:, None], contract=(1, 0))[:, 0]
+    if bias is not None:
+        require_floating(bias, "bias")
+        require(bias.shape == weight.shape[:1], "bias", f"shape {weight.shape[:1]}", describe(bias))
+        logits = logits + bias.astype(jnp.float32)
+    return jnp.argsort(-logits, stable=True).astype(jnp.int32)
+
+
+def vocab_order_by_count(counts: Shaped[AnyArray, " vocab"]) -> Int[Array, " vocab"]:
+    """Tokens of the vocabulary by how often they occur in some text, the most frequent first; ties keep their order.
+
+    Args:
+      counts: integer [V], occurrences of each token.
+
+    Returns:
+      int32 [V], a permutation: which token stands at each place. Give it to :class:`VocabOrder`.
+
+    Raises:
+      ValueError: counts that are no integer vector.
+
+    Example:
+      >>> vocab_order_by_count(jnp.array([1, 5, 0, 5])).tolist()
+      [1, 3, 0, 2]
+    """
+    require_integer(counts, "counts")
+    require(counts.ndim == 1 and counts.size > 0, "counts", "shape [V] with V > 0", describe(counts))
+    # ~x = -1 - x reverses the order without the overflow that -x has at the smallest integer, or for unsigned ones.
+    return jnp.argsort(~jnp.asarray(counts), stable=True).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VocabOrder:
+    """A numbering of the vocabulary: the token ``order[i]`` stands at place i.
+
+    The cheap way to use one is to renumber once, before training: ``rows`` of the head (and of a tied embedding) become
+    the parameters, ``places`` translates token ids that come in and ``tokens`` those that a sampler sends out. Nothing is
+    then paid in a step, and the log-probs are those of the same tokens. Applied inside of a step, ``rows`` gathers the
+    whole weight and its gradient, a copy of [V, H] each way; that is right too, and the gradient comes back in the
+    parameters' own order, but the copies may cost what the filter saves.
+
+    Under vocabulary shards renumber the whole weight before it is cut.
+
+    Attributes:
+      order: int32 [V], a permutation, known where the object is made (not traced).
+      place: int32 [V], the inverse: place[order[i]] = i.
+
+    Raises:
+      ValueError: an order that is traced, not an integer vector, or no permutation.
+
+    Example:
+      >>> order = VocabOrder(jnp.array([2, 0, 1]))
+      >>> order.rows(jnp.array([[0.0], [1.0], [2.0]]))[:, 0].tolist(), order.places(jnp.array([2, 1, -100])).tolist()
+      ([2.0, 0.0, 1.0], [0, 2, -100])
+    """
+
+    order: Int[AnyArray, " vocab"]
+    place: Int[AnyArray, " vocab"] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks the permutation and inverts it."""
+        require_integer(self.order, "order")
+        require(self.order.ndim == 1 and self.order.size > 0, "order", "shape [V] with V > 0", describe(self.order))
+        require(is_concrete(self.order), "order", "values that are known (outside of jax.jit)", describe(self.order))
+        order = np.asarray(self.order).astype(np.int64)
+        inside = (order >= 0) & (order < order.size)
+        require(inside.all(), "order", f"ids in [0, {order.size})", order[~inside][:1].tolist())
+        counts = np.bincount(order, minlength=order.size)
+        expected = f"a permutation of {order.size} ids"
+        require((counts == 1).all(), "order", expected, f"{int((counts == 0).sum())} ids missing, others twice or more")
+        place = np.empty(order.size, np.int32)
+        place[order] = np.arange(order.size, dtype=np.int32)
+        object.__setattr__(self, "order", order.astype(np.int32))
+        object.__setattr__(self, "place", place)
+
+    def rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "vocab ..."]:
+        """Rows of a weight, or entries of a bias, in this order; differentiable.
+
+        Raises:
+          ValueError: another number of rows than the order has.
+        """
+        self._check_rows(weight)
+        return jnp.asarray(weight).at[self.order].get(unique_indices=True, mode="promise_in_bounds")
+
+    def unordered_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "vocab ..."]:
+        """Undoes :meth:`rows`, for checkpoints that others read; differentiable.
+
+        Raises:
+          ValueError: another number of rows than the order has.
+        """
+        self._check_rows(weight)
+        return jnp.asarray(weight).at[self.place].get(unique_indices=True, mode="promise_in_bounds")
+
+    def places(self, token_ids: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
+        """Token ids in the new numbering; ids outside of [0, V), such as -100, stay what they are."""
+        return self._translate(token_ids, self.place)
+
+    def tokens(self, places: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
+        """Undoes :meth:`places`: what was sampled, as ids of the tokenizer."""
+        return self._translate(places, self.order)
+
+    def _translate(self, ids: Int[Array, "*tokens"], table: np.ndarray) -> Int[Array, "*tokens"]:
+        require_integer(ids, "token_ids")
+        ids = jnp.asarray(ids)
+        covered = (ids >= 0) & (ids < table.size)
+        # Looked up at 0 where it is not covered: a negative index would wrap.
+        return jnp.where(covered, jnp.asarray(table)[jnp.where(covered, ids, 0)].astype(ids.dtype), ids)
+
+    def _check_rows(self, weight: Shaped[Array, "rows ..."]) -> None:
+        size = self.order.size
+        ok = getattr(weight, "ndim", 0) >= 1 and weight.shape[0] == size
+        require(ok, "weight", f"{size} rows, as the order has", describe(weight))
