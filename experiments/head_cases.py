@@ -1,9 +1,5 @@
-"""What ``experiments.head_speed`` measures: shapes by model name, inputs, the exact answer for some rows, and a clock."""
+"""Inputs of ``experiments.head_speed``: shapes by model name, random operands, and the exact answer in float64."""
 
-import functools
-import statistics
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-
-from jaxlogp import linear_log_probs
 
 # (hidden size, vocabulary) of the heads.
 MODELS = {
@@ -23,13 +17,13 @@ MODELS = {
 }
 # Standard deviation of the logits: random ones of this size are neither flat nor peaked.
 SPREAD = 2.0
-# Rows whose log-prob and entropy are compared with float64, and rows of the vocabulary converted at a time for it.
-ROWS_CHECKED, VOCAB_BLOCK = 64, 16384
-# A timed run, and the untimed one before it, last at least this long; a program that took more than PATIENCE seconds in
-# all gets no further turns.
-SETTLE_SECONDS, PATIENCE_SECONDS = 0.12, 6.0
-
-Program = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# Weight of the entropy in the loss, negative as an upstream gradient; the same for every token, so that a function that
+# takes the loss itself can be compared too.
+ENTROPY_BONUS = 0.01
+# Tokens whose hidden gradient, and (half from each end) rows of the vocabulary whose weight gradient, are compared.
+ROWS_CHECKED, COLUMNS_CHECKED = 64, 64
+# Tokens whose float64 logits exist at a time.
+TOKEN_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class Case:
       weight: [V, H].
       targets: [N].
       g_log_probs: upstream gradient of the log-probs, [N].
-      g_entropy: upstream gradient of the entropies, [N].
+      g_entropy: upstream gradient of the entropies, [N], the same everywhere.
     """
 
     label: str
@@ -54,37 +48,68 @@ class Case:
 
     @property
     def rows(self) -> np.ndarray:
-        """Indices of the tokens that are compared with float64."""
+        """Tokens whose hidden gradient is compared with float64."""
         tokens = self.hidden.shape[0]
         return np.unique(np.linspace(0, tokens - 1, min(ROWS_CHECKED, tokens)).astype(int))
 
+    @property
+    def columns(self) -> np.ndarray:
+        """Rows of the vocabulary whose weight gradient is compared with float64."""
+        vocab, half = self.weight.shape[0], COLUMNS_CHECKED // 2
+        return np.unique(np.r_[0 : min(half, vocab), max(vocab - half, 0) : vocab])
+
 
 @dataclass(frozen=True)
-class Prepared:
-    """A program ready to be timed on one case.
+class Exact:
+    """The answer in float64, from the same rounded operands.
 
     Attributes:
-      forward: log-probs and entropy.
-      forward_backward: the same with both gradients.
-      wait: returns once what it is given has been computed.
-      forward_bytes: temporaries of the forward pass, without arguments and results; None when not known.
-      forward_backward_bytes: the same with the backward pass, without the gradients.
-      log_probs: of ``case.rows``, None where the program gives none per token.
-      entropy: of ``case.rows``, None where the program has none.
+      log_probs: [N].
+      entropy: [N].
+      lse: log Σ e^z, [N].
+      d_hidden: gradient of ``case.rows`` through the log-probs alone, and through both.
+      d_weight: gradient of ``case.columns``, likewise.
     """
 
-    forward: Callable[[], Any]
-    forward_backward: Callable[[], Any]
-    wait: Callable[[Any], Any]
-    forward_bytes: int | None
-    forward_backward_bytes: int | None
+    log_probs: np.ndarray
+    entropy: np.ndarray
+    lse: np.ndarray
+    d_hidden: tuple[np.ndarray, np.ndarray]
+    d_weight: tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a program gave; None where it gives no such thing.
+
+    Attributes:
+      log_probs: [N].
+      entropy: [N].
+      d_hidden: gradient of ``case.rows``.
+      d_weight: gradient of ``case.columns``.
+      through_entropy: the gradients are those through log-probs and entropy.
+    """
+
     log_probs: np.ndarray | None
     entropy: np.ndarray | None
+    d_hidden: np.ndarray | None
+    d_weight: np.ndarray | None
+    through_entropy: bool
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest absolute errors of values in nats, relative errors of gradients in norm; None where there is nothing."""
+
+    log_prob: float | None
+    entropy: float | None
+    d_hidden: float | None
+    d_weight: float | None
 
 
 def make_case(label: str, tokens: int, hidden_size: int, vocab_size: int, dtype: str) -> Case:
     """Random inputs whose logits have standard deviation ``SPREAD``."""
-    keys = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(0), 4)
     weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.float32) * (SPREAD / hidden_size**0.5)
     return Case(
         label,
@@ -92,117 +117,66 @@ def make_case(label: str, tokens: int, hidden_size: int, vocab_size: int, dtype:
         weight.astype(dtype),
         jax.random.randint(keys[2], (tokens,), 0, vocab_size, jnp.int32),
         jax.random.normal(keys[3], (tokens,), jnp.float32),
-        0.1 * jax.random.normal(keys[4], (tokens,), jnp.float32),
+        jnp.full((tokens,), -ENTROPY_BONUS, jnp.float32),
     )
 
 
-def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and entropies of ``case.rows`` in float64 NumPy, from the same rounded operands."""
-    hidden = np.asarray(case.hidden[case.rows].astype(jnp.float32), np.float64)
-    logits = np.concatenate(
-        [
-            hidden @ np.asarray(case.weight[start : start + VOCAB_BLOCK].astype(jnp.float32), np.float64).T
-            for start in range(0, case.weight.shape[0], VOCAB_BLOCK)
-        ],
-        axis=1,
-    )
-    logits -= logits.max(axis=1, keepdims=True)
-    log_softmax = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    chosen = log_softmax[np.arange(len(logits)), np.asarray(case.targets)[case.rows]]
-    return chosen, -(np.exp(log_softmax) * log_softmax).sum(axis=1)
+def exact(case: Case) -> Exact:
+    """Values of every token and gradients of ``case.rows`` and ``case.columns``, in float64 on the default device."""
+    with jax.enable_x64(True):
+        hidden, weight = case.hidden.astype(jnp.float64), case.weight.astype(jnp.float64)
+        g = case.g_log_probs.astype(jnp.float64), case.g_entropy.astype(jnp.float64)
+        tokens, rows, columns = hidden.shape[0], jnp.asarray(case.rows), jnp.asarray(case.columns)
+        blocks = [slice(start, start + TOKEN_BLOCK) for start in range(0, tokens, TOKEN_BLOCK)]
+        values = [_values(hidden[b], weight, case.targets[b]) for b in blocks]
+        log_probs, lse, mean = (jnp.concatenate(parts) for parts in zip(*values, strict=True))
+        some = case.targets[rows], lse[rows], mean[rows], *(x[rows] for x in g)
+        every = jnp.arange(weight.shape[0])
+        d_hidden = [dz @ weight for dz in _logit_gradients(hidden[rows] @ weight.T, every, *some)]
+        columns_of = _logit_gradients(hidden @ weight[columns].T, columns, case.targets, lse, mean, *g)
+        d_weight = [dz.T @ hidden for dz in columns_of]
+        return Exact(
+            *(np.asarray(x) for x in (log_probs, lse - mean, lse)),
+            *(tuple(np.asarray(x) for x in pair) for pair in (d_hidden, d_weight)),
+        )
 
 
-def product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """One product hidden · weightᵀ, in the dtype of its operands: what every ratio refers to."""
-    return jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
+@jax.jit
+def _values(hidden: Array, weight: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """Log-probs, log Σ e^z and Σ p z of some tokens."""
+    logits = hidden @ weight.T
+    lse = jax.nn.logsumexp(logits, axis=1)
+    mean = jnp.sum(jnp.exp(logits - lse[:, None]) * logits, axis=1)
+    return jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0] - lse, lse, mean
 
 
-def materialised(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a trainer without a fused head does: fp32 logits, log_softmax, gather, entropy."""
-    dimensions = (((1,), (1,)), ((), ()))
-    logits = jax.lax.dot_general(
-        hidden, weight, dimensions, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    log_softmax = jax.nn.log_softmax(logits)
-    log_probs = jnp.take_along_axis(log_softmax, targets[:, None], axis=1)[:, 0]
-    return log_probs, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=1)
+@jax.jit
+def _logit_gradients(
+    logits: Array, ids: Array, targets: Array, lse: Array, mean: Array, g_log_probs: Array, g_entropy: Array
+) -> tuple[Array, Array]:
+    """Gradient of the logits whose columns have these ids: through log-probs alone, and through entropies too."""
+    p = jnp.exp(logits - lse[:, None])
+    # d log p_t / dz_v = 1[v = t] - p_v and dH / dz_v = p_v (Σ p z - z_v).
+    first = g_log_probs[:, None] * ((ids[None, :] == targets[:, None]) - p)
+    return first, first + g_entropy[:, None] * p * (mean[:, None] - logits)
 
 
-def engine_program(name: str) -> Program:
-    """:func:`jaxlogp.linear_log_probs` with one engine, as a program."""
-
-    def program(hidden, weight, targets):
-        result = linear_log_probs(hidden, weight, targets, with_entropy=True, engine=name)
-        return result.log_probs, result.entropy
-
-    return program
-
-
-def prepare_jax(program: Program, case: Case) -> Prepared:
-    """Compiles a JAX program, forward and with gradients from the case's upstream ones."""
-
-    def both(hidden, weight, targets, *upstream):
-        values, pull = jax.vjp(lambda h, w: program(h, w, targets), hidden, weight)
-        return values, pull(upstream)
-
-    operands = case.hidden, case.weight, case.targets
-    upstream = case.g_log_probs, case.g_entropy
-    forward = jax.jit(program).lower(*operands).compile()
-    forward_backward = jax.jit(both).lower(*operands, *upstream).compile()
-    log_probs, entropy = forward(*operands)
-    return Prepared(
-        functools.partial(forward, *operands),
-        functools.partial(forward_backward, *operands, *upstream),
-        jax.block_until_ready,
-        int(forward.memory_analysis().temp_size_in_bytes),
-        int(forward_backward.memory_analysis().temp_size_in_bytes),
-        np.asarray(log_probs)[case.rows],
-        np.asarray(entropy)[case.rows],
+def errors(outputs: Outputs, wanted: Exact) -> Errors:
+    """How far a program's outputs are from the exact ones."""
+    gradients = int(outputs.through_entropy)
+    return Errors(
+        _largest(outputs.log_probs, wanted.log_probs),
+        _largest(outputs.entropy, wanted.entropy),
+        _relative(outputs.d_hidden, wanted.d_hidden[gradients]),
+        _relative(outputs.d_weight, wanted.d_weight[gradients]),
     )
 
 
-def settled_seconds(
-    call: Callable[[], Any],
-    wait: Callable[[Any], Any] = jax.block_until_ready,
-    at_least: float = SETTLE_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Seconds of one call once the device's clocks have settled on it: as long untimed before as timed.
-
-    Args:
-      call: starts the work; its value is given to ``wait``.
-      wait: returns once the work is done.
-      at_least: seconds that the untimed run and the timed run last, each.
-      clock: seconds since some moment.
-    """
-    started = clock()
-    wait(call())
-    once = clock() - started
-    repeats = max(1, round(at_least / max(once, 1e-9)))
-    # A first call that long has settled the clocks by itself.
-    for _ in range(1 if repeats == 1 else 2):
-        started = clock()
-        for _ in range(repeats):
-            out = call()
-        wait(out)
-        seconds = clock() - started
-    return seconds / repeats
+def _largest(seen: Any, wanted: np.ndarray) -> float | None:
+    return None if seen is None else float(np.max(np.abs(np.asarray(seen, np.float64) - wanted)))
 
 
-def interleaved_medians(
-    calls: Mapping[Any, tuple[Callable[[], Any], Callable[[Any], Any]]],
-    repeats: int,
-    at_least: float = SETTLE_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[Any, float]:
-    """Median settled seconds of every (call, wait), taken in turns, so that what else happens hits all alike."""
-    samples: dict[Any, list[float]] = {name: [] for name in calls}
-    spent = dict.fromkeys(calls, 0.0)
-    for _ in range(repeats):
-        for name, (call, wait) in calls.items():
-            if samples[name] and spent[name] > PATIENCE_SECONDS:
-                continue
-            started = clock()
-            samples[name].append(settled_seconds(call, wait, at_least, clock))
-            spent[name] += clock() - started
-    return {name: statistics.median(values) for name, values in samples.items()}
+def _relative(seen: Any, wanted: np.ndarray) -> float | None:
+    if seen is None:
+        return None
+    return float(np.linalg.norm(np.asarray(seen, np.float64) - wanted) / np.linalg.norm(wanted))

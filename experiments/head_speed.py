@@ -6,14 +6,16 @@
 
 Everything is measured in one run: repeats are interleaved, so that what else the machine does hits all programs alike.
 On the CPU ratios are to ``materialised``, a plain JAX program with log_softmax over stored fp32 logits. On a GPU, or with
-``--model``, they are to one product hidden · weightᵀ, each run is timed at settled clocks (as long untimed before it), and
-errors against float64 stand beside the times. Entropy is on, and has a gradient. Memory is what the compiler reserves for
-temporaries, without arguments and results.
+``--model``, they are to one bf16 product hidden · weightᵀ by cuBLAS, each run is timed at settled clocks (as long untimed
+before it), installed peers are measured too, errors against float64 stand beside the times, and files are written after
+every shape. Entropy is on, and has a gradient, where a program has one. Memory is what the compiler reserves for
+temporaries, without arguments and results; for PyTorch the peak of its allocator beside them.
 """
 
 import dataclasses
 import functools
 import json
+import os
 import platform
 import statistics
 import sys
@@ -27,10 +29,12 @@ import jax.numpy as jnp
 import tyro
 
 from experiments.command_line import errors_in_one_line
-from experiments.head_cases import MODELS, Program, engine_program, materialised, product
-from experiments.head_peers import PEERS
+from experiments.head_cases import MODELS
+from experiments.head_clock import SETTLE_SECONDS
+from experiments.head_peers import versions
+from experiments.head_programs import Program, engine_program, materialised
 from experiments.head_report import NotRun, ShapeRow, plot_ratios, shapes_markdown
-from experiments.head_shapes import measure_shapes, program_names
+from experiments.head_shapes import Plan, measure_shapes, our_names, peer_names
 from jaxlogp.errors import require
 
 BASELINE = "materialised"
@@ -52,17 +56,27 @@ class HeadSpeedConfig:
     """Dtype of hidden states and weight: float32 or bfloat16; auto is bfloat16 for ratios to the product."""
     base: str = "auto"
     """What ratios are to: materialised or product; auto is the product on a GPU and with --model."""
+    only: tuple[str, ...] = ()
+    """Programs to measure where ratios are to the product: names, ours, peers; all by default."""
     skip: tuple[str, ...] = ()
-    """Programs to leave out where ratios are to the product."""
+    """Programs to leave out of these."""
     repeats: int = 7
     """Timed repeats of every program; the median counts."""
+    settle: float = SETTLE_SECONDS
+    """Seconds that each program runs untimed and then timed in a turn, where ratios are to the product."""
+    time_budget: float = 0.0
+    """Seconds after which no shape is begun, where ratios are to the product; 0 is no end."""
     write: bool = False
-    """Write the table under benchmarks/results."""
+    """Write the table under --folder."""
+    folder: str = "benchmarks/results"
+    """Where files are written."""
+    name: str = ""
+    """Name of the files; by default head_speed_<device>."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One program: median seconds, bytes of temporaries, and ratios to the baseline and to one product."""
+    """One program: median seconds, bytes of temporaries, and ratios to the baseline."""
 
     program: str
     forward_seconds: float
@@ -73,8 +87,6 @@ class Row:
     forward_backward_ratio: float
     forward_bytes_ratio: float
     forward_backward_bytes_ratio: float
-    forward_product_ratio: float
-    forward_backward_product_ratio: float
 
 
 @dataclass(frozen=True)
@@ -100,30 +112,34 @@ def _seconds(compiled: Callable[..., object], *arguments: jax.Array) -> float:
     return time.perf_counter() - started
 
 
-def main(config: HeadSpeedConfig) -> Result:
+def main(config: HeadSpeedConfig, after_shape: Callable[[Result], None] = lambda result: None) -> Result:
     """Measures all programs and returns the table.
+
+    Args:
+      config: options.
+      after_shape: given what is known so far after every shape, where ratios are to the product.
 
     Raises:
       ValueError: a size that is not positive, or an unknown dtype, model, base or program.
     """
+    started = time.monotonic()
     config = _checked(config)
-    return _against_product(config) if config.base == "product" else _against_materialised(config)
+    return _against_materialised(config) if config.base == BASELINE else _against_product(config, after_shape, started)
 
 
 def _checked(config: HeadSpeedConfig) -> HeadSpeedConfig:
-    """The options with every "auto" decided and ``tokens`` a tuple."""
+    """The options with every "auto" decided, ``tokens`` a tuple and ``only`` the names to measure."""
     tokens = config.tokens if isinstance(config.tokens, tuple) else (config.tokens,)
     require(len(tokens) > 0, "--tokens", "at least one number", "none")
     for number in tokens:
         require(number > 0, "--tokens", "a number > 0", number)
-    for option in ("hidden_size", "vocab_size", "repeats"):
+    for option in ("hidden_size", "vocab_size", "repeats", "settle"):
         require(getattr(config, option) > 0, f"--{option.replace('_', '-')}", "a number > 0", getattr(config, option))
+    require(config.time_budget >= 0, "--time-budget", "a number >= 0", config.time_budget)
     require(config.dtype in ("auto", "float32", "bfloat16"), "--dtype", "float32 or bfloat16", config.dtype)
     require(config.base in ("auto", BASELINE, "product"), "--base", f"{BASELINE} or product", config.base)
     for name in config.model:
         require(name in MODELS or name == "all", "--model", f"all or one of {sorted(MODELS)}", name)
-    for name in config.skip:
-        require(name in program_names(), "--skip", f"one of {program_names()}", name)
     on_gpu = jax.devices()[0].platform == "gpu"
     base = ("product" if config.model or on_gpu else BASELINE) if config.base == "auto" else config.base
     if base == BASELINE:
@@ -131,14 +147,32 @@ def _checked(config: HeadSpeedConfig) -> HeadSpeedConfig:
         require(len(tokens) == 1, "--tokens", f"one number with --base {BASELINE}", " ".join(map(str, tokens)))
     dtype = ("bfloat16" if base == "product" else "float32") if config.dtype == "auto" else config.dtype
     models = tuple(MODELS) if "all" in config.model else tuple(dict.fromkeys(config.model))
-    return dataclasses.replace(config, tokens=tokens, model=models, dtype=dtype, base=base)
+    only = _named(config)
+    return dataclasses.replace(config, tokens=tokens, model=models, dtype=dtype, base=base, only=only, skip=())
 
 
-def _against_product(config: HeadSpeedConfig) -> Result:
+def _named(config: HeadSpeedConfig) -> tuple[str, ...]:
+    """Names of --only without those of --skip, in the order of tables."""
+    ours, peers = our_names(), peer_names()
+    groups = {"ours": ours, "peers": peers, **{name: [name] for name in (*ours, *peers)}}
+    chosen: dict[str, set[str]] = {}
+    for option in ("only", "skip"):
+        for name in getattr(config, option):
+            require(name in groups, f"--{option}", f"one of {list(groups)}", name)
+        chosen[option] = {name for group in getattr(config, option) for name in groups[group]}
+    wanted = chosen["only"] or {*ours, *peers}
+    return tuple(name for name in (*ours, *peers) if name in wanted and name not in chosen["skip"])
+
+
+def _against_product(config: HeadSpeedConfig, after_shape: Callable[[Result], None], started: float) -> Result:
     explicit = {f"H={config.hidden_size}, V={config.vocab_size}": (config.hidden_size, config.vocab_size)}
     shapes = {name: MODELS[name] for name in config.model} or explicit
-    rows, not_run = measure_shapes(shapes, config.tokens, config.dtype, config.repeats, config.skip)
-    return Result(rows, shapes_markdown(rows, not_run, config.dtype, config.repeats), not_run)
+    plan = Plan(shapes, config.tokens, config.dtype, config.repeats, config.only, config.settle, config.time_budget)
+
+    def result(rows, not_run):
+        return Result(list(rows), shapes_markdown(rows, not_run, config.dtype, config.repeats, versions()), not_run)
+
+    return result(*measure_shapes(plan, lambda *so_far: after_shape(result(*so_far)), started))
 
 
 def _against_materialised(config: HeadSpeedConfig) -> Result:
@@ -156,20 +190,18 @@ def _against_materialised(config: HeadSpeedConfig) -> Result:
         forward = jax.jit(functools.partial(program, targets=targets))
         both = jax.jit(jax.value_and_grad(functools.partial(_objective, program, targets), argnums=(0, 1)))
         compiled[name] = (forward.lower(hidden, weight).compile(), both.lower(hidden, weight).compile())
-    functions = {**compiled, "product": (jax.jit(product).lower(hidden, weight).compile(),)}
-    times: dict[str, tuple[list[float], ...]] = {name: tuple([] for _ in these) for name, these in functions.items()}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in compiled}
     for repeat in range(config.repeats + 1):
-        for name, these in functions.items():
-            for samples, function in zip(times[name], these, strict=True):
+        for name, pair in compiled.items():
+            for samples, function in zip(times[name], pair, strict=True):
                 seconds = _seconds(function, hidden, weight)
                 if repeat:
                     samples.append(seconds)
-    one_product = statistics.median(times.pop("product")[0])
-    rows = _rows(compiled, times, one_product)
-    return Result(rows, _markdown(config, rows, one_product))
+    rows = _rows(compiled, times)
+    return Result(rows, _markdown(config, rows))
 
 
-def _rows(compiled: dict, times: dict, one_product: float) -> list[Row]:
+def _rows(compiled: dict, times: dict) -> list[Row]:
     figures = {
         name: (
             *(statistics.median(samples) for samples in times[name]),
@@ -179,17 +211,12 @@ def _rows(compiled: dict, times: dict, one_product: float) -> list[Row]:
     }
     base = figures[BASELINE]
     return [
-        Row(
-            name,
-            *values,
-            *(value / max(one, 1e-12) for value, one in zip(values, base, strict=True)),
-            *(seconds / max(one_product, 1e-12) for seconds in values[:2]),
-        )
+        Row(name, *values, *(value / max(one, 1e-12) for value, one in zip(values, base, strict=True)))
         for name, values in figures.items()
     ]
 
 
-def _markdown(config: HeadSpeedConfig, rows: list[Row], one_product: float) -> str:
+def _markdown(config: HeadSpeedConfig, rows: list[Row]) -> str:
     device = jax.devices()[0]
     lines = [
         f"N={config.tokens[0]}, H={config.hidden_size}, V={config.vocab_size}, {config.dtype}, entropy on; "
@@ -206,18 +233,13 @@ def _markdown(config: HeadSpeedConfig, rows: list[Row], one_product: float) -> s
             f"| {row.forward_bytes / 2**20:.0f} MiB | {row.forward_bytes_ratio:.3f} "
             f"| {row.forward_backward_bytes / 2**20:.0f} MiB | {row.forward_backward_bytes_ratio:.3f} |"
         )
-    ratios = "; ".join(
-        f"{row.program} {row.forward_product_ratio:.2f} and {row.forward_backward_product_ratio:.2f}" for row in rows
-    )
-    lines += [
-        "",
-        f"As × of one product hidden · weightᵀ ({one_product * 1e3:.0f} ms), forward and with backward: {ratios}.",
-    ]
     return "\n".join(lines)
 
 
 def _stem(config: HeadSpeedConfig) -> str:
     device = jax.devices()[0]
+    if config.name:
+        return config.name
     if device.platform != "cpu":
         return f"head_speed_{device.device_kind.lower().removeprefix('nvidia ').replace(' ', '_')}"
     return "head_speed_cpu_product" if config.base == "product" else "head_speed_cpu"
@@ -226,10 +248,11 @@ def _stem(config: HeadSpeedConfig) -> str:
 def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
     """Writes the table, its numbers and, with ratios to the product, a plot; returns the markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_stem(_checked(config))}.md"
+    checked = _checked(config)
+    path = folder / f"{_stem(checked)}.md"
     command = " ".join(["python -m experiments.head_speed", *sys.argv[1:]])
     text = f"# Head: time and temporary memory\n\nCommand: `{command}`\n\n{result.markdown}\n"
-    if _checked(config).base == "product" and result.rows:
+    if checked.base == "product" and result.rows:
         plot_ratios(result.rows, path.with_suffix(".png"))
         text += f"\n![Time over one product]({path.stem}.png)\n"
     path.write_text(text, encoding="utf-8")
@@ -239,22 +262,28 @@ def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "device": jax.devices()[0].device_kind,
-        "peers": {peer.name: peer.version() for peer in PEERS if peer.why_not() is None},
         "rows": [dataclasses.asdict(row) for row in result.rows],
-        "not_run": [dataclasses.asdict(left) for left in result.not_run],
     }
+    if checked.base == "product":
+        record |= {"versions": versions(), "not_run": [dataclasses.asdict(left) for left in result.not_run]}
     path.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
     """The command line: bad options end in one line on stderr and exit code 2."""
+    # Read when the device is opened, which nothing has done yet: PyTorch's peers need a share of the card.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config = tyro.cli(HeadSpeedConfig, args=arguments, prog="python -m experiments.head_speed", description=__doc__)
+
+    def keep(result: Result) -> None:
+        if config.write:
+            print(f"written: {write(config, result, Path(config.folder))}", flush=True)
+
     with errors_in_one_line():
-        result = main(config)
+        result = main(config, keep)
     print(result.markdown)
-    if config.write:
-        print(f"written: {write(config, result, Path('benchmarks/results'))}")
+    keep(result)
     return result
 
 
