@@ -1,7 +1,6 @@
 """The benchmark of the head, at a size of seconds: its programs agree, its ratios are what it says, its files are whole."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import statistics
@@ -75,6 +74,7 @@ def test_written_files_hold_the_table_the_numbers_and_the_versions(result, tmp_p
     assert result.markdown in markdown.read_text(encoding="utf-8")
     record = json.loads(markdown.with_suffix(".json").read_text(encoding="utf-8"))
     assert record["config"] == json.loads(json.dumps(dataclasses.asdict(SMALL)))
+    assert set(record) == {"command", "config", "jax", "python", "device", "rows"}
     assert record["rows"] == [dataclasses.asdict(row) for row in result.rows]
     assert record["jax"] == jax.__version__ and record["python"] and record["device"]
     table = [line for line in result.markdown.splitlines() if line.startswith("|")]
@@ -95,7 +95,12 @@ def test_written_files_hold_the_table_the_numbers_and_the_versions(result, tmp_p
             "--tokens: expected one number with --base materialised, got 8 9",
         ),
         (["--model", "gpt"], f"--model: expected all or one of {sorted(head_cases.MODELS)}, got gpt"),
-        (["--skip", "triton"], f"--skip: expected one of {head_shapes.program_names()}, got triton"),
+        (
+            ["--skip", "cudnn"],
+            f"--skip: expected one of {['ours', 'peers', *head_shapes.our_names(), *head_shapes.peer_names()]}, got cudnn",
+        ),
+        (["--settle", "0"], "--settle: expected a number > 0, got 0.0"),
+        (["--time-budget", "-1"], "--time-budget: expected a number >= 0, got -1.0"),
         (["--dtype", "float16"], "--dtype: expected float32 or bfloat16, got float16"),
     ],
 )
@@ -104,96 +109,3 @@ def test_bad_options_end_in_one_line_and_exit_code_2(options, words, capsys):
         head_speed.run_cli(options)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.strip() == f"error: {words}"
-
-
-@pytest.fixture(scope="module")
-def shapes():
-    config = dataclasses.replace(
-        SMALL, base="product", tokens=(24, 40), hidden_size=16, vocab_size=96, repeats=1, skip=("fixed_order",)
-    )
-    return config, head_speed.main(config)
-
-
-def test_ratios_to_one_product_for_every_engine_and_errors_beside_them(shapes):
-    config, result = shapes
-    names = ["materialised", "reference", "chunked"]
-    assert [(row.program, row.tokens) for row in result.rows] == [(n, t) for t in config.tokens for n in names]
-    for row in result.rows:
-        assert math.isclose(row.forward_ratio, row.forward_seconds / row.product_seconds)
-        assert math.isclose(row.forward_backward_ratio, row.forward_backward_seconds / row.product_seconds)
-        # fp32 roundings of logits of size about 6.
-        assert row.log_prob_error < 1e-5 and row.entropy_error < 1e-5
-        assert row.forward_bytes > 0 and row.forward_backward_bytes > 0
-
-
-def test_what_was_not_run_is_said_once_with_the_reason(shapes):
-    _, result = shapes
-    reasons = {left.program: (left.shape, left.reason) for left in result.not_run}
-    assert len(reasons) == len(result.not_run), "one line for all shapes"
-    assert reasons["fixed_order"] == ("", "left out by --skip")
-    assert reasons["hopper"][0] == "" and reasons["hopper"][1]
-    for peer in head_speed.PEERS:
-        if importlib.util.find_spec(peer.module.split(".")[0]) is None:
-            assert reasons[peer.name] == ("", "not installed")
-        assert f"- {peer.name}: " in result.markdown
-
-
-def test_a_program_that_fails_is_named_and_the_others_are_measured(monkeypatch):
-    def broken(hidden, weight, targets):
-        raise RuntimeError("no room\nsecond line")
-
-    monkeypatch.setattr(head_shapes, "materialised", broken)
-    config = dataclasses.replace(SMALL, base="product", tokens=8, vocab_size=32, repeats=1, skip=("fixed_order",))
-    result = head_speed.main(config)
-    assert [row.program for row in result.rows] == ["reference", "chunked"]
-    assert "- materialised: failed: RuntimeError: no room" in result.markdown.splitlines()
-
-
-def test_files_of_the_shapes_hold_a_plot(shapes, tmp_path):
-    config, result = shapes
-    markdown = head_speed.write(config, result, tmp_path)
-    assert markdown.name == f"head_speed_{jax.devices()[0].platform}_product.md"
-    assert markdown.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    record = json.loads(markdown.with_suffix(".json").read_text(encoding="utf-8"))
-    assert record["rows"] == [dataclasses.asdict(row) for row in result.rows]
-    assert len(record["not_run"]) == len(result.not_run)
-    assert {line.count("|") for line in result.markdown.splitlines() if line.startswith("|")} == {10}
-
-
-class Clock:
-    """A clock that only a call moves: by 8 seconds the first ``slow`` times, then by 2."""
-
-    def __init__(self, slow):
-        self.now, self.calls, self.slow = 0.0, 0, slow
-
-    def __call__(self):
-        return self.now
-
-    def work(self):
-        self.calls += 1
-        self.now += 8.0 if self.calls <= self.slow else 2.0
-
-
-@pytest.mark.parametrize("slow, at_least, seconds, calls", [(1, 16.0, 2.0, 5), (3, 16.0, 2.0, 5), (1, 1.0, 2.0, 2)])
-def test_only_the_run_after_an_untimed_one_counts(slow, at_least, seconds, calls):
-    clock = Clock(slow)
-    assert head_cases.settled_seconds(clock.work, lambda out: out, at_least, clock) == seconds
-    assert clock.calls == calls
-
-
-def test_medians_of_turns_and_no_more_turns_for_what_is_very_slow():
-    clock = Clock(0)
-    fast, order = iter([1.0, 5.0, 3.0]), []
-
-    def slow():
-        order.append("slow")
-        clock.now += 100.0
-
-    def quick():
-        order.append("quick")
-        clock.now += 0.0 if len([x for x in order if x == "quick"]) % 2 else next(fast)
-
-    wait = lambda out: out  # noqa: E731
-    medians = head_cases.interleaved_medians({"slow": (slow, wait), "quick": (quick, wait)}, 3, 1e-12, clock)
-    assert medians == {"slow": 100.0, "quick": 3.0}
-    assert order.count("slow") == 2, "one turn: an untimed call and a timed one"
