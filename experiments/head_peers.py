@@ -6,6 +6,7 @@ were checked against cut-cross-entropy 25.1.1, liger-kernel 0.8.5, verl 0.9.1 an
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
@@ -154,22 +155,25 @@ def _verl():
     """verl's kernel alone: ``import verl`` starts its trainer's dependencies, of which the kernel uses none."""
     root = importlib.util.find_spec("verl").submodule_search_locations[0]
     for name in ("verl", "verl.utils", "verl.utils.kernel"):
-        if name not in sys.modules:
-            # A package whose own __init__ is not run.
-            package = types.ModuleType(name)
-            package.__path__ = [str(Path(root, *name.split(".")[1:]))]
-            sys.modules[name] = package
+        _bare_package(name, Path(root, *name.split(".")[1:]))
     function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
     return lambda hidden, weight, targets: function(hidden, weight, targets, 1.0, "none")
+
+
+def _bare_package(name: str, *folders: Path) -> types.ModuleType:
+    """A package whose own __init__ is not run, unless it has been imported."""
+    if name not in sys.modules:
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder) for folder in folders]
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+    return sys.modules[name]
 
 
 def _tokamax(implementation: str | None):
     if importlib.util.find_spec("xprof") is None:
         # Read by tokamax's own benchmarking alone, which is not called here.
         for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
-            sys.modules[name] = types.ModuleType(name)
-            sys.modules[name].__path__ = []
-        sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
+            _bare_package(name).get_kernel_stats_tool = None
     loss = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
 
     def program(hidden, weight, targets):
@@ -183,7 +187,7 @@ def _tokamax(implementation: str | None):
 def _missing(*modules: str) -> str | None:
     for module in modules:
         # A name without a dot: looking up a submodule would import its package.
-        if module.split(".")[0] not in sys.modules and importlib.util.find_spec(module.split(".")[0]) is None:
+        if importlib.util.find_spec(module.split(".")[0]) is None:
             return "not installed" if module == modules[0] else f"{module} is not installed"
     return None
 
