@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-# (hidden size, vocabulary) of the heads.
+# (hidden size, vocabulary) of the heads; their shapes alone, no soft cap.
 MODELS = {
     "qwen3-8b": (4096, 151936),
     "llama-3.1-8b": (4096, 128256),

@@ -6,6 +6,7 @@ errors are known before its time is taken.
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -131,32 +132,37 @@ def operands(case: Case, wanted: Exact) -> tuple[jax.Array, ...]:
 
 
 def compile_all(
-    programs: Mapping[str, JaxProgram], arguments: tuple[jax.Array, ...]
+    programs: Mapping[str, JaxProgram], arguments: tuple[jax.Array, ...], threads: int = 16
 ) -> dict[str, tuple[Compiled | None, Compiled] | Exception]:
     """(forward, both) of every program, or what it raised: traced one by one, compiled at the same time in threads."""
-    lowered: dict[str, Any] = {}
-    for name, program in programs.items():
-        try:
-            forward = None if program.forward is None else jax.jit(program.forward).lower(*arguments[:3])
-            lowered[name] = forward, jax.jit(program.both).lower(*arguments)
-        except Exception as error:  # A program that refuses the operands is a row of the table.
-            lowered[name] = error
+    found: dict[str, Any] = {}
+    with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
+        for name, program in programs.items():
+            try:
+                forward = None if program.forward is None else jax.jit(program.forward).lower(*arguments[:3])
+                both = jax.jit(program.both).lower(*arguments)
+            except Exception as error:  # A program that refuses the operands is a row of the table.
+                found[name] = error
+            else:
+                found[name] = pool.submit(_compiled, forward), pool.submit(_compiled, both)
+        for name, futures in found.items():
+            if isinstance(futures, Exception):
+                continue
+            results, seconds = zip(*(future.result() for future in futures), strict=True)
+            failed = [result for result in results if isinstance(result, Exception)]
+            found[name] = failed[-1] if failed else results
+            print(f"  {name}: {'not ' if failed else ''}compiled ({max(seconds):.1f} s)", flush=True)
+    return found
 
-    def compiled(stage: Lowered | None) -> Compiled | Exception | None:
-        try:
-            return None if stage is None else stage.compile()
-        except Exception as error:
-            return error
 
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        futures = {
-            name: [pool.submit(compiled, stage) for stage in stages]
-            for name, stages in lowered.items()
-            if not isinstance(stages, Exception)
-        }
-        done = {name: tuple(future.result() for future in pair) for name, pair in futures.items()}
-    failed = {name: x for name, pair in done.items() for x in reversed(pair) if isinstance(x, Exception)}
-    return {name: failed.get(name, done.get(name, stages)) for name, stages in lowered.items()}
+def _compiled(stage: Lowered | None) -> tuple[Compiled | Exception | None, float]:
+    """A compiled stage or what the compiler raised, and the seconds it took."""
+    started = time.monotonic()
+    try:
+        result = None if stage is None else stage.compile()
+    except Exception as error:
+        result = error
+    return result, time.monotonic() - started
 
 
 def prepare_jax(

@@ -35,6 +35,7 @@ class Plan:
       names: programs to measure; the others are said to be left out.
       settle_seconds: of each untimed and each timed run.
       time_budget: seconds after which no shape is begun, 0 for no end.
+      threads: programs that are compiled at the same time, at most one for each core.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -44,6 +45,7 @@ class Plan:
     names: Sequence[str]
     settle_seconds: float = SETTLE_SECONDS
     time_budget: float = 0.0
+    threads: int = 16
 
 
 Rows = tuple[list[ShapeRow], tuple[NotRun, ...]]
@@ -94,6 +96,7 @@ def measure_shapes(
                 some, left = _measure(make_case(label, number, hidden_size, vocab_size, plan.dtype), plan)
             except Exception as error:  # A shape too large for its own operands must not end the run.
                 some, left = [], [NotRun(label, EVERY, _words(error), failed=True)]
+            _empty_torch_cache()
             rows += some
             not_run += left
             last = clock() - began
@@ -133,7 +136,7 @@ def _measure(case: Case, plan: Plan) -> tuple[list[ShapeRow], list[NotRun]]:
     one_product, chosen = compile_product(case.hidden.astype(base_dtype), case.weight.astype(base_dtype))
     print(f"  exact values known, product by {chosen}", flush=True)
     names = [name for name in (*our_names(), *peer_names()) if name not in reasons]
-    prepared, failures = _prepare(case, names, operands(case, wanted))
+    prepared, failures = _prepare(case, names, operands(case, wanted), plan.threads)
     found = {name: errors(ready.outputs, wanted) for name, ready in prepared.items()}
     calls = {("product", ""): (one_product, jax.block_until_ready)}
     for name, ready in prepared.items():
@@ -164,7 +167,7 @@ def _measure(case: Case, plan: Plan) -> tuple[list[ShapeRow], list[NotRun]]:
 
 
 def _prepare(
-    case: Case, names: Sequence[str], arguments: tuple[jax.Array, ...]
+    case: Case, names: Sequence[str], arguments: tuple[jax.Array, ...], threads: int
 ) -> tuple[dict[str, Prepared], dict[str, Exception]]:
     """Programs ready to be timed, in the order of ``names``, and what the others raised."""
     programs = {name: program for name, program in our_programs().items() if name in names}
@@ -176,7 +179,7 @@ def _prepare(
             except Exception as error:  # Somebody else's import may fail in any way.
                 failures[peer.name] = error
     began = time.monotonic()
-    compiled = compile_all(programs, arguments)
+    compiled = compile_all(programs, arguments, threads)
     print(f"  {len(programs)} JAX programs compiled in {time.monotonic() - began:.0f} s", flush=True)
     peers = {peer.name: peer for peer in PEERS if isinstance(peer, TorchPeer)}
     prepared: dict[str, Prepared] = {}
@@ -198,7 +201,7 @@ def _prepare(
 
 
 def _empty_torch_cache() -> None:
-    # What a failed program of PyTorch's reserved is not there for the others.
+    # What PyTorch keeps of a failed program, or of the last shape, is not there for the others.
     if "torch" in sys.modules:
         torch = importlib.import_module("torch")
         if torch.cuda.is_available():

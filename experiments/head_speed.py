@@ -66,6 +66,8 @@ class HeadSpeedConfig:
     """Seconds that each program runs untimed and then timed in a turn, where ratios are to the product."""
     time_budget: float = 0.0
     """Seconds after which no shape is begun, where ratios are to the product; 0 is no end."""
+    threads: int = 16
+    """Programs compiled at the same time, where ratios are to the product; at most one for each core."""
     write: bool = False
     """Write the table under --folder."""
     folder: str = "benchmarks/results"
@@ -133,7 +135,7 @@ def _checked(config: HeadSpeedConfig) -> HeadSpeedConfig:
     require(len(tokens) > 0, "--tokens", "at least one number", "none")
     for number in tokens:
         require(number > 0, "--tokens", "a number > 0", number)
-    for option in ("hidden_size", "vocab_size", "repeats", "settle"):
+    for option in ("hidden_size", "vocab_size", "repeats", "settle", "threads"):
         require(getattr(config, option) > 0, f"--{option.replace('_', '-')}", "a number > 0", getattr(config, option))
     require(config.time_budget >= 0, "--time-budget", "a number >= 0", config.time_budget)
     require(config.dtype in ("auto", "float32", "bfloat16"), "--dtype", "float32 or bfloat16", config.dtype)
@@ -167,7 +169,8 @@ def _named(config: HeadSpeedConfig) -> tuple[str, ...]:
 def _against_product(config: HeadSpeedConfig, after_shape: Callable[[Result], None], started: float) -> Result:
     explicit = {f"H={config.hidden_size}, V={config.vocab_size}": (config.hidden_size, config.vocab_size)}
     shapes = {name: MODELS[name] for name in config.model} or explicit
-    plan = Plan(shapes, config.tokens, config.dtype, config.repeats, config.only, config.settle, config.time_budget)
+    options = config.settle, config.time_budget, config.threads
+    plan = Plan(shapes, config.tokens, config.dtype, config.repeats, config.only, *options)
 
     def result(rows, not_run):
         return Result(list(rows), shapes_markdown(rows, not_run, config.dtype, config.repeats, versions()), not_run)
