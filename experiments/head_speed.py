@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -253,7 +254,7 @@ def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     checked = _checked(config)
     path = folder / f"{_stem(checked)}.md"
-    command = " ".join(["python -m experiments.head_speed", *sys.argv[1:]])
+    command = f"python -m experiments.head_speed {shlex.join(sys.argv[1:])}".strip()
     text = f"# Head: time and temporary memory\n\nCommand: `{command}`\n\n{result.markdown}\n"
     if checked.base == "product" and result.rows:
         plot_ratios(result.rows, path.with_suffix(".png"))
