@@ -79,18 +79,19 @@ def measure_shapes(
     wanted = [(number, label, *size) for number in plan.tokens for label, size in plan.shapes.items()]
     rows: list[ShapeRow] = []
     not_run: list[NotRun] = []
-    last = 0.0
-    for done, (number, model, hidden_size, vocab_size) in enumerate(wanted):
+    begun, last = 0, 0.0
+    for number, model, hidden_size, vocab_size in wanted:
         label, began = f"{model}, N={number}", clock()
         spent = began - started
         # The first shape tells what one costs, so it is always begun.
-        if plan.time_budget and done and spent + last > plan.time_budget:
+        if plan.time_budget and begun and spent + last > plan.time_budget:
             reason = (
                 f"not begun: {spent:.0f} s of {plan.time_budget:.0f} s were spent and the last shape took {last:.0f} s"
             )
             print(f"{label}: {reason}", flush=True)
             not_run.append(NotRun(label, EVERY, reason))
         else:
+            begun += 1
             print(f"{label}: H={hidden_size}, V={vocab_size}", flush=True)
             try:
                 some, left = _measure(make_case(label, number, hidden_size, vocab_size, plan.dtype), plan)
@@ -101,15 +102,15 @@ def measure_shapes(
             not_run += left
             last = clock() - began
             print(f"{label}: done in {last:.0f} s", flush=True)
-        after_shape(rows, _merged(not_run, done + 1))
-    return rows, _merged(not_run, len(wanted))
+        after_shape(rows, _merged(not_run, begun))
+    return rows, _merged(not_run, begun)
 
 
-def _merged(not_run: list[NotRun], cases: int) -> tuple[NotRun, ...]:
-    """A program that was left out of every shape for one reason is one line."""
+def _merged(not_run: list[NotRun], begun: int) -> tuple[NotRun, ...]:
+    """A program that was left out of every shape that was begun, for one reason, is one line."""
     reasons = [(left.program, left.reason, left.failed) for left in not_run]
     merged = [
-        NotRun("" if reasons.count(one) == cases and not left.failed else left.shape, *one)
+        NotRun("" if reasons.count(one) == begun and not left.failed and left.program != EVERY else left.shape, *one)
         for left, one in zip(not_run, reasons, strict=True)
     ]
     return tuple(dict.fromkeys(merged))

@@ -202,6 +202,7 @@ def test_time_budget_begins_no_shape_that_would_not_fit_and_says_so(monkeypatch,
     left = {x.shape: x.reason for x in not_run if x.program == head_shapes.EVERY}
     assert rows == [] and list(left) == labels[begun:]
     assert len(told) == 4, "told after every shape"
+    assert [x.shape for x in not_run if x.program == "chunked"] == [""], "one line for all that were begun"
     spent = begun * 30
     reason = f"not begun: {spent} s of {budget:.0f} s were spent and the last shape took 30 s"
     assert set(left.values()) <= {reason}
