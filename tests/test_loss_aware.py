@@ -310,3 +310,16 @@ def test_hopper_kernels_on_policy(bias):
         lse, *arguments
     )
     compare(out, two_steps(arguments, head, 0.0, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tokens", [300, 9000], ids=["one chunk", "several chunks"])
+def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens):
+    shapes = [(tokens, 256), (129920, 256)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    per_token = [jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)]
+
+    def one_pass(*x):
+        return linear_policy_gradients(*x, entropy_coefficient=0.1, engine=HopperEngine())
+
+    jax.jit(one_pass).trace(*operands, *per_token).lower(lowering_platforms=("cuda",))

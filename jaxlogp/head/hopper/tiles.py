@@ -80,7 +80,6 @@ TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
                 forward=_grouped(SHARED_PAIR, 32),
                 exponentials=_grouped(ALTERNATE_PAIR, 32),
                 logit_gradient=_grouped(ALTERNATE_PAIR, 32),
-                d_hidden=_grouped(SHARED_PAIR, 32),
                 d_weight=_grouped(SHARED, 32),
             ),
         ),

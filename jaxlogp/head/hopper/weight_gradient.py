@@ -15,8 +15,6 @@ from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
 from jaxlogp.head.hopper.product import CONSUMERS, product, store_tile, tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 
-REDUCE = __import__("os").environ.get("REDUCE", "1") == "1"
-
 
 def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Array:
     """An array of arbitrary contents, for a reference of which every element will be written."""
@@ -61,7 +59,7 @@ def add_hidden_gradient(
       gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, of which
         as many are taken.
       weight: bf16 [V, H].
-      index: which chunk; with ``window`` its first column.
+      index: which chunk; with ``window`` its first column, a multiple of config.depth.
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
@@ -73,6 +71,8 @@ def add_hidden_gradient(
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
     chunk, piece = width if window is None else window, 32
+    # A window's first column goes to the kernel in steps: the copies must see that it is a multiple of them.
+    unit = chunk if window is None else config.depth
 
     def left_index(row, step, start):
         first = (0 if window is None else start) + step * config.depth
@@ -85,7 +85,7 @@ def add_hidden_gradient(
         buffer = scratch["piece"].at[warpgroup]
         rows, out = pl.ds(first_row, config.share), others[1]
         # The interpreter's copies cannot add.
-        how = {"add": True} if interpret is None and REDUCE else {"addend": out}
+        how = {"add": True} if interpret is None else {"addend": out}
         store_tile(products, buffer, out, rows, column * config.columns, **how)
 
     product(
@@ -104,11 +104,17 @@ def add_hidden_gradient(
         },
         num_sms=num_sms,
         interpret=interpret,
-        setup=lambda others: others[0][0] * (chunk if window is None else 1),
+        setup=lambda others: others[0][0] * unit,
         live=None if plan is not None else lambda others: others[0][1],
         plan=None if plan is None else lambda others: others[2],
         plan_steps=plan_steps,
-    )(gradient, weight, _bounds(index, live, tokens), d_hidden, *(() if plan is None else (plan,)))
+    )(
+        gradient,
+        weight,
+        _bounds(index if window is None else index // config.depth, live, tokens),
+        d_hidden,
+        *(() if plan is None else (plan,)),
+    )
 
 
 def write_weight_gradient(
