@@ -19,7 +19,7 @@ from jaxlogp.head.hopper.engine import HopperEngine, _row_multiple, whole_rows
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
 from jaxlogp.head.hopper.forward import LOG2_E, forward_statistics, special_tiles
 from jaxlogp.head.hopper.logit_gradient import RowScalars, row_scalars
-from jaxlogp.head.hopper.product import PIECE, tile_transforms
+from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.live_rows import live_rows, select_live
@@ -29,8 +29,8 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Bytes of the exponentials of one chunk of tokens. One chunk needs no fp32 weight gradient, and may have its bytes too.
 EXP_BYTES = 1264 * 2**20
-# Tokens of a tile of exponentials that becomes dz.
-ROWS = 64
+# Tokens of a tile of exponentials that becomes dz, and columns that are turned at a time: a swizzled line of 128 bytes.
+ROWS, PIECE = 64, 64
 # Below every exponential but 0, whose logarithm must be finite.
 SMALLEST = 2.0**-126
 

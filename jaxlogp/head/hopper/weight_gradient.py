@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
-from jaxlogp.head.hopper.product import CONSUMERS, product, store_tile, tile_transforms
+from jaxlogp.head.hopper._pallas_compat import kernel
+from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 
 
@@ -70,7 +70,7 @@ def add_hidden_gradient(
       window: None, or how many columns, a multiple of config.depth.
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
-    chunk, piece = width if window is None else window, 32
+    chunk = width if window is None else window
     # A window's first column goes to the kernel in steps: the copies must see that it is a multiple of them.
     unit = chunk if window is None else config.depth
 
@@ -99,9 +99,7 @@ def add_hidden_gradient(
         left_index=left_index,
         right_index=right_index,
         out_type=(),
-        scratch={
-            "piece": plgpu.SMEM((CONSUMERS, 1, config.share, piece), jnp.float32, transforms=tile_transforms(piece, 4))
-        },
+        scratch={"piece": output_buffer(config, jnp.float32)},
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * unit,
@@ -148,8 +146,6 @@ def write_weight_gradient(
       plan_steps: steps that make one of the plan's blocks.
     """
     (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
-    fp32 = d_weight.dtype == jnp.float32
-    piece = 32 if fp32 else 64
 
     def left_index(row, step, _):
         return pl.ds(step * config.depth, config.depth), pl.ds(row * config.rows, config.rows)
@@ -175,11 +171,7 @@ def write_weight_gradient(
         left_index=left_index,
         right_index=right_index,
         out_type=(),
-        scratch={
-            "piece": plgpu.SMEM(
-                (CONSUMERS, 1, config.share, piece), d_weight.dtype, transforms=tile_transforms(piece, 4 if fp32 else 2)
-            )
-        },
+        scratch={"piece": output_buffer(config, d_weight.dtype)},
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
