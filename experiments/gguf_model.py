@@ -112,7 +112,9 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
     scaled = scaling != "none" or "rope_freqs.weight" in file.tensors
     require(not scaled, "--gguf, rotary frequencies", "none that are scaled", repr(scaling))
     sizes = {name: int(file.value(f"{ARCHITECTURE}.{key}")) for name, key in _SIZES.items()}
-    head_dim = int(file.metadata.get(f"{ARCHITECTURE}.attention.key_length", sizes["hidden_size"] // sizes["num_heads"]))
+    head_dim = int(
+        file.metadata.get(f"{ARCHITECTURE}.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
+    )
     rotated = int(file.metadata.get(f"{ARCHITECTURE}.rope.dimension_count", head_dim))
     require(rotated == head_dim, "--gguf, rope.dimension_count", f"all {head_dim} features of a head", rotated)
     return DecoderConfig(
