@@ -238,7 +238,8 @@ def main(config: GradientFilterConfig) -> Result:
     return Result(rows, _markdown(config, policies, rows))
 
 
-def _power(threshold: float | None) -> str:
+def threshold_label(threshold: float | None) -> str:
+    """A threshold as a power of 2 where it is one."""
     if threshold is None:
         return "off"
     exponent = np.log2(threshold) if threshold > 0 else 0.5
@@ -263,7 +264,7 @@ def _markdown(config: GradientFilterConfig, policies: list[Policy], rows: list[R
         errors = row.hidden_error, row.hidden_largest, row.weight_error, row.weight_largest
         cells = " | ".join("0" if row.threshold is None else f"{error:.1e}" for error in errors)
         lines.append(
-            f"| {row.policy} | {row.order} | {_power(row.threshold)} | {row.skipped:.1%} | {cells} "
+            f"| {row.policy} | {row.order} | {threshold_label(row.threshold)} | {row.skipped:.1%} | {cells} "
             f"| {row.seconds * 1e3:.0f} ms | {row.ratio:.2f} |"
         )
     return "\n".join(lines)

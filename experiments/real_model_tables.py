@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from experiments.gradient_filter import threshold_label
 from experiments.head_checks import Drift, Filtered, Masked
 from experiments.head_states import HeadStates
 
@@ -119,9 +120,8 @@ def _filter_lines(rows: list[Filtered]) -> list[str]:
     for row in rows:
         errors = row.hidden_error, row.weight_error, row.hidden_float64, row.weight_float64
         cells = " | ".join(f"{error:.1e}" for error in errors)
-        threshold = "off" if row.threshold is None else f"2^{np.log2(row.threshold):g}"
         lines.append(
-            f"| {row.tokens} | {row.order} | {threshold} | {row.skipped:.1%} | {cells} | {row.seconds:.1f} s "
-            f"| {row.seconds / base[row.tokens]:.2f} |"
+            f"| {row.tokens} | {row.order} | {threshold_label(row.threshold)} | {row.skipped:.1%} | {cells} "
+            f"| {row.seconds:.1f} s | {row.seconds / base[row.tokens]:.2f} |"
         )
     return lines
