@@ -223,26 +223,35 @@ def filtered(
     exact = float64_gradients(tokens, weight, g.astype(np.float64))
     engines = {None: ChunkedEngine(token_chunk, vocab_tile)}
     engines |= {one: ChunkedEngine(token_chunk, vocab_tile, GradientFilter(one)) for one in thresholds}
-    programs = {one: jax.jit(functools.partial(policy_gradients, engine)) for one, engine in engines.items()}
-    counts = {one: jax.jit(functools.partial(skipped_tiles, engine=engines[one])) for one in thresholds}
     unfiltered, rows = None, []
     for name, order in _orders(tokens, weight, others).items():
         # Renumbered once, outside of what is timed: what a training run does before its first step.
         places = order.places(jnp.asarray(tokens.targets))
         operands = [jnp.asarray(tokens.hidden), order.rows(jnp.asarray(weight)), places, jnp.asarray(g)]
         for threshold in (None, *thresholds) if unfiltered is None else thresholds:
-            timed = [_seconds(programs[threshold], operands) for _ in range(repeats + 1)]
+            timed = [_seconds(_gradient_program(engines[threshold]), operands) for _ in range(repeats + 1)]
             d_hidden, d_weight = (np.asarray(x, np.float64) for x in timed[0][1])
             found = d_hidden, d_weight[order.place]
             unfiltered = found if unfiltered is None else unfiltered
             errors = [
                 relative_errors(a, b)[0] for truth in (unfiltered, exact) for a, b in zip(found, truth, strict=True)
             ]
-            share = 0.0 if threshold is None else float(counts[threshold](*operands[:3]).mean())
+            share = 0.0 if threshold is None else float(_count_program(engines[threshold])(*operands[:3]).mean())
             # The first run may compile.
             seconds = statistics.median(one for one, _ in timed[1:])
             rows.append(Filtered(tokens.name, name, threshold, share, *errors, seconds))
     return rows
+
+
+# Kept, so that sets of equal sizes and the orders of one set share what has been compiled.
+@functools.cache
+def _gradient_program(engine: ChunkedEngine) -> Callable:
+    return jax.jit(functools.partial(policy_gradients, engine))
+
+
+@functools.cache
+def _count_program(engine: ChunkedEngine) -> Callable:
+    return jax.jit(functools.partial(skipped_tiles, engine=engine))
 
 
 def _orders(tokens: TokenSet, weight: np.ndarray, others: TokenSet | None) -> dict[str, VocabOrder]:

@@ -26,8 +26,8 @@ pytest.importorskip("tokenizers", reason="the extra gguf is not installed")
 
 PROSE = "hello there, it is 17 past 3; the héron tells the others. " * 3
 SMALL = {
-    "row_length": 32, "prompts": ("hello",), "num_generations": 3, "new_tokens": 5, "check_tokens": 64,
-    "thresholds": (2.0**-8,), "token_chunk": 8, "vocab_tile": 16, "repeats": 1,
+    "row_length": 24, "prompts": ("hello",), "num_generations": 3, "new_tokens": 5, "check_tokens": 12,
+    "thresholds": (2.0**-8,), "token_chunk": 4, "vocab_tile": 16, "repeats": 1,
     "engines": ("chunked", "reference"),
 }  # fmt: skip
 
@@ -102,8 +102,8 @@ def test_states_hold_what_the_model_reads_and_samples(run, tiny):
     tokenizer = load_tokenizer(read_gguf(tiny.path))
     ids = np.array(tokenizer.encode(PROSE))
     np.testing.assert_array_equal(text.targets, ids[1:])
-    # Rows of 32 tokens, each without the context of those before.
-    rows = [oracle_hidden(tiny.tensors, ids[start : start + 32]) for start in range(0, len(ids) - 1, 32)]
+    # Rows of 24 tokens, each without the context of those before.
+    rows = [oracle_hidden(tiny.tensors, ids[start : start + 24]) for start in range(0, len(ids) - 1, 24)]
     expected = np.concatenate(rows)[: len(text.targets)]
     np.testing.assert_allclose(text.hidden.astype(np.float64), expected, atol=2e-2, rtol=2.0**-8)
     log_probs, _ = float64_head(TokenSet("", expected, text.targets), tiny.tensors["token_embd.weight"])
