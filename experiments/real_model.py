@@ -65,9 +65,9 @@ class RealModelConfig:
     """At most so many tokens of an answer."""
     engines: tuple[str, ...] = ()
     """Engines to run; default: all that can run here."""
-    check_tokens: int = 2048
+    check_tokens: int = 1024
     """At most so many tokens of each set for masks and filter."""
-    thresholds: tuple[float, ...] = (2.0**-12, 2.0**-16)
+    thresholds: tuple[float, ...] = (2.0**-12,)
     """Thresholds of the filter."""
     token_chunk: int = 128
     """Tokens of a block of the filter."""

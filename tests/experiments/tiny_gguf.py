@@ -8,7 +8,7 @@ import numpy as np
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM = 64, 96, 2, 8, 2, 8
 THETA, EPS = 5000.0, 1e-5
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MERGES = ("h e", "l l", "he ll", "hell o", "Ġ t")
+MERGES = ("h e", "l l", "he ll", "hell o", "Ġ t", "1 2")
 METADATA = {
     "embedding_length": HIDDEN,
     "feed_forward_length": INNER,
