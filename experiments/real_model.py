@@ -128,7 +128,8 @@ def main(config: RealModelConfig) -> Result:
         for row in filtered(part, weight, states.sets[0] if place else None, **options)
     ]
     result = Result(states.facts, entropies, not_run, rows, masks, filters, "")
-    return dataclasses.replace(result, markdown=markdown(result, states, config.token_chunk, config.vocab_tile))
+    sizes = config.token_chunk, config.vocab_tile, config.repeats
+    return dataclasses.replace(result, markdown=markdown(result, states, *sizes))
 
 
 def _states(config: RealModelConfig) -> HeadStates:

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from experiments.real_model import Result
 
 
-def markdown(result: "Result", states: HeadStates, token_chunk: int, vocab_tile: int) -> str:
+def markdown(result: "Result", states: HeadStates, token_chunk: int, vocab_tile: int, repeats: int) -> str:
     """All tables of a result."""
     device = jax.devices()[0]
     (vocab_size, hidden_size), facts = states.weight.values.shape, result.facts
     lines = [
         f"H={hidden_size}, V={vocab_size}, bf16 hidden states and weight; JAX {jax.__version__}, NumPy {np.__version__}, "
-        f"Python {platform.python_version()}, {device.platform} ({device.device_kind})",
+        f"Python {platform.python_version()}, {device.platform} ({device.device_kind}); times: median of {repeats}",
         "",
         *_load_lines(facts),
         "",

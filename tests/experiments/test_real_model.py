@@ -66,7 +66,7 @@ def test_hidden_states_equal_the_forward_pass_in_the_convention_of_the_file(tiny
 def test_tokenizer_reads_the_vocabulary_and_the_merges_of_the_file(tiny):
     tokenizer = load_tokenizer(read_gguf(tiny.path))
     words = [tiny.vocabulary[token] for token in tokenizer.encode("hello there 12<|im_end|>")]
-    # Digits stand alone, although a merge would join these two, and a space belongs to the word behind it, but not to a digit.
+    # Digits stand alone, although a merge would join these two; a space belongs to the word behind it, not to a digit.
     assert words == ["hello", "Ġt", "he", "r", "e", "Ġ", "1", "2", "<|im_end|>"]
     assert tokenizer.decode(tokenizer.encode(PROSE)) == PROSE
     assert (tokenizer.eos_id, tokenizer.pad_id) == (2, 2) and not tokenizer.has_token("<|other|>")
