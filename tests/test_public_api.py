@@ -17,7 +17,9 @@ NAMES = """
     GradientFilter VocabOrder vocab_order_by_mean_logit vocab_order_by_count skipped_tiles
     linear_policy_gradients PolicyGradients drift_report DriftReport check_invariance InvarianceReport
 """.split()
-EXTRAS = "flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers".split()
+EXTRAS = """
+    flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers triton jax_triton
+""".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,8 @@
 """Which engine runs a head call, and a record of what ran.
 
 A named engine is used or an error is raised; ``"auto"`` picks one and the record says why: the Hopper
-kernels where the device and the operands allow them, ``chunked`` elsewhere.
+kernels where the device and the operands allow them, the Triton kernels likewise on GPUs of compute capability 8,
+``chunked`` elsewhere.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from jaxlogp.head.fixed_order import FixedOrderEngine
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import ReferenceEngine
+from jaxlogp.head.triton import TritonEngine
+from jaxlogp.head.triton.availability import device_capability
 from jaxlogp.logits import LocalTargets
 from jaxlogp.stats import TokenLogProbs
 
@@ -70,6 +73,7 @@ ENGINES: dict[str, Engine] = {
     "chunked": ChunkedEngine(),
     "fixed_order": FixedOrderEngine(),
     "hopper": HopperEngine(),
+    "triton": TritonEngine(),
 }
 
 _records: contextvars.ContextVar[tuple[list[HeadRun], ...]] = contextvars.ContextVar("head_runs", default=())
@@ -95,7 +99,11 @@ def choose_engine(
         reason = hopper.why_not(hidden, weight, bias, options) or _not_shown(options)
         if reason is None:
             return hopper, "auto: a Hopper GPU and operands that its kernels take"
-        return ENGINES["chunked"], f"auto: hopper not used: {reason}"
+        triton = ENGINES["triton"]
+        other = triton.why_not(hidden, weight, bias, options) or _not_automatic() or _not_shown(options)
+        if other is None:
+            return triton, "auto: a GPU of compute capability 8 and operands that the Triton kernels take"
+        return ENGINES["chunked"], f"auto: hopper not used: {reason}; triton not used: {other}"
     return named_engine(engine), "named by the caller"
 
 
@@ -105,7 +113,7 @@ def named_engine(engine: str | Engine) -> Engine:
     Raises:
       ValueError: the name is not known.
     """
-    if isinstance(engine, (ChunkedEngine, ReferenceEngine, FixedOrderEngine, HopperEngine)):
+    if isinstance(engine, (ChunkedEngine, ReferenceEngine, FixedOrderEngine, HopperEngine, TritonEngine)):
         return engine
     known = isinstance(engine, str) and engine in ENGINES
     expected = f"'auto', one of {sorted(ENGINES)}, or an engine object"
@@ -113,8 +121,13 @@ def named_engine(engine: str | Engine) -> Engine:
     return ENGINES[engine]
 
 
+def _not_automatic() -> str | None:
+    """Why the Triton kernels are not the choice for a device that they run on."""
+    return "on Hopper GPUs it is used by name only" if (device_capability() or 0) >= 90 else None
+
+
 def _not_shown(options: HeadOptions) -> str | None:
-    """What the Hopper kernels may do but has not been tested on GPUs."""
+    """What the GPU kernels may do but has not been tested on GPUs."""
     if options.axis_name is not None and lax.axis_size(options.axis_name) > 1:
         return "it has not been tested over several GPUs; name it to use it"
     return None

@@ -294,8 +294,11 @@ def _choose(
     rows: bool,
 ) -> tuple[Engine, str]:
     """The engine and the reason; "auto" turns to ``chunked`` where the kernels lack something that this pass needs."""
+    automatic = isinstance(engine, str) and engine == "auto"
     chosen, reason = choose_engine(engine, hidden, weight, bias, options)
     known = isinstance(chosen, (ChunkedEngine, HopperEngine))
+    if automatic and not known:
+        return named_engine("chunked"), f"auto: {chosen.name} not used: it has no pass that gives gradients at once"
     require(known, "engine", "'auto', 'chunked' or 'hopper': no other engine has this pass", repr(chosen.name))
     unfiltered = getattr(chosen, "gradient_filter", None) is None
     require(unfiltered, "engine", "an engine without a gradient_filter: this pass has none", repr(chosen))
@@ -311,7 +314,6 @@ def _choose(
             refusal = "its chunks of tokens may part a document"
     if refusal is None:
         return chosen, reason
-    automatic = isinstance(engine, str) and engine == "auto"
     require(automatic, "engine", "operands that 'hopper' takes", refusal)
     return named_engine("chunked"), f"auto: hopper not used: {refusal}"
 

@@ -1,0 +1,154 @@
+"""Launches of the two kernels through jax-triton; both are imported here, when a launch is traced."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxlogp.head.hopper.logit_gradient import RowScalars
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.triton.tiles import TileConfig
+
+
+@runtime_checkable
+class TileFunctions(Protocol):
+    """The two functions behind which everything on the GPU happens: this module, or :mod:`jaxlogp.head.triton.plain`."""
+
+    def forward_statistics(self, *operands: Any) -> Array:
+        """See :func:`forward_statistics`."""
+        ...
+
+    def window_gradient(self, *operands: Any) -> Array:
+        """See :func:`window_gradient`."""
+        ...
+
+
+def forward_statistics(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    column: Int[Array, " tokens"],
+    bounds: Int[Array, "3"],
+    options: HeadOptions,
+    config: TileConfig,
+    capability: int | None,
+) -> Float[Array, "tiles 4 tokens"]:
+    """Tile statistics of all columns; the logits are not written.
+
+    Args:
+      hidden: [tokens, H] in the weight's dtype, tokens a multiple of config.rows.
+      weight: bf16 or fp16 [V, H].
+      bias: fp32 [V] or None.
+      column: int32 [tokens], the target's row of the weight, -1 where there is none.
+      bounds: int32: 0, number of rows of the weight that are real ids, number of tokens, from the first, that need
+        statistics. Row tiles behind these are not computed, and their results may be anything.
+      options: scale, soft cap, temperature and whether entropy is wanted.
+      config: tile shapes.
+      capability: compute capability times ten to compile for; None asks the device.
+
+    Returns:
+      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without entropy), target logit or 0.
+    """
+    from jaxlogp.head.triton.kernels import forward_kernel
+
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    tiles = -(-vocab // config.columns)
+    return _call(
+        (hidden, weight, _or_placeholder(bias), column, bounds, tokens, vocab),
+        forward_kernel,
+        jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32),
+        tokens // config.rows * tiles,
+        options,
+        config,
+        capability,
+        HIDDEN=hidden.shape[1],
+        HAS_BIAS=bias is not None,
+    )
+
+
+def window_gradient(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    scalars: RowScalars,
+    bounds: Int[Array, "3"],
+    window: int,
+    options: HeadOptions,
+    config: TileConfig,
+    capability: int | None,
+) -> Float[Array, "tokens window"]:
+    """Gradient of hidden · weightᵀ + bias for a window of columns, in the weight's dtype, rounded once.
+
+    Args:
+      hidden: [tokens, H] in the weight's dtype, tokens a multiple of config.rows.
+      weight: bf16 or fp16 [V, H].
+      bias: fp32 [V] or None.
+      scalars: what dz is made of, a value per token; a row whose constant, slope and onehot are 0 gets 0.
+      bounds: int32: first column of the window, number of rows of the weight that are real ids (further columns get 0),
+        number of tokens, from the first, that have a gradient (row tiles behind these get 0 without a product).
+      window: number of columns, all of them rows of the weight.
+      options: scale, soft cap, temperature and whether entropy is wanted.
+      config: tile shapes.
+      capability: compute capability times ten to compile for; None asks the device.
+    """
+    from jaxlogp.head.triton.kernels import gradient_kernel
+
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    values = jnp.stack([scalars.maximum, scalars.log2_sum, scalars.constant, scalars.slope, scalars.onehot])
+    return _call(
+        (hidden, weight, _or_placeholder(bias), scalars.target, values, bounds, tokens, vocab),
+        gradient_kernel,
+        jax.ShapeDtypeStruct((tokens, window), weight.dtype),
+        tokens // config.rows * -(-window // config.columns),
+        options,
+        config,
+        capability,
+        HIDDEN=hidden.shape[1],
+        WINDOW=window,
+        HAS_BIAS=bias is not None,
+    )
+
+
+def kernel_constants(options: HeadOptions, config: TileConfig) -> dict[str, Any]:
+    """The compile-time arguments that both kernels share."""
+    return {
+        "WITH_ENTROPY": options.with_entropy,
+        "SCALE": float(options.logit_scale),
+        "SOFTCAP": 0.0 if options.softcap is None else float(options.softcap),
+        "TEMPERATURE": float(options.temperature),
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "DEPTH": config.depth,
+        "GROUP": config.group,
+    }
+
+
+def _or_placeholder(bias: Array | None) -> Array:
+    """A kernel's argument must be an array; without a bias it is not read."""
+    return jnp.zeros((1,), jnp.float32) if bias is None else bias
+
+
+def _call(
+    operands: tuple,
+    kernel: Any,
+    out_shape: jax.ShapeDtypeStruct,
+    programs: int,
+    options: HeadOptions,
+    config: TileConfig,
+    capability: int | None,
+    **constants: Any,
+) -> Array:
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *operands,
+        kernel=kernel,
+        out_shape=out_shape,
+        grid=(programs,),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        compute_capability=capability,
+        **kernel_constants(options, config),
+        **constants,
+    )

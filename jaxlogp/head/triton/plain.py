@@ -1,0 +1,80 @@
+"""What the two kernels compute, in plain JAX: their specification, and a stand-in where there is no GPU.
+
+It takes the operands of :mod:`jaxlogp.head.triton.launch`, stores the logits of a whole call or window, and is for tests.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxlogp.head.hopper.logit_gradient import RowScalars
+from jaxlogp.head.projection import HeadOptions, dot, finish_logits
+from jaxlogp.head.triton.tiles import TileConfig
+
+LN_2 = 0.6931471805599453
+MASKED = -1e30
+
+
+def _logits(hidden: Array, weight: Array, bias: Array | None, columns: Array, options: HeadOptions) -> Array:
+    """Final logits of some rows of the weight; rows past its end are its last one."""
+    sources = jnp.minimum(columns, weight.shape[0] - 1)
+    logits = finish_logits(dot(hidden, weight[sources], (1, 1)), None if bias is None else bias[sources], options)
+    return jnp.where(logits < MASKED, MASKED, logits)
+
+
+def forward_statistics(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    column: Int[Array, " tokens"],
+    bounds: Int[Array, "3"],
+    options: HeadOptions,
+    config: TileConfig,
+    capability: int | None,
+) -> Float[Array, "tiles 4 tokens"]:
+    """As :func:`jaxlogp.head.triton.launch.forward_statistics`; NaN where the kernel leaves rows unwritten."""
+    del capability
+    tokens, tiles = hidden.shape[0], -(-weight.shape[0] // config.columns)
+    columns = jnp.arange(tiles * config.columns, dtype=jnp.int32)
+    logits = _logits(hidden, weight, bias, columns, options)
+    selected = jnp.where(columns[None, :] == column[:, None], logits, 0.0)
+    selected = jnp.where(selected <= MASKED, -jnp.inf, selected)
+    logits = jnp.where(columns[None, :] < bounds[1], logits, MASKED)
+    logits, selected = (x.reshape(tokens, tiles, -1) for x in (logits, selected))
+    maximum = jnp.max(logits, axis=-1)
+    shift = logits - maximum[..., None]
+    exp = jnp.exp(shift)
+    unwritten = jnp.full(maximum.shape, jnp.nan)
+    shifted = jnp.sum(exp * shift, axis=-1) if options.with_entropy else unwritten
+    statistics = jnp.stack([maximum, jnp.sum(exp, axis=-1), shifted, jnp.sum(selected, axis=-1)])
+    row_tile = jnp.arange(tokens, dtype=jnp.int32) // config.rows * config.rows
+    return jnp.where(row_tile[None, :, None] < bounds[2], statistics, jnp.nan).transpose(2, 0, 1)
+
+
+def window_gradient(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    scalars: RowScalars,
+    bounds: Int[Array, "3"],
+    window: int,
+    options: HeadOptions,
+    config: TileConfig,
+    capability: int | None,
+) -> Float[Array, "tokens window"]:
+    """As :func:`jaxlogp.head.triton.launch.window_gradient`."""
+    del config, capability
+    columns = bounds[0] + jnp.arange(window, dtype=jnp.int32)
+    logits = _logits(hidden, weight, bias, columns, options)
+    shift = logits - scalars.maximum[:, None]
+    probs = jnp.exp(shift - scalars.log2_sum[:, None] * LN_2)
+    slope = scalars.slope[:, None] * shift if options.with_entropy else 0.0
+    gradient = probs * (scalars.constant[:, None] + slope)
+    chosen = columns[None, :] == scalars.target[:, None]
+    gradient = jnp.where(chosen, gradient + scalars.onehot[:, None], gradient)
+    if options.softcap is not None:
+        capped = logits * (options.temperature / options.softcap)
+        gradient = gradient * (1.0 - capped * capped)
+    alive = (scalars.constant != 0.0) | (scalars.slope != 0.0) | (scalars.onehot != 0.0)
+    alive &= jnp.arange(hidden.shape[0], dtype=jnp.int32) < bounds[2]
+    gradient = jnp.where(alive[:, None] & (columns < bounds[1])[None, :], gradient, 0.0)
+    return gradient.astype(weight.dtype)

@@ -1,0 +1,155 @@
+"""The triton engine on a GPU: `pytest -m gpu tests/test_triton_gpu.py`. Everything here is skipped where there is none.
+
+JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py hides the GPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp import linear_log_probs
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.triton import TritonEngine, launch, plain
+from jaxlogp.head.triton.availability import device_capability, why_not_device, why_not_installed
+from jaxlogp.head.triton.tiles import TABLE
+from jaxlogp.logits import LocalTargets
+from tests import hopper_case
+from tests.test_hopper_gpu import SHAPES, both, float64, inputs, relative
+
+reason = why_not_device() or why_not_installed()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(reason is not None, reason=str(reason))]
+VALUE_ERROR = 5e-5
+GRADIENT_ERROR = 5e-3
+ALL_OPTIONS = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 30.0}
+
+
+@pytest.mark.parametrize("tokens, hidden_size, vocab", SHAPES)
+def test_values_gradients_and_repeatability(tokens, hidden_size, vocab):
+    hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
+    mask = jnp.arange(tokens) % 5 != 1
+    hidden = jnp.where(mask[:, None], hidden, jnp.zeros_like(hidden))
+    options = HeadOptions(with_entropy=True, vocab_size=vocab)
+    run = jax.jit(lambda *args: both(TritonEngine(), options, *args))
+    args = hidden, weight, targets, mask, g, g_entropy
+    out, (d_hidden, d_weight) = run(*args)
+    out_again, (d_hidden_again, d_weight_again) = run(*args)
+    wanted = float64(*args)
+    for name, actual, value in (("log_probs", out.log_probs, wanted[0]), ("entropy", out.entropy, wanted[1])):
+        assert np.abs(np.asarray(actual, np.float64) - np.asarray(value)).max() < VALUE_ERROR, name
+    assert relative(d_hidden, wanted[2]) < GRADIENT_ERROR
+    assert relative(d_weight, wanted[3]) < GRADIENT_ERROR
+    assert bool((out.log_probs == out_again.log_probs).all() & (out.entropy == out_again.entropy).all())
+    assert bool((d_hidden == d_hidden_again).all() & (d_weight == d_weight_again).all())
+    assert not np.asarray(d_hidden.astype(jnp.float32))[~np.asarray(mask)].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("hidden_size, vocab", [(128, 1), (72, 257), (64, 600), (1000, 5003)])
+@pytest.mark.parametrize("extra", [{}, ALL_OPTIONS], ids=["plain", "all options"])
+def test_odd_shapes_match_the_oracle(dtype, hidden_size, vocab, extra):
+    data = hopper_case.case(333, hidden_size, vocab, bias=bool(extra))
+    data.update(hidden=data["hidden"].astype(dtype), weight=data["weight"].astype(dtype))
+    data["mask"] = jnp.arange(333) % 4 != 2
+    data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
+    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
+    result, gradients = hopper_case.run(data, hopper_case.local_targets(data), TritonEngine(window=256), options)
+    hopper_case.check(result, gradients, hopper_case.expected(data, options), VALUE_ERROR, GRADIENT_ERROR)
+
+
+@pytest.mark.parametrize("extra", [{}, ALL_OPTIONS], ids=["plain", "all options"])
+def test_the_kernels_compute_what_their_specification_says(extra):
+    hidden, weight, column, g, g_entropy = inputs(512, 256, 1500)
+    bias = jnp.linspace(-2.0, 2.0, 1500).at[700].set(-jnp.inf) if extra else None
+    column = jnp.where(column == 700, 5, column).at[7].set(-1)
+    options = HeadOptions(with_entropy=True, vocab_size=1500, **extra)
+    config = TABLE[device_capability()].forward
+    # The last row tile is not live, and the last 100 columns are padding.
+    bounds = jnp.asarray([0, 1400, 384], jnp.int32)
+    column = jnp.where(column < 1400, column, -1)
+    operands = hidden, weight, bias, column, bounds, options, config, None
+    actual, wanted = (np.asarray(x.forward_statistics(*operands))[:, :, :384] for x in (launch, plain))
+    np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+    maximum = jnp.max(jnp.asarray(wanted)[:, 0], axis=0)
+    pad = jnp.zeros(128)
+    zeros = jnp.zeros(512).at[:384]
+    scalars = launch.RowScalars(
+        jnp.concatenate([maximum, pad]), zeros.set(5.0), zeros.set(g[:384]), zeros.set(g_entropy[:384]),
+        zeros.set(g[:384]), column,
+    )  # fmt: skip
+    bounds = jnp.asarray([600, 1400, 384], jnp.int32)
+    config = TABLE[device_capability()].gradient
+    operands = hidden, weight, bias, scalars, bounds, 900, options, config, None
+    actual, wanted = (np.asarray(x.window_gradient(*operands), np.float32) for x in (launch, plain))
+    assert np.linalg.norm(actual - wanted) < 2e-3 * np.linalg.norm(wanted)
+    assert not actual[384:].any() and not actual[:, 800:].any()
+
+
+def test_tile_statistics_are_bitwise_invariant():
+    hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
+    options, config = HeadOptions(with_entropy=True), TABLE[device_capability()].forward
+    tile = config.columns
+
+    @jax.jit
+    def statistics(hidden, weight, column):
+        bounds = jnp.asarray([0, weight.shape[0], hidden.shape[0]], jnp.int32)
+        return launch.forward_statistics(hidden, weight, None, column, bounds, options, config, None)
+
+    whole = np.asarray(statistics(hidden, weight, column))
+    for shards in (2, 4):
+        width = weight.shape[0] // shards
+        for shard in range(shards):
+            start = shard * width
+            local = jnp.where((column >= start) & (column < start + width), column - start, -1)
+            part = np.asarray(statistics(hidden, weight[start : start + width], local))
+            np.testing.assert_array_equal(part, whole[start // tile : (start + width) // tile])
+    np.testing.assert_array_equal(np.asarray(statistics(hidden[1024:], weight, column[1024:])), whole[:, :, 1024:])
+
+
+@pytest.mark.parametrize("extra", [{}, ALL_OPTIONS], ids=["plain", "all"])
+def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(extra):
+    tokens, vocab = 12500, 131072 + 8
+    hidden, weight, targets, g, g_entropy = inputs(tokens, 512, vocab)
+    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
+
+    @jax.jit
+    def forward(hidden, weight, targets, mask):
+        return TritonEngine().log_probs(
+            hidden, weight, None, LocalTargets(targets, mask, None, jnp.int32(vocab)), options
+        )
+
+    mask = jnp.ones(tokens, bool)
+    whole = forward(hidden, weight, targets, mask)
+    with_backward, _ = jax.jit(lambda *x: both(TritonEngine(), options, *x))(
+        hidden, weight, targets, mask, g, g_entropy
+    )
+    part = slice(2001, 4501)
+    some = forward(hidden[part], weight, targets[part], mask[part])
+    third = jnp.arange(tokens) % 3 == 0
+    masked = forward(hidden, weight, targets, third)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=auto, devices=jax.devices()[:1])
+    p = jax.P
+
+    def local(hidden, weight, targets):
+        call = {"axis_name": "tensor", "with_entropy": True, "engine": "triton", **extra}
+        return linear_log_probs(hidden, weight, targets, **call)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(p(), p("tensor"), p()), out_specs=p())
+    over_mesh = jax.jit(mapped)(hidden, weight, targets)
+    for name in ("log_probs", "entropy"):
+        wanted = np.asarray(getattr(whole, name))
+        np.testing.assert_array_equal(np.asarray(getattr(with_backward, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(over_mesh, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(some, name)), wanted[part])
+        np.testing.assert_array_equal(np.asarray(getattr(masked, name))[third], wanted[np.asarray(third)])
+
+
+def test_memory_beside_inputs_and_gradients():
+    tokens, hidden_size, vocab = 8192, 4096, 151936
+    options = HeadOptions(with_entropy=True, vocab_size=vocab)
+    shapes = [((tokens, hidden_size), jnp.bfloat16), ((vocab, hidden_size), jnp.bfloat16), ((tokens,), jnp.int32)]
+    shapes += [((tokens,), bool), ((tokens,), jnp.float32), ((tokens,), jnp.float32)]
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    compiled = jax.jit(lambda *x: both(TritonEngine(), options, *x)).lower(*operands).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * 2**30
