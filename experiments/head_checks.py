@@ -84,8 +84,9 @@ class Filtered:
 
 def available_engines(hidden: jax.Array, weight: jax.Array) -> dict[str, str | None]:
     """Every engine's name, with the reason why it cannot run here or None."""
-    why_not = ENGINES["hopper"].why_not(hidden, weight, None, HeadOptions(with_entropy=True))
-    return {name: why_not if name == "hopper" else None for name in ENGINES}
+    options = HeadOptions(with_entropy=True)
+    asked = {name: getattr(engine, "why_not", None) for name, engine in ENGINES.items()}
+    return {name: None if ask is None else ask(hidden, weight, None, options) for name, ask in asked.items()}
 
 
 # ---- drift ----
@@ -127,11 +128,14 @@ def _run(engine: str, tokens: TokenSet, weight: np.ndarray) -> tuple[np.ndarray,
 
 
 def rows_computed(engine: str, live: int, tokens: int, hidden_size: int) -> int:
-    """Rows of the logits that the forward computes: `hopper` leaves out whole row tiles, the others none."""
-    if engine != "hopper":
+    """Rows of the logits that the forward computes: engines with kernels leave out whole row tiles, the others none."""
+    if engine == "hopper":
+        config = head_tiles(hidden_size).forward
+        grain = config.rows * config.cluster
+    elif engine == "triton":
+        grain = ENGINES["triton"].head_tiles().forward.rows
+    else:
         return tokens
-    config = head_tiles(hidden_size).forward
-    grain = config.rows * config.cluster
     return -(-live // grain) * grain
 
 

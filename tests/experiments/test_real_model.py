@@ -172,10 +172,11 @@ def test_a_head_that_ignores_the_mask_is_seen(monkeypatch):
     assert not row.masked_zero and not row.weight_gradient_error < 1e-2
 
 
-def test_only_hopper_leaves_rows_out_and_only_whole_tiles_of_them():
+def test_engines_with_kernels_leave_rows_out_and_only_whole_tiles_of_them():
     assert head_checks.rows_computed("chunked", 10, 1000, 576) == 1000
-    assert 1000 <= head_checks.rows_computed("hopper", 1000, 2000, 576) < 2000
-    assert head_checks.rows_computed("hopper", 1000, 2000, 576) % 128 == 0
+    for engine, tile in (("hopper", 128), ("triton", 64)):
+        assert 1000 <= head_checks.rows_computed(engine, 1000, 2000, 576) < 2000
+        assert head_checks.rows_computed(engine, 1000, 2000, 576) % tile == 0
 
 
 def test_the_filter_is_compared_with_the_unfiltered_gradient_of_the_same_tokens(run):
