@@ -1,7 +1,10 @@
 """Every option of a run as nested frozen dataclasses; ``python -m experiments.grpo --help`` prints these lines."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
+
+import jax
 
 from experiments.mesh import MeshSpec, parse_mesh
 from experiments.model import DecoderConfig
@@ -33,14 +36,20 @@ class ModelConfig:
     """Use the embedding table as head."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    dtype: str = "float32"
-    """Dtype of the activations: float32 or bfloat16."""
+    dtype: str = "auto"
+    """Dtype of activations and head: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 elsewhere."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
 
     def decoder(self, vocab_size: int) -> DecoderConfig:
         """The configuration of the model for a vocabulary of ``vocab_size`` tokens."""
-        return DecoderConfig(vocab_size=vocab_size, **vars(self))
+        return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved()))
+
+    def resolved(self) -> "ModelConfig":
+        """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply."""
+        if self.dtype != "auto":
+            return self
+        return dataclasses.replace(self, dtype="bfloat16" if jax.default_backend() == "gpu" else "float32")
 
 
 @dataclass(frozen=True)
@@ -295,6 +304,6 @@ _CHOICES = {
     "loss.scale-rewards": ("group", "none"),
     "loss.metrics": ("none", "basic", "with_entropy"),
     "loss.engine": ("auto", "chunked", "reference"),
-    "model.dtype": ("float32", "bfloat16"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
 }

@@ -160,7 +160,9 @@ def with_common_part(policy: Policy) -> Policy:
     return dataclasses.replace(policy, name=f"{policy.name}, common part", weight=policy.weight + shared)
 
 
-def _gradients(engine: ChunkedEngine, hidden, weight, targets, g):
+def policy_gradients(engine: ChunkedEngine, hidden, weight, targets, g):
+    """Gradients of hidden states and weight for cotangents g of the log-probs and 0.01 of the entropies."""
+
     def objective(hidden, weight):
         result = linear_log_probs(hidden, weight, targets, with_entropy=True, engine=engine)
         return jnp.sum(result.log_probs * g) + ENTROPY_COTANGENT * jnp.sum(result.entropy)
@@ -168,7 +170,8 @@ def _gradients(engine: ChunkedEngine, hidden, weight, targets, g):
     return jax.grad(objective, argnums=(0, 1))(hidden, weight)
 
 
-def _errors(seen: jax.Array, exact: np.ndarray) -> tuple[float, float]:
+def relative_errors(seen: jax.Array, exact: np.ndarray) -> tuple[float, float]:
+    """|seen - exact| / |exact|: in the Frobenius norm, and the largest entries."""
     difference = np.asarray(seen, np.float64) - exact
     return float(np.linalg.norm(difference) / np.linalg.norm(exact)), float(
         np.abs(difference).max() / np.abs(exact).max()
@@ -193,7 +196,7 @@ def _measure(config: GradientFilterConfig, policy: Policy) -> list[Row]:
         operands[name] = policy.hidden, order.rows(policy.weight), order.places(policy.targets), g
         engines = filtered if name != "shuffled" else {None: plain, **filtered}
         for threshold, engine in engines.items():
-            function = jax.jit(functools.partial(_gradients, engine))
+            function = jax.jit(functools.partial(policy_gradients, engine))
             programs[name, threshold] = function.lower(*operands[name]).compile()
     seconds: dict = {key: [] for key in programs}
     results = {}
@@ -212,7 +215,7 @@ def _measure(config: GradientFilterConfig, policy: Policy) -> list[Row]:
         if threshold is not None:
             counting = functools.partial(skipped_tiles, engine=filtered[threshold])
             share = float(jax.jit(counting)(*operands[name][:3]).mean())
-        errors = *_errors(d_hidden, exact[0]), *_errors(d_weight, exact[1][orders[name].order])
+        errors = *relative_errors(d_hidden, exact[0]), *relative_errors(d_weight, exact[1][orders[name].order])
         time_of = medians[name, threshold]
         rows.append(Row(policy.name, name, threshold, share, *errors, time_of, time_of / base))
     return rows
@@ -235,7 +238,8 @@ def main(config: GradientFilterConfig) -> Result:
     return Result(rows, _markdown(config, policies, rows))
 
 
-def _power(threshold: float | None) -> str:
+def threshold_label(threshold: float | None) -> str:
+    """A threshold as a power of 2 where it is one."""
     if threshold is None:
         return "off"
     exponent = np.log2(threshold) if threshold > 0 else 0.5
@@ -260,7 +264,7 @@ def _markdown(config: GradientFilterConfig, policies: list[Policy], rows: list[R
         errors = row.hidden_error, row.hidden_largest, row.weight_error, row.weight_largest
         cells = " | ".join("0" if row.threshold is None else f"{error:.1e}" for error in errors)
         lines.append(
-            f"| {row.policy} | {row.order} | {_power(row.threshold)} | {row.skipped:.1%} | {cells} "
+            f"| {row.policy} | {row.order} | {threshold_label(row.threshold)} | {row.skipped:.1%} | {cells} "
             f"| {row.seconds * 1e3:.0f} ms | {row.ratio:.2f} |"
         )
     return "\n".join(lines)

@@ -72,6 +72,8 @@ def set_up(config: Config) -> Run:
       ValueError: an option, a file, a mesh or a run folder that will not do; one line that names it.
     """
     if config.resume is None:
+        # What a run began with it keeps, whatever device it is resumed on.
+        config = dataclasses.replace(config, model=config.model.resolved())
         trainer = Trainer(config)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
         save_config(folder.config, config)

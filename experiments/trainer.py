@@ -114,7 +114,7 @@ class Trainer:
     def _reduction_order(self, spec: MeshSpec) -> ReductionOrder:
         """The numeric identity of the head, the same on every process."""
         config = self.config
-        dtype = "float32" if config.loss.fp32_head else config.model.dtype
+        dtype = "float32" if config.loss.fp32_head else config.model.resolved().dtype
         order = config.invariance.order(self.tokenizer.vocab_size, dtype)
         expected = f"tensor ranks that divide the {order.granules} granules of the vocabulary, with --invariant"
         require(order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)

@@ -74,7 +74,7 @@ def float64(hidden, weight, targets, mask, g, g_entropy):
 
 def relative(actual, wanted):
     with jax.enable_x64(True):
-        wide = jnp.asarray(actual).astype(jnp.float64)
+        wide, wanted = (jnp.asarray(x).astype(jnp.float64) for x in (actual, wanted))
         return float(jnp.linalg.norm(wide - wanted) / jnp.linalg.norm(wanted))
 
 
@@ -122,7 +122,7 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     )
     assert 0.1 < float(counted.mean()) < 0.99
     for actual, same, portable_gradient in zip(gradients, again, wanted, strict=True):
-        assert relative(actual, portable_gradient.astype(jnp.float32)) < GRADIENT_ERROR
+        assert relative(actual, portable_gradient) < GRADIENT_ERROR
         assert bool((actual == same).all())
     # Rows of the weight that no block touches: exact zeros in both, but for a block that rounding decides.
     touched = [np.asarray(jnp.any(x[1] != 0, axis=1)) for x in (gradients, wanted)]
@@ -241,6 +241,6 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
     again = one_pass(hidden, weight, targets, old, advantages, mask)
     np.testing.assert_array_equal(np.asarray(got.values.log_probs), np.asarray(log_probs))
     for actual, same, value in zip((got.hidden, got.weight), (again.hidden, again.weight), wanted, strict=True):
-        assert relative(actual, value.astype(jnp.float32)) < GRADIENT_ERROR
+        assert relative(actual, value) < GRADIENT_ERROR
         assert bool((actual == same).all())
     assert not np.asarray(got.hidden.astype(jnp.float32))[~np.asarray(mask)].any()

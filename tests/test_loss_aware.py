@@ -289,7 +289,8 @@ def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias):
     several = chunk_rows * 2 * 768 - (fp32_weight if chunk_rows > 300 else 0)
     monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", several)
     arguments, head = problem(tokens=300, bias=bias, seed=1)
-    engine = HopperEngine(interpret=interpreter(), num_sms=2)
+    # The windows of the vocabulary do not divide it.
+    engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=512)
     options = {"denominator": 37.0, "entropy_coefficient": 0.1, "engine": engine, **head}
     out = jax.jit(lambda *x: linear_policy_gradients(*x, **options))(*arguments)
     compare(out, two_steps(arguments, head, 0.1, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
@@ -309,3 +310,16 @@ def test_hopper_kernels_on_policy(bias):
         lse, *arguments
     )
     compare(out, two_steps(arguments, head, 0.0, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tokens", [300, 9000], ids=["one chunk", "several chunks"])
+def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens):
+    shapes = [(tokens, 256), (129920, 256)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    per_token = [jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)]
+
+    def one_pass(*x):
+        return linear_policy_gradients(*x, entropy_coefficient=0.1, engine=HopperEngine())
+
+    jax.jit(one_pass).trace(*operands, *per_token).lower(lowering_platforms=("cuda",))

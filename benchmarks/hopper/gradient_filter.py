@@ -10,6 +10,7 @@ against the unfiltered gradient. "shuffled" is a vocabulary in no order, "ordere
 import functools
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -41,29 +42,31 @@ def policy(hidden_size, vocab):
     weight = jnp.concatenate([column[:, None], rows], axis=1).astype(jnp.bfloat16)
     called = jax.random.categorical(keys[2], log_frequency, shape=(TOKENS,))
 
-    def hidden_of(pull):
+    def hidden_of(pull, rows, called):
         lever = jnp.full((TOKENS, 1), LEVER)
         return jnp.concatenate([lever, pull * rows[called]], axis=1).astype(jnp.bfloat16)
 
     @jax.jit
-    def entropy_of(pull):
-        some = hidden_of(pull)[:SAMPLE]
+    def entropy_of(pull, rows, called, weight):
+        some = hidden_of(pull, rows, called)[:SAMPLE]
         zeros = jnp.zeros(SAMPLE, jnp.int32)
         return linear_log_probs(some, weight, zeros, with_entropy=True, engine=HopperEngine()).entropy.mean()
 
     low, high = jnp.float32(0.0), jnp.float32(60.0)
     for _ in range(20):
         middle = (low + high) / 2
-        low, high = (middle, high) if entropy_of(middle) > ENTROPY else (low, middle)
-    hidden = hidden_of(high)
+        low, high = (middle, high) if entropy_of(middle, rows, called, weight) > ENTROPY else (low, middle)
+    hidden = hidden_of(high, rows, called)
 
-    def draw(index):
+    @jax.jit
+    def draw(index, hidden, weight):
         some = jax.lax.dynamic_slice_in_dim(hidden, index * SAMPLE, SAMPLE)
         logits = jnp.dot(some, weight.T, preferred_element_type=jnp.float32)
         return jax.random.categorical(jax.random.fold_in(keys[3], index), logits)
 
-    targets = jax.lax.map(draw, jnp.arange(TOKENS // SAMPLE)).reshape(-1).astype(jnp.int32)
-    return hidden, weight, targets, float(entropy_of(high))
+    blocks = [draw(index, hidden, weight) for index in range(TOKENS // SAMPLE)]
+    targets = jnp.concatenate(blocks).astype(jnp.int32)
+    return hidden, weight, targets, float(entropy_of(high, rows, called, weight))
 
 
 def gradients(engine, hidden, weight, targets, g):
@@ -72,6 +75,23 @@ def gradients(engine, hidden, weight, targets, g):
         return jnp.sum(values.log_probs * g) + 0.01 * jnp.sum(values.entropy)
 
     return jax.grad(objective, (0, 1))(hidden, weight)
+
+
+def compile_all(arguments):
+    """Threshold or None -> (gradients, skipped blocks), compiled side by side."""
+    lowered = {}
+    for threshold in (None, 0.0, *THRESHOLDS):
+        engine = HopperEngine(gradient_filter=None if threshold is None else GradientFilter(threshold))
+
+        def count(hidden, weight, targets, g, engine=engine):
+            return skipped_tiles(hidden, weight, targets, engine=engine)
+
+        lowered[threshold, "run"] = jax.jit(functools.partial(gradients, engine)).lower(*arguments)
+        if threshold is not None:
+            lowered[threshold, "count"] = jax.jit(count).lower(*arguments)
+    with ThreadPoolExecutor() as pool:
+        done = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+    return {threshold: (done[threshold, "run"], done.get((threshold, "count"))) for threshold, _ in done}
 
 
 def main():
@@ -92,26 +112,20 @@ def main():
         forward = jax.jit(lambda h, w, t: linear_log_probs(h, w, t, with_entropy=True, engine=HopperEngine()))
         calls["forward"], notes["forward"] = functools.partial(forward, hidden, weight, targets), ""
         for name, arguments in operands.items():
-            exact = None
-            for threshold in (None, 0.0, *THRESHOLDS):
-                chosen = None if threshold is None else GradientFilter(threshold)
-                engine = HopperEngine(gradient_filter=chosen)
+            compiled, exact = compile_all(arguments), None
+            for threshold, (run, count) in compiled.items():
                 label = f"{name}, {'off' if threshold is None else f'{threshold:.1e}'}"
-                try:
-                    compiled = jax.jit(functools.partial(gradients, engine)).lower(*arguments).compile()
-                    result = jax.block_until_ready(compiled(*arguments))
-                except Exception as error:  # One that does not compile must not end the run.
-                    print(f"  {label} failed: {str(error)[:1500]}", flush=True)
-                    continue
-                memory = compiled.memory_analysis().temp_size_in_bytes / 2**30
-                calls[label], notes[label] = functools.partial(compiled, *arguments), f"temp {memory:.3f} GiB"
+                result = jax.block_until_ready(run(*arguments))
+                memory = run.memory_analysis().temp_size_in_bytes / 2**30
+                calls[label], notes[label] = functools.partial(run, *arguments), f"temp {memory:.3f} GiB"
                 if threshold is None:
                     exact = result
-                elif exact is not None:
-                    share = float(skipped_tiles(*arguments[:3], engine=engine).mean())
+                else:
                     errors = [relative(a, b) for a, b in zip(result, exact, strict=True)]
-                    notes[label] += f"  left out {share:.1%}  dH, dW differ by {errors[0]:.1e} {errors[1]:.1e}"
-            del exact
+                    notes[label] += f"  left out {float(count(*arguments).mean()):.1%}"
+                    notes[label] += f"  dH, dW differ by {errors[0]:.1e} {errors[1]:.1e}"
+                print(f"  {label}: {notes[label]}", flush=True)
+            del exact, result
         times = {name: [] for name in calls}
         for _ in range(3):
             for name, call in calls.items():

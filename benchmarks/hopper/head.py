@@ -84,7 +84,7 @@ def main():
     shapes = [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:] if "," in a] or SHAPES
     for hidden_size, vocab in shapes:
         hidden, weight, targets, g_lp, g_entropy = inputs(hidden_size, vocab)
-        options = HeadOptions(with_entropy=True, vocab_size=vocab)
+        options = HeadOptions(with_entropy=True, vocab_size=vocab, all_live=True)
         local = LocalTargets(targets, jnp.ones(TOKENS, bool), None, jnp.int32(vocab))
         rows, columns = np.arange(0, TOKENS, 128), np.r_[0:32, vocab - 32 : vocab]
         wanted = oracle(hidden, weight, targets, g_lp, g_entropy, rows, columns)

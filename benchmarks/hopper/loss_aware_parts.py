@@ -12,7 +12,7 @@ from head import SHAPES, TOKENS, inputs, seconds
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.hopper.loss_aware import exp_to_gradient
-from jaxlogp.head.hopper.tiles import ALTERNATE, ALTERNATE_PAIR
+from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.stats import Normaliser
@@ -22,6 +22,7 @@ def main():
     print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
     for hidden_size, vocab in [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:]] or SHAPES:
         hidden, weight, targets, g, g_entropy = inputs(hidden_size, vocab)
+        tiles, window = head_tiles(hidden_size), 25344
         options, zero, live = HeadOptions(with_entropy=True, vocab_size=vocab), jnp.int32(0), jnp.int32(TOKENS)
         normaliser = Normaliser(jnp.full(TOKENS, 9.0), jnp.full(TOKENS, 4.0), jnp.full(TOKENS, -6.0))
         scalars = RowScalars(normaliser.max, normaliser.log_sum_exp, g, g_entropy, g, targets)
@@ -34,25 +35,26 @@ def main():
 
         def turn(exp, maxima, normaliser=normaliser, scalars=scalars, live=live):
             ref = jax.new_ref(exp)
-            exp_to_gradient(ref, maxima, normaliser, scalars, scalars.constant, live, 128, True)
+            exp_to_gradient(ref, maxima, normaliser, scalars, scalars.constant, live, True)
             return jax.freeze(ref)
 
-        def d_hidden(dz, weight, hidden_size=hidden_size, zero=zero):
+        def d_hidden(dz, weight, hidden_size=hidden_size, tiles=tiles, window=window):
             ref = jax.new_ref(jnp.zeros((TOKENS, hidden_size), jnp.float32))
-            add_hidden_gradient(ref, dz, weight, zero, ALTERNATE_PAIR, 132)
+            for start in range(0, dz.shape[1], window):
+                some = min(window, dz.shape[1] - start)
+                add_hidden_gradient(ref, dz, weight, jnp.int32(start), tiles.d_hidden, 132, window=some)
             return jax.freeze(ref)
 
-        def d_weight(dz, hidden, shape=weight.shape, zero=zero):
+        def d_weight(dz, hidden, shape=weight.shape, zero=zero, tiles=tiles):
             ref = jax.new_ref(uninitialised(shape, jnp.bfloat16))
-            write_weight_gradient(ref, dz, hidden, zero, ALTERNATE_PAIR, 132)
+            write_weight_gradient(ref, dz, hidden, zero, tiles.d_weight, 132)
             return jax.freeze(ref)
 
         gemm = jax.jit(lambda h, w: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))))
         base = seconds(lambda: gemm(hidden, weight))  # noqa: B023
-        pair = jax.jit(lambda *x: exponentials(*x, ALTERNATE_PAIR))  # noqa: B023
-        single = jax.jit(lambda *x: exponentials(*x, ALTERNATE))  # noqa: B023
-        plain = jax.jit(lambda *x: exponentials(*x, ALTERNATE, False))  # noqa: B023
-        partials, exp = pair(hidden, weight, targets)
+        with_exp = jax.jit(lambda *x: exponentials(*x, tiles.exponentials))  # noqa: B023
+        plain = jax.jit(lambda *x: exponentials(*x, tiles.forward, False))  # noqa: B023
+        partials, exp = with_exp(hidden, weight, targets)
         maxima = partials[:, 0]
         in_place, product_h, product_w = jax.jit(turn, donate_argnums=0), jax.jit(d_hidden), jax.jit(d_weight)
         state = [exp]
@@ -61,18 +63,14 @@ def main():
             state[0] = in_place(state[0], maxima)  # noqa: B023
             return state[0]
 
-        times = (
-            {
-                "statistics alone": seconds(lambda: plain(hidden, weight, targets)),  # noqa: B023
-                "exponentials": seconds(lambda: pair(hidden, weight, targets)),  # noqa: B023
-                "exponentials, no pairs": seconds(lambda: single(hidden, weight, targets)),  # noqa: B023
-                "to dz": seconds(again),
-                "dH": seconds(lambda: product_h(exp_like, weight)),  # noqa: B023
-                "dW": seconds(lambda: product_w(exp_like, hidden)),  # noqa: B023
-            }
-            if (exp_like := pair(hidden, weight, targets)[1]) is not None
-            else {}
-        )
+        like_dz = with_exp(hidden, weight, targets)[1]
+        times = {
+            "statistics alone": seconds(lambda: plain(hidden, weight, targets)),  # noqa: B023
+            "exponentials": seconds(lambda: with_exp(hidden, weight, targets)),  # noqa: B023
+            "to dz": seconds(again),
+            "dH": seconds(lambda: product_h(like_dz, weight)),  # noqa: B023
+            "dW": seconds(lambda: product_w(like_dz, hidden)),  # noqa: B023
+        }
         print(f"H {hidden_size} V {vocab} product {base * 1e3:.2f} ms; ", end="")
         print(", ".join(f"{name} {value / base:.3f}" for name, value in times.items()), flush=True)
 

@@ -68,5 +68,5 @@ def test_bad_options_end_in_one_line_and_exit_code_2(options, words, capsys):
 
 def test_errors_are_those_of_numpy():
     seen, exact = np.array([[1.0, 2.0], [0.0, 4.0]]), np.array([[1.0, 2.5], [0.0, 3.0]])
-    norm, largest = gradient_filter._errors(seen, exact)
+    norm, largest = gradient_filter.relative_errors(seen, exact)
     assert norm == pytest.approx(np.sqrt(1.25 / (1 + 6.25 + 9))) and largest == pytest.approx(1 / 3)

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import evaluate, grpo
 from experiments.config import Config
+from experiments.config_file import load_config
 from experiments.trainer import Trainer
 from tests.experiments.tiny import tiny, train_records
 
@@ -190,3 +191,11 @@ def test_the_command_line_itself(tmp_path):
     command = [sys.executable, "-m", "experiments.grpo", "--no-such-option", "1"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("backend, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_the_dtype_follows_the_device_and_is_kept(tmp_path, monkeypatch, backend, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    run = grpo.set_up(tiny(tmp_path, backend))
+    assert run.trainer.config.model.dtype == dtype
+    assert load_config(run.folder.config, Config).model.dtype == dtype

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import head_speed
+from experiments import head_cases, head_shapes, head_speed
 from experiments.head_speed import HeadSpeedConfig
 
 SMALL = HeadSpeedConfig(tokens=512, hidden_size=16, vocab_size=8192, repeats=3)
@@ -73,7 +73,8 @@ def test_written_files_hold_the_table_the_numbers_and_the_versions(result, tmp_p
     markdown = head_speed.write(SMALL, result, tmp_path / "results")
     assert result.markdown in markdown.read_text(encoding="utf-8")
     record = json.loads(markdown.with_suffix(".json").read_text(encoding="utf-8"))
-    assert record["config"] == dataclasses.asdict(SMALL)
+    assert record["config"] == json.loads(json.dumps(dataclasses.asdict(SMALL)))
+    assert set(record) == {"command", "config", "jax", "python", "device", "rows"}
     assert record["rows"] == [dataclasses.asdict(row) for row in result.rows]
     assert record["jax"] == jax.__version__ and record["python"] and record["device"]
     table = [line for line in result.markdown.splitlines() if line.startswith("|")]
@@ -87,6 +88,19 @@ def test_written_files_hold_the_table_the_numbers_and_the_versions(result, tmp_p
     [
         (["--tokens", "0"], "--tokens: expected a number > 0, got 0"),
         (["--repeats", "-1"], "--repeats: expected a number > 0, got -1"),
+        (["--tokens", "8", "0"], "--tokens: expected a number > 0, got 0"),
+        (["--base", "gemm"], "--base: expected materialised or product, got gemm"),
+        (
+            ["--tokens", "8", "9", "--base", "materialised"],
+            "--tokens: expected one number with --base materialised, got 8 9",
+        ),
+        (["--model", "gpt"], f"--model: expected all or one of {sorted(head_cases.MODELS)}, got gpt"),
+        (
+            ["--skip", "cudnn"],
+            f"--skip: expected one of {['ours', 'peers', *head_shapes.our_names(), *head_shapes.peer_names()]}, got cudnn",
+        ),
+        (["--settle", "0"], "--settle: expected a number > 0, got 0.0"),
+        (["--time-budget", "-1"], "--time-budget: expected a number >= 0, got -1.0"),
         (["--dtype", "float16"], "--dtype: expected float32 or bfloat16, got float16"),
     ],
 )

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
@@ -35,7 +35,7 @@ from jaxlogp.head.hopper.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
-from jaxlogp.head.hopper.tiles import HeadTiles, head_tiles
+from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -168,7 +168,9 @@ class HopperEngine:
         return WeightedSum((total - jnp.sum(kept, dtype=jnp.int32)).astype(jnp.float32), total)
 
     def _tiles(self, weight: Array) -> HeadTiles:
-        return head_tiles(weight.shape[1]) if self.tiles is None else self.tiles
+        if self.tiles is not None:
+            return self.tiles
+        return head_tiles(weight.shape[1]) if self.gradient_filter is None else FILTERED
 
     def _blocks(self) -> int:
         if self.num_sms is not None:
@@ -185,9 +187,14 @@ class HopperEngine:
 
 def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
     """Tokens are padded to a multiple of it: whole tiles in every kernel, clusters of them on a GPU."""
-    configs = tiles.forward, tiles.logit_gradient, tiles.d_hidden
+    configs = tiles.forward, tiles.exponentials, tiles.logit_gradient, tiles.d_hidden
     rows = [config.rows * (config.cluster if interpret is None else 1) for config in configs]
     return math.lcm(*rows, tiles.d_weight.depth)
+
+
+def whole_rows(live: Int[Array, ""], multiple: int) -> Int[Array, ""]:
+    """Rows of all tiles with a live one, at least one tile: what one kernel leaves out no other may read."""
+    return jnp.maximum(-(-live // multiple), 1) * multiple
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -360,6 +367,7 @@ def head_gradients(
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(targets.mask, padded, options.all_live)
     packed, column = rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
+    live = whole_rows(rows.count, multiple)
     # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
     filled = (select_live(rows.pack(x, 0), rows.count) for x in scalars)
     scalars = RowScalars(*filled)._replace(target=jnp.where(jnp.arange(padded) < rows.count, column, -1))
@@ -390,7 +398,7 @@ def head_gradients(
             config,
             num_sms,
             interpret,
-            rows.count,
+            live,
             plan.gradient,
         )
         add_hidden_gradient(
@@ -401,7 +409,7 @@ def head_gradients(
             tiles.d_hidden,
             num_sms,
             interpret,
-            rows.count,
+            live,
             plan=plan.d_hidden,
             plan_steps=None if shape is None else shape.columns // tiles.d_hidden.depth,
         )
@@ -413,7 +421,7 @@ def head_gradients(
             tiles.d_weight,
             weight_sms,
             interpret,
-            rows.count,
+            live,
             plan=plan.d_weight,
             plan_steps=None if shape is None else shape.tokens // tiles.d_weight.depth,
         )
@@ -422,7 +430,7 @@ def head_gradients(
         if shape is not None:
             written = jnp.repeat(jnp.repeat(plan.kept, shape.tokens, axis=0), shape.columns, axis=1)
             gradient = jnp.where(written, gradient, jnp.zeros((), gradient.dtype))
-        return d_bias.at[index].set(jnp.sum(select_live(gradient, rows.count), axis=0, dtype=jnp.float32))
+        return d_bias.at[index].set(jnp.sum(select_live(gradient, live), axis=0, dtype=jnp.float32))
 
     d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
     if engine.spare_sms == 0:

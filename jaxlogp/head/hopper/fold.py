@@ -22,6 +22,8 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 # x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
 # cut off below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
 LIMB_BITS = 18
+# Tiles that are added up at a time.
+GROUP = 128
 
 
 class TileSums(NamedTuple):
@@ -95,9 +97,10 @@ def sum_tiles(
       column: the target's row of the weight, -1 where there is none.
       with_entropy: whether to add up what entropy needs.
     """
-    terms = _tile_terms(partials, maximum, with_entropy)
-    # One reduction of all terms: nothing of the size of the statistics stands between, and they are read once.
-    added = lax.reduce(terms, [jnp.int32(0)] * len(terms), _add, (0,))
+    # A group at a time, for the memory of what stands between; integers may be added in any groups.
+    groups = range(0, partials.shape[0], GROUP)
+    added = [_sum_group(partials[start : start + GROUP], maximum, with_entropy) for start in groups]
+    added = [sum(terms[1:], terms[0]) for terms in zip(*added, strict=True)]
     return TileSums(
         maximum,
         jnp.stack(added[:3]),
@@ -108,12 +111,7 @@ def sum_tiles(
     )
 
 
-def _add(left: list[Array], right: list[Array]) -> list[Array]:
-    return [a + b for a, b in zip(left, right, strict=True)]
-
-
-def _tile_terms(partials: Array, maximum: Array, with_entropy: bool) -> list[Array]:
-    """int32 [tiles, tokens] of everything that is added up over the tiles."""
+def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> list[Array]:
     maxima, sums, shifted, target = (partials[:, place] for place in range(4))
     distance = maxima - maximum[None, :]
     factor = jnp.exp(distance)
@@ -126,7 +124,8 @@ def _tile_terms(partials: Array, maximum: Array, with_entropy: bool) -> list[Arr
         broken = broken | ~jnp.isfinite(own) | ~jnp.isfinite(moved)
         terms += [a + b for a, b in zip(limbs(own), limbs(moved), strict=True)]
     # At most one tile owns the target; the bits of +0 are 0.
-    return [*terms, broken.astype(jnp.int32), lax.bitcast_convert_type(target + 0.0, jnp.int32)]
+    terms += [broken.astype(jnp.int32), lax.bitcast_convert_type(target + 0.0, jnp.int32)]
+    return [jnp.sum(term, axis=0) for term in terms]
 
 
 def sum_shards(sums: TileSums, axis_name: AxisName | None) -> TileSums:

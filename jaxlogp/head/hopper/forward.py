@@ -15,10 +15,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
-from jaxlogp.head.hopper.product import CONSUMERS, PIECE, product, tile_transforms
+from jaxlogp.head.hopper.product import CONSUMERS, output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions
 
+# Columns of a tile whose statistics are taken at a time; part of the order of summation, so the same in every configuration.
+PIECE = 64
 LOG2_E = math.log2(math.e)
 # A masked column's logit. Finite, so that p z is 0 there and not NaN; below every real logit.
 MASKED = -1e30
@@ -113,12 +115,8 @@ def forward_statistics(
         if with_exp:
 
             def write(exp, offset):
-                exponentials = scratch["exp"].at[warpgroup, 0]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                exponentials[...] = exp.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                place = others[-1].at[pl.ds(first_row, share), pl.ds(start + offset, PIECE)]
-                plgpu.copy_smem_to_gmem(exponentials, place)
+                buffer, rows = scratch["exp"].at[warpgroup], pl.ds(first_row, share)
+                store_tile(exp, buffer, others[-1], rows, start + offset, first_slot=offset // PIECE)
 
         results = {MAX: maximum, **_tile_sums(logits, maximum, options.with_entropy, write), TARGET: target_logit}
         buffer = scratch["statistics"].at[warpgroup]
@@ -132,8 +130,7 @@ def forward_statistics(
     statistics = jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32)
     scratch_types = {"statistics": plgpu.SMEM((CONSUMERS, 4, share), jnp.float32)}
     if with_exp:
-        buffer = plgpu.SMEM((CONSUMERS, 1, share, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE))
-        scratch_types["exp"] = buffer
+        scratch_types["exp"] = output_buffer(config, jnp.bfloat16)
     call = product(
         epilogue,
         config=config,
@@ -195,10 +192,10 @@ def special_tiles(
       tiles: number of vocabulary tiles.
       config: tile shapes.
     """
-    shares, tile = column.shape[0] // config.share, config.columns
-    ends = start + (jnp.arange(tiles, dtype=jnp.int32) + 1) * tile
-    marks = jnp.broadcast_to((ends > width).astype(jnp.int32), (shares, tiles))
-    row = jnp.arange(column.shape[0], dtype=jnp.int32) // config.share
+    tile = config.columns
+    index = jnp.arange(tiles, dtype=jnp.int32)
     local = column - start
-    place = jnp.where((local < 0) | (local >= tiles * tile), tiles, local // tile)
-    return marks.at[row, place].set(1, mode="drop").reshape(-1)
+    # Compared, not scattered: one small kernel.
+    place = jnp.where(local < 0, -1, local // tile).reshape(-1, config.share, 1)
+    marks = jnp.any(place == index[None, None, :], axis=1) | (start + (index + 1) * tile > width)[None, :]
+    return marks.astype(jnp.int32).reshape(-1)

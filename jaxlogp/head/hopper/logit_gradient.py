@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
 from jaxlogp.head.hopper.forward import LOG2_E, finish_tile, special_tiles
-from jaxlogp.head.hopper.product import CONSUMERS, PIECE, product, store_tile, tile_transforms
+from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.stats import Normaliser
@@ -145,7 +145,7 @@ def chunk_gradient(
         left_index=left_index,
         right_index=right_index,
         out_type=jax.ShapeDtypeStruct((tokens, chunk), jnp.bfloat16),
-        scratch={"gradient": plgpu.SMEM((CONSUMERS, 1, share, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE))},
+        scratch={"gradient": output_buffer(config, jnp.bfloat16)},
         num_sms=num_sms,
         interpret=interpret,
         setup=setup,

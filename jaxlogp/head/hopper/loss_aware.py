@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
-from jaxlogp.head.hopper.engine import HopperEngine, _row_multiple
+from jaxlogp.head.hopper.engine import HopperEngine, _row_multiple, whole_rows
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
 from jaxlogp.head.hopper.forward import LOG2_E, forward_statistics, special_tiles
 from jaxlogp.head.hopper.logit_gradient import RowScalars, row_scalars
-from jaxlogp.head.hopper.product import PIECE, tile_transforms
+from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.live_rows import live_rows, select_live
@@ -29,8 +29,8 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Bytes of the exponentials of one chunk of tokens. One chunk needs no fp32 weight gradient, and may have its bytes too.
 EXP_BYTES = 1264 * 2**20
-# Tokens of a tile of exponentials that becomes dz.
-ROWS = 64
+# Tokens of a tile of exponentials that becomes dz, and columns that are turned at a time: a swizzled line of 128 bytes.
+ROWS, PIECE = 64, 64
 # Below every exponential but 0, whose logarithm must be finite.
 SMALLEST = 2.0**-126
 
@@ -42,15 +42,13 @@ def exp_to_gradient(
     scalars: RowScalars,
     target: Float[Array, " tokens"],
     live: Int[Array, ""],
-    multiple: int,
     with_entropy: bool,
     interpret: Any = None,
 ) -> None:
     """Turns exponentials into bf16 dz where they stand; the target's element comes from fp32 numbers alone.
 
     dz = p (A + B (z - max)) with p = E e^(tile maximum - max) / S and z - tile maximum = log E, whose error, 2^-9, is that
-    of p. Rows without a live token are left as they are, but for those that share ``multiple`` rows with one and the first
-    such rows, which become 0: the products go over them.
+    of p.
 
     Args:
       exp: reference to bf16 [tokens, columns] as the kernel wrote it, tokens a multiple of 64.
@@ -58,8 +56,7 @@ def exp_to_gradient(
       normaliser: of each token.
       scalars: of each token.
       target: z_target - normaliser.max.
-      live: int32, how many tokens, from the first, count.
-      multiple: rows that the products take together, a multiple of 64.
+      live: int32, how many rows, from the first, a multiple of 64, the products go over; others are left as they are.
       with_entropy: whether scalars.slope counts.
       interpret: None, or what runs the kernel on the CPU.
     """
@@ -80,7 +77,7 @@ def exp_to_gradient(
         first = row_tile * ROWS
         rows = pl.ds(first, ROWS)
 
-        @pl.when(lax.div(first, jnp.int32(multiple)) * multiple < jnp.maximum(live[0], 1))
+        @pl.when(first < live[0])
         def _():
             for piece in range(pieces):
                 place = exp.at[rows, pl.ds((tile * pieces + piece) * PIECE, PIECE)]
@@ -162,7 +159,7 @@ def values_and_gradients(
       (TokenLogProbs of fp32 [tokens], gradients in the dtypes of their operands).
     """
     tiles, num_sms, interpret = engine._tiles(weight), engine._blocks(), engine.interpret
-    config, (tokens, hidden_size), vocab = tiles.logit_gradient, hidden.shape, weight.shape[0]
+    config, (tokens, hidden_size), vocab = tiles.exponentials, hidden.shape, weight.shape[0]
     multiple, columns = _row_multiple(tiles, interpret), -(-vocab // config.columns) * config.columns
     one_chunk = EXP_BYTES + 4 * columns * hidden_size
     budget = one_chunk if 2 * columns * tokens <= one_chunk else EXP_BYTES
@@ -180,7 +177,7 @@ def values_and_gradients(
     wide_columns = tiles.d_hidden.columns
     wide = hidden_size + -hidden_size % wide_columns
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
-    window = engine._chunk(columns, config.columns)
+    window = min(engine._chunk(vocab, config.columns), columns)
     padded_shape = columns, hidden_size + -hidden_size % tiles.d_weight.columns
     # Chunks before the last are summed in fp32, and the last one adds them and rounds.
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
@@ -194,7 +191,7 @@ def values_and_gradients(
         def part(x):
             return lax.dynamic_slice_in_dim(x, start, size)
 
-        live = jnp.clip(rows.count - start, 0, size)
+        live = whole_rows(jnp.clip(rows.count - start, 0, size), multiple)
         here = part(packed)
         if addend is not None:
             # After the chunk before, whose exponentials would otherwise still be there.
@@ -220,16 +217,19 @@ def values_and_gradients(
         target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max
         gradient = jax.new_ref(exp)
         with_entropy = options.with_entropy
-        exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, multiple, with_entropy, interpret)
+        exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, with_entropy, interpret)
         dz = jax.freeze(gradient)
         sum_hidden = jax.new_ref(jnp.zeros((size, wide), jnp.float32))
         zero = jnp.int32(0)
 
-        def window_step(index, _):
-            add_hidden_gradient(sum_hidden, dz, weight, index, tiles.d_hidden, num_sms, interpret, live, window=window)
+        def add_window(start, size):
+            add_hidden_gradient(sum_hidden, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, window=size)
 
         # By windows: with all of the vocabulary contracted at once the blocks drift apart, and read dz again and again.
-        lax.fori_loop(0, columns // window, window_step, None)
+        whole, rest = divmod(columns, window)
+        lax.fori_loop(0, whole, lambda index, _: add_window(index * window, window), None)
+        if rest:
+            add_window(jnp.int32(whole * window), rest)
         write_weight_gradient(out, dz, here, zero, tiles.d_weight, num_sms, interpret, live, addend)
         if bias is not None:
             d_bias[...] += jnp.sum(select_live(dz, live), axis=0, dtype=jnp.float32)

@@ -20,6 +20,8 @@ class TileConfig:
         blocks in flight stay in the second-level cache.
       cluster: blocks that walk neighbouring row tiles together, each copy of the right operand feeding all of them.
       alternate: whether the two consumer warpgroups take whole tiles in turn, or share each.
+      line: bytes of a row that are written at a time when an output tile leaves.
+      slots: pieces of such lines that one warpgroup may have on their way.
     """
 
     rows: int = 128
@@ -29,6 +31,8 @@ class TileConfig:
     group: int = 16
     alternate: bool = False
     cluster: int = 1
+    line: int = 128
+    slots: int = 1
 
     @property
     def share(self) -> int:
@@ -38,26 +42,64 @@ class TileConfig:
 
 ALTERNATE = TileConfig(rows=64, columns=256, depth=64, stages=5, group=16, alternate=True)
 ALTERNATE_PAIR = dataclasses.replace(ALTERNATE, cluster=2)
-SHARED_PAIR = TileConfig(rows=128, columns=256, depth=64, stages=4, group=16, cluster=2)
+SHARED = TileConfig(rows=128, columns=256, depth=64, stages=4, group=16)
+SHARED_PAIR = dataclasses.replace(SHARED, cluster=2)
+
+
+def _grouped(config: TileConfig, group: int) -> TileConfig:
+    return dataclasses.replace(config, group=group)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadTiles:
-    """The configurations of all kernels of one head call."""
+    """The configurations of all kernels of one head call.
 
-    forward: TileConfig = ALTERNATE
-    logit_gradient: TileConfig = ALTERNATE_PAIR
-    d_hidden: TileConfig = ALTERNATE_PAIR
-    d_weight: TileConfig = ALTERNATE_PAIR
+    Attributes:
+      forward: log-probs and entropies.
+      exponentials: the same with the exponentials written, for gradients in the forward pass.
+      logit_gradient: dz by vocabulary chunks.
+      d_hidden: dz · W.
+      d_weight: dzᵀ · H.
+    """
+
+    forward: TileConfig = SHARED_PAIR
+    exponentials: TileConfig = SHARED_PAIR
+    logit_gradient: TileConfig = SHARED_PAIR
+    d_hidden: TileConfig = SHARED_PAIR
+    d_weight: TileConfig = SHARED
 
 
-# (device, hidden size), or None for every other size. Measured on one NVIDIA H200: benchmarks/results/head_gpu_log.md.
-TABLE: dict[tuple[str, int | None], HeadTiles] = {("NVIDIA H200", None): HeadTiles()}
+# Small blocks, so that a gradient filter can leave many out.
+FILTERED = HeadTiles(*[ALTERNATE_PAIR] * 5)
+
+# Device, then (smallest hidden size, tiles), largest first. With a large hidden size products take the card's power, and
+# tiles that read least win; with a small one the epilogues count, and warpgroups that alternate hide them.
+# Measured on one NVIDIA H200: benchmarks/results/head_gpu_log.md.
+TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
+    "NVIDIA H200": (
+        (3072, HeadTiles()),
+        (
+            1536,
+            HeadTiles(
+                forward=_grouped(SHARED_PAIR, 32),
+                exponentials=_grouped(ALTERNATE_PAIR, 32),
+                logit_gradient=_grouped(ALTERNATE_PAIR, 32),
+                d_weight=_grouped(SHARED, 32),
+            ),
+        ),
+        (
+            0,
+            HeadTiles(
+                forward=_grouped(ALTERNATE_PAIR, 128),
+                exponentials=_grouped(ALTERNATE_PAIR, 32),
+                logit_gradient=_grouped(ALTERNATE_PAIR, 32),
+            ),
+        ),
+    ),
+}
 
 
 def head_tiles(hidden_size: int, device: str = "NVIDIA H200") -> HeadTiles:
-    """The entry for a hidden size on a device, falling back to the device's default and then to the H200's."""
-    for key in ((device, hidden_size), (device, None)):
-        if key in TABLE:
-            return TABLE[key]
-    return TABLE["NVIDIA H200", None]
+    """The entry for a hidden size on a device, that of the H200 where the device has none."""
+    entries = TABLE.get(device, TABLE["NVIDIA H200"])
+    return next(tiles for smallest, tiles in entries if hidden_size >= smallest)

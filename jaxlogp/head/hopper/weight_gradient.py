@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
-from jaxlogp.head.hopper.product import CONSUMERS, product, store_tile, tile_transforms
+from jaxlogp.head.hopper._pallas_compat import kernel
+from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 
 
@@ -56,10 +56,10 @@ def add_hidden_gradient(
 
     Args:
       d_hidden: reference to fp32 [tokens, H rounded up to config.columns], tokens a multiple of config.rows.
-      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, its
-        rows a multiple of it long, of which chunk ``index`` of that width is taken.
+      gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, of which
+        as many are taken.
       weight: bf16 [V, H].
-      index: which chunk.
+      index: which chunk; with ``window`` its first column, a multiple of config.depth.
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
@@ -67,10 +67,12 @@ def add_hidden_gradient(
       plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles keep
         what they had, other steps are not read. None means all of ``live``.
       plan_steps: steps that make one of the plan's blocks.
-      window: None, or the width of a chunk of the whole gradient, a multiple of config.depth.
+      window: None, or how many columns, a multiple of config.depth.
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
-    chunk, piece = width if window is None else window, 32
+    chunk = width if window is None else window
+    # A window's first column goes to the kernel in steps: the copies must see that it is a multiple of them.
+    unit = chunk if window is None else config.depth
 
     def left_index(row, step, start):
         first = (0 if window is None else start) + step * config.depth
@@ -82,7 +84,9 @@ def add_hidden_gradient(
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
         buffer = scratch["piece"].at[warpgroup]
         rows, out = pl.ds(first_row, config.share), others[1]
-        store_tile(products, buffer, out, rows, column * config.columns, addend=out)
+        # The interpreter's copies cannot add.
+        how = {"add": True} if interpret is None else {"addend": out}
+        store_tile(products, buffer, out, rows, column * config.columns, **how)
 
     product(
         epilogue,
@@ -95,16 +99,20 @@ def add_hidden_gradient(
         left_index=left_index,
         right_index=right_index,
         out_type=(),
-        scratch={
-            "piece": plgpu.SMEM((CONSUMERS, 1, config.share, piece), jnp.float32, transforms=tile_transforms(piece, 4))
-        },
+        scratch={"piece": output_buffer(config, jnp.float32)},
         num_sms=num_sms,
         interpret=interpret,
-        setup=lambda others: others[0][0] * chunk,
+        setup=lambda others: others[0][0] * unit,
         live=None if plan is not None else lambda others: others[0][1],
         plan=None if plan is None else lambda others: others[2],
         plan_steps=plan_steps,
-    )(gradient, weight, _bounds(index, live, tokens), d_hidden, *(() if plan is None else (plan,)))
+    )(
+        gradient,
+        weight,
+        _bounds(index if window is None else index // config.depth, live, tokens),
+        d_hidden,
+        *(() if plan is None else (plan,)),
+    )
 
 
 def write_weight_gradient(
@@ -138,8 +146,6 @@ def write_weight_gradient(
       plan_steps: steps that make one of the plan's blocks.
     """
     (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
-    fp32 = d_weight.dtype == jnp.float32
-    piece = 32 if fp32 else 64
 
     def left_index(row, step, _):
         return pl.ds(step * config.depth, config.depth), pl.ds(row * config.rows, config.rows)
@@ -165,11 +171,7 @@ def write_weight_gradient(
         left_index=left_index,
         right_index=right_index,
         out_type=(),
-        scratch={
-            "piece": plgpu.SMEM(
-                (CONSUMERS, 1, config.share, piece), d_weight.dtype, transforms=tile_transforms(piece, 4 if fp32 else 2)
-            )
-        },
+        scratch={"piece": output_buffer(config, d_weight.dtype)},
         num_sms=num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
