@@ -93,6 +93,7 @@ def test_blocks_of_tokens_change_no_bit(monkeypatch, all_live):
     local, settings = hopper_case.local_targets(data), options(272, all_live=all_live)
     forward = lambda: jax.jit(lambda h, w: engine().log_probs(h, w, None, local, settings))  # noqa: E731
     wanted = forward()(data["hidden"], data["weight"])
+    monkeypatch.setattr(hopper_engine, "WHOLE_BYTES", 4096)
     monkeypatch.setattr(hopper_engine, "BLOCK_BYTES", 4096)
     got = forward()(data["hidden"], data["weight"])
     for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):

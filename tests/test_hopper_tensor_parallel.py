@@ -45,10 +45,10 @@ def program(shards, engine):
 
 
 @functools.cache
-def interpreted(size, spare_sms=0):
+def interpreted(size):
     """The same through the interpreter, as NumPy arrays, with the weight's gradient in the vocabulary's order."""
     shards = VocabShards.from_ranges(SHARDS[size], VOCAB)
-    engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=256, spare_sms=spare_sms)
+    engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=256)
     operands = (
         data()["hidden"],
         shards.shard_rows(data()["weight"]),
@@ -76,21 +76,9 @@ def test_shards_of_whole_tiles_give_the_bits_of_one_device(size):
         np.testing.assert_array_equal(interpreted(size)[index], one[index], err_msg=name)
 
 
-def test_a_product_beside_the_psum_changes_no_bit():
-    for left, right in zip(interpreted(2), interpreted(2, spare_sms=1), strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
-@pytest.mark.bad_input
-def test_a_negative_number_of_spare_multiprocessors_is_refused():
-    with pytest.raises(ValueError, match="spare_sms: expected an integer >= 0, got -1"):
-        HopperEngine(spare_sms=-1)
-
-
-@pytest.mark.parametrize("spare_sms", [0, 16])
-def test_three_collectives_are_lowered_for_gpus(spare_sms):
+def test_three_collectives_are_lowered_for_gpus():
     tokens, hidden_size, vocab = 256, 1024, 4096
-    run = program(VocabShards.even(vocab, 4), HopperEngine(chunk=512, spare_sms=spare_sms))
+    run = program(VocabShards.even(vocab, 4), HopperEngine(chunk=512))
     shapes = [((tokens, hidden_size), jnp.bfloat16), ((vocab, hidden_size), jnp.bfloat16), ((tokens,), jnp.int32)]
     shapes += [((tokens,), jnp.float32)] * 2
     traced = run.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
@@ -99,5 +87,3 @@ def test_three_collectives_are_lowered_for_gpus(spare_sms):
     # Maxima, then integers that hold everything else; and dH, in fp32.
     assert found == [f"tensor<{tokens}xf32>", f"tensor<9x{tokens}xi32>", f"tensor<{tokens}x{hidden_size}xf32>"]
     assert not re.search("all_gather|reduce_scatter|all_to_all|collective_permute", text)
-    # The products of the last chunk stand behind the loop where multiprocessors are spared.
-    assert text.count("custom_call @mosaic_gpu") == (8 if spare_sms else 5)

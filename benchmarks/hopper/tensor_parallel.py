@@ -1,6 +1,6 @@
 """linear_log_probs with the vocabulary over 1, 2 and 4 GPUs of one host: times, memory, collectives and whether bits agree.
 
-    python benchmarks/hopper/tensor_parallel.py [H,V ...] [--sizes=1,2,4] [--spare=24,…] [--no-checks]
+    python benchmarks/hopper/tensor_parallel.py [H,V ...] [--sizes=1,2,4] [--no-checks]
 
 One process; inside of shard_map, the weight sharded over "tensor", hidden states on every device; forward, and forward +
 backward with random cotangents of log-probs and entropies, N = 8192. Times are medians of interleaved turns at settled
@@ -9,8 +9,7 @@ clocks, as in head.py. "Linear" is the time of one device over their number. --i
 Expected, forward + backward at (4096, 151936). The four products, 64 ms on one device, are divided evenly. The forward's
 collectives are two of N-sized vectors. The backward's is the psum of dH: 128 MiB in fp32, 0.83 ms on 2 GPUs, more with more
 of them, whatever the number of shards. With nothing overlapped that is 32 / (32 + 0.83) = 0.97 of linear on 2 GPUs, and
-16 / (16 + 1.1) = 0.94 on 4; the goal is 0.92. --spare measures what running it beside the last product brings
-(HopperEngine(spare_sms=…), under XLA's latency-hiding scheduler): at most that millisecond, and no bit may change.
+16 / (16 + 1.1) = 0.94 on 4; the goal is 0.92.
 
 Checks. Shards that begin at multiples of 256 columns give the log-probs, entropies and weight gradient of one device
 bitwise. All shards: values within 1e-4 of float64 (logits of standard deviation 2) and gradients within 5e-3, on every 128th
@@ -41,7 +40,6 @@ TILE = 256
 VALUE_ERROR, GRADIENT_ERROR = 1e-4, 5e-3
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 BITS = {"pred": 8, "f16": 16, "bf16": 16, "f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64}
-SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
 BEGUN = time.perf_counter()
 
 
@@ -56,7 +54,6 @@ class Layout(NamedTuple):
     engine: HopperEngine
     name: str
     parts: tuple[str, ...] = ("fwd+bwd",)
-    compiler_options: dict | None = None
 
     def mesh(self):
         size = self.shards.num_shards
@@ -99,8 +96,8 @@ def whole_tiles(vocab, size):
     return VocabShards.from_ranges(list(zip(edges[:-1], edges[1:], strict=True)), vocab)
 
 
-def layouts(vocab, sizes, engine, spare, checks):
-    """What is measured: even shards; for the checks also whole tiles, for --spare other engines."""
+def layouts(vocab, sizes, engine, checks):
+    """What is measured: even shards; for the checks also whole tiles."""
     found = []
     for size in sizes:
         even = VocabShards.even(vocab, size)
@@ -110,9 +107,6 @@ def layouts(vocab, sizes, engine, spare, checks):
             continue
         if checks:
             found.append(Layout(whole_tiles(vocab, size), HopperEngine(**engine), f"{devices}, whole tiles"))
-        for number in spare:
-            chosen = HopperEngine(**engine, spare_sms=number)
-            found.append(Layout(even, chosen, f"{devices}, spare {number}", compiler_options=SCHEDULER))
     return found
 
 
@@ -152,7 +146,7 @@ def compile_all(found, operands):
     def compiled(entry):
         layout, placed, programs = entry
         try:
-            made = {name: p.compile(compiler_options=layout.compiler_options) for name, p in programs.items()}
+            made = {name: p.compile() for name, p in programs.items()}
             return Case(layout, placed, made)
         except Exception as error:
             return f"  {layout.name} not compiled: {str(error)[:400]}"
@@ -227,12 +221,12 @@ def measure(shape, cases, operands, turns):
         )
 
 
-def run(shapes, sizes, spare, engine, checks, turns=4):
+def run(shapes, sizes, engine, checks, turns=4):
     """Checks and measures every shape; whether all was as promised."""
     fine = True
     for shape in shapes:
         operands = head.inputs(*shape)
-        cases = compile_all(layouts(shape[1], sizes, engine, spare, checks), operands)
+        cases = compile_all(layouts(shape[1], sizes, engine, checks), operands)
         if checks:
             try:
                 fine = check(cases, operands) and fine
@@ -249,11 +243,10 @@ def main():
     shapes = [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:] if "," in a and a[0] != "-"] or SHAPES
     there, sizes = len(jax.devices()), [int(x) for x in named.get("sizes", "1,2,4").split(",")]
     sizes = [size for size in sizes if size <= there]
-    spare = [int(x) for x in named["spare"].split(",")] if "spare" in named else []
     checks = "--no-checks" not in sys.argv
     say(f"{there} x {jax.devices()[0].device_kind}, JAX {jax.__version__}; sizes {sizes}")
     if "--interpret" not in sys.argv:
-        return 0 if run(shapes, sizes, spare, {}, checks) else 1
+        return 0 if run(shapes, sizes, {}, checks) else 1
 
     from jaxlogp.head.hopper._pallas_compat import interpreter
     from tests.hopper_case import several_interpreted_devices
@@ -261,7 +254,7 @@ def main():
     head.TOKENS = 64
     engine = {"interpret": interpreter(), "num_sms": 2, "chunk": 256}
     with several_interpreted_devices():
-        return 0 if run([(64, 1568)], sizes, spare, engine, checks, turns=1) else 1
+        return 0 if run([(64, 1568)], sizes, engine, checks, turns=1) else 1
 
 
 if __name__ == "__main__":

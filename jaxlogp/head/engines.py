@@ -96,11 +96,11 @@ def choose_engine(
     """
     if isinstance(engine, str) and engine == "auto":
         hopper = ENGINES["hopper"]
-        reason = hopper.why_not(hidden, weight, bias, options) or _not_shown(options)
+        reason = hopper.why_not(hidden, weight, bias, options)
         if reason is None:
             return hopper, "auto: a Hopper GPU and operands that its kernels take"
         triton = ENGINES["triton"]
-        other = triton.why_not(hidden, weight, bias, options) or _not_automatic() or _not_shown(options)
+        other = triton.why_not(hidden, weight, bias, options) or _not_automatic(options)
         if other is None:
             return triton, "auto: a GPU of compute capability 8 and operands that the Triton kernels take"
         return ENGINES["chunked"], f"auto: hopper not used: {reason}; triton not used: {other}"
@@ -121,13 +121,10 @@ def named_engine(engine: str | Engine) -> Engine:
     return ENGINES[engine]
 
 
-def _not_automatic() -> str | None:
+def _not_automatic(options: HeadOptions) -> str | None:
     """Why the Triton kernels are not the choice for a device that they run on."""
-    return "on Hopper GPUs it is used by name only" if (device_capability() or 0) >= 90 else None
-
-
-def _not_shown(options: HeadOptions) -> str | None:
-    """What the GPU kernels may do but has not been tested on GPUs."""
+    if (device_capability() or 0) >= 90:
+        return "on Hopper GPUs it is used by name only"
     if options.axis_name is not None and lax.axis_size(options.axis_name) > 1:
         return "it has not been tested over several GPUs; name it to use it"
     return None

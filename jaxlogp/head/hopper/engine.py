@@ -43,8 +43,9 @@ from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
 
-# Bytes that one block of tokens of the forward may take: its tile statistics, and its hidden states where they are packed.
-BLOCK_BYTES = 88 * 2**20
+# Bytes that the tokens of the forward may take at a time: their tile statistics, and their hidden states where they are
+# packed; and that a block of them may take where that is too much for all (a loop over blocks holds more than one).
+WHOLE_BYTES, BLOCK_BYTES = 88 * 2**20, 56 * 2**20
 # Most vocabulary columns of one chunk of dz; constant, so that the order in which dH is summed is. Takes 416 MiB at 8192
 # tokens, and grows with them.
 CHUNK_COLUMNS = 26624
@@ -61,9 +62,6 @@ class HopperEngine:
       num_sms: persistent blocks; None asks the device.
       gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns with the table's
         tiles (64 tokens when interpreted).
-      spare_sms: multiprocessors that the last product of the backward, dW of the last chunk, leaves to the psum of dH over
-        vocabulary shards, which may then run beside it (XLA's latency-hiding scheduler must be on); 0, the default, keeps
-        that product in the loop. No bit of the result depends on it.
     """
 
     tiles: HeadTiles | None = None
@@ -71,14 +69,12 @@ class HopperEngine:
     interpret: Any = None
     num_sms: int | None = None
     gradient_filter: GradientFilter | None = None
-    spare_sms: int = 0
     name = "hopper"
     reduces_gradients = False
 
     def __post_init__(self) -> None:
-        """Refuses what is no gradient filter, and a negative number of spare multiprocessors."""
+        """Refuses what is no gradient filter."""
         check_filter(self.gradient_filter)
-        require(self.spare_sms >= 0, "spare_sms", "an integer >= 0", self.spare_sms)
 
     def why_not(
         self, hidden: Any, weight: Any, bias: Any, options: HeadOptions, check_device: bool = True
@@ -213,7 +209,7 @@ def _statistics(
     axes = union_of_varying_axes(hidden, weight)
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
     per_token = -(-weight.shape[0] // config.columns) * 16 + (0 if options.all_live else 2 * hidden.shape[1])
-    blocks = -(-tokens * per_token // BLOCK_BYTES)
+    blocks = 1 if tokens * per_token <= WHOLE_BYTES else -(-tokens * per_token // BLOCK_BYTES)
     multiple = _row_multiple(engine._tiles(weight), engine.interpret)
     block = -(-tokens // (blocks * multiple)) * multiple
     rows = live_rows(targets.mask, blocks * block, options.all_live)
@@ -383,7 +379,7 @@ def head_gradients(
         d_weight = jax.new_ref(jnp.zeros(weight.shape, weight.dtype))
         plans = _plans(kept, tiles, chunks, chunk, hidden_size, interpret)
 
-    def chunk_step(index, d_bias, weight_sms=num_sms):
+    def chunk_step(index, d_bias):
         plan = _NO_PLANS if kept is None else _Plans(*(x[index] for x in plans))
         shape = None if kept is None else block_shape(tiles, multiple, interpret)
         gradient = chunk_gradient(
@@ -419,7 +415,7 @@ def head_gradients(
             packed,
             index,
             tiles.d_weight,
-            weight_sms,
+            num_sms,
             interpret,
             live,
             plan=plan.d_weight,
@@ -433,12 +429,7 @@ def head_gradients(
         return d_bias.at[index].set(jnp.sum(select_live(gradient, live), axis=0, dtype=jnp.float32))
 
     d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
-    if engine.spare_sms == 0:
-        d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
-    else:
-        # dH is complete before the last dW: outside of the loop nothing ties its psum to that product.
-        d_bias = lax.fori_loop(0, chunks - 1, chunk_step, d_bias)
-        d_bias = chunk_step(jnp.int32(chunks - 1), d_bias, max(num_sms - engine.spare_sms, tiles.d_weight.cluster))
+    d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
     if bias is not None:
         d_bias = d_bias.reshape(-1)[:vocab].astype(bias.dtype)
     # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.

@@ -116,7 +116,7 @@ def forward_statistics(
 
             def write(exp, offset):
                 buffer, rows = scratch["exp"].at[warpgroup], pl.ds(first_row, share)
-                store_tile(exp, buffer, others[-1], rows, start + offset, first_slot=offset // PIECE)
+                store_tile(exp, buffer, others[-1], rows, start + offset)
 
         results = {MAX: maximum, **_tile_sums(logits, maximum, options.with_entropy, write), TARGET: target_logit}
         buffer = scratch["statistics"].at[warpgroup]

@@ -21,6 +21,8 @@ from jaxlogp.head.hopper.tiles import TileConfig
 CONSUMERS = 2
 MEMORY_REGISTERS = 40
 CONSUMER_REGISTERS = 232
+# Bytes of a row of an output tile that are written at a time: one swizzled line.
+LINE = 128
 
 
 def tile_transforms(minor: int, item_bytes: int = 2) -> tuple:
@@ -30,11 +32,10 @@ def tile_transforms(minor: int, item_bytes: int = 2) -> tuple:
 
 
 def output_buffer(config: TileConfig, dtype: Any) -> Any:
-    """Shared memory through which output tiles leave: for each warpgroup [slots, share, columns of a line]."""
+    """Shared memory through which output tiles leave: for each warpgroup [share, columns of a line]."""
     item_bytes = jnp.dtype(dtype).itemsize
-    columns = config.line // item_bytes
-    shape = (CONSUMERS, config.slots, config.share, columns)
-    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(columns, item_bytes))
+    columns = LINE // item_bytes
+    return plgpu.SMEM((CONSUMERS, config.share, columns), dtype, transforms=tile_transforms(columns, item_bytes))
 
 
 def store_tile(
@@ -46,27 +47,24 @@ def store_tile(
     addend: Any = None,
     finish: Callable[[Any, int], Any] = lambda part, offset: part,
     add: bool = False,
-    first_slot: int = 0,
 ) -> None:
-    """Writes a tile from registers to destination[rows, first_column:], through ``buffer`` [slots, rows, piece].
+    """Writes a tile from registers to destination[rows, first_column:], through ``buffer`` [rows, piece].
 
     ``addend`` is an array to read the same place of, and to add; it may be the destination. ``add`` has the copy engine add
     to the destination instead, in fp32: nobody waits for a read. ``finish`` is applied to each piece and its first column
-    within the tile: a piece at a time keeps few intermediate values in registers. ``first_slot`` counts the pieces of the
-    tile that earlier calls have written.
+    within the tile: a piece at a time keeps few intermediate values in registers.
     """
-    slots, _, piece = buffer.shape
+    piece = buffer.shape[1]
     for index in range(values.shape[1] // piece):
-        slot = buffer.at[(first_slot + index) % slots]
         place = destination.at[rows, pl.ds(first_column + index * piece, piece)]
         part = finish(values[:, index * piece : (index + 1) * piece], index * piece)
         if addend is not None:
             source = addend.at[rows, pl.ds(first_column + index * piece, piece)]
             part = part + plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        slot[...] = part.astype(buffer.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = part.astype(buffer.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, place, reduction_op="add" if add else None)
+        plgpu.copy_smem_to_gmem(buffer, place, reduction_op="add" if add else None)
 
 
 def operand_tile(config: TileConfig, size: int, contract_minor: bool) -> tuple[int, int]:

@@ -20,8 +20,6 @@ class TileConfig:
         blocks in flight stay in the second-level cache.
       cluster: blocks that walk neighbouring row tiles together, each copy of the right operand feeding all of them.
       alternate: whether the two consumer warpgroups take whole tiles in turn, or share each.
-      line: bytes of a row that are written at a time when an output tile leaves.
-      slots: pieces of such lines that one warpgroup may have on their way.
     """
 
     rows: int = 128
@@ -31,8 +29,6 @@ class TileConfig:
     group: int = 16
     alternate: bool = False
     cluster: int = 1
-    line: int = 128
-    slots: int = 1
 
     @property
     def share(self) -> int:
