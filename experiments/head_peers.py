@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class TorchPeer:
     def prepare(self, case: Case) -> Prepared:
         """The function on the case's arrays, which PyTorch reads in place."""
         torch = importlib.import_module("torch")
+        _give_back_tritons_cache()
         function = self.load()
         arrays = jax.block_until_ready((case.hidden, case.weight, case.g_log_probs, case.g_entropy, case.targets))
         hidden, weight, g_log_probs, g_entropy, targets = (torch.from_dlpack(array).detach() for array in arrays)
@@ -82,6 +84,12 @@ class TorchPeer:
             else Outputs(None, None, None, None, False),
             self.gives,
         )
+
+
+def _give_back_tritons_cache() -> None:
+    """Undoes an empty TRITON_CACHE_DIR, which importing jax-triton sets and with which other Triton kernels fail."""
+    if os.environ.get("TRITON_CACHE_DIR") == "":
+        del os.environ["TRITON_CACHE_DIR"]
 
 
 def _torch_temporaries(torch: Any, call: Callable[[], Any]) -> int:

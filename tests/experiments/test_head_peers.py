@@ -1,5 +1,6 @@
 """Adapters of the head's benchmark to other systems: what is loaded of them, and what is said of an absent one."""
 
+import os
 import sys
 
 import pytest
@@ -91,3 +92,10 @@ def test_what_is_missing_is_named():
     assert head_peers._missing("jax", "no_such_module") == "no_such_module is not installed"
     assert head_peers.version("no-such-distribution") is None
     assert {"jax", "jaxlib"} <= set(head_peers.versions())
+
+
+@pytest.mark.parametrize("value, kept", [("", None), ("here", "here")])
+def test_an_empty_cache_folder_of_triton_is_given_back(monkeypatch, value, kept):
+    monkeypatch.setenv("TRITON_CACHE_DIR", value)
+    head_peers._give_back_tritons_cache()
+    assert os.environ.get("TRITON_CACHE_DIR") == kept
