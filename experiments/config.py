@@ -37,7 +37,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
-    """Dtype of activations and head: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 elsewhere."""
+    """Dtype of activations and head: float32, bfloat16, or auto, bfloat16 on a GPU (not with --invariant), else float32."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
 
@@ -45,11 +45,15 @@ class ModelConfig:
         """The configuration of the model for a vocabulary of ``vocab_size`` tokens."""
         return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved()))
 
-    def resolved(self) -> "ModelConfig":
-        """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply."""
+    def resolved(self, invariant: bool = False) -> "ModelConfig":
+        """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply.
+
+        Invariant runs have kernels of their own, and were tested in fp32.
+        """
         if self.dtype != "auto":
             return self
-        return dataclasses.replace(self, dtype="bfloat16" if jax.default_backend() == "gpu" else "float32")
+        narrow = jax.default_backend() == "gpu" and not invariant
+        return dataclasses.replace(self, dtype="bfloat16" if narrow else "float32")
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class LossConfig:
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
-    """Engine of the head: auto, chunked or reference."""
+    """Engine of the head: auto, chunked, hopper, reference or triton."""
     fp32_head: bool = False
     """Multiply hidden states and head in fp32 whatever their dtypes."""
 
@@ -303,7 +307,7 @@ _CHOICES = {
     "loss.document-weighting": ("length", "document"),
     "loss.scale-rewards": ("group", "none"),
     "loss.metrics": ("none", "basic", "with_entropy"),
-    "loss.engine": ("auto", "chunked", "reference"),
+    "loss.engine": ("auto", "chunked", "hopper", "reference", "triton"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
 }

@@ -73,7 +73,7 @@ def set_up(config: Config) -> Run:
     """
     if config.resume is None:
         # What a run began with it keeps, whatever device it is resumed on.
-        config = dataclasses.replace(config, model=config.model.resolved())
+        config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
         trainer = Trainer(config)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
         save_config(folder.config, config)

@@ -1,6 +1,6 @@
 """The part of ``experiments.head_speed`` with ratios to one product: every engine and installed peer on every shape.
 
-It is made for a device that is lent for minutes: each step is printed when it is done, whoever calls is told after every
+For a device that is at hand only briefly: each step is printed when it is done, whoever calls is told after every
 shape, no shape is begun that would not fit the time, and a program that fails is a row with the reason.
 """
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import platform
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,7 @@ def write(config: RealModelConfig, result: Result, folder: Path) -> Path:
     """Writes tables and numbers with the command; returns the markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"real_model_{jax.devices()[0].platform}.md"
-    command = " ".join(["python -m experiments.real_model", *(Path(word).name for word in sys.argv[1:])])
+    command = "python -m experiments.real_model " + shlex.join(_short(word) for word in sys.argv[1:])
     path.write_text(
         f"# The head on a real model's hidden states\n\nCommand: `{command}`\n\n{result.markdown}\n", encoding="utf-8"
     )
@@ -195,6 +196,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _short(word: str) -> str:
+    """An argument without the folders of an absolute path, which are nobody's business."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:

@@ -122,6 +122,6 @@ def _filter_lines(rows: list[Filtered]) -> list[str]:
         cells = " | ".join(f"{error:.1e}" for error in errors)
         lines.append(
             f"| {row.tokens} | {row.order} | {threshold_label(row.threshold)} | {row.skipped:.1%} | {cells} "
-            f"| {row.seconds:.1f} s | {row.seconds / base[row.tokens]:.2f} |"
+            f"| {row.seconds * 1e3:.0f} ms | {row.seconds / base[row.tokens]:.2f} |"
         )
     return lines

@@ -246,6 +246,7 @@ def test_bf16_operands():
         assert oracle.relative_error(getattr(gradients, name), getattr(wanted, name)) < 5e-3
 
 
+@pytest.mark.slow
 def test_under_vmap():
     data = {name: x for name, x in case().items() if name != "bias"}
     batched = {

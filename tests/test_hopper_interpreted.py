@@ -180,6 +180,14 @@ def test_what_the_kernels_cannot_take_is_refused_with_the_reason(hidden_size, vo
         hopper_case.run(data, hopper_case.local_targets(data), engine(), options(vocab))
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize("chunk", [0, -256, 300])
+def test_a_chunk_that_cuts_tiles_is_refused(chunk):
+    data = hopper_case.case(4, 64, 600)
+    with pytest.raises(ValueError, match=f"chunk: expected None or a positive multiple of 256, .* got {chunk}"):
+        hopper_case.run(data, hopper_case.local_targets(data), engine(chunk=chunk), options(600))
+
+
 def test_without_a_hopper_gpu_the_reason_says_so():
     data = hopper_case.case(4, 64, 256)
     reason = HopperEngine().why_not(data["hidden"], data["weight"], None, options(256))
@@ -191,5 +199,5 @@ def test_the_kernels_lower_for_cuda_without_a_gpu():
     local = hopper_case.local_targets(data)
     traced = hopper_case.run.trace(data, local, HopperEngine(), options(520, **ALL_OPTIONS))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") >= 4
+    assert text.count("custom_call @mosaic_gpu") == 5
     assert jax.default_backend() == "cpu"

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.head.hopper import HopperEngine
+from jaxlogp.head.hopper import engine as hopper_engine
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.projection import HeadOptions
 from tests import hopper_case
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_
 TOKENS, HIDDEN, VOCAB = 20, 64, 528
 SHARDS = {1: ((0, 528),), 2: ((0, 256), (256, 528)), 3: ((0, 256), (256, 512), (512, 528))}
 VALUE_ERROR, GRADIENT_ERROR = 1e-5, 5e-3
+MASK = jnp.arange(TOKENS) % 3 != 0
 
 
 @functools.cache
@@ -28,24 +30,23 @@ def data():
     return hopper_case.case(TOKENS, HIDDEN, VOCAB, seed=3)
 
 
-def program(shards, engine):
+def program(shards, engine, masked=False):
     """Values and gradients of hidden states and weight, taken inside of the shard_map."""
     size = shards.num_shards
     mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
-    def local(hidden, weight, targets, g, g_entropy):
-        call = functools.partial(
-            linear_log_probs, targets=targets, axis_name="tensor", vocab=shards, with_entropy=True, engine=engine
-        )
+    def local(hidden, weight, targets, g, g_entropy, mask=None):
+        options = {"axis_name": "tensor", "vocab": shards, "with_entropy": True, "engine": engine}
+        call = functools.partial(linear_log_probs, targets=targets, mask=mask, **options)
         out, pull = jax.vjp(lambda h, w: call(h, w), hidden, weight)
         return out, pull(TokenLogProbs(g, g_entropy))
 
-    specs = P(), P("tensor"), P(), P(), P()
+    specs = P(), P("tensor"), P(), P(), P(), *([P()] if masked else [])
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P("tensor")))))
 
 
 @functools.cache
-def interpreted(size):
+def interpreted(size, masked=False):
     """The same through the interpreter, as NumPy arrays, with the weight's gradient in the vocabulary's order."""
     shards = VocabShards.from_ranges(SHARDS[size], VOCAB)
     engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=256)
@@ -53,9 +54,10 @@ def interpreted(size):
         data()["hidden"],
         shards.shard_rows(data()["weight"]),
         *(data()[x] for x in ("targets", "g_lp", "g_entropy")),
+        *([MASK] if masked else []),
     )
     with hopper_case.several_interpreted_devices():
-        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, engine)(*operands))
+        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, engine, masked)(*operands))
     arrays = *out, d_hidden, shards.unshard_rows(d_weight)
     return tuple(np.asarray(x.astype(jnp.float32)) for x in arrays)
 
@@ -74,6 +76,21 @@ def test_shards_of_whole_tiles_give_the_bits_of_one_device(size):
     one = interpreted(1)
     for index, name in ((0, "log-probs"), (1, "entropy"), (3, "weight's gradient")):
         np.testing.assert_array_equal(interpreted(size)[index], one[index], err_msg=name)
+
+
+def test_masked_tokens_over_shards_by_blocks(monkeypatch):
+    wanted = [interpreted(size, masked=True) for size in (1, 2)]
+    # Blocks of one row tile, the largest logit of each taken over the shards inside of the loop.
+    monkeypatch.setattr(hopper_engine, "WHOLE_BYTES", 1)
+    monkeypatch.setattr(hopper_engine, "BLOCK_BYTES", 4096)
+    interpreted.cache_clear()
+    by_blocks = interpreted(2, masked=True)
+    interpreted.cache_clear()
+    for index in (0, 1, 3):
+        np.testing.assert_array_equal(wanted[1][index], wanted[0][index])
+        np.testing.assert_array_equal(by_blocks[index], wanted[0][index])
+    for values in (*wanted[1][:2], wanted[1][2]):
+        assert not values[~np.asarray(MASK)].any() and values[np.asarray(MASK)].any()
 
 
 def test_three_collectives_are_lowered_for_gpus():

@@ -8,11 +8,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import VocabShards, linear_log_probs, policy_loss
-from jaxlogp.head import chunked_loss_aware
+from jaxlogp.head import chunked_loss_aware, loss_aware
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import loss_aware as hopper_loss_aware
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.loss_aware import linear_policy_gradients
+from jaxlogp.head.projection import HeadOptions
 from tests import hopper_case, oracle
 
 GRADIENT_ERROR = 5e-3
@@ -323,3 +324,23 @@ def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens):
         return linear_policy_gradients(*x, entropy_coefficient=0.1, engine=HopperEngine())
 
     jax.jit(one_pass).trace(*operands, *per_token).lower(lowering_platforms=("cuda",))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "changes, on_policy, rows, words",
+    [
+        ({}, False, False, None),
+        ({"axis_name": "tensor"}, False, False, "takes no vocabulary shards"),
+        ({"axis_name": "tensor"}, True, False, None),
+        ({"softcap": 5.0}, False, False, "soft cap"),
+        ({}, False, True, "may part a document"),
+    ],
+)
+def test_auto_leaves_the_kernels_where_their_pass_lacks_something(monkeypatch, changes, on_policy, rows, words):
+    monkeypatch.setattr(loss_aware, "choose_engine", lambda *_: (HopperEngine(), "a Hopper GPU"))
+    hidden, weight = (jax.ShapeDtypeStruct((8, 64), jnp.bfloat16) for _ in range(2))
+    options = HeadOptions(vocab_size=8, **changes)
+    chosen, reason = loss_aware._choose("auto", hidden, weight, None, options, on_policy, rows)
+    assert chosen.name == ("hopper" if words is None else "chunked")
+    assert (words or "a Hopper GPU") in reason

@@ -55,7 +55,7 @@ def check(data, settings, value_error=VALUE_ERROR, **changes):
     return result, gradient
 
 
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["log-probs", "entropy"])
+@pytest.mark.parametrize("with_entropy", [pytest.param(False, marks=SLOW), True], ids=["log-probs", "entropy"])
 @pytest.mark.parametrize("extra", [{}, ALL_OPTIONS], ids=["plain", "temperature, scale, soft cap, bias"])
 def test_values_and_gradients_match_the_oracle(with_entropy, extra):
     # Neither 70 tokens, 600 columns nor a hidden size of 40 fills its last tile, and the last of five windows overlaps.
@@ -65,6 +65,7 @@ def test_values_and_gradients_match_the_oracle(with_entropy, extra):
     assert (gradient[2] is None) == (not extra)
 
 
+@SLOW
 @SLOW
 @pytest.mark.parametrize("option", [("temperature", 0.7), ("logit_scale", -1.3), ("softcap", 5.0)], ids=lambda o: o[0])
 def test_each_option_alone(option):
@@ -80,7 +81,7 @@ def test_vocabularies_around_tiles_and_windows(vocab):
     check(hopper_case.case(5, 32, vocab, seed=2), options(vocab))
 
 
-@pytest.mark.parametrize("window", [320, None, pytest.param(64, marks=SLOW)])
+@pytest.mark.parametrize("window", [320, *(pytest.param(window, marks=SLOW) for window in (None, 64))])
 def test_windows_of_any_width(window):
     check(hopper_case.case(40, 32, 328, seed=3, bias=True), options(328), window=window)
 
@@ -131,7 +132,7 @@ def test_an_all_masked_batch_is_zero():
         assert not np.asarray(values, np.float32).any()
 
 
-@pytest.mark.parametrize("live", [0, 65, *(pytest.param(n, marks=SLOW) for n in (1, 64, 128, 129, 193, 200))])
+@pytest.mark.parametrize("live", [65, *(pytest.param(n, marks=SLOW) for n in (0, 1, 64, 128, 129, 193, 200))])
 def test_only_tokens_with_a_cotangent_reach_the_products(live):
     # 200 tokens are 7 tiles of 32 rows, so the products take 64, 128, 192 or 224 rows.
     data = hopper_case.case(200, 32, 136, bias=True, seed=6)
@@ -159,6 +160,7 @@ def test_all_negative_logits(shift):
     hopper_case.check(result, gradient[:2] + (None,), wanted, bound, GRADIENT_ERROR)
 
 
+@SLOW
 def test_columns_of_minus_infinity_carry_no_probability():
     data = hopper_case.case(12, 32, 200, bias=True, seed=8)
     data["bias"] = data["bias"].at[64:128].set(-jnp.inf).at[130].set(-jnp.inf)  # a whole tile, and one column
@@ -385,15 +387,25 @@ def test_auto_picks_it_on_compute_capability_8(monkeypatch, capability):
         ("gfx942", {}, "needs an NVIDIA GPU"),
         ("8.0", {"installed": "jax_triton is not installed"}, "jax_triton is not installed"),
         ("8.0", {"weight": jnp.float32}, "float16 weight, got float32"),
+        ("8.0", {"axis_name": "tensor"}, "not been tested over several GPUs"),
     ],
 )
 def test_auto_says_why_it_does_not(monkeypatch, capability, changes, words):
     # A Hopper GPU on which the Hopper kernels refuse.
     monkeypatch.setattr("jaxlogp.head.hopper.engine.why_not_available", lambda: "no Mosaic here")
+    monkeypatch.setattr("jax.lax.axis_size", lambda axis: 2)
     chosen, reason = choose(monkeypatch, "auto", capability, **changes)
     assert chosen.name == "chunked"
     assert re.search(words, reason), reason
     assert reason.startswith("auto: hopper not used: no Mosaic here; triton not used: ")
+
+
+def test_auto_picks_the_hopper_kernels_over_shards_too(monkeypatch):
+    monkeypatch.setattr("jaxlogp.head.hopper.engine.why_not_available", lambda: None)
+    monkeypatch.setattr("jax.lax.axis_size", lambda axis: 2)
+    for axis_name in (None, "tensor"):
+        chosen, reason = choose(monkeypatch, "auto", "9.0", axis_name=axis_name)
+        assert chosen.name == "hopper" and "a Hopper GPU" in reason
 
 
 def test_policy_gradients_in_one_pass_are_not_its_own(monkeypatch):

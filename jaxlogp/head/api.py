@@ -114,8 +114,8 @@ def _prepare(
 ) -> _Call:
     """Checks everything, chooses the engine and reports it under ``path``, and types and masks the operands."""
     axis_name, vocab = options.axis_name, options.shards
-    _check_operands(hidden, weight, bias)
-    _check_options(options.temperature, options.logit_scale, options.softcap, out_of_vocab)
+    check_operands(hidden, weight, bias)
+    check_options(options.temperature, options.logit_scale, options.softcap, out_of_vocab)
     shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
     tokens = hidden.shape[:-1]
     options = dataclasses.replace(options, vocab_size=shard.vocab_size, all_live=mask is None)
@@ -234,8 +234,8 @@ def head_logits(
       >>> head_logits(jnp.ones((2, 4)), jnp.ones((8, 4)), logit_scale=0.5)[0, 0].item()
       2.0
     """
-    _check_operands(hidden, weight, bias)
-    _check_options(1.0, logit_scale, softcap, "error")
+    check_operands(hidden, weight, bias)
+    check_options(1.0, logit_scale, softcap, "error")
     options = HeadOptions(logit_scale=logit_scale, softcap=softcap, fp32_head=fp32_head)
     logits = materialised_logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias, options)
     return logits.reshape(*hidden.shape[:-1], weight.shape[0])
@@ -278,7 +278,7 @@ def sharded_linear_log_probs(
     Raises:
       ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_log_probs refuses.
     """
-    _check_operands(hidden, weight, bias)
+    check_operands(hidden, weight, bias)
     for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
         require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
@@ -292,9 +292,9 @@ def sharded_linear_log_probs(
     require(isinstance(shards, VocabShards), "vocab", "a VocabShards or None", describe(shards))
     require(weight.shape[0] == shards.vocab_size, "weight", f"vocab_size {shards.vocab_size} rows", describe(weight))
     tokens = hidden.shape[:-1]
-    mask = check_targets(targets, mask, tokens, shards.vocab_size)
+    labels = check_targets(targets, mask, tokens, shards.vocab_size)
     if options.get("out_of_vocab", "error") == "error":
-        require_ids_in_range(targets, shards.vocab_size, "targets", mask)
+        require_ids_in_range(targets, shards.vocab_size, "targets", labels)
     split = math.prod(mesh.shape[axis] for axis in token_axes)
     seen = f"shape {hidden.shape}"
     require(len(tokens) > 0 and tokens[0] % split == 0, "hidden", f"a first dimension divisible by {split}", seen)
@@ -307,7 +307,7 @@ def sharded_linear_log_probs(
         require(not chosen.reduces_gradients, "weight_axis", f"None with engine {chosen.name!r}", repr(weight_axis))
         require(hidden_size % size == 0, "weight", f"a second dimension divisible by {size}", describe(weight))
 
-    def local(hidden: Array, weight: Array, bias: Array | None, targets: Array, mask: Array) -> TokenLogProbs:
+    def local(hidden: Array, weight: Array, bias: Array | None, targets: Array, mask: Array | None) -> TokenLogProbs:
         if weight_axis is not None:
             weight = lax.all_gather(weight, weight_axis, axis=1, tiled=True)
         return linear_log_probs(
@@ -321,7 +321,8 @@ def sharded_linear_log_probs(
     return mapped(*(x if x is None else place(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)))
 
 
-def _check_operands(hidden: Array, weight: Array, bias: Array | None) -> None:
+def check_operands(hidden: Array, weight: Array, bias: Array | None) -> None:
+    """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] and bias [V] fit."""
     require_floating(hidden, "hidden")
     require_floating(weight, "weight")
     require(hidden.ndim >= 1, "hidden", "shape [*tokens, H]", describe(hidden))
@@ -333,7 +334,8 @@ def _check_operands(hidden: Array, weight: Array, bias: Array | None) -> None:
         require(bias.shape == weight.shape[:1], "bias", f"shape {weight.shape[:1]}", describe(bias))
 
 
-def _check_options(temperature: float, logit_scale: float, softcap: float | None, out_of_vocab: str) -> None:
+def check_options(temperature: float, logit_scale: float, softcap: float | None, out_of_vocab: str) -> None:
+    """Raises ``ValueError`` for an option out of its range."""
     check_temperature(temperature)
     ok = isinstance(logit_scale, (int, float)) and math.isfinite(logit_scale) and logit_scale != 0
     require(ok, "logit_scale", "a finite Python number other than 0", describe(logit_scale))

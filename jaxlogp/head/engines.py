@@ -100,7 +100,8 @@ def choose_engine(
         if reason is None:
             return hopper, "auto: a Hopper GPU and operands that its kernels take"
         triton = ENGINES["triton"]
-        other = triton.why_not(hidden, weight, bias, options) or _not_automatic(options)
+        # First what needs no import of jax-triton, which changes Triton's settings for the whole process.
+        other = _not_automatic(options) or triton.why_not(hidden, weight, bias, options)
         if other is None:
             return triton, "auto: a GPU of compute capability 8 and operands that the Triton kernels take"
         return ENGINES["chunked"], f"auto: hopper not used: {reason}; triton not used: {other}"
@@ -123,7 +124,7 @@ def named_engine(engine: str | Engine) -> Engine:
 
 def _not_automatic(options: HeadOptions) -> str | None:
     """Why the Triton kernels are not the choice for a device that they run on."""
-    if (device_capability() or 0) >= 90:
+    if device_capability() == 90:
         return "on Hopper GPUs it is used by name only"
     if options.axis_name is not None and lax.axis_size(options.axis_name) > 1:
         return "it has not been tested over several GPUs; name it to use it"

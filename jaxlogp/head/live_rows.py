@@ -35,7 +35,7 @@ class LiveRows(NamedTuple):
     def pack_block(
         self, x: Shaped[Array, "tokens ..."], fill: float | int, start: Int[Array, ""], size: int
     ) -> Shaped[Array, "size ..."]:
-        """The places [start, start + size) of :meth:`pack` alone."""
+        """The places [start, start + size) of :meth:`pack` alone; x may be filled up already where every token is live."""
         if self.source is None:
             return lax.dynamic_slice_in_dim(self._filled_up(x, fill), start, size)
         return x.at[lax.dynamic_slice_in_dim(self.source, start, size)].get(mode="fill", fill_value=fill)
@@ -45,7 +45,7 @@ class LiveRows(NamedTuple):
         return x[: self.tokens] if self.place is None else x[self.place]
 
     def _filled_up(self, x: Array, fill: float | int) -> Array:
-        return jnp.pad(x, [(0, self.padded - self.tokens), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+        return jnp.pad(x, [(0, self.padded - x.shape[0]), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
 
 
 def live_rows(mask: Bool[Array, " tokens"], padded: int, all_live: bool = False) -> LiveRows:

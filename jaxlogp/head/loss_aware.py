@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlogp._compat import AxisName, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, is_concrete, require, require_ids_in_range
 from jaxlogp.head import chunked, chunked_loss_aware
-from jaxlogp.head.api import _check_operands, _check_options
+from jaxlogp.head.api import check_operands, check_options
 from jaxlogp.head.chunked import ChunkedEngine
 from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, report
 from jaxlogp.head.hopper import HopperEngine
@@ -139,8 +139,8 @@ def linear_policy_gradients(
       Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); DeepSeekMath, 2024; Group Sequence Policy
       Optimization, 2025.
     """
-    _check_operands(hidden, weight, bias)
-    _check_options(temperature, logit_scale, softcap, out_of_vocab)
+    check_operands(hidden, weight, bias)
+    check_options(temperature, logit_scale, softcap, out_of_vocab)
     shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
     tokens = hidden.shape[:-1]
     mask = check_targets(targets, mask, tokens, shard.vocab_size)

@@ -118,6 +118,7 @@ def questions(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
     # Micro-batches of at most 10 documents, so that a step ends close to its target and the last one falls short of it.
     schedule = {"steps": 50, "epochs": 1, "docs_per_step": 100, "rows": 2, "row_length": 32}

@@ -15,6 +15,7 @@ from experiments.head_peers import JaxPeer, TorchPeer
 from experiments.head_programs import differentiated, engine_program, materialised
 from experiments.head_speed import HeadSpeedConfig
 
+pytestmark = pytest.mark.slow
 SMALL = HeadSpeedConfig(
     base="product", tokens=24, hidden_size=16, vocab_size=96, dtype="float32", repeats=1, settle=1e-4, only=("chunked",)
 )

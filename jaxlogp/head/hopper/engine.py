@@ -31,7 +31,7 @@ from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks
 from jaxlogp.head.hopper._pallas_compat import why_not_available
-from jaxlogp.head.hopper.fold import finish_sums, sum_shards, sum_tiles
+from jaxlogp.head.hopper.fold import MOST_TILES, finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
@@ -56,12 +56,12 @@ class HopperEngine:
     """Mosaic GPU kernels for Hopper.
 
     Attributes:
-      tiles: tile shapes; None takes the table's entry for the hidden size and the device.
-      chunk: vocabulary columns a chunk of the backward; None takes at most 26624, chunks of equal width.
+      tiles: tile shapes; None takes the table's entry for the hidden size and the device, or smaller ones for a filter.
+      chunk: vocabulary columns a chunk of the backward, a multiple of 256; None takes at most 26624, chunks of equal width.
       interpret: runs the kernels on the CPU (for tests) instead of compiling them.
       num_sms: persistent blocks; None asks the device.
-      gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns with the table's
-        tiles (64 tokens when interpreted).
+      gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns unless ``tiles``
+        are given (64 tokens when interpreted).
     """
 
     tiles: HeadTiles | None = None
@@ -102,11 +102,14 @@ class HopperEngine:
             return f"it needs a bfloat16 weight, got {weight.dtype}"
         if options.fp32_head and hidden.dtype != jnp.bfloat16:
             return f"fp32_head needs {hidden.dtype} operands, the kernels multiply bfloat16"
-        tiles = self._tiles(weight)
+        tiles = self.head_tiles(weight)
         if weight.shape[0] % 8:
             return f"it needs a number of weight rows that is a multiple of 8, got {weight.shape[0]}"
         if hidden.shape[-1] % tiles.forward.depth:
             return f"it needs a hidden size that is a multiple of {tiles.forward.depth}, got {hidden.shape[-1]}"
+        most = MOST_TILES * tiles.forward.columns
+        if options.vocab_size > most:
+            return f"it needs a vocabulary of at most {most}, got {options.vocab_size}"
         return None
 
     def log_probs(
@@ -158,30 +161,43 @@ class HopperEngine:
             raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
         _, normaliser, peaks = _statistics(hidden, weight, bias, targets, options, self)
         kept = _kept(self, weight, peaks, targets, normaliser, targets.mask.astype(jnp.float32), None, options.all_live)
-        tokens = _row_multiple(self._tiles(weight), self.interpret)
+        tokens = row_multiple(self.head_tiles(weight), self.interpret)
         live = jnp.maximum(-(-jnp.sum(targets.mask, dtype=jnp.int32) // tokens), 1)
         total = kept.shape[0] * live
         return WeightedSum((total - jnp.sum(kept, dtype=jnp.int32)).astype(jnp.float32), total)
 
-    def _tiles(self, weight: Array) -> HeadTiles:
+    def head_tiles(self, weight: Array) -> HeadTiles:
+        """The tile shapes of a call."""
         if self.tiles is not None:
             return self.tiles
-        return head_tiles(weight.shape[1]) if self.gradient_filter is None else FILTERED
+        if self.gradient_filter is not None:
+            return FILTERED
+        return head_tiles(weight.shape[1], jax.devices()[0].device_kind)
 
-    def _blocks(self) -> int:
+    def num_blocks(self) -> int:
+        """Persistent blocks of a kernel."""
         if self.num_sms is not None:
             return self.num_sms
         device = jax.devices()[0]
         return 132 if device.platform != "gpu" else int(device.core_count)
 
-    def _chunk(self, vocab: int, tile: int) -> int:
+    def chunk_columns(self, vocab: int, tiles: HeadTiles) -> int:
+        """Vocabulary columns of a chunk of the backward.
+
+        Raises:
+          ValueError: ``chunk`` does not cut at tiles of all kernels.
+        """
+        tile, group = tiles.logit_gradient.columns, group_rows(tiles.d_weight, self.interpret)
+        whole = math.lcm(tile, tiles.d_hidden.depth, group)
         if self.chunk is not None:
+            expected = f"None or a positive multiple of {whole}, which is whole tiles"
+            require(self.chunk > 0 and self.chunk % whole == 0, "chunk", expected, self.chunk)
             return self.chunk
         pieces = -(-vocab // CHUNK_COLUMNS)
         return -(-vocab // (pieces * tile)) * tile
 
 
-def _row_multiple(tiles: HeadTiles, interpret: Any) -> int:
+def row_multiple(tiles: HeadTiles, interpret: Any) -> int:
     """Tokens are padded to a multiple of it: whole tiles in every kernel, clusters of them on a GPU."""
     configs = tiles.forward, tiles.exponentials, tiles.logit_gradient, tiles.d_hidden
     rows = [config.rows * (config.cluster if interpret is None else 1) for config in configs]
@@ -205,15 +221,18 @@ def _statistics(
 ) -> tuple[TokenLogProbs, Normaliser, Array | None]:
     """Values, normaliser and, for a gradient filter, the largest logit of every tile and packed token [tiles, padded]."""
     filtered = engine.gradient_filter is not None
-    tokens, config = hidden.shape[0], engine._tiles(weight).forward
+    tokens, config = hidden.shape[0], engine.head_tiles(weight).forward
     axes = union_of_varying_axes(hidden, weight)
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
     per_token = -(-weight.shape[0] // config.columns) * 16 + (0 if options.all_live else 2 * hidden.shape[1])
     blocks = 1 if tokens * per_token <= WHOLE_BYTES else -(-tokens * per_token // BLOCK_BYTES)
-    multiple = _row_multiple(engine._tiles(weight), engine.interpret)
+    multiple = row_multiple(engine.head_tiles(weight), engine.interpret)
     block = -(-tokens // (blocks * multiple)) * multiple
     rows = live_rows(targets.mask, blocks * block, options.all_live)
     narrow = hidden.astype(jnp.bfloat16)
+    if options.all_live:
+        # Filled up once, and not in every block.
+        narrow = rows.pack(narrow, 0)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
 
     def block_step(start):
@@ -227,7 +246,7 @@ def _statistics(
             targets.width,
             options,
             config,
-            engine._blocks(),
+            engine.num_blocks(),
             engine.interpret,
             live,
         )
@@ -267,8 +286,8 @@ def _kept(
     all_live: bool,
 ) -> Array:
     """Which blocks [tiles, blocks of packed tokens] of dz count."""
-    tiles = engine._tiles(weight)
-    shape = block_shape(tiles, _row_multiple(tiles, engine.interpret), engine.interpret)
+    tiles = engine.head_tiles(weight)
+    shape = block_shape(tiles, row_multiple(tiles, engine.interpret), engine.interpret)
     padded = -(-targets.mask.shape[0] // shape.tokens) * shape.tokens
     rows = live_rows(targets.mask, padded, all_live)
 
@@ -311,7 +330,7 @@ _NO_PLANS = _Plans(None, None, None, None)
 
 def _plans(kept: Array, tiles: HeadTiles, chunks: int, chunk: int, hidden_size: int, interpret: Any) -> _Plans:
     """The work lists of every chunk, stacked: made at once, because each is little work."""
-    shape = block_shape(tiles, _row_multiple(tiles, interpret), interpret)
+    shape = block_shape(tiles, row_multiple(tiles, interpret), interpret)
     per_chunk = chunk // shape.columns
     kept = jnp.pad(kept, [(0, chunks * per_chunk - kept.shape[0]), (0, 0)])
 
@@ -356,8 +375,8 @@ def head_gradients(
       engine: tile shapes and chunk width.
       kept: which blocks of dz count; None means all.
     """
-    tiles, num_sms, interpret = engine._tiles(weight), engine._blocks(), engine.interpret
-    config, multiple = tiles.logit_gradient, _row_multiple(tiles, interpret)
+    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
+    config, multiple = tiles.logit_gradient, row_multiple(tiles, interpret)
     axes = union_of_varying_axes(hidden, weight)
     (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
     padded = -(-tokens // multiple) * multiple
@@ -367,7 +386,7 @@ def head_gradients(
     # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
     filled = (select_live(rows.pack(x, 0), rows.count) for x in scalars)
     scalars = RowScalars(*filled)._replace(target=jnp.where(jnp.arange(padded) < rows.count, column, -1))
-    chunk = engine._chunk(vocab, config.columns)
+    chunk = engine.chunk_columns(vocab, tiles)
     chunks = -(-vocab // chunk)
     bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
     # Whole tiles of columns: the accumulator is read by plain loads, which must not run past the end of a row.

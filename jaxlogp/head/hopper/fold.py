@@ -22,6 +22,7 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 # x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
 # cut off below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
 LIMB_BITS = 18
+MOST_TILES = 4096
 # Tiles that are added up at a time, for the memory of what stands between.
 GROUP = 320
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
-from jaxlogp.head.hopper.engine import HopperEngine, _row_multiple, whole_rows
+from jaxlogp.head.hopper.engine import HopperEngine, row_multiple, whole_rows
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
 from jaxlogp.head.hopper.forward import LOG2_E, forward_statistics, special_tiles
 from jaxlogp.head.hopper.logit_gradient import RowScalars, row_scalars
@@ -158,9 +158,9 @@ def values_and_gradients(
     Returns:
       (TokenLogProbs of fp32 [tokens], gradients in the dtypes of their operands).
     """
-    tiles, num_sms, interpret = engine._tiles(weight), engine._blocks(), engine.interpret
+    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
     config, (tokens, hidden_size), vocab = tiles.exponentials, hidden.shape, weight.shape[0]
-    multiple, columns = _row_multiple(tiles, interpret), -(-vocab // config.columns) * config.columns
+    multiple, columns = row_multiple(tiles, interpret), -(-vocab // config.columns) * config.columns
     one_chunk = EXP_BYTES + 4 * columns * hidden_size
     budget = one_chunk if 2 * columns * tokens <= one_chunk else EXP_BYTES
     most = max(budget // (2 * columns) // multiple, 1) * multiple
@@ -177,7 +177,7 @@ def values_and_gradients(
     wide_columns = tiles.d_hidden.columns
     wide = hidden_size + -hidden_size % wide_columns
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
-    window = min(engine._chunk(vocab, config.columns), columns)
+    window = min(engine.chunk_columns(vocab, tiles), columns)
     padded_shape = columns, hidden_size + -hidden_size % tiles.d_weight.columns
     # Chunks before the last are summed in fp32, and the last one adds them and rounds.
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))

@@ -1,4 +1,4 @@
-"""The GPU head for NVIDIA GPUs without wgmma: Triton kernels through jax-triton (the extra ``triton``)."""
+"""Triton kernels through jax-triton (the extra ``triton``), for NVIDIA GPUs without wgmma; by name on Hopper too."""
 
 from jaxlogp.head.triton.engine import TritonEngine
 

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
-from jaxlogp.head.hopper.fold import finish_sums, sum_shards, sum_tiles
+from jaxlogp.head.hopper.fold import MOST_TILES, finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.logit_gradient import row_scalars
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -45,8 +45,6 @@ from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import TokenLogProbs
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-# Tiles whose sums the fold's integers hold.
-MOST_TILES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +75,7 @@ class TritonEngine:
           bias: [V_local] or None.
           options: the options of the call.
         """
-        return self._why_not_here() or self._why_not_operands(hidden, weight, options)
+        return self._why_not_here() or self._why_not_operands(hidden, weight, options) or self._why_not_imported()
 
     def log_probs(
         self,
@@ -123,8 +121,10 @@ class TritonEngine:
     def _why_not_here(self) -> str | None:
         if self.functions is not None:
             return None
-        refusal = why_not_device() if self.capability is None else why_not_capability(self.capability)
-        return refusal or why_not_installed()
+        return why_not_device() if self.capability is None else why_not_capability(self.capability)
+
+    def _why_not_imported(self) -> str | None:
+        return None if self.functions is not None else why_not_installed()
 
     def head_tiles(self) -> HeadTiles:
         """The tile shapes of a call."""
