@@ -12,6 +12,7 @@ CONFIG = drift.DriftConfig(tokens=16, hidden_size=32, vocab_size=264)
 DATA = drift._data(CONFIG)
 
 
+@pytest.mark.slow
 def test_the_fixed_order_gives_the_bytes_of_one_process():
     wanted = np.asarray(drift._ours(drift.FIXED, *DATA))
     seen = run_in_processes("experiments.drift:fixed_order_on_all_devices", *DATA)

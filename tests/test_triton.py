@@ -81,7 +81,8 @@ def test_vocabularies_around_tiles_and_windows(vocab):
     check(hopper_case.case(5, 32, vocab, seed=2), options(vocab))
 
 
-@pytest.mark.parametrize("window", [320, *(pytest.param(window, marks=SLOW) for window in (None, 64))])
+@SLOW
+@pytest.mark.parametrize("window", [320, None, 64])
 def test_windows_of_any_width(window):
     check(hopper_case.case(40, 32, 328, seed=3, bias=True), options(328), window=window)
 
@@ -90,8 +91,8 @@ def test_windows_of_any_width(window):
     "dtypes, fp32_head",
     [
         ((jnp.float32, jnp.bfloat16), False),
-        ((jnp.bfloat16, jnp.bfloat16), True),
-        ((jnp.bfloat16, jnp.float16), False),
+        pytest.param((jnp.bfloat16, jnp.bfloat16), True, marks=SLOW),
+        pytest.param((jnp.bfloat16, jnp.float16), False, marks=SLOW),
         pytest.param((jnp.float16, jnp.float16), False, marks=SLOW),
         pytest.param((jnp.float32, jnp.float16), False, marks=SLOW),
     ],
@@ -124,6 +125,7 @@ def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(poison):
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
 
 
+@SLOW
 def test_an_all_masked_batch_is_zero():
     data = hopper_case.case(6, 32, 72, bias=True)
     data.update(mask=jnp.zeros(6, bool), hidden=data["hidden"] * jnp.bfloat16(np.nan))
@@ -182,6 +184,7 @@ def test_columns_of_minus_infinity_carry_no_probability():
     assert np.isneginf(result.log_probs[3]) and np.isfinite(result.entropy).all()
 
 
+@SLOW
 def test_a_confident_target_keeps_its_small_gradient():
     data = hopper_case.case(4, 64, 256, seed=5)
     weight = np.asarray(data["weight"], np.float32)
@@ -258,6 +261,7 @@ def test_without_a_mask_nothing_is_moved_and_no_bit_changes():
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
 
 
+@SLOW
 def test_blocks_of_tokens(monkeypatch):
     data = hopper_case.case(100, 32, 136, seed=13)
     data["mask"] = jnp.arange(100) % 2 == 0
@@ -266,6 +270,7 @@ def test_blocks_of_tokens(monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRET, reason="the stand-in's products are those of the whole call")
+@SLOW
 def test_tile_statistics_are_bitwise_those_of_a_shard_and_of_a_part_of_the_batch():
     data = hopper_case.case(64, 32, 256, seed=14)
     column = data["targets"]

@@ -67,7 +67,9 @@ def test_the_run_folder_is_complete(plain):
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 
-@pytest.mark.parametrize("mesh", ["data=2,tensor=4", pytest.param("data=1,tensor=3", marks=pytest.mark.slow)])
+# test_invariant.py has a mesh of the trainer in the default run.
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=4", "data=1,tensor=3"])
 def test_a_mesh_gives_the_same_run(plain, runs, mesh):
     """tensor=3 does not divide the vocabulary: the shards are uneven."""
     result = grpo.main(tiny(runs, mesh.replace(",", "-"), mesh=mesh, schedule={"steps": 4}))
@@ -103,6 +105,7 @@ def test_resume_in_the_middle_of_a_rollout(runs):
     assert second["staleness_max"] > 0 and second["ratio_new_old"] != 1.0
 
 
+@pytest.mark.slow
 def test_documents_per_step_may_take_any_number_of_micro_batches_and_one_compilation(runs):
     result = grpo.main(tiny(runs, "many", schedule={"steps": 2, "rows": 3}))
     records = train_records(result)

@@ -33,7 +33,12 @@ SETTINGS = {
     "fp32 V=258, 8 granules": (Setting(FIXED_EIGHT, 258, ALL_OPTIONS), jnp.float32, (2, 8)),
 }
 # Every program of the default run stands for others of its kind: those are slow.
-SLOW = {("fp32 V=257", 2), ("fp32 V=257", 4), ("fp32 V=257", 6), *(("bf16 V=4099", size) for size in (2, 3, 4, 8))}
+SLOW = {
+    *(("fp32 V=257", size) for size in (2, 3, 4, 6)),
+    *(("bf16 V=4099", size) for size in (2, 3, 4, 8)),
+    ("fp32 V=1027, temperature, scale, soft cap", 3),
+    ("fp32 V=258, 8 granules", 2),
+}
 PROGRAMS = [
     pytest.param(name, size, marks=pytest.mark.slow if (name, size) in SLOW else [])
     for name, (_, _, sizes) in SETTINGS.items()
