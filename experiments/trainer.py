@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -40,6 +41,8 @@ from jaxlogp import (
     pack_documents,
 )
 from jaxlogp.errors import require
+from jaxlogp.head.engines import ENGINES
+from jaxlogp.head.projection import HeadOptions
 
 MAX_REFUSED_STEPS = 5
 MAX_WARM_UP_STEPS = 50
@@ -82,6 +85,7 @@ class Trainer:
         self.sizes: Sizes = sizes_for(self.task, config.rollout, config.schedule, share_rows=not config.invariant)
         self.mesh = make_mesh(spec)
         self._decoder = config.model.decoder(self.tokenizer.vocab_size)
+        self._check_engine()
         # In the invariant mode the body is whole on every tensor rank, the embedding lookup included.
         model = Decoder(self._decoder, rngs=nnx.Rngs(config.seed), mesh=None if config.invariant else self.mesh)
         self.graph, params = nnx.split(model)
@@ -110,6 +114,17 @@ class Trainer:
             schedule.docs_per_step, schedule.micro_batches, schedule.max_empty_micro_batches
         )
         self._degenerate: list[float] = []
+
+    def _check_engine(self) -> None:
+        """Refuses an engine that was named and cannot run here, before anything is trained."""
+        name, decoder = self.config.loss.engine, self._decoder
+        why_not = getattr(ENGINES.get(name), "why_not", None)
+        if why_not is not None:
+            shapes = (8, decoder.hidden_size), (decoder.vocab_size, decoder.hidden_size)
+            hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.dtype(decoder.dtype)) for shape in shapes)
+            options = HeadOptions(fp32_head=self.config.loss.fp32_head, vocab_size=decoder.vocab_size)
+            reason = why_not(hidden, weight, None, options)
+            require(reason is None, "--loss.engine", "an engine that can run here", f"{name}: {reason}")
 
     def _reduction_order(self, spec: MeshSpec) -> ReductionOrder:
         """The numeric identity of the head, the same on every process."""

@@ -163,6 +163,10 @@ BAD = {
     "a mesh axis that does not exist": (["--mesh", "model=2"], "model"),
     "no such file": (["--task", "jsonl:/nowhere/at/all.jsonl"], "/nowhere/at/all.jsonl"),
     "an unknown loss": (["--loss.kind", "ppo"], "--loss.kind: expected one of grpo, gspo"),
+    "an engine of another device": (
+        ["--loss.engine", "hopper"],
+        "--loss.engine: expected an engine that can run here",
+    ),
     "a temperature of 0": (["--rollout.temperature", "0"], "--rollout.temperature"),
     "no such run": (["--resume", "/nowhere/at/all"], "/nowhere/at/all"),
     "rows too short": (["--schedule.row-length", "4"], "--schedule.row-length"),
