@@ -15,7 +15,7 @@ from jaxlogp.head.triton.availability import device_capability, why_not_device, 
 from jaxlogp.head.triton.tiles import TABLE
 from jaxlogp.logits import LocalTargets
 from tests import hopper_case
-from tests.test_hopper_gpu import SHAPES, both, float64, inputs, relative
+from tests.test_hopper_gpu import SHAPES, both, check_values_gradients_and_repeatability, inputs
 
 reason = why_not_device() or why_not_installed()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -26,22 +26,7 @@ ALL_OPTIONS = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 30.0}
 
 @pytest.mark.parametrize("tokens, hidden_size, vocab", SHAPES)
 def test_values_gradients_and_repeatability(tokens, hidden_size, vocab):
-    hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
-    mask = jnp.arange(tokens) % 5 != 1
-    hidden = jnp.where(mask[:, None], hidden, jnp.zeros_like(hidden))
-    options = HeadOptions(with_entropy=True, vocab_size=vocab)
-    run = jax.jit(lambda *args: both(TritonEngine(), options, *args))
-    args = hidden, weight, targets, mask, g, g_entropy
-    out, (d_hidden, d_weight) = run(*args)
-    out_again, (d_hidden_again, d_weight_again) = run(*args)
-    wanted = float64(*args)
-    for name, actual, value in (("log_probs", out.log_probs, wanted[0]), ("entropy", out.entropy, wanted[1])):
-        assert np.abs(np.asarray(actual, np.float64) - np.asarray(value)).max() < VALUE_ERROR, name
-    assert relative(d_hidden, wanted[2]) < GRADIENT_ERROR
-    assert relative(d_weight, wanted[3]) < GRADIENT_ERROR
-    assert bool((out.log_probs == out_again.log_probs).all() & (out.entropy == out_again.entropy).all())
-    assert bool((d_hidden == d_hidden_again).all() & (d_weight == d_weight_again).all())
-    assert not np.asarray(d_hidden.astype(jnp.float32))[~np.asarray(mask)].any()
+    check_values_gradients_and_repeatability(TritonEngine(), tokens, hidden_size, vocab)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -31,7 +31,7 @@ from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks
 from jaxlogp.head.hopper._pallas_compat import why_not_available
-from jaxlogp.head.hopper.fold import MOST_TILES, finish_sums, sum_shards, sum_tiles
+from jaxlogp.head.hopper.fold import MOST_TILES, fold_blocks
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
@@ -135,9 +135,7 @@ class HopperEngine:
         Raises:
           ValueError: the kernels cannot take these operands; the sentence says why (see :meth:`why_not`).
         """
-        reason = self.why_not(hidden, weight, bias, options, check_device=False)
-        if reason is not None:
-            raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
+        self._require_operands(hidden, weight, bias, options)
         return _log_probs(hidden, weight, bias, targets, options, self)
 
     def skipped_tiles(
@@ -156,15 +154,18 @@ class HopperEngine:
           ValueError: the engine has no gradient filter, or the kernels cannot take these operands.
         """
         require(self.gradient_filter is not None, "engine", "an engine with a gradient_filter", repr(self))
-        reason = self.why_not(hidden, weight, bias, options, check_device=False)
-        if reason is not None:
-            raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
+        self._require_operands(hidden, weight, bias, options)
         _, normaliser, peaks = _statistics(hidden, weight, bias, targets, options, self)
         kept = _kept(self, weight, peaks, targets, normaliser, targets.mask.astype(jnp.float32), None, options.all_live)
         tokens = row_multiple(self.head_tiles(weight), self.interpret)
-        live = jnp.maximum(-(-jnp.sum(targets.mask, dtype=jnp.int32) // tokens), 1)
+        live = whole_rows(jnp.sum(targets.mask, dtype=jnp.int32), tokens) // tokens
         total = kept.shape[0] * live
         return WeightedSum((total - jnp.sum(kept, dtype=jnp.int32)).astype(jnp.float32), total)
+
+    def _require_operands(self, hidden: Array, weight: Array, bias: Array | None, options: HeadOptions) -> None:
+        reason = self.why_not(hidden, weight, bias, options, check_device=False)
+        if reason is not None:
+            raise ValueError(f"engine: expected operands that 'hopper' takes, but {reason}")
 
     def head_tiles(self, weight: Array) -> HeadTiles:
         """The tile shapes of a call."""
@@ -220,7 +221,6 @@ def _statistics(
     hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, engine: HopperEngine
 ) -> tuple[TokenLogProbs, Normaliser, Array | None]:
     """Values, normaliser and, for a gradient filter, the largest logit of every tile and packed token [tiles, padded]."""
-    filtered = engine.gradient_filter is not None
     tokens, config = hidden.shape[0], engine.head_tiles(weight).forward
     axes = union_of_varying_axes(hidden, weight)
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
@@ -235,10 +235,8 @@ def _statistics(
         narrow = rows.pack(narrow, 0)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
 
-    def block_step(start):
-        column = rows.pack_block(targets.column, -1, start, block)
-        live = jnp.clip(rows.count - start, 0, block)
-        partials = forward_statistics(
+    def statistics(start, column, live):
+        return forward_statistics(
             rows.pack_block(narrow, 0, start, block),
             weight,
             bias_operand,
@@ -250,22 +248,9 @@ def _statistics(
             engine.interpret,
             live,
         )
-        partials = vary_over(partials, axes)
-        maximum = jnp.max(partials[:, 0], axis=0)
-        if options.axis_name is not None:
-            maximum = lax.pmax(maximum, options.axis_name)
-        sums = sum_tiles(partials, maximum, column, options.with_entropy)
-        return sums, partials[:, 0] if filtered else None
 
-    if blocks == 1:
-        sums, peaks = block_step(jnp.int32(0))
-    else:
-        sums, peaks = lax.map(block_step, jnp.arange(blocks, dtype=jnp.int32) * block)
-        sums, peaks = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), (sums, peaks))
-    sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
-    sums = sum_shards(sums, options.axis_name)
-    result, normaliser = finish_sums(sums, targets.mask, options.vocab_size, targets.poison)
-    return result, normaliser, peaks
+    keep_maxima = engine.gradient_filter is not None
+    return fold_blocks(statistics, rows, block, targets, options, axes, keep_maxima)
 
 
 def _forward(

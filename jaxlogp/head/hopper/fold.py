@@ -9,14 +9,19 @@ With M the largest logit of all tiles and d = m - M for a tile of maximum m:
     S = Σ_tiles e^d s,    U = Σ_tiles (e^d u + (e^d s) d),    log_prob = (z_target - M) - log S,    H = log S - U / S.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName
+from jaxlogp._compat import AxisName, vary_over
+from jaxlogp.head.live_rows import LiveRows
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.logits import LocalTargets
 from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
@@ -159,3 +164,42 @@ def finish_sums(
     mean = jnp.where(whole, from_limbs(sums.sum_exp_shifted) / sum_exp, jnp.nan)
     entropy = jnp.clip(log_sum_exp - mean, 0.0, np.float32(np.log(vocab_size)))
     return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0)), Normaliser(sums.max, log_sum_exp, mean)
+
+
+def fold_blocks(
+    statistics: Callable[[Array, Array, Array], Array],
+    rows: LiveRows,
+    block: int,
+    targets: LocalTargets,
+    options: HeadOptions,
+    axes: set,
+    keep_maxima: bool = False,
+) -> tuple[TokenLogProbs, Normaliser, Float[Array, "tiles padded"] | None]:
+    """Log-probs and entropies of packed tokens, whose tile statistics are taken a block of tokens at a time.
+
+    Args:
+      statistics: (first place, columns of the targets, live tokens of the block) -> fp32 [tiles, 4, block].
+      rows: places of the tokens; a multiple of ``block``.
+      block: tokens of a block.
+      targets: of the tokens, where they stood before they were packed.
+      options: static options of the call.
+      axes: mesh axes that the results vary over.
+      keep_maxima: also return the largest logit of every tile and packed token.
+    """
+
+    def step(start: Array) -> tuple[TileSums, Array | None]:
+        column = rows.pack_block(targets.column, -1, start, block)
+        partials = vary_over(statistics(start, column, jnp.clip(rows.count - start, 0, block)), axes)
+        maximum = jnp.max(partials[:, 0], axis=0)
+        if options.axis_name is not None:
+            maximum = lax.pmax(maximum, options.axis_name)
+        return sum_tiles(partials, maximum, column, options.with_entropy), partials[:, 0] if keep_maxima else None
+
+    if rows.padded == block:
+        sums, maxima = step(jnp.int32(0))
+    else:
+        found = lax.map(step, jnp.arange(rows.padded // block, dtype=jnp.int32) * block)
+        sums, maxima = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), found)
+    sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
+    sums = sum_shards(sums, options.axis_name)
+    return *finish_sums(sums, targets.mask, options.vocab_size, targets.poison), maxima

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxlogp._compat import union_of_varying_axes, vary_over
-from jaxlogp.head.hopper.fold import MOST_TILES, finish_sums, sum_shards, sum_tiles
+from jaxlogp._compat import union_of_varying_axes
+from jaxlogp.head.hopper.fold import MOST_TILES, fold_blocks
 from jaxlogp.head.hopper.logit_gradient import row_scalars
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -162,30 +162,16 @@ def _forward(
     rows = live_rows(targets.mask, blocks * block, options.all_live)
     packed = rows.pack(hidden.astype(weight.dtype), 0)
     packed = packed if options.all_live else select_live(packed, rows.count)
-    column = rows.pack(targets.column, -1)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
 
-    def block_step(operands):
-        hidden, column, live = operands
+    def statistics(start, column, live):
         bounds = jnp.stack([jnp.zeros_like(live), targets.width, live]).astype(jnp.int32)
-        partials = _functions(engine).forward_statistics(
-            hidden, weight, bias_operand, column, bounds, options, config, engine.capability
+        here = lax.dynamic_slice_in_dim(packed, start, block)
+        return _functions(engine).forward_statistics(
+            here, weight, bias_operand, column, bounds, options, config, engine.capability
         )
-        partials = vary_over(partials, axes)
-        maximum = jnp.max(partials[:, 0], axis=0)
-        if options.axis_name is not None:
-            maximum = lax.pmax(maximum, options.axis_name)
-        return sum_tiles(partials, maximum, column, options.with_entropy)
 
-    if blocks == 1:
-        sums = block_step((packed, column, rows.count))
-    else:
-        live = jnp.clip(rows.count - jnp.arange(blocks, dtype=jnp.int32) * block, 0, block)
-        sums = lax.map(block_step, (packed.reshape(blocks, block, -1), column.reshape(blocks, block), live))
-        sums = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), sums)
-    sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
-    sums = sum_shards(sums, options.axis_name)
-    result, normaliser = finish_sums(sums, targets.mask, options.vocab_size, targets.poison)
+    result, normaliser, _ = fold_blocks(statistics, rows, block, targets, options, axes)
     return result, (hidden, weight, bias, targets, normaliser)
 
 
