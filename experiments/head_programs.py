@@ -56,11 +56,13 @@ class JaxProgram:
       forward: (hidden, weight, targets) -> (log-probs, entropy or None), or None where there is no forward pass.
       both: (*operands) of :func:`operands` -> ((log-probs or None, entropy or None), (d_hidden, d_weight)).
       gives: what it computes, for tables.
+      through_entropy: whether an entropy that it gives has its share in the gradients.
     """
 
     forward: Program | None
     both: Callable[..., tuple[tuple[Any, Any], tuple[jax.Array, jax.Array]]]
     gives: str
+    through_entropy: bool = True
 
 
 def product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
@@ -100,11 +102,11 @@ def differentiated(program: Program, gives: str = BOTH) -> JaxProgram:
     return JaxProgram(program, both, gives)
 
 
-def _one_pass(hidden, weight, targets, g_log_probs, g_entropy, old_log_probs, lse):
+def _one_pass(hidden, weight, targets, g_log_probs, g_entropy, old_log_probs, lse, bonus):
     """The loss whose upstream gradients are the case's: every ratio is 1 up to rounding, advantages are -g."""
     mask = jnp.ones(targets.shape, bool)
     out = linear_policy_gradients(
-        hidden, weight, targets, old_log_probs, -g_log_probs, mask, entropy_coefficient=ENTROPY_BONUS
+        hidden, weight, targets, old_log_probs, -g_log_probs, mask, entropy_coefficient=bonus, with_entropy=True
     )
     return (out.values.log_probs, out.values.entropy), (out.hidden, out.weight)
 
@@ -120,7 +122,10 @@ def our_programs() -> dict[str, JaxProgram]:
     return {
         "materialised": differentiated(materialised),
         **{name: differentiated(engine_program(name)) for name in ENGINES},
-        "policy_gradients": JaxProgram(None, _one_pass, BOTH),
+        "policy_gradients": JaxProgram(
+            None, functools.partial(_one_pass, bonus=0.0), "log-probs, entropy without gradient", through_entropy=False
+        ),
+        "policy_gradients, bonus": JaxProgram(None, functools.partial(_one_pass, bonus=ENTROPY_BONUS), BOTH),
         "policy_gradients, lse=": JaxProgram(None, _on_policy, GRADIENTS),
     }
 
@@ -181,7 +186,7 @@ def prepare_jax(
         None if entropy is None else np.asarray(entropy),
         np.asarray(d_hidden[case.rows].astype(jnp.float32)),
         np.asarray(d_weight[case.columns].astype(jnp.float32)),
-        entropy is not None,
+        entropy is not None and program.through_entropy,
     )
     return Prepared(
         None if forward is None else functools.partial(forward, *arguments[:3]),

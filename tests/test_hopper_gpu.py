@@ -220,15 +220,18 @@ def test_a_call_without_a_mask_is_one_with_every_label():
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
 
 
-@pytest.mark.parametrize("way", ["ratios", "on policy"])
+@pytest.mark.parametrize("way", ["ratios", "entropy bonus", "a token far off", "on policy"])
 @pytest.mark.parametrize("tokens, hidden_size, vocab", [(1937, 3584, 152064), (600, 1024, 129920)])
 def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, way):
     hidden, weight, targets, advantages, noise = inputs(tokens, hidden_size, vocab)
     mask = jnp.arange(tokens) % 5 != 1
     engine = HopperEngine()
     here = linear_log_probs(hidden, weight, targets, mask=mask, engine=engine).log_probs
-    if way == "ratios":
-        old, extra = here + 0.2 * noise, {"entropy_coefficient": 0.01}
+    if way != "on policy":
+        old, extra = here + 0.2 * noise, {"entropy_coefficient": 0.01 if way == "entropy bonus" else 0.0}
+        if way == "a token far off":
+            # A ratio of e^50 that counts: the gradients are computed once more.
+            old, advantages = old.at[5].add(-50.0), advantages.at[5].set(-1e-20)
     else:
         # log Σ e^z in float64: of the target's logit, less its log-prob.
         with jax.enable_x64(True):

@@ -284,21 +284,35 @@ def test_arrays_of_another_shape_are_refused(position, name):
 
 @needs_interpreter
 @pytest.mark.parametrize("chunk_rows", [64, 1024], ids=["several chunks", "one chunk"])
+@pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "temperature, scale, bias"])
-def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias):
+def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, coefficient):
     fp32_weight = 4 * 768 * 64
     several = chunk_rows * 2 * 768 - (fp32_weight if chunk_rows > 300 else 0)
     monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", several)
     arguments, head = problem(tokens=300, bias=bias, seed=1)
     # The windows of the vocabulary do not divide it.
     engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=512)
-    options = {"denominator": 37.0, "entropy_coefficient": 0.1, "engine": engine, **head}
+    options = {"denominator": 37.0, "entropy_coefficient": coefficient, "with_entropy": True, "engine": engine, **head}
     out = jax.jit(lambda *x: linear_policy_gradients(*x, **options))(*arguments)
-    compare(out, two_steps(arguments, head, 0.1, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
+    compare(out, two_steps(arguments, head, coefficient, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
     assert not np.asarray(out.hidden)[~np.asarray(arguments[-1])].any()
     values = linear_log_probs(*arguments[:3], mask=arguments[-1], with_entropy=True, engine=engine, **head)
     np.testing.assert_array_equal(np.asarray(out.values.log_probs), np.asarray(values.log_probs))
     np.testing.assert_array_equal(np.asarray(out.values.entropy), np.asarray(values.entropy))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("chunk_rows", [64, 1024], ids=["several chunks", "one chunk"])
+def test_a_sampler_far_from_the_policy_costs_time_and_no_gradient(monkeypatch, chunk_rows):
+    # A ratio of e^80: the exponentials that its estimate gives are too small for bf16.
+    monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", chunk_rows * 2 * 768)
+    (*operands, old, advantages, mask), head = problem(tokens=300, bias=True, seed=3)
+    token = int(np.flatnonzero(np.asarray(mask))[7])
+    arguments = *operands, old.at[token].add(-80.0), advantages.at[token].set(-1.0), mask
+    engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=512)
+    out = jax.jit(lambda *x: linear_policy_gradients(*x, engine=engine, **head))(*arguments)
+    compare(out, two_steps(arguments, head, 0.0, 1.0, "reference"), 1e-5, GRADIENT_ERROR)
 
 
 @needs_interpreter
@@ -314,14 +328,15 @@ def test_hopper_kernels_on_policy(bias):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
 @pytest.mark.parametrize("tokens", [300, 9000], ids=["one chunk", "several chunks"])
-def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens):
+def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens, coefficient):
     shapes = [(tokens, 256), (129920, 256)]
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     per_token = [jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)]
 
     def one_pass(*x):
-        return linear_policy_gradients(*x, entropy_coefficient=0.1, engine=HopperEngine())
+        return linear_policy_gradients(*x, entropy_coefficient=coefficient, engine=HopperEngine())
 
     jax.jit(one_pass).trace(*operands, *per_token).lower(lowering_platforms=("cuda",))
 

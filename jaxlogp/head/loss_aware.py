@@ -182,7 +182,9 @@ def linear_policy_gradients(
         gradients = _on_policy(operands, local, jnp.asarray(lse).reshape(-1), g_log_probs, options, chosen)
     elif isinstance(chosen, HopperEngine):
         run = hopper_loss_aware.values_and_gradients
-        values, gradients = run(loss.cotangents, *operands, local, per_token, options, chosen)
+        # Without an entropy bonus the sampler's log-probs spare a pass over the exponentials.
+        old = per_token.old_log_probs if entropy_coefficient == 0.0 else None
+        values, gradients = run(loss.cotangents, *operands, local, per_token, options, chosen, old)
     else:
         run = chunked_loss_aware.values_and_gradients
         values, gradients = run(loss.cotangents, *operands, local, per_token, options, row_length)
@@ -254,8 +256,9 @@ class _Loss:
         gradient = jax.grad(lambda x: self._loss(x, chunk, count).sum)(values.log_probs) * scale
         if outside is not None:
             gradient = jnp.where(outside, jnp.nan, gradient)
-        bonus = jnp.where(chunk.mask, -self.entropy_coefficient * scale, 0.0) if self.with_entropy else None
-        return TokenLogProbs(gradient, bonus)
+        if self.entropy_coefficient == 0.0:
+            return TokenLogProbs(gradient, None)
+        return TokenLogProbs(gradient, jnp.where(chunk.mask, -self.entropy_coefficient * scale, 0.0))
 
     def total(self, values: TokenLogProbs, per_token: _PerToken) -> WeightedSum:
         """The loss of all tokens."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 SMALL = HeadSpeedConfig(
     base="product", tokens=24, hidden_size=16, vocab_size=96, dtype="float32", repeats=1, settle=1e-4, only=("chunked",)
 )
-OURS = ("materialised", "chunked", "policy_gradients", "policy_gradients, lse=")
+OURS = ("materialised", "chunked", "policy_gradients", "policy_gradients, bonus", "policy_gradients, lse=")
 
 
 @pytest.fixture(scope="module")
@@ -263,5 +263,5 @@ def test_upstream_gradients_are_the_case_s_own():
     arguments = case.hidden, case.weight, case.targets, case.g_log_probs, case.g_entropy, *sampler
     programs = head_shapes.our_programs()
     first = differentiated(engine_program("reference")).both(*arguments)[1]
-    for one, other in zip(first, programs["policy_gradients"].both(*arguments)[1], strict=True):
+    for one, other in zip(first, programs["policy_gradients, bonus"].both(*arguments)[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -23,8 +23,11 @@ def why_not_available() -> str | None:
     return None
 
 
-def kernel(body: Callable[..., None], *, out_type: Any, scratch_types: Any = (), **options: Any) -> Callable[..., Any]:
-    """``plgpu.kernel`` under the argument names of the installed version."""
+def kernel(
+    body: Callable[..., None], *, name: str, out_type: Any, scratch_types: Any = (), **options: Any
+) -> Callable[..., Any]:
+    """``plgpu.kernel`` under the argument names of the installed version; profilers show the name."""
+    body.__name__ = name
     if "out_type" in inspect.signature(plgpu.kernel).parameters:
         return plgpu.kernel(body, out_type=out_type, scratch_types=scratch_types, **options)
     return plgpu.kernel(body, out_shape=out_type, scratch_shapes=scratch_types, **options)

@@ -22,6 +22,8 @@ from jaxlogp.head.projection import HeadOptions
 # Columns of a tile whose statistics are taken at a time; part of the order of summation, so the same in every configuration.
 PIECE = 64
 LOG2_E = math.log2(math.e)
+# The largest exponent of exponentials taken against an estimate: far below the range of bf16, and of what products add up.
+LARGEST_EXPONENT = 60.0
 # A masked column's logit. Finite, so that p z is 0 there and not NaN; below every real logit.
 MASKED = -1e30
 MAX, SUM_EXP, SUM_EXP_SHIFTED, TARGET = range(4)
@@ -53,6 +55,7 @@ def forward_statistics(
     interpret: Any = None,
     live: Int[Array, ""] | None = None,
     with_exp: bool = False,
+    estimate: Float[Array, " tokens"] | None = None,
 ) -> Any:
     """Tile statistics of all columns, and if wanted the exponentials themselves.
 
@@ -69,6 +72,8 @@ def forward_statistics(
       live: int32, how many tokens, from the first, need statistics; None means all. Row tiles behind them are not
         computed, and their results may be anything.
       with_exp: also write e^(z - max), max being the tile's; its statistics are bitwise the same.
+      estimate: with ``with_exp`` write e^(z - estimate) instead, fp32, an estimate of log Σ e^z of each token. Where a
+        tile's maximum lies more than 60 above it, the tile's exponentials are too small.
 
     Returns:
       fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
@@ -80,6 +85,7 @@ def forward_statistics(
     tile, share = config.columns, config.share
     tiles = -(-vocab // tile)
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    place_of_estimate = 3 if bias is None else 4
 
     def left_index(row, step, _):
         return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
@@ -88,11 +94,14 @@ def forward_statistics(
         return pl.ds(index * tile, tile), pl.ds(step * config.depth, config.depth)
 
     def prologue(first_row, index, _, others):
-        target = plgpu.load(others[0].at[pl.ds(first_row, share)], layout=row_layout, optimized=False)
-        return target, others[2][lax.div(first_row, jnp.int32(share)) * tiles + index]
+        def of_rows(ref):
+            return plgpu.load(ref.at[pl.ds(first_row, share)], layout=row_layout, optimized=False)
+
+        special = others[2][lax.div(first_row, jnp.int32(share)) * tiles + index]
+        return of_rows(others[0]), special, None if estimate is None else of_rows(others[place_of_estimate])
 
     def epilogue(products, first_row, index, warpgroup, _, early, others, scratch):
-        target, special = early
+        target, special, level = early
         out = others[-2] if with_exp else others[-1]
         start = index * tile
         bias_tile = None
@@ -113,8 +122,11 @@ def forward_statistics(
         maximum = jnp.max(logits, axis=1)
         write = None
         if with_exp:
+            lift = None if level is None else jnp.exp2(jnp.minimum(maximum - level, LARGEST_EXPONENT) * LOG2_E)
 
             def write(exp, offset):
+                if lift is not None:
+                    exp = exp * lax.broadcast_in_dim(lift, exp.shape, [0])
                 buffer, rows = scratch["exp"].at[warpgroup], pl.ds(first_row, share)
                 store_tile(exp, buffer, others[-1], rows, start + offset)
 
@@ -133,6 +145,7 @@ def forward_statistics(
         scratch_types["exp"] = output_buffer(config, jnp.bfloat16)
     call = product(
         epilogue,
+        name="head_exponentials" if with_exp else "head_forward",
         config=config,
         row_tiles=tokens // config.rows,
         column_tiles=tiles,
@@ -150,7 +163,8 @@ def forward_statistics(
     )
     special = special_tiles(column, jnp.int32(0), width, tiles, config)
     # The copy engine pads the weight; the bias is read by plain loads and is padded here.
-    extra = () if bias is None else (jnp.pad(bias, (0, tiles * tile - vocab)),)
+    padded_bias = None if bias is None else jnp.pad(bias, (0, tiles * tile - vocab))
+    extra = (x for x in (padded_bias, estimate) if x is not None)
     bounds = jnp.stack([width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
     return call(hidden, weight, column, bounds, special, *extra)
 

@@ -136,6 +136,7 @@ def chunk_gradient(
 
     call = product(
         epilogue,
+        name="head_logit_gradient",
         config=config,
         row_tiles=tokens // config.rows,
         column_tiles=tiles,

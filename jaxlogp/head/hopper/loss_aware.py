@@ -1,10 +1,11 @@
 """Values and gradients in one pass over the tokens, for losses whose cotangents are known in the forward pass.
 
-By token chunks: one product leaves E = bf16 e^(z - tile maximum) and the tile statistics; these give the log-probs, the
-loss its cotangents, and E becomes dz in place; then dH = dz · W and dW += dzᵀ · H. Three products instead of four.
+By token chunks: one product leaves bf16 exponentials of the logits and the tile statistics; these give the log-probs, the
+loss its cotangents, and the exponentials become dz (:mod:`jaxlogp.head.hopper.exponentials`); then dH = dz · W and
+dW += dzᵀ · H. Three products instead of four.
 """
 
-import math
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
-from jaxlogp.head.hopper.engine import HopperEngine, row_multiple, whole_rows
+from jaxlogp.head.hopper.engine import HopperEngine, head_gradients, row_multiple, whole_rows
+from jaxlogp.head.hopper.exponentials import estimate_log_sum_exp, exp_to_gradient, scaled_gradient
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
-from jaxlogp.head.hopper.forward import LOG2_E, forward_statistics, special_tiles
-from jaxlogp.head.hopper.logit_gradient import RowScalars, row_scalars
-from jaxlogp.head.hopper.product import tile_transforms
-from jaxlogp.head.hopper.tiles import TileConfig
+from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.logit_gradient import row_scalars
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -29,108 +28,6 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Bytes of the exponentials of one chunk of tokens. One chunk needs no fp32 weight gradient, and may have its bytes too.
 EXP_BYTES = 1264 * 2**20
-# Tokens of a tile of exponentials that becomes dz, and columns that are turned at a time: a swizzled line of 128 bytes.
-ROWS, PIECE = 64, 64
-# Below every exponential but 0, whose logarithm must be finite.
-SMALLEST = 2.0**-126
-
-
-def exp_to_gradient(
-    exp: Any,
-    maxima: Float[Array, "tiles tokens"],
-    normaliser: Normaliser,
-    scalars: RowScalars,
-    target: Float[Array, " tokens"],
-    live: Int[Array, ""],
-    with_entropy: bool,
-    interpret: Any = None,
-) -> None:
-    """Turns exponentials into bf16 dz where they stand; the target's element comes from fp32 numbers alone.
-
-    dz = p (A + B (z - max)) with p = E e^(tile maximum - max) / S and z - tile maximum = log E, whose error, 2^-9, is that
-    of p.
-
-    Args:
-      exp: reference to bf16 [tokens, columns] as the kernel wrote it, tokens a multiple of 64.
-      maxima: maximum of each tile.
-      normaliser: of each token.
-      scalars: of each token.
-      target: z_target - normaliser.max.
-      live: int32, how many rows, from the first, a multiple of 64, the products go over; others are left as they are.
-      with_entropy: whether scalars.slope counts.
-      interpret: None, or what runs the kernel on the CPU.
-    """
-    (tokens, columns), tiles = exp.shape, maxima.shape[0]
-    pieces = columns // tiles // PIECE
-    # e^-1000 is 0 already, and the -1e30 of a tile without a real column would not stay finite times a slope.
-    distance = jnp.maximum(maxima - normaliser.max[None, :], -1000.0)
-    scale = jnp.exp(distance - normaliser.log_sum_exp[None, :])
-    own = scalars.constant + (scalars.slope * target if with_entropy else 0.0)
-    own = scalars.onehot + jnp.exp(target - normaliser.log_sum_exp) * own
-    config = TileConfig(rows=ROWS, columns=columns // tiles, alternate=True)
-    # No column is past an end: the weight's padding has exponentials of 0.
-    special = special_tiles(scalars.target, jnp.int32(0), jnp.int32(columns), tiles, config)
-    layout = plgpu.Layout.WGMMA.reduce(1)
-
-    def body(live, special, scale, distance, constant, slope, target, own, exp, buffer, arrived):
-        tile, row_tile = lax.axis_index("tile"), lax.axis_index("row")
-        first = row_tile * ROWS
-        rows = pl.ds(first, ROWS)
-
-        @pl.when(first < live[0])
-        def _():
-            for piece in range(pieces):
-                place = exp.at[rows, pl.ds((tile * pieces + piece) * PIECE, PIECE)]
-                plgpu.copy_gmem_to_smem(place, buffer.at[piece], arrived.at[piece])
-
-            def load(ref):
-                return plgpu.load(ref, layout=layout, optimized=False)
-
-            def spread(vector):
-                return lax.broadcast_in_dim(vector, (ROWS, PIECE), [0])
-
-            factors, chosen, own_value = load(scale.at[tile, rows]), load(target.at[rows]), load(own.at[rows])
-            constants = load(constant.at[rows])
-            if with_entropy:
-                # log E + distance = (log2 E + distance log2 e) ln 2, its constant folded into the others.
-                slopes = load(slope.at[rows]) * math.log(2.0)
-                constants = constants + slopes * (load(distance.at[tile, rows]) * LOG2_E)
-            has_target = special[row_tile * tiles + tile]
-
-            for piece in range(pieces):
-                start = (tile * pieces + piece) * PIECE
-                plgpu.barrier_wait(arrived.at[piece])
-                wide = plgpu.load(buffer.at[piece], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                factor = spread(constants)
-                if with_entropy:
-                    factor = factor + spread(slopes) * jnp.log2(jnp.maximum(wide, SMALLEST))
-                gradient = wide * spread(factors) * factor
-
-                def with_target(gradient, start=start):
-                    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
-                    return jnp.where(column == spread(chosen - start), spread(own_value), gradient)
-
-                gradient = lax.cond(has_target > 0, with_target, lambda x: x, gradient)
-                buffer[piece] = gradient.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer.at[piece], exp.at[rows, pl.ds(start, PIECE)])
-            plgpu.wait_smem_to_gmem(0)
-
-    call = kernel(
-        body,
-        out_type=(),
-        scratch_types=[
-            plgpu.SMEM((pieces, ROWS, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE)),
-            plgpu.Barrier(num_arrivals=1, num_barriers=pieces),
-        ],
-        grid=(tiles, tokens // ROWS),
-        grid_names=("tile", "row"),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    call(live.reshape(1), special, scale, distance, scalars.constant, scalars.slope, scalars.target, own, exp)
 
 
 def values_and_gradients(
@@ -142,6 +39,7 @@ def values_and_gradients(
     per_token: Any,
     options: HeadOptions,
     engine: HopperEngine,
+    old_log_probs: Float[Array, " tokens"] | None = None,
 ) -> tuple[TokenLogProbs, tuple[Array, Array, Array | None]]:
     """Log-probs and entropy, and the gradients of hidden, weight and bias.
 
@@ -154,6 +52,9 @@ def values_and_gradients(
       per_token: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
       options: static options; no soft cap and no axis.
       engine: tile shapes.
+      old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
+        log Σ e^z, and need not be rewritten. An estimate that is off by more than e^40 costs three products more, and
+        changes nothing else. None where entropy has one.
 
     Returns:
       (TokenLogProbs of fp32 [tokens], gradients in the dtypes of their operands).
@@ -174,6 +75,10 @@ def values_and_gradients(
     local = LocalTargets(rows.pack(targets.column, -1), alive, poison, targets.width)
     extra = jax.tree.map(lambda x: rows.pack(x, 0), per_token)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
+    estimate = None
+    if old_log_probs is not None:
+        old = rows.pack(old_log_probs, 0)
+        estimate = estimate_log_sum_exp(packed, weight, bias, local.column, alive, old, options)
     wide_columns = tiles.d_hidden.columns
     wide = hidden_size + -hidden_size % wide_columns
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
@@ -183,6 +88,9 @@ def values_and_gradients(
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
     d_hidden = jax.new_ref(jnp.zeros((chunks * size, hidden_size), hidden.dtype))
     results = jax.new_ref(jnp.zeros((2, chunks * size), jnp.float32))
+    # Cotangent, maximum and log Σ e^(z - maximum): with them the gradients can be had once more.
+    kept = jax.new_ref(jnp.zeros((3, chunks * size), jnp.float32))
+    lost = jax.new_ref(jnp.zeros((), jnp.int32))
     d_bias = jax.new_ref(jnp.zeros((columns,), jnp.float32))
 
     def chunk_step(index, out, addend):
@@ -209,16 +117,25 @@ def values_and_gradients(
             interpret,
             live,
             with_exp=True,
+            estimate=None if estimate is None else part(estimate),
         )
         sums = sum_tiles(partials, jnp.max(partials[:, 0], axis=0), chunk.column, options.with_entropy)
         values, normaliser = finish_sums(sums, chunk.mask, options.vocab_size, chunk.poison)
         g_log_probs, g_entropy = mask_cotangents(cotangents(values, jax.tree.map(part, extra)), chunk)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.column, options)
         target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max
-        gradient = jax.new_ref(exp)
-        with_entropy = options.with_entropy
-        exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, with_entropy, interpret)
-        dz = jax.freeze(gradient)
+        place, scale, scaled = pl.ds(start, size), None, here
+        if estimate is None:
+            gradient = jax.new_ref(exp)
+            with_entropy = options.with_entropy
+            exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, with_entropy, interpret)
+            dz = jax.freeze(gradient)
+        else:
+            dz, scale, is_lost = scaled_gradient(exp, part(estimate), normaliser, scalars, target)
+            scaled = (here.astype(jnp.float32) * scale[:, None]).astype(here.dtype)
+            lost[...] |= is_lost.astype(jnp.int32)
+            for row, values_of_row in enumerate((g_log_probs, normaliser.max, normaliser.log_sum_exp)):
+                kept[row, place] = values_of_row
         sum_hidden = jax.new_ref(jnp.zeros((size, wide), jnp.float32))
         zero = jnp.int32(0)
 
@@ -230,11 +147,12 @@ def values_and_gradients(
         lax.fori_loop(0, whole, lambda index, _: add_window(index * window, window), None)
         if rest:
             add_window(jnp.int32(whole * window), rest)
-        write_weight_gradient(out, dz, here, zero, tiles.d_weight, num_sms, interpret, live, addend)
+        write_weight_gradient(out, dz, scaled, zero, tiles.d_weight, num_sms, interpret, live, addend)
+        d_here = jax.freeze(sum_hidden)[:, :hidden_size]
         if bias is not None:
-            d_bias[...] += jnp.sum(select_live(dz, live), axis=0, dtype=jnp.float32)
-        place = pl.ds(start, size)
-        d_hidden[place] = jax.freeze(sum_hidden)[:, :hidden_size].astype(hidden.dtype)
+            of_rows = select_live(dz, live).astype(jnp.float32)
+            d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
+        d_hidden[place] = (d_here if scale is None else d_here * scale[:, None]).astype(hidden.dtype)
         results[0, place] = values.log_probs
         if options.with_entropy:
             results[1, place] = values.entropy
@@ -247,6 +165,20 @@ def values_and_gradients(
         end = jnp.clip(-(-rows.count // size), 1, chunks - 1)
         lax.fori_loop(1, end, lambda index, _: chunk_step(index, total, total), None)
         chunk_step(jnp.int32(chunks - 1), d_weight, total)
+
+    def once_more(_, carry):
+        normaliser = Normaliser(kept[1], kept[2], None)
+        scalars = row_scalars(normaliser, kept[0], None, local.column, options)
+        without_entropy = dataclasses.replace(options, with_entropy=False)
+        d_hidden[...], d_weight[...], new_bias = head_gradients(
+            packed.astype(hidden.dtype), weight, bias, local, scalars, without_entropy, engine
+        )
+        if bias is not None:
+            d_bias[pl.ds(0, vocab)] = new_bias.astype(jnp.float32)
+
+    if estimate is not None:
+        # A loop of at most one step: unlike a condition it changes the references where they are.
+        lax.fori_loop(0, lost[...], once_more, None)
     log_probs, entropy = (rows.unpack(x) for x in jax.freeze(results))
     values = TokenLogProbs(log_probs, entropy if options.with_entropy else None)
     d_bias = None if bias is None else jax.freeze(d_bias)[:vocab].astype(bias.dtype)

@@ -92,6 +92,7 @@ def tile_order(index: Any, row_tiles: Any, column_tiles: int, group: int) -> tup
 def product(
     epilogue: Callable[..., None],
     *,
+    name: str,
     config: TileConfig,
     row_tiles: int,
     column_tiles: int,
@@ -117,6 +118,7 @@ def product(
     Args:
       epilogue: called in each consumer warpgroup as epilogue(accumulator [share, columns], first row, column tile,
         warpgroup, setup's result, prologue's result, others and outputs, scratch).
+      name: what profilers call the kernel.
       config: tile shapes.
       row_tiles: number of tiles in the row dimension.
       column_tiles: number of tiles in the column dimension.
@@ -305,6 +307,7 @@ def product(
     ]
     return kernel(
         body,
+        name=name,
         out_type=out_type,
         scratch_types=[*rings, *scratch.values()],
         grid=(blocks,),

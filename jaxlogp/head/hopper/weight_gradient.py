@@ -25,6 +25,7 @@ def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> 
     options = {} if interpret is None else {"interpret": interpret}
     call = kernel(
         body,
+        name="head_uninitialised",
         out_type=jax.ShapeDtypeStruct(shape, dtype),
         grid=(1,),
         grid_names=("block",),
@@ -37,6 +38,11 @@ def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> 
 
 def _bounds(index: Array, live: Array | None, tokens: int) -> Int[Array, " two"]:
     return jnp.stack([index, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
+
+
+def _sum_in(out: Any, interpret: Any) -> dict[str, Any]:
+    """How :func:`store_tile` adds to what stands there: by the copy engine, which the interpreter cannot."""
+    return {"add": True} if interpret is None else {"addend": out}
 
 
 def add_hidden_gradient(
@@ -84,12 +90,11 @@ def add_hidden_gradient(
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
         buffer = scratch["piece"].at[warpgroup]
         rows, out = pl.ds(first_row, config.share), others[1]
-        # The interpreter's copies cannot add.
-        how = {"add": True} if interpret is None else {"addend": out}
-        store_tile(products, buffer, out, rows, column * config.columns, **how)
+        store_tile(products, buffer, out, rows, column * config.columns, **_sum_in(out, interpret))
 
     product(
         epilogue,
+        name="head_hidden_gradient",
         config=config,
         row_tiles=tokens // config.rows,
         column_tiles=-(-hidden_size // config.columns),
@@ -155,13 +160,14 @@ def write_weight_gradient(
 
     def epilogue(products, first_row, column, warpgroup, start, early, others, scratch):
         rows = pl.ds(start + first_row, config.share)
-        source = None if addend is None else others[1] if addend is d_weight else others[2]
-        buffer = scratch["piece"].at[warpgroup]
-        store_tile(products, buffer, others[1], rows, column * config.columns, addend=source)
+        buffer, out = scratch["piece"].at[warpgroup], others[1]
+        how = {} if addend is None else _sum_in(out, interpret) if addend is d_weight else {"addend": others[2]}
+        store_tile(products, buffer, out, rows, column * config.columns, **how)
 
     others = () if addend is None or addend is d_weight else (addend,)
     product(
         epilogue,
+        name="head_weight_gradient",
         config=config,
         row_tiles=chunk // config.rows,
         column_tiles=-(-hidden_size // config.columns),

@@ -1,0 +1,196 @@
+"""Exponentials of the logits, kept in bf16, turned into dz: the gradient of the logits, or what is a factor a token from it.
+
+With an entropy bonus dz = p (A + B (z - max)) + g onehot differs from E = e^(z - tile maximum) element by element, and a
+kernel rewrites E. Without one dz = p A + g onehot is, but for the target's column, E times a number for each token, if E was
+taken against one number for each token. The token's log Σ e^z is known only behind the product, but nearly known before it:
+r = z_target - old_log_prob is off by the logarithm of the ratio alone. With E = e^(z - r) and δ = log Σ e^z - r
+
+    dz = c E',    c = A e^-δ,    E' = E, and (p - 1) e^δ in the target's column,
+
+so dH = c (E' W) and dW = E'ᵀ (c H), and nothing of [tokens, V] is read or written once more.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
+from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, special_tiles
+from jaxlogp.head.hopper.logit_gradient import RowScalars
+from jaxlogp.head.hopper.product import tile_transforms
+from jaxlogp.head.hopper.tiles import TileConfig
+from jaxlogp.head.projection import HeadOptions, finish_logits
+from jaxlogp.stats import Normaliser
+
+# How far an estimate may be off: e^±40 lies in the range of bf16 with room for every probability above e^-47.
+MOST_LOG_RATIO = 40.0
+# Tokens of a tile of exponentials that becomes dz, and columns that are turned at a time: a swizzled line of 128 bytes.
+ROWS, PIECE = 64, 64
+# Below every exponential but 0, whose logarithm must be finite.
+SMALLEST = 2.0**-126
+
+
+def exp_to_gradient(
+    exp: Any,
+    maxima: Float[Array, "tiles tokens"],
+    normaliser: Normaliser,
+    scalars: RowScalars,
+    target: Float[Array, " tokens"],
+    live: Int[Array, ""],
+    with_entropy: bool,
+    interpret: Any = None,
+) -> None:
+    """Turns exponentials into bf16 dz where they stand; the target's element comes from fp32 numbers alone.
+
+    dz = p (A + B (z - max)) with p = E e^(tile maximum - max) / S and z - tile maximum = log E, whose error, 2^-9, is that
+    of p.
+
+    Args:
+      exp: reference to bf16 [tokens, columns] as the kernel wrote it, tokens a multiple of 64.
+      maxima: maximum of each tile.
+      normaliser: of each token.
+      scalars: of each token.
+      target: z_target - normaliser.max.
+      live: int32, how many rows, from the first, a multiple of 64, the products go over; others are left as they are.
+      with_entropy: whether scalars.slope counts.
+      interpret: None, or what runs the kernel on the CPU.
+    """
+    (tokens, columns), tiles = exp.shape, maxima.shape[0]
+    pieces = columns // tiles // PIECE
+    # e^-1000 is 0 already, and the -1e30 of a tile without a real column would not stay finite times a slope.
+    distance = jnp.maximum(maxima - normaliser.max[None, :], -1000.0)
+    scale = jnp.exp(distance - normaliser.log_sum_exp[None, :])
+    own = scalars.constant + (scalars.slope * target if with_entropy else 0.0)
+    own = scalars.onehot + jnp.exp(target - normaliser.log_sum_exp) * own
+    config = TileConfig(rows=ROWS, columns=columns // tiles, alternate=True)
+    # No column is past an end: the weight's padding has exponentials of 0.
+    special = special_tiles(scalars.target, jnp.int32(0), jnp.int32(columns), tiles, config)
+    layout = plgpu.Layout.WGMMA.reduce(1)
+
+    def body(live, special, scale, distance, constant, slope, target, own, exp, buffer, arrived):
+        tile, row_tile = lax.axis_index("tile"), lax.axis_index("row")
+        first = row_tile * ROWS
+        rows = pl.ds(first, ROWS)
+
+        @pl.when(first < live[0])
+        def _():
+            for piece in range(pieces):
+                place = exp.at[rows, pl.ds((tile * pieces + piece) * PIECE, PIECE)]
+                plgpu.copy_gmem_to_smem(place, buffer.at[piece], arrived.at[piece])
+
+            def load(ref):
+                return plgpu.load(ref, layout=layout, optimized=False)
+
+            def spread(vector):
+                return lax.broadcast_in_dim(vector, (ROWS, PIECE), [0])
+
+            factors, chosen, own_value = load(scale.at[tile, rows]), load(target.at[rows]), load(own.at[rows])
+            constants = load(constant.at[rows])
+            if with_entropy:
+                # log E + distance = (log2 E + distance log2 e) ln 2, its constant folded into the others.
+                slopes = load(slope.at[rows]) * math.log(2.0)
+                constants = constants + slopes * (load(distance.at[tile, rows]) * LOG2_E)
+            has_target = special[row_tile * tiles + tile]
+
+            for piece in range(pieces):
+                start = (tile * pieces + piece) * PIECE
+                plgpu.barrier_wait(arrived.at[piece])
+                wide = plgpu.load(buffer.at[piece], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                factor = spread(constants)
+                if with_entropy:
+                    factor = factor + spread(slopes) * jnp.log2(jnp.maximum(wide, SMALLEST))
+                gradient = wide * spread(factors) * factor
+
+                def with_target(gradient, start=start):
+                    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 1, layout=plgpu.Layout.WGMMA)
+                    return jnp.where(column == spread(chosen - start), spread(own_value), gradient)
+
+                gradient = lax.cond(has_target > 0, with_target, lambda x: x, gradient)
+                buffer[piece] = gradient.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(buffer.at[piece], exp.at[rows, pl.ds(start, PIECE)])
+            plgpu.wait_smem_to_gmem(0)
+
+    call = kernel(
+        body,
+        name="head_exponentials_to_gradient",
+        out_type=(),
+        scratch_types=[
+            plgpu.SMEM((pieces, ROWS, PIECE), jnp.bfloat16, transforms=tile_transforms(PIECE)),
+            plgpu.Barrier(num_arrivals=1, num_barriers=pieces),
+        ],
+        grid=(tiles, tokens // ROWS),
+        grid_names=("tile", "row"),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=False),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    call(live.reshape(1), special, scale, distance, scalars.constant, scalars.slope, scalars.target, own, exp)
+
+
+def estimate_log_sum_exp(
+    hidden: Float[Array, "tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    column: Int[Array, " tokens"],
+    mask: Bool[Array, " tokens"],
+    old_log_probs: Float[Array, " tokens"],
+    options: HeadOptions,
+) -> Float[Array, " tokens"]:
+    """z_target - old_log_prob, which is log Σ e^z as far as the policy is the sampler's; 0 where there is no label."""
+    place = jnp.maximum(column, 0)
+    product = jnp.sum(hidden.astype(jnp.float32) * weight[place].astype(jnp.float32), axis=1)
+    own_bias = None if bias is None else bias[place]
+    logits = product if own_bias is None else product + own_bias.astype(jnp.float32)
+    logits = finish_logits(logits[:, None], None, options)[:, 0]
+    return jnp.where(mask & (column >= 0), logits - old_log_probs.astype(jnp.float32), 0.0)
+
+
+class ScaledGradient(NamedTuple):
+    """dz of a chunk of tokens as a factor for each token and what it multiplies.
+
+    Attributes:
+      direction: bf16 [tokens, columns], E'.
+      scale: fp32 [tokens], c.
+      lost: bool, whether an estimate was so far off that E' does not hold the gradient of some token.
+    """
+
+    direction: Float[Array, "tokens columns"]
+    scale: Float[Array, " tokens"]
+    lost: Bool[Array, ""]
+
+
+def scaled_gradient(
+    exp: Float[Array, "tokens columns"],
+    estimate: Float[Array, " tokens"],
+    normaliser: Normaliser,
+    scalars: RowScalars,
+    target: Float[Array, " tokens"],
+) -> ScaledGradient:
+    """dz from exponentials taken against ``estimate``, where the entropy has no cotangent; only the targets' are rewritten.
+
+    Args:
+      exp: bf16 e^(z - estimate).
+      estimate: what it was taken against.
+      normaliser: of each token.
+      scalars: of each token; its constant is 0 for a token without a gradient.
+      target: z_target - normaliser.max.
+    """
+    log_ratio = normaliser.max + normaliser.log_sum_exp - estimate
+    bounded = jnp.clip(log_ratio, -LARGEST_EXPONENT, LARGEST_EXPONENT)
+    # A token without a gradient may have any estimate and any normaliser, of a row that was not computed.
+    counts = scalars.constant != 0
+    scale = jnp.where(counts, scalars.constant * jnp.exp(-bounded), 0.0)
+    # e^δ (p - 1), from fp32 numbers: a confident target (p near 1) keeps its small gradient.
+    own = jnp.expm1(target - normaliser.log_sum_exp) * jnp.exp(bounded)
+    rows = jnp.arange(exp.shape[0], dtype=jnp.int32)
+    # What has no target gets a place past the end, which is dropped.
+    place = jnp.where(counts & (scalars.target >= 0), scalars.target, exp.shape[1])
+    direction = exp.at[rows, place].set(own.astype(exp.dtype), mode="drop", unique_indices=True)
+    lost = counts & (jnp.abs(log_ratio) > MOST_LOG_RATIO)
+    return ScaledGradient(direction, scale, jnp.any(lost))
