@@ -57,7 +57,8 @@ def chunk_gradient(
     interpret: Any = None,
     live: Int[Array, ""] | None = None,
     plan: Int[Array, " n"] | None = None,
-) -> Float[Array, "tokens chunk"]:
+    into: Any = None,
+) -> Float[Array, "tokens chunk"] | None:
     """Gradient of hidden · weightᵀ + bias for the index-th chunk of columns, bf16.
 
     Args:
@@ -73,9 +74,10 @@ def chunk_gradient(
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
       live: int32, how many tokens, from the first, have a gradient; None means all. Row tiles behind them are not
-        computed, and their results may be anything.
+        computed, and their results may be anything. With 0 nothing is computed at all.
       plan: int32, the tiles to compute (:func:`jaxlogp.head.hopper.schedule.gradient_plan`), others may be anything;
         None means all of ``live``.
+      into: None, or a reference to bf16 [tokens, chunk] that the gradient is written to instead of returned.
     """
     tokens, tile, share = hidden.shape[0], config.columns, config.share
     tiles = chunk // tile
@@ -145,7 +147,7 @@ def chunk_gradient(
         right_minor=True,
         left_index=left_index,
         right_index=right_index,
-        out_type=jax.ShapeDtypeStruct((tokens, chunk), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((tokens, chunk), jnp.bfloat16) if into is None else (),
         scratch={"gradient": output_buffer(config, jnp.bfloat16)},
         num_sms=num_sms,
         interpret=interpret,
@@ -156,4 +158,5 @@ def chunk_gradient(
     )
     bounds = jnp.stack([index, width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
     special = special_tiles(rows.target, index * chunk, width, tiles, config)
-    return call(hidden, weight, bounds, special, *rows, *(x for x in (bias, plan) if x is not None))
+    result = call(hidden, weight, bounds, special, *rows, *(x for x in (bias, plan, into) if x is not None))
+    return result if into is None else None

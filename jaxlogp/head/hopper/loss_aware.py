@@ -15,11 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxlogp.head.hopper.engine import HopperEngine, head_gradients, row_multiple, whole_rows
+from jaxlogp.head.hopper.engine import HopperEngine, row_multiple, whole_rows
 from jaxlogp.head.hopper.exponentials import estimate_log_sum_exp, exp_to_gradient, scaled_gradient
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import row_scalars
+from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
+from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -28,6 +29,67 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Bytes of the exponentials of one chunk of tokens. One chunk needs no fp32 weight gradient, and may have its bytes too.
 EXP_BYTES = 1264 * 2**20
+
+
+def chunk_rows(tokens: int, most: int, multiple: int, hidden_size: int, config: TileConfig, num_sms: int) -> int:
+    """Tokens of a chunk, a multiple of ``multiple`` and at most ``most``.
+
+    The largest for which the blocks go over the output tiles of dH least often: the tiles of a chunk of 2048 tokens and a
+    hidden size of 2304 are 144, which 132 blocks walk over as often as over 264.
+    """
+
+    def rounds(rows):
+        return -(-(-(-rows // config.rows) * -(-hidden_size // config.columns)) // num_sms)
+
+    def cost(size):
+        whole, rest = divmod(tokens, size)
+        return whole * rounds(size) + rounds(rest), -size
+
+    return min(range(multiple, most + 1, multiple), key=cost)
+
+
+def _chunk_logit_gradient(
+    exp: Array,
+    partials: Array,
+    estimate: Array | None,
+    normaliser: Normaliser,
+    scalars: RowScalars,
+    target: Array,
+    operands: tuple[Array, Array, Array | None],
+    width: Array,
+    live: Array,
+    options: HeadOptions,
+    engine: HopperEngine,
+) -> tuple[Array, Array | None]:
+    """(dz, None), or what is dz once each token is multiplied by a factor, and these factors."""
+    hidden, weight, bias = operands
+    if estimate is None:
+        gradient = jax.new_ref(exp)
+        exp_to_gradient(
+            gradient, partials[:, 0], normaliser, scalars, target, live, options.with_entropy, engine.interpret
+        )
+        return jax.freeze(gradient), None
+    scaled = scaled_gradient(exp, estimate, normaliser, scalars, target)
+    gradient = jax.new_ref(scaled.direction)
+    columns = exp.shape[1]
+    # Where an estimate was lost all of dz is computed once more, now that log Σ e^z is known. A kernel with nothing to do
+    # ends at once; a condition of XLA would have the host wait for its outcome.
+    chunk_gradient(
+        hidden,
+        weight,
+        None if bias is None else jnp.pad(bias, (0, columns - weight.shape[0])),
+        scalars,
+        width,
+        jnp.int32(0),
+        columns,
+        dataclasses.replace(options, with_entropy=False),
+        engine.head_tiles(weight).logit_gradient,
+        engine.num_blocks(),
+        engine.interpret,
+        jnp.where(scaled.lost, live, 0),
+        into=gradient,
+    )
+    return jax.freeze(gradient), jnp.where(scaled.lost, 1.0, scaled.scale)
 
 
 def values_and_gradients(
@@ -53,7 +115,7 @@ def values_and_gradients(
       options: static options; no soft cap and no axis.
       engine: tile shapes.
       old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
-        log Σ e^z, and need not be rewritten. An estimate that is off by more than e^40 costs three products more, and
+        log Σ e^z, and need not be rewritten. An estimate that is off by more than e^40 costs its chunk one product more, and
         changes nothing else. None where entropy has one.
 
     Returns:
@@ -65,8 +127,10 @@ def values_and_gradients(
     one_chunk = EXP_BYTES + 4 * columns * hidden_size
     budget = one_chunk if 2 * columns * tokens <= one_chunk else EXP_BYTES
     most = max(budget // (2 * columns) // multiple, 1) * multiple
-    chunks = -(-tokens // most)
-    size = -(-tokens // (chunks * multiple)) * multiple
+    size = min(most, -(-tokens // multiple) * multiple)
+    if size < tokens:
+        size = chunk_rows(tokens, most, multiple, hidden_size, tiles.d_hidden, num_sms)
+    chunks = -(-tokens // size)
     rows = live_rows(targets.mask, chunks * size)
     # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
     alive = jnp.arange(chunks * size, dtype=jnp.int32) < rows.count
@@ -88,18 +152,18 @@ def values_and_gradients(
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
     d_hidden = jax.new_ref(jnp.zeros((chunks * size, hidden_size), hidden.dtype))
     results = jax.new_ref(jnp.zeros((2, chunks * size), jnp.float32))
-    # Cotangent, maximum and log Σ e^(z - maximum): with them the gradients can be had once more.
-    kept = jax.new_ref(jnp.zeros((3, chunks * size), jnp.float32))
-    lost = jax.new_ref(jnp.zeros((), jnp.int32))
     d_bias = jax.new_ref(jnp.zeros((columns,), jnp.float32))
 
-    def chunk_step(index, out, addend):
+    def chunk_step(index, out, addend, may_skip=False):
         start = index * size
 
         def part(x):
             return lax.dynamic_slice_in_dim(x, start, size)
 
-        live = whole_rows(jnp.clip(rows.count - start, 0, size), multiple)
+        count = jnp.clip(rows.count - start, 0, size)
+        live = whole_rows(count, multiple)
+        if may_skip:
+            live = jnp.where(count > 0, live, 0)
         here = part(packed)
         if addend is not None:
             # After the chunk before, whose exponentials would otherwise still be there.
@@ -124,18 +188,20 @@ def values_and_gradients(
         g_log_probs, g_entropy = mask_cotangents(cotangents(values, jax.tree.map(part, extra)), chunk)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.column, options)
         target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max
-        place, scale, scaled = pl.ds(start, size), None, here
-        if estimate is None:
-            gradient = jax.new_ref(exp)
-            with_entropy = options.with_entropy
-            exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, with_entropy, interpret)
-            dz = jax.freeze(gradient)
-        else:
-            dz, scale, is_lost = scaled_gradient(exp, part(estimate), normaliser, scalars, target)
-            scaled = (here.astype(jnp.float32) * scale[:, None]).astype(here.dtype)
-            lost[...] |= is_lost.astype(jnp.int32)
-            for row, values_of_row in enumerate((g_log_probs, normaliser.max, normaliser.log_sum_exp)):
-                kept[row, place] = values_of_row
+        dz, scale = _chunk_logit_gradient(
+            exp,
+            partials,
+            None if estimate is None else part(estimate),
+            normaliser,
+            scalars,
+            target,
+            (here, weight, bias_operand),
+            targets.width,
+            live,
+            options,
+            engine,
+        )
+        scaled = here if scale is None else (here.astype(jnp.float32) * scale[:, None]).astype(here.dtype)
         sum_hidden = jax.new_ref(jnp.zeros((size, wide), jnp.float32))
         zero = jnp.int32(0)
 
@@ -152,6 +218,7 @@ def values_and_gradients(
         if bias is not None:
             of_rows = select_live(dz, live).astype(jnp.float32)
             d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
+        place = pl.ds(start, size)
         d_hidden[place] = (d_here if scale is None else d_here * scale[:, None]).astype(hidden.dtype)
         results[0, place] = values.log_probs
         if options.with_entropy:
@@ -161,24 +228,9 @@ def values_and_gradients(
         chunk_step(jnp.int32(0), d_weight, None)
     else:
         chunk_step(jnp.int32(0), total, None)
-        # Chunks without a live token are left out; the last one always runs, as it rounds.
-        end = jnp.clip(-(-rows.count // size), 1, chunks - 1)
-        lax.fori_loop(1, end, lambda index, _: chunk_step(index, total, total), None)
+        # All of them, however many tokens are live: the host would wait for a number that it does not know.
+        lax.fori_loop(1, chunks - 1, lambda index, _: chunk_step(index, total, total, may_skip=True), None)
         chunk_step(jnp.int32(chunks - 1), d_weight, total)
-
-    def once_more(_, carry):
-        normaliser = Normaliser(kept[1], kept[2], None)
-        scalars = row_scalars(normaliser, kept[0], None, local.column, options)
-        without_entropy = dataclasses.replace(options, with_entropy=False)
-        d_hidden[...], d_weight[...], new_bias = head_gradients(
-            packed.astype(hidden.dtype), weight, bias, local, scalars, without_entropy, engine
-        )
-        if bias is not None:
-            d_bias[pl.ds(0, vocab)] = new_bias.astype(jnp.float32)
-
-    if estimate is not None:
-        # A loop of at most one step: unlike a condition it changes the references where they are.
-        lax.fori_loop(0, lost[...], once_more, None)
     log_probs, entropy = (rows.unpack(x) for x in jax.freeze(results))
     values = TokenLogProbs(log_probs, entropy if options.with_entropy else None)
     d_bias = None if bias is None else jax.freeze(d_bias)[:vocab].astype(bias.dtype)

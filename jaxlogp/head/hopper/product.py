@@ -134,8 +134,7 @@ def product(
       approx_math: let exp2 be the hardware's (2 ulp).
       setup: called once as setup(others and outputs), for scalars that live in global memory.
       live: called once as live(others and outputs), how many rows of the row dimension, or of the contracted one with
-        ``live_steps``, need work. Tiles or steps behind them are left out, all but the first, and outputs there are
-        not written.
+        ``live_steps``, need work. Tiles or steps behind them are left out; with 0 nothing is written.
       live_steps: whether live rows are those of the contracted dimension.
       prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
         outputs); its result, loaded while the products run, reaches the epilogue.
@@ -169,8 +168,11 @@ def product(
         used_rows, used_steps = jnp.int32(row_tiles // cluster), jnp.int32(steps)
         if live is not None:
             grain = config.depth if live_steps else config.rows * cluster
-            used = jnp.maximum(lax.div(live(others) + (grain - 1), jnp.int32(grain)), 1)
-            used_rows, used_steps = (used_rows, used) if live_steps else (used, used_steps)
+            used = lax.div(live(others) + (grain - 1), jnp.int32(grain))
+            if live_steps:
+                used_rows, used_steps = jnp.where(used > 0, used_rows, 0), used
+            else:
+                used_rows = used
         work = None if plan is None else plan(others)
         used_tiles = used_rows * column_tiles if work is None else work[0]
         count = lax.div(used_tiles - block + (blocks - 1), jnp.int32(blocks))

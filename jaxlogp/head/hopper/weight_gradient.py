@@ -144,7 +144,8 @@ def write_weight_gradient(
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
-      live: int32, how many tokens, from the first, have a gradient; None means all. Steps over the others are left out.
+      live: int32, how many tokens, from the first, have a gradient; None means all. Steps over the others are left out;
+        with 0 nothing is written.
       addend: None, or a reference to fp32 of such multiples, of which the same rows are added; may be ``d_weight``.
       plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles are not
         written, other steps are not read. None means all of ``live``.
