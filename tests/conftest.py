@@ -8,8 +8,8 @@ import os
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
 else:
-    # Several processes of a test run share the GPU.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Several processes of a test run share the GPU: none may keep what it has freed.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.head.hopper.fold import TileSums, finish_sums, from_limbs, limbs, sum_shards, sum_tiles
+from jaxlogp.head.hopper.fold import TileSums, block_tokens, finish_sums, from_limbs, limbs, sum_shards, sum_tiles
 
 TOKENS = 37
 
@@ -33,6 +33,15 @@ def fold(stats, column=None):
 def equal(left, right):
     for a, b in zip(left, right, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize(
+    "tokens, blocks, size",
+    [(8192, 1, 8192), (8192, 3, 2048), (8192, 2, 4096), (1000, 3, 512), (1000, 1, 1024), (1, 1, 256)],
+)
+def test_blocks_hold_the_tokens_exactly_if_a_few_more_of_them_do(tokens, blocks, size):
+    assert block_tokens(tokens, blocks, 256) == size
+    assert -(-tokens // size) <= 2 * blocks
 
 
 @pytest.mark.parametrize("spread", [0.1, 4.0, 40.0])

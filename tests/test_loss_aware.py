@@ -12,6 +12,7 @@ from jaxlogp.head import chunked_loss_aware, loss_aware
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import loss_aware as hopper_loss_aware
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
+from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.loss_aware import linear_policy_gradients
 from jaxlogp.head.projection import HeadOptions
 from tests import hopper_case, oracle
@@ -327,6 +328,14 @@ def test_hopper_kernels_on_policy(bias):
         lse, *arguments
     )
     compare(out, two_steps(arguments, head, 0.0, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
+
+
+@pytest.mark.parametrize("hidden_size, tokens, rows", [(2304, 8192, 1792), (1024, 8192, 2048), (2304, 1500, 1536)])
+def test_chunks_of_tokens_fill_the_blocks(hidden_size, tokens, rows):
+    # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them, or 4.
+    config = HeadTiles().d_hidden
+    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, config, 132)
+    assert size == rows
 
 
 @needs_interpreter

@@ -31,7 +31,7 @@ from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks
 from jaxlogp.head.hopper._pallas_compat import why_not_available
-from jaxlogp.head.hopper.fold import MOST_TILES, fold_blocks
+from jaxlogp.head.hopper.fold import MOST_TILES, block_tokens, fold_blocks
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
@@ -227,8 +227,8 @@ def _statistics(
     per_token = -(-weight.shape[0] // config.columns) * 16 + (0 if options.all_live else 2 * hidden.shape[1])
     blocks = 1 if tokens * per_token <= WHOLE_BYTES else -(-tokens * per_token // BLOCK_BYTES)
     multiple = row_multiple(engine.head_tiles(weight), engine.interpret)
-    block = -(-tokens // (blocks * multiple)) * multiple
-    rows = live_rows(targets.mask, blocks * block, options.all_live)
+    block = block_tokens(tokens, blocks, multiple)
+    rows = live_rows(targets.mask, -(-tokens // block) * block, options.all_live)
     narrow = hidden.astype(jnp.bfloat16)
     if options.all_live:
         # Filled up once, and not in every block.

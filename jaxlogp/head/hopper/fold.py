@@ -166,6 +166,15 @@ def finish_sums(
     return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0)), Normaliser(sums.max, log_sum_exp, mean)
 
 
+def block_tokens(tokens: int, blocks: int, multiple: int) -> int:
+    """Tokens of a block, a multiple of ``multiple``, if there are to be at least ``blocks`` of them.
+
+    Up to twice as many blocks if they hold the tokens exactly: filling up the last one would copy the hidden states.
+    """
+    exact = (tokens // number for number in range(blocks, 2 * blocks) if tokens % (number * multiple) == 0)
+    return next(exact, -(-tokens // (blocks * multiple)) * multiple)
+
+
 def fold_blocks(
     statistics: Callable[[Array, Array, Array], Array],
     rows: LiveRows,

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes
-from jaxlogp.head.hopper.fold import MOST_TILES, fold_blocks
+from jaxlogp.head.hopper.fold import MOST_TILES, block_tokens, fold_blocks
 from jaxlogp.head.hopper.logit_gradient import row_scalars
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
@@ -158,8 +158,8 @@ def _forward(
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
     blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
     multiple = engine.row_multiple()
-    block = -(-tokens // (blocks * multiple)) * multiple
-    rows = live_rows(targets.mask, blocks * block, options.all_live)
+    block = block_tokens(tokens, blocks, multiple)
+    rows = live_rows(targets.mask, -(-tokens // block) * block, options.all_live)
     packed = rows.pack(hidden.astype(weight.dtype), 0)
     packed = packed if options.all_live else select_live(packed, rows.count)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
