@@ -333,8 +333,7 @@ def test_hopper_kernels_on_policy(bias):
 @pytest.mark.parametrize("hidden_size, tokens, rows", [(2304, 8192, 1792), (1024, 8192, 2048), (2304, 1500, 1536)])
 def test_chunks_of_tokens_fill_the_blocks(hidden_size, tokens, rows):
     # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them, or 4.
-    config = HeadTiles().d_hidden
-    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, config, 132)
+    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, HeadTiles(), 132)
     assert size == rows
 
 

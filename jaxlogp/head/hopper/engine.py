@@ -36,7 +36,13 @@ from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
-from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
+from jaxlogp.head.hopper.weight_gradient import (
+    add_hidden_gradient,
+    finish_hidden_gradient,
+    hidden_gradient_sums,
+    uninitialised,
+    write_weight_gradient,
+)
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import LocalTargets, mask_cotangents
@@ -189,7 +195,7 @@ class HopperEngine:
           ValueError: ``chunk`` does not cut at tiles of all kernels.
         """
         tile, group = tiles.logit_gradient.columns, group_rows(tiles.d_weight, self.interpret)
-        whole = math.lcm(tile, tiles.d_hidden.depth, group)
+        whole = math.lcm(tile, tiles.d_hidden.depth * tiles.d_hidden_parts, group)
         if self.chunk is not None:
             expected = f"None or a positive multiple of {whole}, which is whole tiles"
             require(self.chunk > 0 and self.chunk % whole == 0, "chunk", expected, self.chunk)
@@ -374,8 +380,8 @@ def head_gradients(
     chunk = engine.chunk_columns(vocab, tiles)
     chunks = -(-vocab // chunk)
     bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
-    # Whole tiles of columns: the accumulator is read by plain loads, which must not run past the end of a row.
-    d_hidden = jax.new_ref(jnp.zeros((padded, hidden_size + -hidden_size % tiles.d_hidden.columns), jnp.float32))
+    parts = tiles.d_hidden_parts
+    d_hidden = hidden_gradient_sums(padded, hidden_size, tiles.d_hidden, parts)
     if kept is None:
         d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
     else:
@@ -412,6 +418,7 @@ def head_gradients(
             live,
             plan=plan.d_hidden,
             plan_steps=None if shape is None else shape.columns // tiles.d_hidden.depth,
+            parts=parts,
         )
         write_weight_gradient(
             d_weight,
@@ -437,7 +444,7 @@ def head_gradients(
     if bias is not None:
         d_bias = d_bias.reshape(-1)[:vocab].astype(bias.dtype)
     # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.
-    d_hidden = rows.unpack(jax.freeze(d_hidden)[:, :hidden_size].astype(hidden.dtype))
+    d_hidden = rows.unpack(finish_hidden_gradient(d_hidden, hidden_size, parts).astype(hidden.dtype))
     return vary_over(d_hidden, axes), vary_over(jax.freeze(d_weight), axes), d_bias
 
 

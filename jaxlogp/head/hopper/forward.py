@@ -87,7 +87,7 @@ def forward_statistics(
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     place_of_estimate = 3 if bias is None else 4
 
-    def left_index(row, step, _):
+    def left_index(row, _, step, __):
         return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
 
     def right_index(index, step, _):

@@ -87,7 +87,7 @@ def chunk_gradient(
         bounds = others[0]
         return bounds[0] * chunk, bounds[1]
 
-    def left_index(row, step, _):
+    def left_index(row, _, step, __):
         return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
 
     def right_index(index, step, bounds):

@@ -20,8 +20,14 @@ from jaxlogp.head.hopper.exponentials import estimate_log_sum_exp, exp_to_gradie
 from jaxlogp.head.hopper.fold import finish_sums, sum_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
-from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
+from jaxlogp.head.hopper.tiles import HeadTiles
+from jaxlogp.head.hopper.weight_gradient import (
+    add_hidden_gradient,
+    finish_hidden_gradient,
+    hidden_gradient_sums,
+    uninitialised,
+    write_weight_gradient,
+)
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import LocalTargets, mask_cotangents
@@ -31,15 +37,16 @@ from jaxlogp.stats import Normaliser, TokenLogProbs
 EXP_BYTES = 1264 * 2**20
 
 
-def chunk_rows(tokens: int, most: int, multiple: int, hidden_size: int, config: TileConfig, num_sms: int) -> int:
+def chunk_rows(tokens: int, most: int, multiple: int, hidden_size: int, tiles: HeadTiles, num_sms: int) -> int:
     """Tokens of a chunk, a multiple of ``multiple`` and at most ``most``.
 
-    The blocks should go over the output tiles of dH as seldom as they can: the tiles of 2048 tokens and a hidden size of
-    2304 are 144, which take 132 blocks as long as 264. Then as few chunks as can be, of equal sizes.
+    The blocks should go over the output tiles of dH as seldom as they can: 144 tiles take 132 blocks as long as 264. Then as
+    few chunks as can be, of equal sizes.
     """
+    columns = -(-hidden_size // tiles.d_hidden.columns) * tiles.d_hidden_parts
 
     def rounds(rows):
-        return -(-(-(-rows // config.rows) * -(-hidden_size // config.columns)) // num_sms)
+        return -(-(-(-rows // tiles.d_hidden.rows) * columns) // num_sms)
 
     def cost(size):
         whole, rest = divmod(tokens, size)
@@ -135,7 +142,7 @@ def values_and_gradients(
     one_chunk = EXP_BYTES + 4 * columns * hidden_size
     budget = one_chunk if 2 * columns * tokens <= one_chunk else EXP_BYTES
     most = max(budget // (2 * columns) // multiple, 1) * multiple
-    size = chunk_rows(tokens, most, multiple, hidden_size, tiles.d_hidden, num_sms)
+    size = chunk_rows(tokens, most, multiple, hidden_size, tiles, num_sms)
     chunks = -(-tokens // size)
     rows = live_rows(targets.mask, chunks * size)
     # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
@@ -149,8 +156,6 @@ def values_and_gradients(
     if old_log_probs is not None:
         old = rows.pack(old_log_probs, 0)
         estimate = estimate_log_sum_exp(packed, weight, bias, local.column, alive, old, options)
-    wide_columns = tiles.d_hidden.columns
-    wide = hidden_size + -hidden_size % wide_columns
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
     window = min(engine.chunk_columns(vocab, tiles), columns)
     padded_shape = columns, hidden_size + -hidden_size % tiles.d_weight.columns
@@ -208,11 +213,13 @@ def values_and_gradients(
             engine,
         )
         scaled = here if scale is None else (here.astype(jnp.float32) * scale[:, None]).astype(here.dtype)
-        sum_hidden = jax.new_ref(jnp.zeros((size, wide), jnp.float32))
+        parts = tiles.d_hidden_parts
+        sum_hidden = hidden_gradient_sums(size, hidden_size, tiles.d_hidden, parts)
         zero = jnp.int32(0)
 
         def add_window(start, size):
-            add_hidden_gradient(sum_hidden, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, window=size)
+            how = {"window": size, "parts": parts}
+            add_hidden_gradient(sum_hidden, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, **how)
 
         # By windows: with all of the vocabulary contracted at once the blocks drift apart, and read dz again and again.
         whole, rest = divmod(columns, window)
@@ -220,7 +227,7 @@ def values_and_gradients(
         if rest:
             add_window(jnp.int32(whole * window), rest)
         write_weight_gradient(out, dz, scaled, zero, tiles.d_weight, num_sms, interpret, live, addend)
-        d_here = jax.freeze(sum_hidden)[:, :hidden_size]
+        d_here = finish_hidden_gradient(sum_hidden, hidden_size, parts)
         if bias is not None:
             of_rows = select_live(dz, live).astype(jnp.float32)
             d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)

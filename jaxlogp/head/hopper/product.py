@@ -125,7 +125,7 @@ def product(
       steps: number of steps in the contracted dimension.
       left_minor: whether the left operand's contracted dimension is its last.
       right_minor: the same of the right operand.
-      left_index: (row tile, step, setup's result) -> index of the left operand's block.
+      left_index: (row tile, column tile, step, setup's result) -> index of the left operand's block.
       right_index: (column tile, step, setup's result) -> index of the right operand's block.
       out_type: outputs.
       scratch: name -> scratch type, handed to the epilogue.
@@ -226,7 +226,7 @@ def product(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    plgpu.copy_gmem_to_smem(left.at[left_index(row, step, values)], left_ring.at[slot], arrived)
+                    plgpu.copy_gmem_to_smem(left.at[left_index(row, column, step, values)], left_ring.at[slot], arrived)
                     plgpu.copy_gmem_to_smem(
                         right.at[right_index(column, step, values)],
                         right_ring.at[slot],

@@ -56,6 +56,8 @@ class HeadTiles:
       logit_gradient: dz by vocabulary chunks.
       d_hidden: dz · W.
       d_weight: dzᵀ · H.
+      d_hidden_parts: how many parts of a vocabulary chunk dH sums apart. With a small hidden size the output has few tiles,
+        and two parts of each keep all blocks busy; a number that depended on the tokens would change the bits of dH.
     """
 
     forward: TileConfig = SHARED_PAIR
@@ -63,6 +65,7 @@ class HeadTiles:
     logit_gradient: TileConfig = SHARED_PAIR
     d_hidden: TileConfig = SHARED_PAIR
     d_weight: TileConfig = SHARED
+    d_hidden_parts: int = 1
 
 
 # Small blocks, so that a gradient filter can leave many out.
@@ -81,6 +84,7 @@ TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
                 exponentials=_grouped(ALTERNATE_PAIR, 32),
                 logit_gradient=_grouped(ALTERNATE_PAIR, 32),
                 d_weight=_grouped(SHARED, 32),
+                d_hidden_parts=2,
             ),
         ),
         (
@@ -89,6 +93,7 @@ TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
                 forward=_grouped(ALTERNATE_PAIR, 128),
                 exponentials=_grouped(ALTERNATE_PAIR, 32),
                 logit_gradient=_grouped(ALTERNATE_PAIR, 32),
+                d_hidden_parts=2,
             ),
         ),
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
@@ -40,6 +41,20 @@ def _bounds(index: Array, live: Array | None, tokens: int) -> Int[Array, " two"]
     return jnp.stack([index, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
 
 
+def hidden_gradient_sums(tokens: int, hidden_size: int, config: TileConfig, parts: int = 1) -> Any:
+    """Reference to fp32 zeros [parts * tokens, H rounded up to config.columns] that :func:`add_hidden_gradient` adds to.
+
+    Whole tiles of columns: in the interpreter they are read by plain loads, which must not run past the end of a row.
+    """
+    return jax.new_ref(jnp.zeros((parts * tokens, hidden_size + -hidden_size % config.columns), jnp.float32))
+
+
+def finish_hidden_gradient(sums: Any, hidden_size: int, parts: int = 1) -> Float[Array, "tokens hidden"]:
+    """dH in fp32, its parts added in their order."""
+    pieces = jnp.split(jax.freeze(sums)[:, :hidden_size], parts)
+    return sum(pieces[1:], start=pieces[0])
+
+
 def _sum_in(out: Any, interpret: Any) -> dict[str, Any]:
     """How :func:`store_tile` adds to what stands there: by the copy engine, which the interpreter cannot."""
     return {"add": True} if interpret is None else {"addend": out}
@@ -57,11 +72,12 @@ def add_hidden_gradient(
     plan: Int[Array, " n"] | None = None,
     plan_steps: int | None = None,
     window: int | None = None,
+    parts: int = 1,
 ) -> None:
     """d_hidden += gradient · weight[index * chunk :][: chunk].
 
     Args:
-      d_hidden: reference to fp32 [tokens, H rounded up to config.columns], tokens a multiple of config.rows.
+      d_hidden: reference that :func:`hidden_gradient_sums` made, tokens a multiple of config.rows.
       gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, of which
         as many are taken.
       weight: bf16 [V, H].
@@ -74,22 +90,35 @@ def add_hidden_gradient(
         what they had, other steps are not read. None means all of ``live``.
       plan_steps: steps that make one of the plan's blocks.
       window: None, or how many columns, a multiple of config.depth.
+      parts: how many parts of the columns are summed apart; each has whole steps. Not together with ``plan``.
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
     chunk = width if window is None else window
+    steps, column_tiles = chunk // (config.depth * parts), -(-hidden_size // config.columns)
     # A window's first column goes to the kernel in steps: the copies must see that it is a multiple of them.
     unit = chunk if window is None else config.depth
 
-    def left_index(row, step, start):
+    def of_part(column):
+        """(part, column tile) of the kernel's column tile: one part after the other."""
+        if parts == 1:
+            return jnp.int32(0), column
+        part = lax.div(column, jnp.int32(column_tiles))
+        return part, column - part * column_tiles
+
+    def left_index(row, column, step, start):
+        step = of_part(column)[0] * steps + step
         first = (0 if window is None else start) + step * config.depth
         return pl.ds(row * config.rows, config.rows), pl.ds(first, config.depth)
 
     def right_index(column, step, start):
-        return pl.ds(start + step * config.depth, config.depth), pl.ds(column * config.columns, config.columns)
+        part, column = of_part(column)
+        first = start + (part * steps + step) * config.depth
+        return pl.ds(first, config.depth), pl.ds(column * config.columns, config.columns)
 
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
+        part, column = of_part(column)
         buffer = scratch["piece"].at[warpgroup]
-        rows, out = pl.ds(first_row, config.share), others[1]
+        rows, out = pl.ds(part * tokens + first_row, config.share), others[1]
         store_tile(products, buffer, out, rows, column * config.columns, **_sum_in(out, interpret))
 
     product(
@@ -97,8 +126,8 @@ def add_hidden_gradient(
         name="head_hidden_gradient",
         config=config,
         row_tiles=tokens // config.rows,
-        column_tiles=-(-hidden_size // config.columns),
-        steps=chunk // config.depth,
+        column_tiles=column_tiles * parts,
+        steps=steps,
         left_minor=True,
         right_minor=False,
         left_index=left_index,
@@ -153,7 +182,7 @@ def write_weight_gradient(
     """
     (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
 
-    def left_index(row, step, _):
+    def left_index(row, _, step, __):
         return pl.ds(step * config.depth, config.depth), pl.ds(row * config.rows, config.rows)
 
     def right_index(column, step, _):
