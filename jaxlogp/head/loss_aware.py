@@ -95,7 +95,8 @@ def linear_policy_gradients(
       hidden: [*tokens, H], any float dtype, the same on all vocabulary shards.
       weight: [V, H], or the local block [V_local, H].
       targets: [*tokens], integer ids of the whole vocabulary.
-      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats.
+      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. Without an entropy bonus they also tell
+        the Hopper kernels about where log Σ e^z lies, which spares them a pass over [tokens, V].
       advantages: [*tokens].
       mask: [*tokens], True where the target is a label; others cost nothing and get exact zeros.
       denominator: what the step divides the sum by, a number or a scalar array (the label count of the whole step).

@@ -107,6 +107,37 @@ def _chunk_logit_gradient(
     return jax.freeze(gradient), jnp.where(scaled.lost, 1.0, scaled.scale)
 
 
+def _chunk_products(
+    dz: Array,
+    scale: Array | None,
+    hidden: Array,
+    weight: Array,
+    d_weight: Any,
+    addend: Any,
+    live: Array,
+    engine: HopperEngine,
+) -> Array:
+    """Writes dzᵀ · H + addend to the reference d_weight and returns dz · W in fp32, dz being multiplied by ``scale``."""
+    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
+    (tokens, columns), hidden_size, parts = dz.shape, hidden.shape[1], tiles.d_hidden_parts
+    sums = hidden_gradient_sums(tokens, hidden_size, tiles.d_hidden, parts)
+
+    def add_window(start, size):
+        how = {"window": size, "parts": parts}
+        add_hidden_gradient(sums, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, **how)
+
+    # By windows: with all of the vocabulary contracted at once the blocks drift apart, and read dz again and again.
+    window = min(engine.chunk_columns(weight.shape[0], tiles), columns)
+    whole, rest = divmod(columns, window)
+    lax.fori_loop(0, whole, lambda index, _: add_window(index * window, window), None)
+    if rest:
+        add_window(jnp.int32(whole * window), rest)
+    scaled = hidden if scale is None else (hidden.astype(jnp.float32) * scale[:, None]).astype(hidden.dtype)
+    write_weight_gradient(d_weight, dz, scaled, jnp.int32(0), tiles.d_weight, num_sms, interpret, live, addend)
+    d_hidden = finish_hidden_gradient(sums, hidden_size, parts)
+    return d_hidden if scale is None else d_hidden * scale[:, None]
+
+
 def values_and_gradients(
     cotangents: Callable[[TokenLogProbs, Any], TokenLogProbs],
     hidden: Float[Array, "tokens hidden"],
@@ -157,7 +188,6 @@ def values_and_gradients(
         old = rows.pack(old_log_probs, 0)
         estimate = estimate_log_sum_exp(packed, weight, bias, local.column, alive, old, options)
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
-    window = min(engine.chunk_columns(vocab, tiles), columns)
     padded_shape = columns, hidden_size + -hidden_size % tiles.d_weight.columns
     # Chunks before the last are summed in fp32, and the last one adds them and rounds.
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
@@ -212,27 +242,12 @@ def values_and_gradients(
             options,
             engine,
         )
-        scaled = here if scale is None else (here.astype(jnp.float32) * scale[:, None]).astype(here.dtype)
-        parts = tiles.d_hidden_parts
-        sum_hidden = hidden_gradient_sums(size, hidden_size, tiles.d_hidden, parts)
-        zero = jnp.int32(0)
-
-        def add_window(start, size):
-            how = {"window": size, "parts": parts}
-            add_hidden_gradient(sum_hidden, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, **how)
-
-        # By windows: with all of the vocabulary contracted at once the blocks drift apart, and read dz again and again.
-        whole, rest = divmod(columns, window)
-        lax.fori_loop(0, whole, lambda index, _: add_window(index * window, window), None)
-        if rest:
-            add_window(jnp.int32(whole * window), rest)
-        write_weight_gradient(out, dz, scaled, zero, tiles.d_weight, num_sms, interpret, live, addend)
-        d_here = finish_hidden_gradient(sum_hidden, hidden_size, parts)
+        d_here = _chunk_products(dz, scale, here, weight, out, addend, live, engine)
         if bias is not None:
             of_rows = select_live(dz, live).astype(jnp.float32)
             d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
         place = pl.ds(start, size)
-        d_hidden[place] = (d_here if scale is None else d_here * scale[:, None]).astype(hidden.dtype)
+        d_hidden[place] = d_here.astype(hidden.dtype)
         results[0, place] = values.log_probs
         if options.with_entropy:
             results[1, place] = values.entropy
