@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from head import SHAPES, TOKENS, inputs, seconds
 
+from jaxlogp.head.hopper.exponentials import exp_to_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.logit_gradient import RowScalars
-from jaxlogp.head.hopper.loss_aware import exp_to_gradient
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.projection import HeadOptions

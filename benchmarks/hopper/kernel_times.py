@@ -1,0 +1,91 @@
+"""Which kernels the head's time goes to, by name, and how long the GPU waits between them; from JAX's profiler.
+
+    python benchmarks/hopper/kernel_times.py [H,V ...]
+
+Each program runs 0.15 s untimed and four times under the profiler, at clocks that need not have settled: shares are what
+this shows, not ratios to the product. "wall" is from the first kernel's begin to the last one's end, "busy" what kernels
+took of it: the rest is a GPU that waits for the host.
+"""
+
+import collections
+import functools
+import glob
+import gzip
+import json
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+from head import SHAPES, TOKENS, inputs
+from loss_aware import BONUS, forward, one_pass, two_steps
+
+from jaxlogp import linear_log_probs
+from jaxlogp.head.hopper import HopperEngine
+
+REPEATS = 4
+# Kernels that take less than so many microseconds a call are added up.
+LEAST = 8.0
+
+
+def gpu_events(call):
+    """Complete events of the GPU's streams while ``call`` runs REPEATS times, in microseconds."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    for _ in range(max(2, round(0.15 / (time.perf_counter() - start)))):
+        out = call()
+    jax.block_until_ready(out)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(REPEATS):
+                out = call()
+            jax.block_until_ready(out)
+        (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    named = [e for e in events if e.get("ph") == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
+    complete = [e for e in events if e.get("ph") == "X"]
+    on_gpu = [e for e in complete if "GPU" in processes.get(e["pid"], "")]
+    found = [e for e in on_gpu if "Stream" in threads.get((e["pid"], e["tid"]), "")]
+    if not found:
+        raise RuntimeError(f"no kernel of a GPU among {len(complete)} events of {sorted(set(processes.values()))}")
+    return found
+
+
+def show(name, events):
+    total, count = collections.Counter(), collections.Counter()
+    for event in events:
+        total[event["name"]] += event["dur"] / REPEATS
+        count[event["name"]] += 1
+    wall = (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)) / REPEATS
+    print(f"  {name}: wall {wall / 1e3:.3f} ms, busy {total.total() / 1e3:.3f} ms")
+    for kernel, microseconds in total.most_common():
+        if microseconds >= LEAST:
+            print(f"    {microseconds / 1e3:8.3f} ms  {count[kernel] / REPEATS:5.1f} times  {kernel[:90]}")
+    rest = sum(x for x in total.values() if x < LEAST)
+    print(f"    {rest / 1e3:8.3f} ms  rest", flush=True)
+
+
+def main():
+    print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
+    for hidden_size, vocab in [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:]] or SHAPES:
+        hidden, weight, targets, advantages, noise = inputs(hidden_size, vocab)
+        old = linear_log_probs(hidden, weight, targets, engine=HopperEngine()).log_probs + noise
+        arguments = hidden, weight, targets, old, advantages, jnp.ones(TOKENS, bool)
+        print(f"H {hidden_size} V {vocab}", flush=True)
+        programs = {
+            "product": lambda h, w, *_: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))),
+            "forward": forward,
+            "two steps": two_steps,
+            "one pass": one_pass,
+            "one pass, bonus": functools.partial(one_pass, bonus=BONUS),
+        }
+        for name, program in programs.items():
+            show(name, gpu_events(functools.partial(jax.jit(program), *arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
