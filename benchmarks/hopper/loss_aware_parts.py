@@ -11,10 +11,10 @@ from head import SHAPES, TOKENS, inputs, seconds
 
 from jaxlogp.head.hopper.exponentials import exp_to_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.projection import HeadOptions, dot
+from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig, window_columns
 

@@ -25,8 +25,8 @@ from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, r
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import engine as hopper
 from jaxlogp.head.hopper import loss_aware as hopper_loss_aware
-from jaxlogp.head.hopper.logit_gradient import row_scalars
 from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.row_scalars import row_scalars
 from jaxlogp.logits import LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.policy import check_arrays, check_finite, policy_loss
 from jaxlogp.reduce import WeightedSum

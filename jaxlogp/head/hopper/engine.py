@@ -8,7 +8,7 @@ Tokens whose mask is False are moved behind the others and left out of every pro
 
 Log-probs and entropies are bitwise the same run to run, in every program (with or without the backward, plain or inside of
 ``shard_map``), in every batch and at every place in it, and for every number of vocabulary shards whose first rows are
-multiples of the tile's columns (256): see :mod:`jaxlogp.head.hopper.fold`. A row of the hidden gradient does not depend on
+multiples of the tile's columns (256): see :mod:`jaxlogp.head.fold`. A row of the hidden gradient does not depend on
 the other rows nor on how many there are: vocabulary chunks have a width that depends on V alone. It does depend on the
 shards, whose contributions a float psum adds; a weight gradient depends on the batch, over which it sums.
 
@@ -29,11 +29,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
+from jaxlogp.head.fold import MOST_TILES, block_tokens, fold_blocks
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks
 from jaxlogp.head.hopper._pallas_compat import why_not_available
-from jaxlogp.head.hopper.fold import MOST_TILES, block_tokens, fold_blocks
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import RowScalars, chunk_gradient, row_scalars
+from jaxlogp.head.hopper.logit_gradient import chunk_gradient
 from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
 from jaxlogp.head.hopper.weight_gradient import (
@@ -45,6 +45,7 @@ from jaxlogp.head.hopper.weight_gradient import (
 )
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.row_scalars import RowScalars, row_scalars
 from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs

@@ -20,10 +20,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
 from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, special_tiles
-from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions, finish_logits
+from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
 
 # How far an estimate may be off: e^±40 lies in the range of bf16 with room for every probability above e^-47.

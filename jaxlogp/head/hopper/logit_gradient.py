@@ -4,7 +4,7 @@ dz = p (A + B (z - max)) + g onehot, with three scalars a token: A = -g + g_H Σ
 is subtracted in fp32, so a confident target (p near 1) keeps its small gradient.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +17,7 @@ from jaxlogp.head.hopper.forward import LOG2_E, finish_tile, special_tiles
 from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.stats import Normaliser
-
-
-class RowScalars(NamedTuple):
-    """What the epilogue needs of each token, fp32 [tokens]; target is int32, the target's row of the weight or -1."""
-
-    maximum: Array
-    log2_sum: Array
-    constant: Array
-    slope: Array
-    onehot: Array
-    target: Array
-
-
-def row_scalars(
-    normaliser: Normaliser, g_log_probs: Array, g_entropy: Array | None, column: Array, options: HeadOptions
-) -> RowScalars:
-    """The scalars of dz, the factors of :func:`jaxlogp.head.projection.product_gradient` but the soft cap's included."""
-    factor = options.logit_scale / options.temperature
-    constant, slope = -g_log_probs, jnp.zeros_like(g_log_probs)
-    if g_entropy is not None:
-        constant, slope = constant + g_entropy * normaliser.mean, -g_entropy
-    scaled = (x * factor for x in (constant, slope, g_log_probs))
-    return RowScalars(normaliser.max, normaliser.log_sum_exp * LOG2_E, *scaled, column)
+from jaxlogp.head.row_scalars import RowScalars
 
 
 def chunk_gradient(

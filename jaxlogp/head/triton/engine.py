@@ -1,7 +1,7 @@
 """Engine ``triton``: Triton kernels through jax-triton, for NVIDIA GPUs of compute capability 8 and 9.0; no logits stored.
 
 Forward: one product whose epilogue leaves four numbers a token and vocabulary tile; they are folded exactly, as integers
-(:mod:`jaxlogp.head.hopper.fold`). Backward: :mod:`jaxlogp.head.triton.gradients`.
+(:mod:`jaxlogp.head.fold`). Backward: :mod:`jaxlogp.head.triton.gradients`.
 
 Operands enter the products in the weight's dtype, bf16 or fp16, and accumulate in fp32; dz is rounded to that dtype, after
 the one-hot was subtracted in fp32. fp16 has few exponents: scaling the loss so that dz does not vanish is the caller's
@@ -27,10 +27,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes
-from jaxlogp.head.hopper.fold import MOST_TILES, block_tokens, fold_blocks
-from jaxlogp.head.hopper.logit_gradient import row_scalars
+from jaxlogp.head.fold import MOST_TILES, block_tokens, fold_blocks
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.row_scalars import row_scalars
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.availability import (
     device_capability,

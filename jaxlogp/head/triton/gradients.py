@@ -11,9 +11,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
-from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions, dot
+from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.launch import TileFunctions
 from jaxlogp.head.triton.tiles import TileConfig, row_parts, window_columns
 from jaxlogp.logits import LocalTargets

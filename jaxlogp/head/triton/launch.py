@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.tiles import TileConfig
 
 

@@ -6,8 +6,8 @@ It takes the operands of :mod:`jaxlogp.head.triton.launch`, stores the logits of
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.hopper.logit_gradient import RowScalars
 from jaxlogp.head.projection import HeadOptions, dot, finish_logits
+from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.tiles import TileConfig
 
 LN_2 = 0.6931471805599453

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.head.hopper.fold import TileSums, block_tokens, finish_sums, from_limbs, limbs, sum_shards, sum_tiles
+from jaxlogp.head.fold import TileSums, block_tokens, finish_sums, from_limbs, limbs, sum_shards, sum_tiles
 
 TOKENS = 37
 

@@ -1,0 +1,36 @@
+"""What the gradient of a token's logits is made of, besides the logits: a few numbers that the backward kernels read.
+
+dz = p (A + B (z - max)) + g onehot, with A = -g + g_H Σ p (z - max) and B = -g_H.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxlogp.head.projection import HeadOptions
+from jaxlogp.stats import Normaliser
+
+
+class RowScalars(NamedTuple):
+    """What the epilogue needs of each token, fp32 [tokens]; target is int32, the target's row of the weight or -1."""
+
+    maximum: Array
+    log2_sum: Array
+    constant: Array
+    slope: Array
+    onehot: Array
+    target: Array
+
+
+def row_scalars(
+    normaliser: Normaliser, g_log_probs: Array, g_entropy: Array | None, column: Array, options: HeadOptions
+) -> RowScalars:
+    """The scalars of dz, the factors of :func:`jaxlogp.head.projection.product_gradient` but the soft cap's included."""
+    factor = options.logit_scale / options.temperature
+    constant, slope = -g_log_probs, jnp.zeros_like(g_log_probs)
+    if g_entropy is not None:
+        constant, slope = constant + g_entropy * normaliser.mean, -g_entropy
+    scaled = (x * factor for x in (constant, slope, g_log_probs))
+    return RowScalars(normaliser.max, normaliser.log_sum_exp * math.log2(math.e), *scaled, column)
