@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import GradientFilter, linear_log_probs, skipped_tiles
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
-from jaxlogp.head.hopper.tiles import ALTERNATE, SHARED_PAIR, HeadTiles
+from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED, SHARED_PAIR, HeadTiles
 from jaxlogp.head.projection import HeadOptions
 from tests import hopper_case, oracle
 from tests.test_gradient_filter import numpy_filter
@@ -83,17 +83,19 @@ def test_the_filtered_gradient_is_the_oracles(with_entropy):
 
 
 def test_threshold_zero_is_the_unfiltered_gradient():
+    # With the same tiles: others may sum the hidden gradient in two parts.
     data = case(5, 264, bias=False)
     settings, local = options(264), hopper_case.local_targets(data)
     filtered = hopper_case.run(data, local, engine(0.0), settings)
-    plain = hopper_case.run(data, local, engine(None), settings)
+    plain = hopper_case.run(data, local, engine(None, tiles=FILTERED), settings)
     for left, right in zip(jax.tree.leaves(filtered), jax.tree.leaves(plain), strict=True):
         assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
 def test_shared_tiles_one_block_and_the_soft_cap():
     shared = dataclasses.replace(SHARED_PAIR, stages=3)
-    tiles = HeadTiles(forward=ALTERNATE, logit_gradient=shared, d_hidden=shared, d_weight=shared)
+    # Without a filter these tiles would sum the hidden gradient in two parts.
+    tiles = HeadTiles(ALTERNATE, logit_gradient=shared, d_hidden=shared, d_weight=shared, d_hidden_parts=2)
     data = case(200, 1024, block=128, seed=1)
     settings = options(1024, softcap=40.0, temperature=0.8, logit_scale=1.1)
     check(data, settings, 128, engine(tiles=tiles, num_sms=1, chunk=1024))

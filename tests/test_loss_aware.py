@@ -12,7 +12,7 @@ from jaxlogp.head import chunked_loss_aware, loss_aware
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import loss_aware as hopper_loss_aware
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
-from jaxlogp.head.hopper.tiles import HeadTiles
+from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.loss_aware import linear_policy_gradients
 from jaxlogp.head.projection import HeadOptions
 from tests import hopper_case, oracle
@@ -313,14 +313,46 @@ def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, c
 def test_a_sampler_far_from_the_policy_costs_time_and_no_gradient(monkeypatch):
     # A ratio of about e^-80, and an advantage that makes it count: exponentials against such an estimate are cut off.
     monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", 64 * 2 * 768)
-    (*operands, old, advantages, mask), head = problem(tokens=300, bias=True, seed=3)
-    # So few labels that chunks between the first and the last have none.
-    mask = mask.at[150:].set(False)
-    token = int(np.flatnonzero(np.asarray(mask))[7])
+    (*operands, old, advantages, mask), head = problem(tokens=500, bias=True, seed=3)
+    # The second of four chunks holds the token; the third has no label.
+    mask = mask.at[300:].set(False)
+    token = int(np.flatnonzero(np.asarray(mask))[140])
+    assert 140 < int(mask.sum()) < 256
     arguments = *operands, old.at[token].add(80.0), advantages.at[token].set(5e34), mask
     engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=512)
     out = jax.jit(lambda *x: linear_policy_gradients(*x, engine=engine, **head))(*arguments)
     compare(out, two_steps(arguments, head, 0.0, 1.0, "reference"), 1e-5, GRADIENT_ERROR)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
+def test_a_confident_target_keeps_its_small_gradient(coefficient):
+    (hidden, weight, targets, old, advantages, mask), head = problem(tokens=40, vocab=256, seed=4)
+    # z_target is about 11, the other logits 0.2 at most; and a target that no column owns, and tokens without a label.
+    weight = (0.02 * weight.astype(jnp.float32)).at[7].set(1.0).astype(weight.dtype)
+    hidden = jnp.where(mask[:, None], jnp.full_like(hidden, 11 / 64), jnp.nan)
+    targets = jnp.full_like(targets, 7).at[1].set(999)
+    values = linear_log_probs(
+        jnp.where(mask[:, None], hidden, 0), weight, targets, mask=mask, out_of_vocab="zero", engine="reference"
+    )
+    assert np.exp(values.log_probs[0]) > 1 - 2.0**-7, "p must be near 1"
+    arguments = hidden, weight, targets, jnp.where(mask, values.log_probs, jnp.nan), advantages, mask
+    head = {**head, "out_of_vocab": "zero"}
+    options = {"entropy_coefficient": coefficient, "with_entropy": True, **head}
+    out = linear_policy_gradients(*arguments, engine=HopperEngine(interpret=interpreter(), num_sms=2), **options)
+    compare(out, two_steps(arguments, head, coefficient, 1.0, "reference"), 1e-5, GRADIENT_ERROR)
+    wanted = two_steps(arguments, head, coefficient, 1.0, "reference")[0][0]
+    sure = np.asarray(mask) & (np.asarray(targets) == 7)
+    assert oracle.relative_error(out.hidden[sure], np.asarray(wanted, np.float64)[sure]) < GRADIENT_ERROR
+
+
+@needs_interpreter
+def test_hopper_kernels_without_a_label():
+    (*operands, mask), _ = problem(tokens=6)
+    engine = HopperEngine(interpret=interpreter(), num_sms=2)
+    out = linear_policy_gradients(*operands, jnp.zeros_like(mask), engine=engine)
+    for x in (out.hidden, out.weight, out.values.log_probs):
+        assert not np.asarray(x, np.float32).any()
 
 
 @needs_interpreter
@@ -337,8 +369,8 @@ def test_hopper_kernels_on_policy(bias):
 
 @pytest.mark.parametrize("hidden_size, tokens, rows", [(2304, 8192, 1792), (1024, 8192, 2048), (2304, 1500, 1536)])
 def test_chunks_of_tokens_fill_the_blocks(hidden_size, tokens, rows):
-    # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them, or 4.
-    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, HeadTiles(), 132)
+    # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them or 4, each in two parts.
+    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, head_tiles(hidden_size), 132)
     assert size == rows
 
 

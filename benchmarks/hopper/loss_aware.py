@@ -3,7 +3,8 @@
     python benchmarks/hopper/loss_aware.py [H,V ...]
 
 Times are medians of interleaved turns, each at settled clocks (see head.py). "half" has a label on every other token.
-"bonus" is an entropy bonus. Errors are relative, against the two-step path.
+"bonus" is an entropy bonus. Errors are relative, those of one pass without a
+bonus against the two-step path.
 """
 
 import functools

@@ -12,7 +12,13 @@ from head import SHAPES, TOKENS, inputs, seconds
 from jaxlogp.head.hopper.exponentials import exp_to_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import head_tiles
-from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
+from jaxlogp.head.hopper.weight_gradient import (
+    add_hidden_gradient,
+    finish_hidden_gradient,
+    hidden_gradient_sums,
+    uninitialised,
+    write_weight_gradient,
+)
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
@@ -35,15 +41,16 @@ def main():
 
         def turn(exp, maxima, normaliser=normaliser, scalars=scalars, live=live):
             ref = jax.new_ref(exp)
-            exp_to_gradient(ref, maxima, normaliser, scalars, scalars.constant, live, True)
+            exp_to_gradient(ref, maxima, normaliser, scalars, scalars.constant, live)
             return jax.freeze(ref)
 
         def d_hidden(dz, weight, hidden_size=hidden_size, tiles=tiles, window=window):
-            ref = jax.new_ref(jnp.zeros((TOKENS, hidden_size), jnp.float32))
+            parts = tiles.d_hidden_parts
+            ref = hidden_gradient_sums(TOKENS, hidden_size, tiles.d_hidden, parts)
             for start in range(0, dz.shape[1], window):
                 some = min(window, dz.shape[1] - start)
-                add_hidden_gradient(ref, dz, weight, jnp.int32(start), tiles.d_hidden, 132, window=some)
-            return jax.freeze(ref)
+                add_hidden_gradient(ref, dz, weight, jnp.int32(start), tiles.d_hidden, 132, window=some, parts=parts)
+            return finish_hidden_gradient(ref, hidden_size, parts)
 
         def d_weight(dz, hidden, shape=weight.shape, zero=zero, tiles=tiles):
             ref = jax.new_ref(uninitialised(shape, jnp.bfloat16))

@@ -151,9 +151,7 @@ def linear_policy_gradients(
     given = old_log_probs, advantages, mask, document_ids
     per_token = _PerToken(*(None if x is None else jnp.asarray(x) for x in given))
     with_entropy = with_entropy or entropy_coefficient != 0.0
-    loss = _Loss(
-        kind, epsilon, epsilon_high, num_documents, document_weighting, entropy_coefficient, with_entropy, denominator
-    )
+    loss = _Loss(kind, epsilon, epsilon_high, num_documents, document_weighting, entropy_coefficient, denominator)
     row_length = loss.check(per_token)
     per_token = jax.tree.map(jnp.ravel, per_token)
     if lse is not None:
@@ -217,7 +215,6 @@ class _Loss:
     num_documents: Any
     document_weighting: str
     entropy_coefficient: float
-    with_entropy: bool
     denominator: Any
 
     def check(self, per_token: _PerToken) -> int | None:

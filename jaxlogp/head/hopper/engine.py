@@ -202,7 +202,7 @@ class HopperEngine:
             require(self.chunk > 0 and self.chunk % whole == 0, "chunk", expected, self.chunk)
             return self.chunk
         pieces = -(-vocab // CHUNK_COLUMNS)
-        return -(-vocab // (pieces * tile)) * tile
+        return -(-vocab // (pieces * whole)) * whole
 
 
 def row_multiple(tiles: HeadTiles, interpret: Any) -> int:
@@ -381,7 +381,8 @@ def head_gradients(
     chunk = engine.chunk_columns(vocab, tiles)
     chunks = -(-vocab // chunk)
     bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
-    parts = tiles.d_hidden_parts
+    # Work lists name output tiles of one part.
+    parts = tiles.d_hidden_parts if kept is None else 1
     d_hidden = hidden_gradient_sums(padded, hidden_size, tiles.d_hidden, parts)
     if kept is None:
         d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))

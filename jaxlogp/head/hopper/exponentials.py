@@ -26,7 +26,8 @@ from jaxlogp.head.projection import HeadOptions, finish_logits
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
 
-# How far an estimate may be off: e^±40 lies in the range of bf16 with room for every probability above e^-47.
+# How far an estimate may be off, in nats: e^±40 lies in the range of bf16 with room for every probability above e^-47, and
+# so does c, which a policy loss makes proportional to the square of the ratio, itself at most e^30.
 MOST_LOG_RATIO = 40.0
 # Tokens of a tile of exponentials that becomes dz, and columns that are turned at a time: a swizzled line of 128 bytes.
 ROWS, PIECE = 64, 64
@@ -41,7 +42,6 @@ def exp_to_gradient(
     scalars: RowScalars,
     target: Float[Array, " tokens"],
     live: Int[Array, ""],
-    with_entropy: bool,
     interpret: Any = None,
 ) -> None:
     """Turns exponentials into bf16 dz where they stand; the target's element comes from fp32 numbers alone.
@@ -56,7 +56,6 @@ def exp_to_gradient(
       scalars: of each token.
       target: z_target - normaliser.max.
       live: int32, how many rows, from the first, a multiple of 64, the products go over; others are left as they are.
-      with_entropy: whether scalars.slope counts.
       interpret: None, or what runs the kernel on the CPU.
     """
     (tokens, columns), tiles = exp.shape, maxima.shape[0]
@@ -64,7 +63,7 @@ def exp_to_gradient(
     # e^-1000 is 0 already, and the -1e30 of a tile without a real column would not stay finite times a slope.
     distance = jnp.maximum(maxima - normaliser.max[None, :], -1000.0)
     scale = jnp.exp(distance - normaliser.log_sum_exp[None, :])
-    own = scalars.constant + (scalars.slope * target if with_entropy else 0.0)
+    own = scalars.constant + scalars.slope * target
     own = scalars.onehot + jnp.exp(target - normaliser.log_sum_exp) * own
     config = TileConfig(rows=ROWS, columns=columns // tiles, alternate=True)
     # No column is past an end: the weight's padding has exponentials of 0.
@@ -89,20 +88,16 @@ def exp_to_gradient(
                 return lax.broadcast_in_dim(vector, (ROWS, PIECE), [0])
 
             factors, chosen, own_value = load(scale.at[tile, rows]), load(target.at[rows]), load(own.at[rows])
-            constants = load(constant.at[rows])
-            if with_entropy:
-                # log E + distance = (log2 E + distance log2 e) ln 2, its constant folded into the others.
-                slopes = load(slope.at[rows]) * math.log(2.0)
-                constants = constants + slopes * (load(distance.at[tile, rows]) * LOG2_E)
+            # log E + distance = (log2 E + distance log2 e) ln 2, its constant folded into the others.
+            slopes = load(slope.at[rows]) * math.log(2.0)
+            constants = load(constant.at[rows]) + slopes * (load(distance.at[tile, rows]) * LOG2_E)
             has_target = special[row_tile * tiles + tile]
 
             for piece in range(pieces):
                 start = (tile * pieces + piece) * PIECE
                 plgpu.barrier_wait(arrived.at[piece])
                 wide = plgpu.load(buffer.at[piece], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                factor = spread(constants)
-                if with_entropy:
-                    factor = factor + spread(slopes) * jnp.log2(jnp.maximum(wide, SMALLEST))
+                factor = spread(constants) + spread(slopes) * jnp.log2(jnp.maximum(wide, SMALLEST))
                 gradient = wide * spread(factors) * factor
 
                 def with_target(gradient, start=start):

@@ -79,7 +79,7 @@ def forward_statistics(
       fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
       entropy), target logit or 0.
       With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked (1 in a tile
-      of masked columns alone, whose maximum is -1e30).
+      of masked columns alone, whose maximum is -1e30, without ``estimate``).
     """
     tokens, vocab = hidden.shape[0], weight.shape[0]
     tile, share = config.columns, config.share

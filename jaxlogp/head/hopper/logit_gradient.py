@@ -57,6 +57,8 @@ def chunk_gradient(
       into: None, or a reference to bf16 [tokens, chunk] that the gradient is written to instead of returned.
     """
     tokens, tile, share = hidden.shape[0], config.columns, config.share
+    if chunk % tile:
+        raise ValueError(f"chunk: expected a multiple of the tile's {tile} columns, got {chunk}")
     tiles = chunk // tile
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 

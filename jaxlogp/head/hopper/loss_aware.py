@@ -39,10 +39,10 @@ EXP_BYTES = 1264 * 2**20
 
 
 def chunk_rows(tokens: int, most: int, multiple: int, hidden_size: int, tiles: HeadTiles, num_sms: int) -> int:
-    """Tokens of a chunk, a multiple of ``multiple`` and at most ``most``.
+    """Tokens of a chunk, a multiple of ``multiple`` and at most ``most``, of a cut into chunks as equal as that allows.
 
-    The blocks should go over the output tiles of dH as seldom as they can: 144 tiles take 132 blocks as long as 264. Then as
-    few chunks as can be, of equal sizes.
+    The blocks should go over the output tiles of dH as seldom as they can: 144 tiles take 132 blocks as long as 264. Then
+    as few chunks as can be.
     """
     columns = -(-hidden_size // tiles.d_hidden.columns) * tiles.d_hidden_parts
 
@@ -51,13 +51,18 @@ def chunk_rows(tokens: int, most: int, multiple: int, hidden_size: int, tiles: H
 
     def cost(size):
         whole, rest = divmod(tokens, size)
-        return whole * rounds(size) + rounds(rest), -(-tokens // size), size
+        return whole * rounds(size) + rounds(rest), -size
 
-    return min(range(multiple, min(most, tokens + multiple) + 1, multiple), key=cost)
+    units, fewest = -(-tokens // multiple), -(-tokens // most)
+    sizes = {-(-units // chunks) * multiple for chunks in range(fewest, min(2 * fewest, units) + 1)}
+    return min((size for size in sizes if size <= most), key=cost)
 
 
-def _once_computed(x: Array, *others: Array) -> Array:
-    """The integer x, which the compiler takes to depend on others; an operand of a barrier that nobody uses it drops."""
+def _after(x: Array, *others: Array) -> Array:
+    """The integer x, unchanged, but computed after others.
+
+    An optimization barrier does not do it: the compiler drops those of its operands whose results nobody uses.
+    """
     for other in others:
         bits = lax.bitcast_convert_type(other.astype(jnp.float32), jnp.int32)
         x = x + (lax.shift_right_logical(bits, 31) & 2)
@@ -81,9 +86,7 @@ def _chunk_logit_gradient(
     hidden, weight, bias = operands
     if estimate is None:
         gradient = jax.new_ref(exp)
-        exp_to_gradient(
-            gradient, partials[:, 0], normaliser, scalars, target, live, options.with_entropy, engine.interpret
-        )
+        exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, engine.interpret)
         return jax.freeze(gradient), None
     scaled = scaled_gradient(exp, estimate, normaliser, scalars, target)
     gradient = jax.new_ref(scaled.direction)
@@ -162,8 +165,8 @@ def values_and_gradients(
       options: static options; no soft cap and no axis.
       engine: tile shapes.
       old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
-        log Σ e^z, and need not be rewritten. An estimate that is off by more than e^40 costs its chunk one product more, and
-        changes nothing else. None where entropy has one.
+        log Σ e^z, and need not be rewritten. An estimate that is off by more than 40 nats costs its chunk one product more,
+        and rounds the gradients of the chunk's tokens differently. None where entropy has one.
 
     Returns:
       (TokenLogProbs of fp32 [tokens], gradients in the dtypes of their operands).
@@ -172,7 +175,8 @@ def values_and_gradients(
     config, (tokens, hidden_size), vocab = tiles.exponentials, hidden.shape, weight.shape[0]
     multiple, columns = row_multiple(tiles, interpret), -(-vocab // config.columns) * config.columns
     one_chunk = EXP_BYTES + 4 * columns * hidden_size
-    budget = one_chunk if 2 * columns * tokens <= one_chunk else EXP_BYTES
+    padded = -(-tokens // multiple) * multiple
+    budget = one_chunk if 2 * columns * padded <= one_chunk else EXP_BYTES
     most = max(budget // (2 * columns) // multiple, 1) * multiple
     size = chunk_rows(tokens, most, multiple, hidden_size, tiles, num_sms)
     chunks = -(-tokens // size)
@@ -208,7 +212,7 @@ def values_and_gradients(
             live = jnp.where(count > 0, live, 0)
         if addend is not None:
             # After both products of the chunk before, whose exponentials would otherwise still be there.
-            live = _once_computed(live, addend[0, 0], d_hidden[0, 0])
+            live = _after(live, addend[0, 0], d_hidden[0, 0])
         here = part(packed)
         chunk = LocalTargets(part(local.column), part(alive), None if poison is None else part(poison), targets.width)
         partials, exp = forward_statistics(
@@ -253,13 +257,14 @@ def values_and_gradients(
         if options.with_entropy:
             results[1, place] = values.entropy
 
+    # Python numbers: outside of jit a reference takes no other as the begin of a slice.
     if chunks == 1:
-        chunk_step(jnp.int32(0), d_weight, None)
+        chunk_step(0, d_weight, None)
     else:
-        chunk_step(jnp.int32(0), total, None)
+        chunk_step(0, total, None)
         # All of them, however many tokens are live: the host would wait for a number that it does not know.
         lax.fori_loop(1, chunks - 1, lambda index, _: chunk_step(index, total, total, may_skip=True), None)
-        chunk_step(jnp.int32(chunks - 1), d_weight, total)
+        chunk_step(chunks - 1, d_weight, total)
     log_probs, entropy = (rows.unpack(x) for x in jax.freeze(results))
     values = TokenLogProbs(log_probs, entropy if options.with_entropy else None)
     d_bias = None if bias is None else jax.freeze(d_bias)[:vocab].astype(bias.dtype)

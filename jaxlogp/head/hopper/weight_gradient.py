@@ -94,6 +94,10 @@ def add_hidden_gradient(
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
     chunk = width if window is None else window
+    if chunk % (config.depth * parts) or (plan is not None and parts > 1):
+        raise ValueError(
+            f"parts: expected a number of parts of whole steps, 1 with a plan, got {parts} of {chunk} columns"
+        )
     steps, column_tiles = chunk // (config.depth * parts), -(-hidden_size // config.columns)
     # A window's first column goes to the kernel in steps: the copies must see that it is a multiple of them.
     unit = chunk if window is None else config.depth
