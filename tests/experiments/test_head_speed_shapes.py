@@ -245,7 +245,7 @@ def test_files_are_written_after_every_shape_with_plot_and_versions(shapes, tmp_
     options = ["--base", "product", "--tokens", "24", "40", "--dtype", "float32", "--repeats", "1"]
     options += ["--write", "--folder", str(tmp_path), "--name", "some"]
     head_speed.run_cli(options)
-    assert counts == [4, 8, 8]
+    assert counts == [len(OURS), 2 * len(OURS), 2 * len(OURS)]
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
     assert record["rows"] == [dataclasses.asdict(row) for row in result.rows]
