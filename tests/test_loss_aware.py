@@ -310,7 +310,7 @@ def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, c
 
 
 @needs_interpreter
-def test_a_sampler_far_from_the_policy_costs_time_and_no_gradient(monkeypatch):
+def test_hopper_kernels_where_the_sampler_is_far_from_the_policy(monkeypatch):
     # A ratio of about e^-80, and an advantage that makes it count: exponentials against such an estimate are cut off.
     monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", 64 * 2 * 768)
     (*operands, old, advantages, mask), head = problem(tokens=500, bias=True, seed=3)
@@ -326,7 +326,7 @@ def test_a_sampler_far_from_the_policy_costs_time_and_no_gradient(monkeypatch):
 
 @needs_interpreter
 @pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
-def test_a_confident_target_keeps_its_small_gradient(coefficient):
+def test_hopper_kernels_keep_the_small_gradient_of_a_confident_target(coefficient):
     (hidden, weight, targets, old, advantages, mask), head = problem(tokens=40, vocab=256, seed=4)
     # z_target is about 11, the other logits 0.2 at most; and a target that no column owns, and tokens without a label.
     weight = (0.02 * weight.astype(jnp.float32)).at[7].set(1.0).astype(weight.dtype)
