@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxlogp.head.hopper.gradient_products import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.hopper.logit_gradient import chunk_gradient
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.hopper.weight_gradient import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars
 

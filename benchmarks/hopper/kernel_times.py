@@ -2,9 +2,9 @@
 
     python benchmarks/hopper/kernel_times.py [H,V ...]
 
-Each program runs 0.15 s untimed and four times under the profiler, at clocks that need not have settled: shares are what
-this shows, not ratios to the product. "wall" is from the first kernel's begin to the last one's end, "busy" what kernels
-took of it: the rest is a GPU that waits for the host.
+Each program runs at settled clocks (see head.py) and then four times under the profiler, during whose start they recover:
+shares are what this shows, not ratios to the product. "wall" is from the first kernel's begin to the last one's end, "busy"
+what kernels took of it: the rest is a GPU that waits for the host.
 """
 
 import collections
@@ -14,11 +14,10 @@ import gzip
 import json
 import sys
 import tempfile
-import time
 
 import jax
 import jax.numpy as jnp
-from head import SHAPES, TOKENS, inputs
+from head import SHAPES, TOKENS, inputs, seconds
 from loss_aware import BONUS, forward, one_pass, two_steps
 
 from jaxlogp import linear_log_probs
@@ -31,11 +30,7 @@ LEAST = 8.0
 
 def gpu_events(call):
     """Complete events of the GPU's streams while ``call`` runs REPEATS times, in microseconds."""
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    for _ in range(max(2, round(0.15 / (time.perf_counter() - start)))):
-        out = call()
-    jax.block_until_ready(out)
+    seconds(call)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(REPEATS):

@@ -3,8 +3,7 @@
     python benchmarks/hopper/loss_aware.py [H,V ...]
 
 Times are medians of interleaved turns, each at settled clocks (see head.py). "half" has a label on every other token.
-"bonus" is an entropy bonus. Errors are relative, those of one pass without a
-bonus against the two-step path.
+"bonus" is an entropy bonus. Errors are relative, those of one pass without a bonus against the two-step path.
 """
 
 import functools
@@ -19,13 +18,12 @@ from jaxlogp import linear_log_probs, policy_loss
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.loss_aware import linear_policy_gradients
 
+BONUS = 0.01
+
 
 def relative(a, b):
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-
-
-BONUS = 0.01
 
 
 def two_steps(hidden, weight, targets, old, advantages, mask, bonus=0.0):

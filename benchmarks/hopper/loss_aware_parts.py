@@ -11,14 +11,14 @@ from head import SHAPES, TOKENS, inputs, seconds
 
 from jaxlogp.head.hopper.exponentials import exp_to_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.tiles import head_tiles
-from jaxlogp.head.hopper.weight_gradient import (
+from jaxlogp.head.hopper.gradient_products import (
     add_hidden_gradient,
     finish_hidden_gradient,
     hidden_gradient_sums,
     uninitialised,
     write_weight_gradient,
 )
+from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser

@@ -33,16 +33,16 @@ from jaxlogp.head.fold import MOST_TILES, block_tokens, fold_blocks
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import chunk_gradient
-from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
-from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
-from jaxlogp.head.hopper.weight_gradient import (
+from jaxlogp.head.hopper.gradient_products import (
     add_hidden_gradient,
     finish_hidden_gradient,
     hidden_gradient_sums,
     uninitialised,
     write_weight_gradient,
 )
+from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
+from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars, row_scalars

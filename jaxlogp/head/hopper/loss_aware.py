@@ -19,15 +19,15 @@ from jaxlogp.head.fold import finish_sums, sum_tiles
 from jaxlogp.head.hopper.engine import HopperEngine, row_multiple, whole_rows
 from jaxlogp.head.hopper.exponentials import estimate_log_sum_exp, exp_to_gradient, scaled_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
-from jaxlogp.head.hopper.logit_gradient import chunk_gradient
-from jaxlogp.head.hopper.tiles import HeadTiles
-from jaxlogp.head.hopper.weight_gradient import (
+from jaxlogp.head.hopper.gradient_products import (
     add_hidden_gradient,
     finish_hidden_gradient,
     hidden_gradient_sums,
     uninitialised,
     write_weight_gradient,
 )
+from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars, row_scalars
