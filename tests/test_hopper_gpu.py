@@ -222,7 +222,9 @@ def test_a_call_without_a_mask_is_one_with_every_label():
 
 
 @pytest.mark.parametrize("way", ["ratios", "entropy bonus", "a token far off", "on policy"])
-@pytest.mark.parametrize("tokens, hidden_size, vocab", [(1937, 3584, 152064), (600, 1024, 129920)])
+@pytest.mark.parametrize(
+    "tokens, hidden_size, vocab", [(1937, 3584, 152064), (600, 1024, 129920), (3001, 2304, 262144)]
+)
 def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, way):
     hidden, weight, targets, advantages, noise = inputs(tokens, hidden_size, vocab)
     mask = jnp.arange(tokens) % 5 != 1

@@ -1,5 +1,7 @@
 """linear_policy_gradients against the two-step path and against float64, portable and through the Hopper kernels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -296,7 +298,7 @@ def test_arrays_of_another_shape_are_refused(position, name):
 def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, coefficient):
     fp32_weight = 4 * 768 * 64
     several = chunk_rows * 2 * 768 - (fp32_weight if chunk_rows > 300 else 0)
-    monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", several)
+    monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", several)
     arguments, head = problem(tokens=300, bias=bias, seed=1)
     # The windows of the vocabulary do not divide it.
     engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=512)
@@ -310,9 +312,25 @@ def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, c
 
 
 @needs_interpreter
+@pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
+def test_hopper_kernels_that_sum_windows_of_the_vocabulary_apart(monkeypatch, coefficient):
+    # Two chunks of tokens; three windows of 384 columns, and 128 more that make no step of each. No label past 140 tokens.
+    monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", 192 * (2 * 1280 + 4 * 64 * 3))
+    (*operands, mask), head = problem(tokens=300, vocab=1200, bias=True, seed=5)
+    arguments = *operands, mask.at[140:].set(False)
+    tiles = dataclasses.replace(head_tiles(64), windows_apart=True)
+    engine = HopperEngine(tiles, interpret=interpreter(), num_sms=2, chunk=512)
+    assert hopper_loss_aware.windows(1200, 1280, tiles, engine) == (1152, 3)
+    options = {"entropy_coefficient": coefficient, "engine": engine, **head}
+    out = jax.jit(lambda *x: linear_policy_gradients(*x, **options))(*arguments)
+    compare(out, two_steps(arguments, head, coefficient, 1.0, "reference"), 1e-5, GRADIENT_ERROR)
+    assert not np.asarray(out.hidden, np.float32)[~np.asarray(arguments[-1])].any()
+
+
+@needs_interpreter
 def test_hopper_kernels_where_the_sampler_is_far_from_the_policy(monkeypatch):
     # A ratio of about e^-80, and an advantage that makes it count: exponentials against such an estimate are cut off.
-    monkeypatch.setattr(hopper_loss_aware, "EXP_BYTES", 64 * 2 * 768)
+    monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", 64 * 2 * 768)
     (*operands, old, advantages, mask), head = problem(tokens=500, bias=True, seed=3)
     # The second of four chunks holds the token; the third has no label.
     mask = mask.at[300:].set(False)
@@ -367,10 +385,13 @@ def test_hopper_kernels_on_policy(bias):
     compare(out, two_steps(arguments, head, 0.0, 37.0, "reference"), 1e-5, GRADIENT_ERROR)
 
 
-@pytest.mark.parametrize("hidden_size, tokens, rows", [(2304, 8192, 1792), (1024, 8192, 2048), (2304, 1500, 1536)])
-def test_chunks_of_tokens_fill_the_blocks(hidden_size, tokens, rows):
-    # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them or 4, each in two parts.
-    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, head_tiles(hidden_size), 132)
+@pytest.mark.parametrize(
+    "hidden_size, parts, tokens, rows",
+    [(2304, 2, 8192, 1792), (2304, 10, 8192, 2048), (1024, 2, 8192, 2048), (2304, 2, 1500, 1536)],
+)
+def test_chunks_of_tokens_fill_the_blocks(hidden_size, parts, tokens, rows):
+    # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them or 4, each in parts.
+    size = hopper_loss_aware.chunk_rows(tokens, 2560, 256, hidden_size, head_tiles(hidden_size), parts, 132)
     assert size == rows
 
 

@@ -41,12 +41,16 @@ def _bounds(index: Array, live: Array | None, tokens: int) -> Int[Array, " two"]
     return jnp.stack([index, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
 
 
-def hidden_gradient_sums(tokens: int, hidden_size: int, config: TileConfig, parts: int = 1) -> Any:
-    """Reference to fp32 zeros [parts * tokens, H rounded up to config.columns] that :func:`add_hidden_gradient` adds to.
+def hidden_gradient_sums(
+    tokens: int, hidden_size: int, config: TileConfig, parts: int = 1, interpret: Any = None, zeros: bool = True
+) -> Any:
+    """Reference to fp32 [parts * tokens, H rounded up to config.columns] that :func:`add_hidden_gradient` adds to.
 
-    Whole tiles of columns: in the interpreter they are read by plain loads, which must not run past the end of a row.
+    Zeros, or anything where a first call of it writes. Whole tiles of columns: in the interpreter they are read by plain
+    loads, which must not run past the end of a row.
     """
-    return jax.new_ref(jnp.zeros((parts * tokens, hidden_size + -hidden_size % config.columns), jnp.float32))
+    shape = parts * tokens, hidden_size + -hidden_size % config.columns
+    return jax.new_ref(jnp.zeros(shape, jnp.float32) if zeros else uninitialised(shape, jnp.float32, interpret))
 
 
 def finish_hidden_gradient(sums: Any, hidden_size: int, parts: int = 1) -> Float[Array, "tokens hidden"]:
@@ -73,6 +77,7 @@ def add_hidden_gradient(
     plan_steps: int | None = None,
     window: int | None = None,
     parts: int = 1,
+    first: bool = False,
 ) -> None:
     """d_hidden += gradient · weight[index * chunk :][: chunk].
 
@@ -91,6 +96,7 @@ def add_hidden_gradient(
       plan_steps: steps that make one of the plan's blocks.
       window: None, or how many columns, a multiple of config.depth.
       parts: how many parts of the columns are summed apart; each has whole steps. Not together with ``plan``.
+      first: write to the tiles that count, whatever they hold, instead of adding.
     """
     (tokens, width), hidden_size = gradient.shape, weight.shape[1]
     chunk = width if window is None else window
@@ -123,7 +129,8 @@ def add_hidden_gradient(
         part, column = of_part(column)
         buffer = scratch["piece"].at[warpgroup]
         rows, out = pl.ds(part * tokens + first_row, config.share), others[1]
-        store_tile(products, buffer, out, rows, column * config.columns, **_sum_in(out, interpret))
+        how = {} if first else _sum_in(out, interpret)
+        store_tile(products, buffer, out, rows, column * config.columns, **how)
 
     product(
         epilogue,

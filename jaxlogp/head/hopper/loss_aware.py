@@ -7,7 +7,7 @@ dW += dzᵀ · H. Three products instead of four.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,17 +34,44 @@ from jaxlogp.head.row_scalars import RowScalars, row_scalars
 from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import Normaliser, TokenLogProbs
 
-# Bytes of the exponentials of one chunk of tokens. One chunk needs no fp32 weight gradient, and may have its bytes too.
-EXP_BYTES = 1264 * 2**20
+# Bytes of the exponentials of one chunk of tokens and the sums of its dH. One chunk needs no fp32 weight gradient, and may
+# have its bytes too.
+CHUNK_BYTES = 1264 * 2**20
 
 
-def chunk_rows(tokens: int, most: int, multiple: int, hidden_size: int, tiles: HeadTiles, num_sms: int) -> int:
+class Windows(NamedTuple):
+    """How the columns of dz are cut for dH.
+
+    Attributes:
+      columns: of one kernel call, the last of which may have fewer.
+      parts: how many parts of them are summed apart.
+    """
+
+    columns: int
+    parts: int
+
+
+def windows(vocab: int, columns: int, tiles: HeadTiles, engine: HopperEngine) -> Windows:
+    """The windows of ``columns``, the vocabulary in whole tiles; by the vocabulary alone, as the order of summation is.
+
+    No sum goes over all of it: the blocks would drift apart, and read dz again and again.
+    """
+    width, depth = min(engine.chunk_columns(vocab, tiles), columns), tiles.d_hidden.depth
+    if not tiles.windows_apart:
+        return Windows(width, tiles.d_hidden_parts)
+    parts = -(-columns // width)
+    return Windows(columns // (parts * depth) * parts * depth, parts)
+
+
+def chunk_rows(
+    tokens: int, most: int, multiple: int, hidden_size: int, tiles: HeadTiles, parts: int, num_sms: int
+) -> int:
     """Tokens of a chunk, a multiple of ``multiple`` and at most ``most``, of a cut into chunks as equal as that allows.
 
-    The blocks should go over the output tiles of dH as seldom as they can: 144 tiles take 132 blocks as long as 264. Then
-    as few chunks as can be.
+    The blocks should go over the output tiles of dH, ``parts`` of each, as seldom as they can: 144 tiles take 132 blocks
+    as long as 264. Then as few chunks as can be.
     """
-    columns = -(-hidden_size // tiles.d_hidden.columns) * tiles.d_hidden_parts
+    columns = -(-hidden_size // tiles.d_hidden.columns) * parts
 
     def rounds(rows):
         return -(-(-(-rows // tiles.d_hidden.rows) * columns) // num_sms)
@@ -123,22 +150,24 @@ def _chunk_products(
 ) -> Array:
     """Writes dzᵀ · H + addend to the reference d_weight and returns dz · W in fp32, dz being multiplied by ``scale``."""
     tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
-    (tokens, columns), hidden_size, parts = dz.shape, hidden.shape[1], tiles.d_hidden_parts
-    sums = hidden_gradient_sums(tokens, hidden_size, tiles.d_hidden, parts)
+    (tokens, columns), hidden_size = dz.shape, hidden.shape[1]
+    cut = windows(weight.shape[0], columns, tiles, engine)
+    sums = hidden_gradient_sums(tokens, hidden_size, tiles.d_hidden, cut.parts, interpret, zeros=False)
 
-    def add_window(start, size):
-        how = {"window": size, "parts": parts}
+    def add_window(start, size, parts, first=False):
+        how = {"window": size, "parts": parts, "first": first}
         add_hidden_gradient(sums, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, **how)
 
-    # By windows: with all of the vocabulary contracted at once the blocks drift apart, and read dz again and again.
-    window = min(engine.chunk_columns(weight.shape[0], tiles), columns)
-    whole, rest = divmod(columns, window)
-    lax.fori_loop(0, whole, lambda index, _: add_window(index * window, window), None)
+    whole, rest = divmod(columns, cut.columns)
+    add_window(jnp.int32(0), cut.columns, cut.parts, first=True)
+    lax.fori_loop(1, whole, lambda index, _: add_window(index * cut.columns, cut.columns, cut.parts), None)
     if rest:
-        add_window(jnp.int32(whole * window), rest)
+        # Of windows apart a few steps are left, too few for all parts.
+        whole_steps = rest % (tiles.d_hidden.depth * cut.parts) == 0
+        add_window(jnp.int32(whole * cut.columns), rest, cut.parts if whole_steps else 1)
     scaled = hidden if scale is None else (hidden.astype(jnp.float32) * scale[:, None]).astype(hidden.dtype)
     write_weight_gradient(d_weight, dz, scaled, jnp.int32(0), tiles.d_weight, num_sms, interpret, live, addend)
-    d_hidden = finish_hidden_gradient(sums, hidden_size, parts)
+    d_hidden = select_live(finish_hidden_gradient(sums, hidden_size, cut.parts), live)
     return d_hidden if scale is None else d_hidden * scale[:, None]
 
 
@@ -174,11 +203,13 @@ def values_and_gradients(
     tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
     config, (tokens, hidden_size), vocab = tiles.exponentials, hidden.shape, weight.shape[0]
     multiple, columns = row_multiple(tiles, interpret), -(-vocab // config.columns) * config.columns
-    one_chunk = EXP_BYTES + 4 * columns * hidden_size
+    parts = windows(vocab, columns, tiles, engine).parts
+    token_bytes = 2 * columns + 4 * hidden_size * parts
+    one_chunk = CHUNK_BYTES + 4 * columns * hidden_size
     padded = -(-tokens // multiple) * multiple
-    budget = one_chunk if 2 * columns * padded <= one_chunk else EXP_BYTES
-    most = max(budget // (2 * columns) // multiple, 1) * multiple
-    size = chunk_rows(tokens, most, multiple, hidden_size, tiles, num_sms)
+    budget = one_chunk if token_bytes * padded <= one_chunk else CHUNK_BYTES
+    most = max(budget // token_bytes // multiple, 1) * multiple
+    size = chunk_rows(tokens, most, multiple, hidden_size, tiles, parts, num_sms)
     chunks = -(-tokens // size)
     rows = live_rows(targets.mask, chunks * size)
     # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.

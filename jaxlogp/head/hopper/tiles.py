@@ -58,6 +58,9 @@ class HeadTiles:
       d_weight: dzᵀ · H.
       d_hidden_parts: how many parts of a vocabulary chunk dH sums apart. With a small hidden size the output has few tiles,
         and two parts of each keep all blocks busy; a number that depended on the tokens would change the bits of dH.
+      windows_apart: whether one pass sums dH apart for each window of the vocabulary, as wide as a chunk of the backward,
+        in one kernel call: the tiles of all windows fill the blocks but for the last of many rounds. Where the output of
+        a window takes little more than a whole number of rounds.
     """
 
     forward: TileConfig = SHARED_PAIR
@@ -66,10 +69,19 @@ class HeadTiles:
     d_hidden: TileConfig = SHARED_PAIR
     d_weight: TileConfig = SHARED
     d_hidden_parts: int = 1
+    windows_apart: bool = False
 
 
 # Small blocks, so that a gradient filter can leave many out.
 FILTERED = HeadTiles(*[ALTERNATE_PAIR] * 5)
+
+_MIDDLE = HeadTiles(
+    forward=_grouped(SHARED_PAIR, 32),
+    exponentials=_grouped(ALTERNATE_PAIR, 32),
+    logit_gradient=_grouped(ALTERNATE_PAIR, 32),
+    d_weight=_grouped(SHARED, 32),
+    d_hidden_parts=2,
+)
 
 # Device, then (smallest hidden size, tiles), largest first. With a large hidden size products take the card's power, and
 # tiles that read least win; with a small one the epilogues count, and warpgroups that alternate hide them.
@@ -77,16 +89,8 @@ FILTERED = HeadTiles(*[ALTERNATE_PAIR] * 5)
 TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
     "NVIDIA H200": (
         (3072, HeadTiles()),
-        (
-            1536,
-            HeadTiles(
-                forward=_grouped(SHARED_PAIR, 32),
-                exponentials=_grouped(ALTERNATE_PAIR, 32),
-                logit_gradient=_grouped(ALTERNATE_PAIR, 32),
-                d_weight=_grouped(SHARED, 32),
-                d_hidden_parts=2,
-            ),
-        ),
+        (2304, dataclasses.replace(_MIDDLE, windows_apart=True)),
+        (1536, _MIDDLE),
         (
             0,
             HeadTiles(
