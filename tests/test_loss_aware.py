@@ -1,7 +1,5 @@
 """linear_policy_gradients against the two-step path and against float64, portable and through the Hopper kernels."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -318,7 +316,8 @@ def test_hopper_kernels_that_sum_windows_of_the_vocabulary_apart(monkeypatch, co
     monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", 192 * (2 * 1280 + 4 * 64 * 3))
     (*operands, mask), head = problem(tokens=300, vocab=1200, bias=True, seed=5)
     arguments = *operands, mask.at[140:].set(False)
-    tiles = dataclasses.replace(head_tiles(64), windows_apart=True)
+    tiles = head_tiles(2304)
+    assert tiles.windows_apart
     engine = HopperEngine(tiles, interpret=interpreter(), num_sms=2, chunk=512)
     assert hopper_loss_aware.windows(1200, 1280, tiles, engine) == (1152, 3)
     options = {"entropy_coefficient": coefficient, "engine": engine, **head}

@@ -209,7 +209,7 @@ def row_multiple(tiles: HeadTiles, interpret: Any) -> int:
     """Tokens are padded to a multiple of it: whole tiles in every kernel, clusters of them on a GPU."""
     configs = tiles.forward, tiles.exponentials, tiles.logit_gradient, tiles.d_hidden
     rows = [config.rows * (config.cluster if interpret is None else 1) for config in configs]
-    return math.lcm(*rows, tiles.d_weight.depth)
+    return math.lcm(*rows, tiles.d_weight.depth, tiles.one_pass_d_weight.depth)
 
 
 def whole_rows(live: Int[Array, ""], multiple: int) -> Int[Array, ""]:

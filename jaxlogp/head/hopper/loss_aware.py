@@ -166,7 +166,7 @@ def _chunk_products(
         whole_steps = rest % (tiles.d_hidden.depth * cut.parts) == 0
         add_window(jnp.int32(whole * cut.columns), rest, cut.parts if whole_steps else 1)
     scaled = hidden if scale is None else (hidden.astype(jnp.float32) * scale[:, None]).astype(hidden.dtype)
-    write_weight_gradient(d_weight, dz, scaled, jnp.int32(0), tiles.d_weight, num_sms, interpret, live, addend)
+    write_weight_gradient(d_weight, dz, scaled, jnp.int32(0), tiles.one_pass_d_weight, num_sms, interpret, live, addend)
     d_hidden = select_live(finish_hidden_gradient(sums, hidden_size, cut.parts), live)
     return d_hidden if scale is None else d_hidden * scale[:, None]
 
@@ -224,7 +224,7 @@ def values_and_gradients(
         old = rows.pack(old_log_probs, 0)
         estimate = estimate_log_sum_exp(packed, weight, bias, local.column, alive, old, options)
     d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
-    padded_shape = columns, hidden_size + -hidden_size % tiles.d_weight.columns
+    padded_shape = columns, hidden_size + -hidden_size % tiles.one_pass_d_weight.columns
     # Chunks before the last are summed in fp32, and the last one adds them and rounds.
     total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
     d_hidden = jax.new_ref(jnp.zeros((chunks * size, hidden_size), hidden.dtype))

@@ -61,6 +61,8 @@ class HeadTiles:
       windows_apart: whether one pass sums dH apart for each window of the vocabulary, as wide as a chunk of the backward,
         in one kernel call: the tiles of all windows fill the blocks but for the last of many rounds. Where the output of
         a window takes little more than a whole number of rounds.
+      one_pass_d_weight: dzᵀ · H in one pass. Where many chunks of few tokens each are summed, in fp32, warpgroups that
+        alternate hide the epilogue, twice as long and more often.
     """
 
     forward: TileConfig = SHARED_PAIR
@@ -70,6 +72,7 @@ class HeadTiles:
     d_weight: TileConfig = SHARED
     d_hidden_parts: int = 1
     windows_apart: bool = False
+    one_pass_d_weight: TileConfig = SHARED
 
 
 # Small blocks, so that a gradient filter can leave many out.
@@ -81,6 +84,7 @@ _MIDDLE = HeadTiles(
     logit_gradient=_grouped(ALTERNATE_PAIR, 32),
     d_weight=_grouped(SHARED, 32),
     d_hidden_parts=2,
+    one_pass_d_weight=_grouped(SHARED, 32),
 )
 
 # Device, then (smallest hidden size, tiles), largest first. With a large hidden size products take the card's power, and
@@ -89,7 +93,10 @@ _MIDDLE = HeadTiles(
 TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
     "NVIDIA H200": (
         (3072, HeadTiles()),
-        (2304, dataclasses.replace(_MIDDLE, windows_apart=True)),
+        (
+            2304,
+            dataclasses.replace(_MIDDLE, windows_apart=True, one_pass_d_weight=_grouped(ALTERNATE_PAIR, 32)),
+        ),
         (1536, _MIDDLE),
         (
             0,
