@@ -95,7 +95,7 @@ TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
         (3072, HeadTiles()),
         (
             2304,
-            dataclasses.replace(_MIDDLE, windows_apart=True, one_pass_d_weight=_grouped(ALTERNATE_PAIR, 32)),
+            dataclasses.replace(_MIDDLE, windows_apart=True, one_pass_d_weight=ALTERNATE_PAIR),
         ),
         (1536, _MIDDLE),
         (
