@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlogp import linear_log_probs
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import engine as hopper_engine
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
@@ -63,10 +64,11 @@ def test_shared_tiles_and_several_steps():
 def test_masked_tokens_are_exactly_zero_and_touch_nothing_else():
     data = hopper_case.case(20, 64, 272, seed=3)
     data["mask"] = jnp.arange(20) % 3 != 0
-    data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], 0)  # linear_log_probs does so
     settings = options(272)
+    wanted = hopper_case.expected(data, settings)
+    data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
     result, gradients = hopper_case.run(data, hopper_case.local_targets(data), engine(), settings)
-    hopper_case.check(result, gradients, hopper_case.expected(data, settings), VALUE_ERROR, GRADIENT_ERROR)
+    hopper_case.check(result, gradients, wanted, VALUE_ERROR, GRADIENT_ERROR)
     masked = ~np.asarray(data["mask"])
     for values in (result.log_probs, result.entropy, gradients[0]):
         assert not np.asarray(values)[masked].any()
@@ -74,6 +76,18 @@ def test_masked_tokens_are_exactly_zero_and_touch_nothing_else():
     _, same = hopper_case.run(again, hopper_case.local_targets(data), engine(), settings)
     for left, right in zip(gradients[:2], same[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+
+
+def test_hidden_states_are_not_copied_for_their_mask():
+    # A block of them is gathered at a time; a selection of all would stay in memory beside it.
+    data = hopper_case.case(70, 64, 272)
+
+    def forward(hidden, mask):
+        return linear_log_probs(hidden, data["weight"], data["targets"], mask=mask, engine=engine())
+
+    program = str(jax.make_jaxpr(forward)(data["hidden"], data["mask"]))
+    assert "bf16[70,64]" in program
+    assert "bf16[70,64] = select_n" not in program
 
 
 def test_without_a_mask_nothing_is_moved_and_no_bit_changes():
@@ -90,6 +104,7 @@ def test_blocks_of_tokens_change_no_bit(monkeypatch, all_live):
     data = hopper_case.case(150, 64, 272, seed=5)
     if not all_live:
         data["mask"] = jnp.arange(150) % 3 != 0
+        data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
     local, settings = hopper_case.local_targets(data), options(272, all_live=all_live)
     forward = lambda: jax.jit(lambda h, w: engine().log_probs(h, w, None, local, settings))  # noqa: E731
     wanted = forward()(data["hidden"], data["weight"])

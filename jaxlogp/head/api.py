@@ -139,6 +139,7 @@ def _prepare(
             # The psum of the hidden gradient over the shards then runs in fp32, and the sum is rounded once.
             hidden = hidden.astype(jnp.float32)
         hidden, weight, bias = (None if x is None else vary_over(x, axes) for x in (hidden, weight, bias))
+    if not chosen.masks_hidden:
         # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
         hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
     return _Call(chosen, (hidden.reshape(-1, hidden.shape[-1]), weight, bias, local, options))

@@ -55,6 +55,7 @@ class ChunkedEngine:
     gradient_filter: GradientFilter | None = None
     name = "chunked"
     reduces_gradients = False
+    masks_hidden = False
 
     def __post_init__(self) -> None:
         """Refuses sizes that are not positive integers, and what is no gradient filter."""

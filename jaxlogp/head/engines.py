@@ -34,10 +34,13 @@ class Engine(Protocol):
       name: by which callers ask for it.
       reduces_gradients: False, the operands are typed as varying over every axis in play, and the transpose of that cast
         sums their gradients; True, they come as they are, and the engine sums.
+      masks_hidden: False, hidden states of masked tokens come as zeros; True, they may hold anything, NaN too, and the
+        engine leaves them out of every product.
     """
 
     name: str
     reduces_gradients: bool
+    masks_hidden: bool
 
     def log_probs(
         self,

@@ -52,6 +52,7 @@ class FixedOrderEngine:
     order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder)
     name = "fixed_order"
     reduces_gradients = True
+    masks_hidden = True
 
     def log_probs(
         self,

@@ -12,8 +12,8 @@ class LiveRows(NamedTuple):
     """Where the tokens of a mask go.
 
     Attributes:
-      source: int32 [padded], the token that stands at each place; the number of tokens where there is none. None where
-        every token is live: each stays where it is, and nothing is copied.
+      source: int32 [padded], the live token that stands at each place; the number of tokens where there is none. None
+        where every token is live: each stays where it is, and nothing is copied.
       place: int32 [tokens], the place of each token: live ones first, in their order, then the others; None likewise.
       count: int32, number of live tokens.
       padded: number of places.
@@ -27,7 +27,7 @@ class LiveRows(NamedTuple):
     tokens: int
 
     def pack(self, x: Shaped[Array, "tokens ..."], fill: float | int) -> Shaped[Array, "padded ..."]:
-        """Live tokens first, then the others, then ``fill``."""
+        """Live tokens first, then ``fill``: what stands in the others is not read."""
         if self.source is None:
             return self._filled_up(x, fill)
         return x.at[self.source].get(mode="fill", fill_value=fill)
@@ -65,7 +65,7 @@ def live_rows(mask: Bool[Array, " tokens"], padded: int, all_live: bool = False)
     index = jnp.arange(tokens, dtype=jnp.int32)
     # jnp.zeros_like of an operand, so that the array varies over the mesh axes that the mask varies over.
     start = jnp.full((padded,), tokens, jnp.int32) + jnp.zeros_like(count)
-    source = start.at[place].set(index, unique_indices=True)
+    source = start.at[place].set(jnp.where(mask, index, tokens), unique_indices=True)
     return LiveRows(source, place, count, padded, tokens)
 
 

@@ -18,6 +18,7 @@ class ReferenceEngine:
 
     name = "reference"
     reduces_gradients = False
+    masks_hidden = False
 
     def log_probs(
         self,

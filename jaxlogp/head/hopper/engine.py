@@ -78,6 +78,7 @@ class HopperEngine:
     gradient_filter: GradientFilter | None = None
     name = "hopper"
     reduces_gradients = False
+    masks_hidden = True
 
     def __post_init__(self) -> None:
         """Refuses what is no gradient filter."""
@@ -376,8 +377,7 @@ def head_gradients(
     packed, column = rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
     live = whole_rows(rows.count, multiple)
     # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
-    filled = (select_live(rows.pack(x, 0), rows.count) for x in scalars)
-    scalars = RowScalars(*filled)._replace(target=jnp.where(jnp.arange(padded) < rows.count, column, -1))
+    scalars = RowScalars(*(rows.pack(x, 0) for x in scalars))._replace(target=column)
     chunk = engine.chunk_columns(vocab, tiles)
     chunks = -(-vocab // chunk)
     bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))

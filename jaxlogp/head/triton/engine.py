@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes
 from jaxlogp.head.fold import MOST_TILES, block_tokens, fold_blocks
-from jaxlogp.head.live_rows import live_rows, select_live
+from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import row_scalars
 from jaxlogp.head.triton import launch
@@ -65,6 +65,7 @@ class TritonEngine:
     functions: TileFunctions | None = None
     name = "triton"
     reduces_gradients = False
+    masks_hidden = True
 
     def why_not(self, hidden: Any, weight: Any, bias: Any, options: HeadOptions) -> str | None:
         """Why this engine cannot take a call, or None when it can.
@@ -161,7 +162,6 @@ def _forward(
     block = block_tokens(tokens, blocks, multiple)
     rows = live_rows(targets.mask, -(-tokens // block) * block, options.all_live)
     packed = rows.pack(hidden.astype(weight.dtype), 0)
-    packed = packed if options.all_live else select_live(packed, rows.count)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
 
     def statistics(start, column, live):

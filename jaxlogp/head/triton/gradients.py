@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import union_of_varying_axes, vary_over
-from jaxlogp.head.live_rows import live_rows, select_live
+from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import HeadOptions, dot
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.launch import TileFunctions
@@ -53,9 +53,8 @@ def head_gradients(
     tokens, vocab = hidden.shape[0], weight.shape[0]
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(wanted, padded)
-    packed = select_live(rows.pack(hidden.astype(weight.dtype), 0), rows.count)
-    filled = RowScalars(*(select_live(rows.pack(x, 0), rows.count) for x in scalars))
-    filled = filled._replace(target=jnp.where(jnp.arange(padded) < rows.count, rows.pack(scalars.target, -1), -1))
+    packed = rows.pack(hidden.astype(weight.dtype), 0)
+    filled = RowScalars(*(rows.pack(x, 0) for x in scalars))._replace(target=rows.pack(scalars.target, -1))
     bias_operand = None if bias is None else bias.astype(jnp.float32)
     window = min(window or window_columns(padded, vocab), vocab)
 
