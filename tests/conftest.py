@@ -3,10 +3,18 @@
 JAXLOGP_TEST_GPU=1 leaves a GPU in sight, for `pytest -m gpu`.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Many tests run the same small trainer; what one has compiled the others of this run load, in every process of it.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = tempfile.mkdtemp(prefix="jaxlogp-tests-")
+        os.environ.update(JAX_COMPILATION_CACHE_DIR=cache, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.2")
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
 else:
     # Several processes of a test run share the GPU: none may keep what it has freed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
