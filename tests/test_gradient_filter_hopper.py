@@ -111,7 +111,7 @@ def test_masked_tokens_keep_no_tile_and_nothing_kept_is_all_zeros():
     local = hopper_case.local_targets
     settings = options(768, with_entropy=False)
     data["mask"] = jnp.arange(140) % 2 == 0
-    data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], 0)  # linear_log_probs does so
+    data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
     _, gradients = hopper_case.run(data, local(data), engine(), settings)
     # Live tokens are packed together: 70 of them, two blocks.
     live = np.flatnonzero(np.asarray(data["mask"]))

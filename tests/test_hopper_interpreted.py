@@ -76,6 +76,11 @@ def test_masked_tokens_are_exactly_zero_and_touch_nothing_else():
     _, same = hopper_case.run(again, hopper_case.local_targets(data), engine(), settings)
     for left, right in zip(gradients[:2], same[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+    # A broken row of the weight reaches every token that is computed, and still none without a label.
+    data["weight"] = data["weight"].at[5].set(jnp.nan)
+    _, broken = hopper_case.run(data, hopper_case.local_targets(data), engine(), settings)
+    assert np.isnan(np.asarray(broken[0], np.float32)[~masked]).all()
+    assert not np.asarray(broken[0], np.float32)[masked].any()
 
 
 def test_hidden_states_are_not_copied_for_their_mask():

@@ -312,10 +312,10 @@ def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, c
 @needs_interpreter
 @pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
 def test_hopper_kernels_that_sum_windows_of_the_vocabulary_apart(monkeypatch, coefficient):
-    # Two chunks of tokens; three windows of 384 columns, and 128 more that make no step of each. No label past 140 tokens.
-    monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", 192 * (2 * 1280 + 4 * 64 * 3))
-    (*operands, mask), head = problem(tokens=300, vocab=1200, bias=True, seed=5)
-    arguments = *operands, mask.at[140:].set(False)
+    # Three windows of 384 columns, and 128 more that make no step of each. Chunks of 256 tokens; the last one has 40 labels.
+    monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", 256 * (2 * 1280 + 4 * 64 * 3))
+    arguments, head = problem(tokens=500, vocab=1200, bias=True, seed=5)
+    assert 256 < int(arguments[-1].sum()) <= 384
     tiles = head_tiles(2304)
     assert tiles.windows_apart
     engine = HopperEngine(tiles, interpret=interpreter(), num_sms=2, chunk=512)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from head import SHAPES, TOKENS, inputs, seconds
 
+from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper.exponentials import exp_to_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.gradient_products import (
@@ -18,6 +19,7 @@ from jaxlogp.head.hopper.gradient_products import (
     uninitialised,
     write_weight_gradient,
 )
+from jaxlogp.head.hopper.loss_aware import windows
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars
@@ -28,7 +30,7 @@ def main():
     print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
     for hidden_size, vocab in [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:]] or SHAPES:
         hidden, weight, targets, g, g_entropy = inputs(hidden_size, vocab)
-        tiles, window = head_tiles(hidden_size), 25344
+        tiles = head_tiles(hidden_size)
         options, zero, live = HeadOptions(with_entropy=True, vocab_size=vocab), jnp.int32(0), jnp.int32(TOKENS)
         normaliser = Normaliser(jnp.full(TOKENS, 9.0), jnp.full(TOKENS, 4.0), jnp.full(TOKENS, -6.0))
         scalars = RowScalars(normaliser.max, normaliser.log_sum_exp, g, g_entropy, g, targets)
@@ -44,17 +46,17 @@ def main():
             exp_to_gradient(ref, maxima, normaliser, scalars, scalars.constant, live)
             return jax.freeze(ref)
 
-        def d_hidden(dz, weight, hidden_size=hidden_size, tiles=tiles, window=window):
-            parts = tiles.d_hidden_parts
-            ref = hidden_gradient_sums(TOKENS, hidden_size, tiles.d_hidden, parts)
-            for start in range(0, dz.shape[1], window):
-                some = min(window, dz.shape[1] - start)
-                add_hidden_gradient(ref, dz, weight, jnp.int32(start), tiles.d_hidden, 132, window=some, parts=parts)
+        def d_hidden(dz, weight, hidden_size=hidden_size, tiles=tiles):
+            columns, parts = windows(weight.shape[0], dz.shape[1], tiles, HopperEngine())
+            ref = hidden_gradient_sums(TOKENS, hidden_size, tiles.d_hidden, parts, zeros=False)
+            for start in range(0, dz.shape[1], columns):
+                how = {"window": min(columns, dz.shape[1] - start), "parts": parts, "first": start == 0}
+                add_hidden_gradient(ref, dz, weight, jnp.int32(start), tiles.d_hidden, 132, **how)
             return finish_hidden_gradient(ref, hidden_size, parts)
 
         def d_weight(dz, hidden, shape=weight.shape, zero=zero, tiles=tiles):
             ref = jax.new_ref(uninitialised(shape, jnp.bfloat16))
-            write_weight_gradient(ref, dz, hidden, zero, tiles.d_weight, 132)
+            write_weight_gradient(ref, dz, hidden, zero, tiles.one_pass_d_weight, 132)
             return jax.freeze(ref)
 
         gemm = jax.jit(lambda h, w: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))))

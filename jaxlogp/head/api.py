@@ -112,7 +112,7 @@ def _prepare(
     out_of_vocab: str,
     engine: str | Engine,
 ) -> _Call:
-    """Checks everything, chooses the engine and reports it under ``path``, and types and masks the operands."""
+    """Checks everything, chooses the engine and reports it under ``path``, and types the operands, masked where it asks."""
     axis_name, vocab = options.axis_name, options.shards
     check_operands(hidden, weight, bias)
     check_options(options.temperature, options.logit_scale, options.softcap, out_of_vocab)

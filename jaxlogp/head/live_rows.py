@@ -41,8 +41,11 @@ class LiveRows(NamedTuple):
         return x.at[lax.dynamic_slice_in_dim(self.source, start, size)].get(mode="fill", fill_value=fill)
 
     def unpack(self, x: Shaped[Array, "padded ..."]) -> Shaped[Array, "tokens ..."]:
-        """Undoes :meth:`pack`."""
-        return x[: self.tokens] if self.place is None else x[self.place]
+        """Undoes :meth:`pack` for live tokens; the others get 0, whatever x holds behind the live ones."""
+        if self.place is None:
+            return x[: self.tokens]
+        live = (self.place < self.count).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(live, x[self.place], jnp.zeros((), x.dtype))
 
     def _filled_up(self, x: Array, fill: float | int) -> Array:
         return jnp.pad(x, [(0, self.padded - x.shape[0]), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)

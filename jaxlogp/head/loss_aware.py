@@ -167,10 +167,10 @@ def linear_policy_gradients(
     report(HeadRun("linear_policy_gradients", chosen.name, reason, num_shards))
 
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
-    # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
-    flat = (
-        jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden)).reshape(-1, hidden.shape[-1]).astype(operand.dtype)
-    )
+    flat = hidden.reshape(-1, hidden.shape[-1]).astype(operand.dtype)
+    if not chosen.masks_hidden:
+        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
+        flat = jnp.where(mask.reshape(-1, 1), flat, jnp.zeros_like(flat))
     # Gradients stay local to each rank: the operands are typed as varying over every axis in play.
     axes = union_of_varying_axes(flat, weight, bias, *local, *jax.tree.leaves(per_token))
     axes |= set() if axis_name is None else {axis_name}

@@ -117,13 +117,13 @@ def add_hidden_gradient(
 
     def left_index(row, column, step, start):
         step = of_part(column)[0] * steps + step
-        first = (0 if window is None else start) + step * config.depth
-        return pl.ds(row * config.rows, config.rows), pl.ds(first, config.depth)
+        place = (0 if window is None else start) + step * config.depth
+        return pl.ds(row * config.rows, config.rows), pl.ds(place, config.depth)
 
     def right_index(column, step, start):
         part, column = of_part(column)
-        first = start + (part * steps + step) * config.depth
-        return pl.ds(first, config.depth), pl.ds(column * config.columns, config.columns)
+        place = start + (part * steps + step) * config.depth
+        return pl.ds(place, config.depth), pl.ds(column * config.columns, config.columns)
 
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
         part, column = of_part(column)

@@ -59,7 +59,7 @@ def windows(vocab: int, columns: int, tiles: HeadTiles, engine: HopperEngine) ->
     width, depth = min(engine.chunk_columns(vocab, tiles), columns), tiles.d_hidden.depth
     if not tiles.windows_apart:
         return Windows(width, tiles.d_hidden_parts)
-    parts = -(-columns // width)
+    parts = max(-(-columns // width), tiles.d_hidden_parts)
     return Windows(columns // (parts * depth) * parts * depth, parts)
 
 
@@ -160,7 +160,8 @@ def _chunk_products(
 
     whole, rest = divmod(columns, cut.columns)
     add_window(jnp.int32(0), cut.columns, cut.parts, first=True)
-    lax.fori_loop(1, whole, lambda index, _: add_window(index * cut.columns, cut.columns, cut.parts), None)
+    if whole > 1:
+        lax.fori_loop(1, whole, lambda index, _: add_window(index * cut.columns, cut.columns, cut.parts), None)
     if rest:
         # Of windows apart a few steps are left, too few for all parts.
         whole_steps = rest % (tiles.d_hidden.depth * cut.parts) == 0

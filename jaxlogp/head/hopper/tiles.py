@@ -55,12 +55,12 @@ class HeadTiles:
       exponentials: the same with the exponentials written, for gradients in the forward pass.
       logit_gradient: dz by vocabulary chunks.
       d_hidden: dz · W.
-      d_weight: dzᵀ · H.
+      d_weight: dzᵀ · H in two steps.
       d_hidden_parts: how many parts of a vocabulary chunk dH sums apart. With a small hidden size the output has few tiles,
         and two parts of each keep all blocks busy; a number that depended on the tokens would change the bits of dH.
       windows_apart: whether one pass sums dH apart for each window of the vocabulary, as wide as a chunk of the backward,
-        in one kernel call: the tiles of all windows fill the blocks but for the last of many rounds. Where the output of
-        a window takes little more than a whole number of rounds.
+        in one kernel call, instead of d_hidden_parts of one window after the other: the tiles of all windows fill the
+        blocks but for the last of many rounds. Where the output of a window takes little more than a whole number of them.
       one_pass_d_weight: dzᵀ · H in one pass. Where many chunks of few tokens each are summed, in fp32, warpgroups that
         alternate hide the epilogue, twice as long and more often.
     """
