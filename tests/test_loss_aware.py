@@ -312,7 +312,7 @@ def test_hopper_kernels_equal_the_two_step_path(monkeypatch, chunk_rows, bias, c
 @needs_interpreter
 @pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
 def test_hopper_kernels_that_sum_windows_of_the_vocabulary_apart(monkeypatch, coefficient):
-    # Three windows of 384 columns, and 128 more that make no step of each. Chunks of 256 tokens; the last one has 40 labels.
+    # Three windows of 384 columns, and 128 more that make no step of each. Chunks of 256 tokens; the last one has 48 labels.
     monkeypatch.setattr(hopper_loss_aware, "CHUNK_BYTES", 256 * (2 * 1280 + 4 * 64 * 3))
     arguments, head = problem(tokens=500, vocab=1200, bias=True, seed=5)
     assert 256 < int(arguments[-1].sum()) <= 384

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
-from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, report
+from jaxlogp.head.engines import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
 from jaxlogp.head.fixed_order import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import materialised_logits
@@ -139,9 +139,7 @@ def _prepare(
             # The psum of the hidden gradient over the shards then runs in fp32, and the sum is rounded once.
             hidden = hidden.astype(jnp.float32)
         hidden, weight, bias = (None if x is None else vary_over(x, axes) for x in (hidden, weight, bias))
-    if not chosen.masks_hidden:
-        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
-        hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
+    hidden = mask_hidden(chosen, hidden, mask)
     return _Call(chosen, (hidden.reshape(-1, hidden.shape[-1]), weight, bias, local, options))
 
 

@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxlogp.errors import describe, require
 from jaxlogp.head.chunked import ChunkedEngine
@@ -52,6 +53,16 @@ class Engine(Protocol):
     ) -> TokenLogProbs:
         """Log-probs and entropy of flat tokens."""
         ...
+
+
+def mask_hidden(
+    engine: Engine, hidden: Float[Array, "*tokens hidden"], mask: Bool[Array, "*tokens"]
+) -> Float[Array, "*tokens hidden"]:
+    """Hidden states as the engine takes them: those of masked tokens are zeros unless it leaves them out itself.
+
+    Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
+    """
+    return hidden if engine.masks_hidden else jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
 
 
 @dataclasses.dataclass(frozen=True)

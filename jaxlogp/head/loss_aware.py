@@ -21,7 +21,7 @@ from jaxlogp.errors import describe, is_concrete, require, require_ids_in_range
 from jaxlogp.head import chunked, chunked_loss_aware
 from jaxlogp.head.api import check_operands, check_options
 from jaxlogp.head.chunked import ChunkedEngine
-from jaxlogp.head.engines import Engine, HeadRun, choose_engine, named_engine, report
+from jaxlogp.head.engines import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import engine as hopper
 from jaxlogp.head.hopper import loss_aware as hopper_loss_aware
@@ -168,9 +168,7 @@ def linear_policy_gradients(
 
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1]).astype(operand.dtype)
-    if not chosen.masks_hidden:
-        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
-        flat = jnp.where(mask.reshape(-1, 1), flat, jnp.zeros_like(flat))
+    flat = mask_hidden(chosen, flat, mask.reshape(-1))
     # Gradients stay local to each rank: the operands are typed as varying over every axis in play.
     axes = union_of_varying_axes(flat, weight, bias, *local, *jax.tree.leaves(per_token))
     axes |= set() if axis_name is None else {axis_name}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxlogp.head.live_rows import LiveRows
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.stats import Normaliser
 
@@ -22,6 +23,10 @@ class RowScalars(NamedTuple):
     slope: Array
     onehot: Array
     target: Array
+
+    def pack(self, rows: LiveRows) -> "RowScalars":
+        """Those of live tokens first; where there is no token all are 0 and no target, which makes dz = exp2(0) * 0."""
+        return RowScalars(*(rows.pack(x, 0) for x in self))._replace(target=rows.pack(self.target, -1))
 
 
 def row_scalars(

@@ -374,10 +374,8 @@ def head_gradients(
     (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(targets.mask, padded, options.all_live)
-    packed, column = rows.pack(hidden.astype(jnp.bfloat16), 0), rows.pack(targets.column, -1)
+    packed, scalars = rows.pack(hidden.astype(jnp.bfloat16), 0), scalars.pack(rows)
     live = whole_rows(rows.count, multiple)
-    # Rows that are only there to fill a tile have all scalars 0: dz = exp2(0) * 0.
-    scalars = RowScalars(*(rows.pack(x, 0) for x in scalars))._replace(target=column)
     chunk = engine.chunk_columns(vocab, tiles)
     chunks = -(-vocab // chunk)
     bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
@@ -445,7 +443,6 @@ def head_gradients(
     d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
     if bias is not None:
         d_bias = d_bias.reshape(-1)[:vocab].astype(bias.dtype)
-    # Row tiles that were left out still hold the zeros they began with; so do rows without cotangent.
     d_hidden = rows.unpack(finish_hidden_gradient(d_hidden, hidden_size, parts).astype(hidden.dtype))
     return vary_over(d_hidden, axes), vary_over(jax.freeze(d_weight), axes), d_bias
 

@@ -148,7 +148,10 @@ def _chunk_products(
     live: Array,
     engine: HopperEngine,
 ) -> Array:
-    """Writes dzᵀ · H + addend to the reference d_weight and returns dz · W in fp32, dz being multiplied by ``scale``."""
+    """Writes dzᵀ · H + addend to the reference d_weight and returns dz · W in fp32, dz being multiplied by ``scale``.
+
+    Rows of the result behind the live ones may be anything.
+    """
     tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
     (tokens, columns), hidden_size = dz.shape, hidden.shape[1]
     cut = windows(weight.shape[0], columns, tiles, engine)
@@ -168,7 +171,7 @@ def _chunk_products(
         add_window(jnp.int32(whole * cut.columns), rest, cut.parts if whole_steps else 1)
     scaled = hidden if scale is None else (hidden.astype(jnp.float32) * scale[:, None]).astype(hidden.dtype)
     write_weight_gradient(d_weight, dz, scaled, jnp.int32(0), tiles.one_pass_d_weight, num_sms, interpret, live, addend)
-    d_hidden = select_live(finish_hidden_gradient(sums, hidden_size, cut.parts), live)
+    d_hidden = finish_hidden_gradient(sums, hidden_size, cut.parts)
     return d_hidden if scale is None else d_hidden * scale[:, None]
 
 

@@ -93,10 +93,7 @@ _MIDDLE = HeadTiles(
 TABLE: dict[str, tuple[tuple[int, HeadTiles], ...]] = {
     "NVIDIA H200": (
         (3072, HeadTiles()),
-        (
-            2304,
-            dataclasses.replace(_MIDDLE, windows_apart=True, one_pass_d_weight=ALTERNATE_PAIR),
-        ),
+        (2304, dataclasses.replace(_MIDDLE, windows_apart=True, one_pass_d_weight=ALTERNATE_PAIR)),
         (1536, _MIDDLE),
         (
             0,

@@ -54,7 +54,7 @@ def head_gradients(
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(wanted, padded)
     packed = rows.pack(hidden.astype(weight.dtype), 0)
-    filled = RowScalars(*(rows.pack(x, 0) for x in scalars))._replace(target=rows.pack(scalars.target, -1))
+    filled = scalars.pack(rows)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
     window = min(window or window_columns(padded, vocab), vocab)
 
