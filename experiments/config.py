@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import jax
 
-from experiments.mesh import MeshSpec, parse_mesh
-from experiments.model import DecoderConfig
+from experiments.models.decoder import DecoderConfig
+from experiments.models.mesh import MeshSpec, parse_mesh
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 

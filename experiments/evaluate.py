@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import tyro
 
-from experiments.checkpoint import Checkpoints
 from experiments.command_line import errors_in_one_line
 from experiments.config import Config
-from experiments.config_file import load_config
-from experiments.console import RunConsole
-from experiments.run_folder import RunFolder
-from experiments.trainer import Scores, Trainer
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.config_file import load_config
+from experiments.runs.console import RunConsole
+from experiments.runs.folder import RunFolder
+from experiments.training.trainer import Scores, Trainer
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from typing import Any
 import tyro
 from flax import nnx
 
-from experiments.checkpoint import Checkpoints
 from experiments.command_line import errors_in_one_line
 from experiments.config import Config
-from experiments.config_file import load_config, save_config, write_json
-from experiments.console import HeldOut, RunConsole
-from experiments.plots import plot_curves
-from experiments.run_folder import MetricsWriter, RunFolder, read_metrics
-from experiments.trainer import Scores, Trainer
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.config_file import load_config, save_config, write_json
+from experiments.runs.console import HeldOut, RunConsole
+from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
+from experiments.runs.plots import plot_curves
+from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
 MAY_CHANGE_ON_RESUME = ("resume", "quiet", "schedule")

@@ -17,8 +17,8 @@ from jaxlogp._compat import (
     varying_axes,
 )
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer
-from jaxlogp.exact import no_negative_zero
-from jaxlogp.fixed_order import gather_bits, in_mesh_order, segment_tree_sum
+from jaxlogp.invariance.exact import no_negative_zero
+from jaxlogp.invariance.order import gather_bits, in_mesh_order, segment_tree_sum
 from jaxlogp.vocab import VocabShards, local_shard
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}

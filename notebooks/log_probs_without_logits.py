@@ -191,4 +191,4 @@ plt.show()
 # %% [markdown]
 # The vocabulary is walked in tiles: a tile's logits live until their maximum, their sum of exponentials and, for the
 # entropy, their weighted sum are known. The backward pass computes them once more, and trades a product for the memory.
-# All engines on the heads of real models, beside one bare product: `python -m experiments.head_speed --model all`.
+# All engines on the heads of real models, beside one bare product: `python -m benchmarks.head_speed --model all`.

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.accumulate import CollectedStep, DocumentSchedule, Progress, StepSums
-from jaxlogp.documents import Document, pack_documents
-from jaxlogp.metrics import policy_metric_terms, reward_terms
-from jaxlogp.policy import policy_loss
+from jaxlogp.losses.policy import policy_loss
+from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, Progress, StepSums
+from jaxlogp.policy.documents import Document, pack_documents
+from jaxlogp.policy.metrics import policy_metric_terms, reward_terms
 from jaxlogp.reduce import WeightedSum
 
 VOCAB, ROWS, ROW_LENGTH = 6, 9, 12

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.advantages import group_advantages, leave_one_out_advantages
+from jaxlogp.policy.advantages import group_advantages, leave_one_out_advantages
 
 # The largest entry of a row is of size 1; means and deviations of 6 fp32 numbers err by a few 2^-24.
 ERROR = 1e-6

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.documents import (
+from jaxlogp.policy.documents import (
     Document,
     MicroBatch,
     clamp_document_ids,

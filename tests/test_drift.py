@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlogp import VocabShards, drift_report
-from jaxlogp.drift import DriftReport
+from jaxlogp.invariance.drift import DriftReport
 
 SHAPE = (4, 50)
 VOCAB = VocabShards.from_ranges(((0, 2), (2, 7), (7, 13), (13, 17)), 17)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlogp import check_invariance
-from jaxlogp.invariance import compare_bits
+from jaxlogp.invariance.check import compare_bits
 
 TOKENS, HIDDEN, VOCAB = 24, 32, 256
 KEYS = jax.random.split(jax.random.key(0), 3)

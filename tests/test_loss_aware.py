@@ -8,12 +8,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import VocabShards, linear_log_probs, policy_loss
-from jaxlogp.head import chunked_loss_aware, loss_aware
+from jaxlogp.head import policy_loss as loss_aware
+from jaxlogp.head.chunked import one_pass as chunked_loss_aware
 from jaxlogp.head.hopper import HopperEngine
-from jaxlogp.head.hopper import loss_aware as hopper_loss_aware
+from jaxlogp.head.hopper import one_pass as hopper_loss_aware
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.tiles import head_tiles
-from jaxlogp.head.loss_aware import linear_policy_gradients
+from jaxlogp.head.policy_loss import linear_policy_gradients
 from jaxlogp.head.projection import HeadOptions
 from tests import hopper_case, oracle
 

@@ -22,8 +22,8 @@ from jaxlogp import (
     policy_loss,
     policy_metric_terms,
 )
-from jaxlogp.accumulate import StepSums
-from jaxlogp.documents import Document, pack_documents
+from jaxlogp.policy.accumulate import StepSums
+from jaxlogp.policy.documents import Document, pack_documents
 from tests import oracle
 
 VOCAB, HIDDEN, TEMPERATURE = 1027, 16, 0.7

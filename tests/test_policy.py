@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.policy import MAX_LOG_RATIO, kl_k3, log_ratio, policy_loss, ratio
+from jaxlogp.losses.policy import MAX_LOG_RATIO, kl_k3, log_ratio, policy_loss, ratio
 from tests.policy_case import DOCUMENTS, ERROR, KINDS, SHAPE, case, expected_gradient, expected_sum, scaled_error
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.metrics import (
+from jaxlogp.policy.metrics import (
     METRICS,
     PolicyMetricTerms,
     Reduction,

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.policy import policy_loss
+from jaxlogp.losses.policy import policy_loss
 from tests.policy_case import DOCUMENTS, ERROR, SHAPE, case, expected_gradient, expected_sum, scaled_error
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import jaxlogp
-from experiments import evaluate, grpo, head_speed
-from jaxlogp.head.engines import ENGINES
+from benchmarks.head_speed import __main__ as head_speed
+from experiments import evaluate, grpo
+from jaxlogp.head.registry import ENGINES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from jaxlogp import linear_log_probs, linear_policy_gradients, record_head_runs, sharded_linear_log_probs
-from jaxlogp.head import engines
+from jaxlogp.head import registry as engines
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.head.triton import TritonEngine, availability, launch, plain, tiles
+from jaxlogp.head.triton import TritonEngine, availability, launch, tiles
 from jaxlogp.head.triton import engine as engine_module
 from jaxlogp.head.triton.tiles import TABLE, HeadTiles, TileConfig
 from tests import hopper_case, oracle, triton_case
+from tests import triton_plain as plain
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # The products of 16-bit operands are exact in fp32, so values differ by a few roundings of sums of H and V terms.
@@ -417,7 +418,7 @@ def test_policy_gradients_in_one_pass_are_not_its_own(monkeypatch):
     data = hopper_case.case(4, 64, 72)
     arguments = data["hidden"], data["weight"], data["targets"], data["g_lp"], data["g_lp"], data["mask"]
     monkeypatch.setattr(
-        "jaxlogp.head.loss_aware.choose_engine", lambda engine, *_: (TritonEngine(), "as on compute capability 8")
+        "jaxlogp.head.policy_loss.choose_engine", lambda engine, *_: (TritonEngine(), "as on compute capability 8")
     )
     with record_head_runs() as runs:
         linear_policy_gradients(*arguments)

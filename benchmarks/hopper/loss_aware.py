@@ -16,7 +16,7 @@ from head import SHAPES, TOKENS, inputs, seconds
 
 from jaxlogp import linear_log_probs, policy_loss
 from jaxlogp.head.hopper import HopperEngine
-from jaxlogp.head.loss_aware import linear_policy_gradients
+from jaxlogp.head.policy_loss import linear_policy_gradients
 
 BONUS = 0.01
 

@@ -19,7 +19,7 @@ from jaxlogp.head.hopper.gradient_products import (
     uninitialised,
     write_weight_gradient,
 )
-from jaxlogp.head.hopper.loss_aware import windows
+from jaxlogp.head.hopper.one_pass import windows
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, place, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
-from jaxlogp.head.engines import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
-from jaxlogp.head.fixed_order import FixedOrderEngine
+from jaxlogp.head.fixed_order.engine import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import materialised_logits
+from jaxlogp.head.registry import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
 from jaxlogp.logits import OUT_OF_VOCAB, LocalTargets, check_targets, check_temperature, localise
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs

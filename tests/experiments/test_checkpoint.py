@@ -12,8 +12,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.checkpoint import Checkpoints, restore_template
-from experiments.mesh import MeshSpec, make_mesh
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.runs.checkpoint import Checkpoints, restore_template
 
 EXTRA = {"iterator": [3, 1], "documents_seen": 96, "learning_rate": 0.1, "config": {"name": "tiny"}}
 OPTIMIZER = optax.adam(1e-2)

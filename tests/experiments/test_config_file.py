@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from experiments import config_file
-from experiments.config_file import config_hash, load_config, save_config
-from experiments.run_folder import RunFolder
+from experiments.runs import config_file
+from experiments.runs.config_file import config_hash, load_config, save_config
+from experiments.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)

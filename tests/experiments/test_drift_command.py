@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments import drift
-from experiments.drift import DriftConfig
+from experiments.studies import drift
+from experiments.studies.drift import DriftConfig
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments import gradient_filter
-from experiments.gradient_filter import GradientFilterConfig
+from experiments.studies import gradient_filter
+from experiments.studies.gradient_filter import GradientFilterConfig
 
 SMALL = GradientFilterConfig(
     tokens=48, hidden_size=32, vocab_size=512, entropies=(0.5,), thresholds=(2.0**-6,), token_chunk=16, vocab_tile=32,

@@ -10,8 +10,8 @@ import pytest
 
 from experiments import evaluate, grpo
 from experiments.config import Config
-from experiments.config_file import load_config
-from experiments.trainer import Trainer
+from experiments.runs.config_file import load_config
+from experiments.training.trainer import Trainer
 from tests.experiments.tiny import tiny, train_records
 
 # Metrics that are times or depend on the number of data ranks, not on the numbers of the run.

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments import head_peers
+from benchmarks.head_speed import peers as head_peers
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import head_cases, head_shapes, head_speed
-from experiments.head_speed import HeadSpeedConfig
+from benchmarks.head_speed import __main__ as head_speed
+from benchmarks.head_speed import cases as head_cases
+from benchmarks.head_speed import shapes as head_shapes
+from benchmarks.head_speed.__main__ import HeadSpeedConfig
 
 SMALL = HeadSpeedConfig(tokens=512, hidden_size=16, vocab_size=8192, repeats=3)
 

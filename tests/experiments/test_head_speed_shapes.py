@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import head_cases, head_report, head_shapes, head_speed
-from experiments.head_clock import Timing
-from experiments.head_peers import JaxPeer, TorchPeer
-from experiments.head_programs import differentiated, engine_program, materialised
-from experiments.head_speed import HeadSpeedConfig
+from benchmarks.head_speed import __main__ as head_speed
+from benchmarks.head_speed import cases as head_cases
+from benchmarks.head_speed import report as head_report
+from benchmarks.head_speed import shapes as head_shapes
+from benchmarks.head_speed.__main__ import HeadSpeedConfig
+from benchmarks.head_speed.clock import Timing
+from benchmarks.head_speed.peers import JaxPeer, TorchPeer
+from benchmarks.head_speed.programs import differentiated, engine_program, materialised
 
 pytestmark = pytest.mark.slow
 SMALL = HeadSpeedConfig(
@@ -148,7 +151,7 @@ def test_peers_that_fail_are_rows_with_the_reason_and_a_wrong_one_shows_its_erro
 
 
 def test_a_peer_of_pytorch_is_refused_without_a_gpu(monkeypatch):
-    monkeypatch.setattr("experiments.head_peers._missing", lambda *modules: None)
+    monkeypatch.setattr("benchmarks.head_speed.peers._missing", lambda *modules: None)
     peer = TorchPeer("verl", ("verl",), "verl", _broken("never asked"), "log-probs")
     assert peer.why_not() == f"it needs an NVIDIA GPU, the default device is {jax.devices()[0].platform}"
 
@@ -175,7 +178,7 @@ def test_a_program_larger_than_the_device_is_refused_before_it_runs(monkeypatch)
         def memory_stats(self):
             return {"bytes_limit": 1000, "bytes_in_use": 990}
 
-    monkeypatch.setattr("experiments.head_programs.jax.devices", lambda: [Device()])
+    monkeypatch.setattr("benchmarks.head_speed.programs.jax.devices", lambda: [Device()])
     result = head_speed.main(SMALL)
     assert not result.rows and reasons(result)["chunked"].reason.startswith("failed: MemoryError: it needs 0 GiB")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.invariance_cost import run_cli
+from experiments.studies.invariance_cost import run_cli
 
 
 @pytest.mark.parametrize("arguments", [["--vocab-size", "10"], ["--tokens", "0"], ["--repeats", "-1"]], ids=str)

@@ -6,7 +6,7 @@ import pytest
 
 from experiments import grpo
 from experiments.config import Config, validate
-from experiments.invariant_step import TreeFold, split_rows
+from experiments.training.invariant_step import TreeFold, split_rows
 from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
 

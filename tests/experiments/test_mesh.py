@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from experiments.mesh import MeshSpec, make_mesh, parse_mesh
+from experiments.models.mesh import MeshSpec, make_mesh, parse_mesh
 
 
 @pytest.mark.parametrize(

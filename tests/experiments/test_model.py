@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import model as model_module
-from experiments.model import Decoder, DecoderConfig
-from experiments.model_sharding import decoder_shardings
-from experiments.rope import RopeScaling
+from experiments.models import decoder as model_module
+from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.rope import RopeScaling
+from experiments.models.sharding import decoder_shardings
 
 SIZES = dict(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4)
 # Wavelengths of 6, 29 and 135: below the stretch (shorter than 24 / 3), inside it, and beyond (longer than 24 / 0.5).

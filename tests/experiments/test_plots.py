@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from experiments import plots
-from experiments.console import HEADER_EVERY, HeldOut, RunConsole
-from experiments.plots import plot_curves
+from experiments.runs import plots
+from experiments.runs.console import HEADER_EVERY, HeldOut, RunConsole
+from experiments.runs.plots import plot_curves
 
 
 def records(count):

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import head_checks, real_model
-from experiments.float64_head import float64_gradients, float64_head
-from experiments.gguf_model import load_decoder, read_gguf
-from experiments.gguf_tokenizer import load_tokenizer
-from experiments.gradient_filter import ENTROPY_COTANGENT
-from experiments.head_states import HeadStates, StoredWeight, TokenSet, load_states, save_states
-from experiments.real_model import RealModelConfig
+from experiments.models.gguf import load_decoder, read_gguf
+from experiments.models.gguf_tokenizer import load_tokenizer
+from experiments.studies.gradient_filter import ENTROPY_COTANGENT
+from experiments.studies.real_model import __main__ as real_model
+from experiments.studies.real_model import checks as head_checks
+from experiments.studies.real_model.__main__ import RealModelConfig
+from experiments.studies.real_model.float64 import float64_gradients, float64_head
+from experiments.studies.real_model.states import HeadStates, StoredWeight, TokenSet, load_states, save_states
 from tests.experiments.tiny_gguf import oracle_hidden, write_tiny_gguf
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
@@ -117,7 +118,7 @@ def test_states_hold_what_the_model_reads_and_samples(run, tiny):
 
 def test_saved_states_give_the_same_rows_without_the_model(run, monkeypatch):
     result, path = run
-    for name in ("gguf", "tokenizers", "experiments.real_states", "experiments.gguf_model"):
+    for name in ("gguf", "tokenizers", "experiments.studies.real_model.collect", "experiments.models.gguf"):
         monkeypatch.setitem(sys.modules, name, None)
     again = real_model.main(RealModelConfig(states=path, **SMALL | {"engines": ("chunked",), "thresholds": ()}))
     assert again.facts == result.facts and again.entropies == result.entropies
@@ -210,7 +211,7 @@ def test_file_and_numbers(run, tmp_path, monkeypatch):
     text = path.read_text(encoding="utf-8")
     assert path.name == "real_model_cpu.md" and result.markdown in text and str(states.parent) not in text
     record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    assert record["command"] == "python -m experiments.real_model --states states.npz --write"
+    assert record["command"] == "python -m experiments.studies.real_model --states states.npz --write"
     assert record["drift"][0]["log_prob"]["max_abs_error"] == result.drift[0].log_prob.max_abs_error
     assert len(record["filter"]) == len(result.filter) and len(record["masks"]) == len(result.masks)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.rollout import RolloutStreams, deal
+from experiments.sampling.rollout import RolloutStreams, deal
 from jaxlogp import Document, DocumentSchedule
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from experiments import run_folder
-from experiments.config_file import save_config
-from experiments.run_folder import MetricsWriter, RunFolder, Sample, describe_git, read_metrics
+from experiments.runs import folder as run_folder
+from experiments.runs.config_file import save_config
+from experiments.runs.folder import MetricsWriter, RunFolder, Sample, describe_git, read_metrics
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import sampler as sampler_module
-from experiments.model import Decoder, DecoderConfig
-from experiments.model_sharding import decoder_shardings
-from experiments.sampler import make_sampler, sample
+from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.sharding import decoder_shardings
+from experiments.sampling import sampler as sampler_module
+from experiments.sampling.sampler import make_sampler, sample
 from jaxlogp import linear_log_probs
 
 VOCAB, PAD, EOS = 8, 0, 1

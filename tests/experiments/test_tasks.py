@@ -12,7 +12,7 @@ import pytest
 
 from experiments.tasks import TASK_FORMS, Example, make_task, split_of
 from experiments.tasks.protocol import draw_example
-from experiments.tokenizer import tokenizer_for
+from experiments.tasks.tokenizer import tokenizer_for
 
 OWN = ("addition", "comparison", "letter_counting", "reversal", "sorting")
 SIZED = tuple(f"{family}{size}" for family in OWN for size in ("", ":2", ":3", ":12"))

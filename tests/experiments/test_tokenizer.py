@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.tasks import make_task
-from experiments.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_for, tokenizer_from_dict
+from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_for, tokenizer_from_dict
 
 CHAR = CharTokenizer("0123456789+=")
 BYTE = ByteTokenizer()

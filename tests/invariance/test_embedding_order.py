@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxlogp import sharded_embedding_lookup
-from jaxlogp.fixed_order import fold_tree, segment_tree_sum
+from jaxlogp.invariance.order import fold_tree, segment_tree_sum
 from tests import oracle
 
 VOCAB, WIDTH, TOKENS = 257, 16, 96

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, fixed_order_sum, linear_log_probs
 from jaxlogp import sharded_linear_log_probs as sharded
-from jaxlogp.exact import (
+from jaxlogp.invariance.exact import (
     ceil_exponent,
     distance,
     no_negative_zero,
@@ -25,7 +25,7 @@ from jaxlogp.exact import (
     split,
     times_ln2,
 )
-from jaxlogp.fixed_order import fold_tree
+from jaxlogp.invariance.order import fold_tree
 from tests.invariance.harness import FIXED, ORDER, broken, case, tensor_mesh
 
 floats = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-20)

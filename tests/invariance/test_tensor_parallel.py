@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.head import fixed_order
+from jaxlogp.head.fixed_order import engine as fixed_order
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.logits import localise
 from jaxlogp.vocab import local_shard

@@ -13,7 +13,7 @@ the other rows nor on how many there are: vocabulary chunks have a width that de
 shards, whose contributions a float psum adds; a weight gradient depends on the batch, over which it sums.
 
 With a gradient filter the forward's tile maxima decide which blocks of dz count, and all three kernels of the backward walk
-over lists of them (:mod:`jaxlogp.head.hopper.schedule`); a row of the hidden gradient then does depend on the rows that
+over lists of them (:mod:`jaxlogp.head.hopper.work_lists`); a row of the hidden gradient then does depend on the rows that
 share its block.
 """
 
@@ -41,8 +41,8 @@ from jaxlogp.head.hopper.gradient_products import (
     write_weight_gradient,
 )
 from jaxlogp.head.hopper.logit_gradient import chunk_gradient
-from jaxlogp.head.hopper.schedule import block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
+from jaxlogp.head.hopper.work_lists import block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars, row_scalars

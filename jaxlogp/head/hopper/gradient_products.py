@@ -91,7 +91,7 @@ def add_hidden_gradient(
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
       live: int32, how many tokens, from the first, have a gradient; None means all. Others keep what they had.
-      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles keep
+      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`); other tiles keep
         what they had, other steps are not read. None means all of ``live``.
       plan_steps: steps that make one of the plan's blocks.
       window: None, or how many columns, a multiple of config.depth.
@@ -187,7 +187,7 @@ def write_weight_gradient(
       live: int32, how many tokens, from the first, have a gradient; None means all. Steps over the others are left out;
         with 0 nothing is written.
       addend: None, or a reference to fp32 of such multiples, of which the same rows are added; may be ``d_weight``.
-      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.schedule.product_plan`); other tiles are not
+      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`); other tiles are not
         written, other steps are not read. None means all of ``live``.
       plan_steps: steps that make one of the plan's blocks.
     """

@@ -52,7 +52,7 @@ def chunk_gradient(
       interpret: None, or what runs the kernel on the CPU.
       live: int32, how many tokens, from the first, have a gradient; None means all. Row tiles behind them are not
         computed, and their results may be anything. With 0 nothing is computed at all.
-      plan: int32, the tiles to compute (:func:`jaxlogp.head.hopper.schedule.gradient_plan`), others may be anything;
+      plan: int32, the tiles to compute (:func:`jaxlogp.head.hopper.work_lists.gradient_plan`), others may be anything;
         None means all of ``live``.
       into: None, or a reference to bf16 [tokens, chunk] that the gradient is written to instead of returned.
     """

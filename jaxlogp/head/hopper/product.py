@@ -138,7 +138,7 @@ def product(
       live_steps: whether live rows are those of the contracted dimension.
       prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
         outputs); its result, loaded while the products run, reaches the epilogue.
-      plan: called once as plan(others and outputs), the work list of :mod:`jaxlogp.head.hopper.schedule` in global memory:
+      plan: called once as plan(others and outputs), the work list of :mod:`jaxlogp.head.hopper.work_lists` in global memory:
         tiles that it does not name are not computed and not written. Not together with ``live``.
       plan_steps: how many steps make one of the plan's blocks of steps; None when it lists tiles alone.
     """

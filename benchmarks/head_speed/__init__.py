@@ -1,0 +1,1 @@
+"""Time and memory of the head beside one product hidden · weightᵀ."""

@@ -1,0 +1,89 @@
+"""The clock of ``benchmarks.head_speed``: settled runs, taken in turns, so that what else happens hits all alike.
+
+A card lowers its clocks under load, so a call is timed only after the same call has run for as long untimed; and a median
+over turns that are spread over the whole measurement is not moved by what happens in one of them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+# A timed run, and the untimed one before it, last at least this long; a program that took more than PATIENCE seconds in
+# all gets no further turns.
+SETTLE_SECONDS, PATIENCE_SECONDS = 0.12, 5.0
+
+Call = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+class Timing(NamedTuple):
+    """Median seconds of one call over ``turns`` turns."""
+
+    seconds: float
+    turns: int
+
+
+def settled_seconds(
+    call: Callable[[], Any],
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    at_least: float = SETTLE_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of one call once the device's clocks have settled on it: as long untimed before as timed.
+
+    Args:
+      call: starts the work; its value is given to ``wait``.
+      wait: returns once the work is done.
+      at_least: seconds that the untimed run and the timed run last, each.
+      clock: seconds since some moment.
+    """
+    started = clock()
+    wait(call())
+    once = clock() - started
+    repeats = max(1, round(at_least / max(once, 1e-9)))
+    # A first call that long has settled the clocks by itself.
+    for _ in range(1 if repeats == 1 else 2):
+        started = clock()
+        for _ in range(repeats):
+            out = call()
+        wait(out)
+        seconds = clock() - started
+    return seconds / repeats
+
+
+def time_in_turns(
+    calls: Mapping[Hashable, Call],
+    turns: int,
+    at_least: float = SETTLE_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+    after_turn: Callable[[int], None] = lambda turn: None,
+) -> tuple[dict[Hashable, Timing], dict[Hashable, Exception]]:
+    """Settled runs of every (call, wait) in turns: medians, and what the failed ones raised.
+
+    Args:
+      calls: by name.
+      turns: how many; a call that fails gets no further ones, nor does one that has taken ``PATIENCE_SECONDS``.
+      at_least: see :func:`settled_seconds`.
+      clock: seconds since some moment.
+      after_turn: told the number of every finished turn, from 1.
+    """
+    samples: dict[Hashable, list[float]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    failed: dict[Hashable, Exception] = {}
+    for turn in range(turns):
+        for name, (call, wait) in calls.items():
+            if name in failed or (samples[name] and spent[name] > PATIENCE_SECONDS):
+                continue
+            started = clock()
+            try:
+                samples[name].append(settled_seconds(call, wait, at_least, clock))
+            except Exception as error:  # One program without room must not end the run.
+                failed[name] = error
+            spent[name] += clock() - started
+        after_turn(turn + 1)
+    medians = {
+        name: Timing(statistics.median(values), len(values)) for name, values in samples.items() if name not in failed
+    }
+    return medians, failed

@@ -1,0 +1,1 @@
+"""The decoder, its placement on a mesh, and checkpoint formats of others."""

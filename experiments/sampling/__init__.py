@@ -1,0 +1,1 @@
+"""Sampling completions and dealing them to the data ranks."""

@@ -1,0 +1,129 @@
+"""The sampler of `--invariant`: its log-probs are the trainer's, bit for bit.
+
+It has no key-value cache. Every new token costs the whole row again, by the very program that the trainer runs the body
+with: a row of one document, padding behind it, gives the same bits at a position whatever stands behind that position,
+because a masked key has the probability 0 exactly. The head's numbers do not depend on the batch that a token is in.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments.sampling.rollout import Completions, Sizes, encode_prompt
+from experiments.tasks import Example, Task
+from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.invariant_step import LeafPrograms, Loaded
+from jaxlogp import head_logits
+
+
+class _Rows(NamedTuple):
+    """Rows being completed: tokens [B, T], how many of them are there, what is drawn when, and which rows are done."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    log_probs: np.ndarray
+    drawn: np.ndarray
+    done: np.ndarray
+
+
+class InvariantSampler:
+    """Completes examples with the current parameters, leaf by leaf; the same draws on every mesh.
+
+    Args:
+      programs: the leaf's programs, shared with the trainer.
+      task: scores completions.
+      tokenizer: text to tokens and back.
+      sizes: static sizes of prompts, completions and rows.
+      leaf_rows: rows of a leaf.
+      temperature: divisor of the logits.
+      greedy: take the likeliest token instead of drawing.
+    """
+
+    def __init__(
+        self,
+        programs: LeafPrograms,
+        task: Task,
+        tokenizer: Tokenizer,
+        sizes: Sizes,
+        *,
+        leaf_rows: int,
+        temperature: float,
+        greedy: bool = False,
+    ) -> None:
+        self._programs, self._task, self._tokenizer, self._sizes = programs, task, tokenizer, sizes
+        self._temperature, self._greedy, self._leaf_rows = temperature, greedy, leaf_rows
+        self._group = leaf_rows * len(programs.devices)
+        self._draw = jax.jit(self._one_draw)
+
+    def complete(self, params: nnx.State, examples: list[Example], key: jax.Array) -> Completions:
+        """Draws one completion for each example and scores it."""
+        prompts = [encode_prompt(self._tokenizer, example, self._sizes) for example in examples]
+        loaded = self._programs.load(params)
+        rows = [self._complete_group(loaded, prompts, start, key) for start in range(0, len(prompts), self._group)]
+        drawn = np.concatenate([group.drawn for group in rows])[: len(prompts)]
+        log_probs = np.concatenate([group.log_probs for group in rows])[: len(prompts)]
+        ends = np.concatenate([group.lengths for group in rows])[: len(prompts)] - [len(prompt) for prompt in prompts]
+        tokens = [row[:end] for row, end in zip(drawn, ends, strict=True)]
+        scored = [row[:end] for row, end in zip(log_probs, ends, strict=True)]
+        texts = [self._tokenizer.decode(row.tolist()) for row in tokens]
+        rewards = [self._task.reward(example, text) for example, text in zip(examples, texts, strict=True)]
+        return Completions(prompts, tokens, scored, texts, np.array(rewards, np.float32))
+
+    def _complete_group(self, loaded: Loaded, prompts: list[list[int]], start: int, key: jax.Array) -> _Rows:
+        rows = self._start(prompts[start : start + self._group])
+        row_ids = np.arange(start, start + self._group, dtype=np.int32)
+        for step in range(self._sizes.completion):
+            if rows.done.all():
+                break
+            drawn, log_probs = self._next(loaded, rows, row_ids, jax.random.fold_in(key, step))
+            live = np.flatnonzero(~rows.done)
+            rows.drawn[live, step], rows.log_probs[live, step] = drawn[live], log_probs[live]
+            rows.tokens[live, rows.lengths[live]] = drawn[live]
+            rows.lengths[live] += 1
+            rows.done[live] = drawn[live] == self._tokenizer.eos_id
+        return rows
+
+    def _start(self, prompts: list[list[int]]) -> _Rows:
+        """Prompts in rows; rows without one hold the start token and are done."""
+        tokens = np.full((self._group, self._sizes.row), self._tokenizer.pad_id, np.int32)
+        tokens[:, 0] = self._tokenizer.bos_id
+        lengths = np.ones(self._group, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        shape = (self._group, self._sizes.completion)
+        done = np.arange(self._group) >= len(prompts)
+        return _Rows(tokens, lengths, np.zeros(shape, np.float32), np.zeros(shape, np.int32), done)
+
+    def _next(self, loaded: Loaded, rows: _Rows, row_ids: np.ndarray, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        """The next token of every row and its log-prob."""
+        place = np.arange(self._sizes.row, dtype=np.int32)
+        within = place < rows.lengths[:, None]
+        positions = np.where(within, place, 0).astype(np.int32)
+        segments = np.where(within, np.arange(self._group, dtype=np.int32)[:, None], -1).astype(np.int32)
+        hidden = self._programs.body(loaded, self._deal(rows.tokens, positions, segments))
+        operands = zip(loaded.ranks, hidden, self._deal(rows.lengths - 1, row_ids), strict=True)
+        last, drawn = zip(*(self._draw(params, x, *each, key) for params, x, each in operands), strict=True)
+        live = [mask for (mask,) in self._deal(~rows.done)]
+        results = self._programs.head(loaded, list(last), list(drawn), live)
+        log_probs = [result.log_probs for result in results]
+        return np.concatenate(jax.device_get(drawn)), np.concatenate(jax.device_get(log_probs))
+
+    def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
+        """Each data rank's rows of the arrays, on its device."""
+        size = self._leaf_rows
+        return [
+            tuple(jax.device_put(array[rank * size : (rank + 1) * size], device) for array in arrays)
+            for rank, device in enumerate(self._programs.devices)
+        ]
+
+    def _one_draw(self, params, hidden, last, row_ids, key):
+        """Hidden states at the last token of every row, and the tokens drawn from them."""
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        logits = head_logits(hidden, self._programs.weight_of(params))
+        if self._greedy:
+            return hidden, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+        return hidden, jax.vmap(jax.random.categorical)(keys, logits / self._temperature).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""Programs that measure one question each and write a report."""

@@ -1,0 +1,1 @@
+"""Drift, masks and the gradient filter on the hidden states of a real model."""

@@ -1,0 +1,1 @@
+"""Engine ``chunked``: vocabulary tiles times token chunks, on any device."""

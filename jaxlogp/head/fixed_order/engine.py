@@ -1,0 +1,320 @@
+"""Engine ``fixed_order``: the head, bitwise the same on every vocabulary mesh, in every batch and at every position.
+
+The vocabulary is cut into the granules of a :class:`~jaxlogp.ReductionOrder`, granules into tiles, tokens into blocks of rows, and every product has the shape of one block and one tile, whatever the mesh and the batch. Forward: tile
+statistics are combined tile by tile inside a granule and by the fixed tree across granules. Backward: a tile's logits are
+computed again; the hidden gradient is summed tile by tile inside a granule and by the tree across granules, the weight's
+by the tree over blocks of rows.
+
+Operands come as they are typed, and the backward sums each gradient over the mesh axes over which its operand does not
+vary: the transpose of a cast to "varying" would be a float all-reduce, whose order is the backend's.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxlogp._compat import union_of_varying_axes, vary_over, varying_axes
+from jaxlogp.errors import require
+from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
+from jaxlogp.head.fixed_order.stats import (
+    ScaledNormaliser,
+    ScaledStats,
+    combine_scaled,
+    empty_scaled_stats,
+    live_tokens,
+    scaled_entropy,
+    scaled_logit_gradient,
+    scaled_normaliser,
+    scaled_tile_stats,
+    selected_log_prob,
+)
+from jaxlogp.head.projection import HeadOptions, dot
+from jaxlogp.invariance.exact import no_negative_zero
+from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
+from jaxlogp.logits import LocalTargets, mask_cotangents
+from jaxlogp.stats import TokenLogProbs
+from jaxlogp.vocab import VocabShards
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedOrderEngine:
+    """Sums in the order that ``order`` fixes; see docs/invariance.md for what that promises and what it costs.
+
+    Attributes:
+      order: the numeric identity.
+    """
+
+    order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder)
+    name = "fixed_order"
+    reduces_gradients = True
+    masks_hidden = True
+
+    def log_probs(
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        weight: Float[Array, "vocab hidden"],
+        bias: Float[Array, " vocab"] | None,
+        targets: LocalTargets,
+        options: HeadOptions,
+    ) -> TokenLogProbs:
+        """Log-probs and entropy of flat tokens; operands typed as varying only where they do.
+
+        Raises:
+          ValueError: the vocabulary is not cut on this order's granules, or the operands' dtype is not the order's; when
+            differentiated, hidden states that vary over the vocabulary axis.
+        """
+        dtype = options.operand_dtype(weight)
+        require(self.order.dtype in (None, dtype.name), "weight", f"operands of the order's {self.order.dtype}", dtype)
+        num_shards = 1 if options.axis_name is None else lax.axis_size(options.axis_name)
+        wanted = self.order.shards(options.vocab_size, num_shards)
+        expected = f"shards on granule boundaries, {wanted.ranges} of ReductionOrder.shards"
+        shards = options.shards or VocabShards.even(options.vocab_size, num_shards)
+        require(shards == wanted, "vocab", expected, shards.ranges)
+        return _log_probs(hidden, weight, bias, targets, options, self.order)
+
+
+def _local_statistics(operands: Operands, axes: frozenset) -> tuple[ScaledStats, Array, Array]:
+    """Statistics [granules, blocks, rows] of the local granules, and the targets' logits and owners [blocks, rows]."""
+    plan, options = operands.plan, operands.options
+
+    def step(index, carry):
+        granule = index // plan.tiles
+        tile = operands.tile(granule, index % plan.tiles)
+
+        def block_step(block, carry):
+            stats, target = carry
+            logits = tile.logits(block)
+            new = scaled_tile_stats(logits, tile.valid, options.with_entropy)
+            if plan.tiles > 1:
+                new = combine_scaled(jax.tree.map(lambda x: x[granule, block], stats), new)
+            stats = jax.tree.map(lambda x, y: x.at[granule, block].set(y), stats, new)
+            column = tile.targets(block)
+            here = column >= 0
+            value = jnp.take_along_axis(logits, jnp.where(here, column, 0)[:, None], axis=-1)[:, 0]
+            return stats, target.at[block].set(jnp.where(here, value, target[block]))
+
+        return lax.fori_loop(0, plan.num_blocks, block_step, carry)
+
+    shape = (plan.num_blocks, plan.order.row_block)
+    carry = empty_scaled_stats((plan.granules, *shape), options.with_entropy), jnp.zeros(shape, jnp.float32)
+    carry = jax.tree.map(lambda x: vary_over(x, axes), carry)
+    stats, target = lax.fori_loop(0, plan.granules * plan.tiles, step, carry)
+    # Every column of this shard belongs to one tile, so a target that the shard owns has been met once.
+    return stats, target, vary_over((operands.column >= 0).astype(jnp.int32), axes)
+
+
+def _node_size(granules: int) -> int:
+    """The largest power of two that divides the number of local granules: what a rank may add up alone."""
+    return granules & -granules
+
+
+def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tuple[ScaledStats, Array, Array]:
+    """The same over all shards. Bits travel, by integer all-reduces, and then meet in the tree."""
+    stats, target, owned = local
+    size = _node_size(plan.granules)
+    grouped = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0), stats)
+    nodes = fold_tree(grouped, combine_scaled)
+    axis_name = plan.options.axis_name
+    if axis_name is not None:
+        nodes = jax.tree.map(lambda x: gather_bits(x, axis_name).reshape(-1, *x.shape[1:]), nodes)
+        # At most one rank owns a target; the others hold zero bits.
+        bits = lax.psum(jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned]), axis_name)
+        target, owned = lax.bitcast_convert_type(bits[0], jnp.float32), bits[1]
+    return fold_tree(nodes, combine_scaled), target, owned
+
+
+def _finish(
+    plan: Plan, statistics: tuple[ScaledStats, Array, Array], targets: LocalTargets
+) -> tuple[TokenLogProbs, ScaledNormaliser]:
+    """Values per token and, in blocks, what the backward needs. Block by block: log must not see another shape."""
+    options = plan.options
+    mask = plan.blocks(targets.mask, False)
+    poison = None if targets.poison is None else plan.blocks(targets.poison, False)
+
+    def block(operands):
+        (stats, target, owned), mask, poison = operands
+        normaliser = scaled_normaliser(stats)
+        uncovered = jnp.zeros_like(target) if poison is None else jnp.where(poison, jnp.nan, 0.0)
+        log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
+        log_probs = jnp.where(mask, log_probs, 0.0)
+        if not options.with_entropy:
+            return TokenLogProbs(log_probs, None), normaliser
+        entropy = jnp.where(mask, scaled_entropy(normaliser, options.vocab_size), 0.0)
+        return TokenLogProbs(log_probs, entropy), normaliser
+
+    result, normaliser = lax.map(block, (statistics, mask, poison))
+    return jax.tree.map(plan.unblock, result), normaliser
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _log_probs(
+    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
+) -> TokenLogProbs:
+    return evaluate(hidden, weight, bias, targets, options, order)[0]
+
+
+def _axes(hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions) -> frozenset:
+    named = set() if options.axis_name is None else {options.axis_name}
+    return union_of_varying_axes(hidden, weight, bias, *targets) | named
+
+
+def evaluate(
+    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
+) -> tuple[TokenLogProbs, ScaledNormaliser]:
+    """Values per token, and in blocks what the backward needs of every row of logits; not differentiable."""
+    plan = Plan(order, options, hidden.shape[0], weight.shape[0])
+    local = _local_statistics(
+        Operands(plan, hidden, weight, bias, targets), _axes(hidden, weight, bias, targets, options)
+    )
+    return _finish(plan, _all_statistics(plan, local), targets)
+
+
+def _forward(
+    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
+):
+    if options.axis_name is not None:
+        seen = f"a type that varies over {options.axis_name!r}: its gradient would be summed by a float all-reduce"
+        same = options.axis_name not in varying_axes(hidden)
+        require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
+    result, normaliser = evaluate(hidden, weight, bias, targets, options, order)
+    return result, (hidden, weight, bias, targets, normaliser)
+
+
+def _backward(options: HeadOptions, order: ReductionOrder, residuals: tuple, g: TokenLogProbs):
+    hidden, weight, bias, targets, normaliser = residuals
+    plan = Plan(order, options, hidden.shape[0], weight.shape[0])
+    axes = _axes(hidden, weight, bias, targets, options)
+    g_log_probs, g_entropy = mask_cotangents(g, targets)
+    per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g_log_probs, g_entropy))
+    operands = Operands(plan, hidden, weight, bias, targets)
+    sums = _Sums(operands, normaliser, *per_token, axes, _missing(weight, axes), _missing(bias, axes))
+    d_hidden_nodes, d_weight, d_bias = sums.all_nodes()
+    d_hidden = _sum_nodes(d_hidden_nodes, _missing(hidden, axes), options.axis_name)
+    d_hidden = plan.unblock(d_hidden)
+    d_hidden = jnp.where(targets.mask[:, None], d_hidden, 0.0).astype(hidden.dtype)
+    d_weight, d_bias = (
+        None if x is None else _sum_nodes(x[None], _missing(x_of, axes), None)[: x_of.shape[0]].astype(x_of.dtype)
+        for x, x_of in ((d_weight, weight), (d_bias, bias))
+    )
+    return d_hidden, d_weight, d_bias, None
+
+
+_log_probs.defvjp(_forward, _backward)
+
+
+def _missing(x: Array | None, axes: frozenset) -> frozenset:
+    """The axes over which the gradient of x has to be summed."""
+    return frozenset() if x is None else axes - varying_axes(x)
+
+
+def _sum_nodes(nodes: Array, axes: frozenset, vocab_axis: object) -> Array:
+    """Folds local nodes, over the vocabulary axis first if it is among ``axes``, then over the other axes."""
+    if vocab_axis in axes:
+        total = tree_sum_over(nodes, vocab_axis)
+    else:
+        total = fold_tree(nodes, jnp.add)
+    for name in reversed(in_mesh_order(axes - {vocab_axis})):
+        total = tree_sum_over(no_negative_zero(total)[None], name)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """The loops of the backward."""
+
+    operands: Operands
+    normaliser: ScaledNormaliser
+    g_log_probs: Array
+    g_entropy: Array | None
+    axes: frozenset
+    weight_axes: frozenset
+    bias_axes: frozenset
+
+    def all_nodes(self) -> tuple[Array, Array, Array | None]:
+        """Hidden gradients of the local nodes of the tree [nodes, blocks, rows, H]; those of weight and bias."""
+        plan = self.operands.plan
+        size = _node_size(plan.granules)
+        nodes = plan.granules // size
+        weight, bias = self.operands.weight, self.operands.bias
+        # What other ranks add to is rounded after that; else a tile is complete, and rounded once, when it is written.
+        d_weight = jnp.zeros(weight.shape, jnp.float32 if self.weight_axes else weight.dtype)
+        d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32 if self.bias_axes else bias.dtype)
+
+        def step(node, carry):
+            d_hidden, written = carry
+            leaf, written = self.subtree(size, node * size, written)
+            return d_hidden.at[node].set(leaf), written
+
+        carry = jnp.zeros((nodes, *self.operands.hidden.shape), jnp.float32), (d_weight, d_bias)
+        carry = jax.tree.map(lambda x: vary_over(x, self.axes), carry)
+        d_hidden, (d_weight, d_bias) = lax.fori_loop(0, nodes, step, carry)
+        return d_hidden, d_weight, d_bias
+
+    def subtree(self, size: int, first: Array, written: tuple) -> tuple[Array, tuple]:
+        """Hidden gradient of ``size`` granules (a power of two): two halves in a loop, so the body exists once."""
+        if size == 1:
+            return self.granule(first, written)
+        half = size // 2
+
+        def step(index, carry):
+            total, written = carry
+            part, written = self.subtree(half, first + index * half, written)
+            return total + part, written
+
+        # Leaves have no -0.0, so to start from zero changes no bit.
+        return lax.fori_loop(0, 2, step, (self._zeros(self.operands.hidden.shape), written))
+
+    def granule(self, granule: Array, written: tuple) -> tuple[Array, tuple]:
+        """Hidden gradient of one granule, tile after tile."""
+        plan = self.operands.plan
+
+        def step(index, carry):
+            d_hidden, (d_weight, d_bias) = carry
+            tile = self.operands.tile(granule, index)
+            d_hidden, d_rows, d_entries = self.tile(tile, d_hidden)
+            # A tile that overlaps the one before leaves its rows alone.
+            d_weight = plan.write(d_weight, d_rows, tile.start, tile.valid)
+            d_bias = None if d_bias is None else plan.write(d_bias, d_entries, tile.start, tile.valid)
+            return d_hidden, (d_weight, d_bias)
+
+        start = self._zeros(self.operands.hidden.shape), written
+        d_hidden, written = lax.fori_loop(0, plan.tiles, step, start)
+        return no_negative_zero(d_hidden), written
+
+    def tile(self, tile: Tile, d_hidden: Array) -> tuple[Array, Array, Array | None]:
+        """Adds a tile to the hidden gradient; its rows of the weight's and the bias's gradients, by the tree over blocks."""
+        operands, options = self.operands, self.operands.options
+
+        def step(block, carry):
+            d_hidden, d_weight, d_bias = carry
+            logits = tile.logits(block)
+            normaliser = jax.tree.map(lambda x: x[block], self.normaliser)
+            g_log_probs = self.g_log_probs[block]
+            g_entropy = None if self.g_entropy is None else self.g_entropy[block]
+            gradient = scaled_logit_gradient(
+                logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy
+            )
+            gradient = product_gradient(gradient, logits, options)
+            rounded = gradient.astype(operands.dtype)
+            # A row without cotangent adds nothing, even where its hidden state is NaN.
+            live = live_tokens(g_log_probs, g_entropy)[:, None]
+            rows = jnp.where(live, operands.hidden[block], jnp.zeros((), operands.dtype))
+            d_hidden = d_hidden.at[block].add(dot(rounded, tile.weight, contract=(1, 0)))
+            d_weight = d_weight.at[block].set(no_negative_zero(dot(rounded, rows, contract=(0, 0))))
+            if d_bias is not None:
+                d_bias = d_bias.at[block].set(no_negative_zero(jnp.sum(gradient, axis=0)))
+            return d_hidden, d_weight, d_bias
+
+        blocks = operands.plan.num_blocks
+        d_weight = self._zeros((blocks, *tile.weight.shape))
+        d_bias = None if tile.bias is None else self._zeros((blocks, *tile.bias.shape))
+        d_hidden, d_weight, d_bias = lax.fori_loop(0, blocks, step, (d_hidden, d_weight, d_bias))
+        fold = functools.partial(fold_tree, combine=jnp.add)
+        return d_hidden, fold(d_weight), None if d_bias is None else fold(d_bias)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Array:
+        return vary_over(jnp.zeros(shape, jnp.float32), self.axes)

@@ -1,0 +1,157 @@
+"""How engine ``fixed_order`` cuts [tokens, vocabulary]: blocks of rows, granules of tiles; and its logits.
+
+A granule is a run of columns that no shard splits. It is cut into equal tiles, the last of which starts earlier where the
+width is not a multiple. A tile that is wider than its granule reaches into the next one, whose columns it does not count; at
+the end of a shard it is read from further ahead and moved to its place. So the weight itself is never padded or copied.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxlogp.head.projection import HeadOptions, dot, take_rows, write_rows
+from jaxlogp.invariance.exact import one_minus_square, product, scaled
+from jaxlogp.invariance.order import ReductionOrder
+from jaxlogp.logits import LocalTargets
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How [tokens, vocab] is cut; static but for the rank."""
+
+    order: ReductionOrder
+    options: HeadOptions
+    tokens: int
+    rows: int
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.options.axis_name is None else lax.axis_size(self.options.axis_name)
+
+    @property
+    def granules(self) -> int:
+        return self.order.granules // self.num_shards
+
+    @property
+    def tile(self) -> int:
+        return self.order.tile(self.options.vocab_size)
+
+    @property
+    def tiles(self) -> int:
+        widest = math.ceil(self.options.vocab_size / self.order.granules)
+        return math.ceil(widest / self.tile)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.tokens // self.order.row_block)
+
+    @property
+    def overhang(self) -> int:
+        """Most columns by which a tile is wider than its granule."""
+        return max(self.tile - self.options.vocab_size // self.order.granules, 0)
+
+    def blocks(self, x: Array, fill: float | int) -> Array:
+        """[tokens, ...] as [num_blocks, row_block, ...], filled up behind."""
+        missing = self.num_blocks * self.order.row_block - self.tokens
+        padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
+        return padded.reshape(self.num_blocks, self.order.row_block, *x.shape[1:])
+
+    def unblock(self, x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])[: self.tokens]
+
+    def columns(self, granule: Array, tile: Array) -> tuple[Int[Array, ""], Bool[Array, " columns"]]:
+        """First local row of a tile of a local granule, and which of its columns it has to count."""
+        edges = jnp.asarray(np.asarray(self.order.edges(self.options.vocab_size), np.int32))
+        rank = 0 if self.options.axis_name is None else lax.axis_index(self.options.axis_name)
+        first = rank * self.granules
+        start, width = edges[first + granule], edges[first + granule + 1] - edges[first + granule]
+        # The last tile ends where its granule ends and leaves out what the tile before has counted.
+        begin = jnp.minimum(tile * self.tile, jnp.maximum(width - self.tile, 0))
+        column = begin + jnp.arange(self.tile, dtype=jnp.int32)
+        return start - edges[first] + begin, (column >= tile * self.tile) & (column < width)
+
+    def take(self, x: Array, start: Array) -> Array:
+        """The rows of a tile that starts at ``start``: wherever a shard ends, each row at the same place of the tile."""
+        if not self.overhang:
+            return take_rows(x, start, self.tile)
+        ahead = jnp.minimum(start, x.shape[0] - self.tile)
+        return _moved(take_rows(x, ahead, self.tile), (0, self.overhang), start - ahead)
+
+    def write(self, x: Array, rows: Array, start: Array, turn: Array) -> Array:
+        """Writes the rows of a tile for which ``turn`` holds; undoes :meth:`take`."""
+        if not self.overhang:
+            return write_rows(x, rows, start, turn)
+        ahead = jnp.minimum(start, x.shape[0] - self.tile)
+        rows, turn = (_moved(part, (self.overhang, 0), self.overhang - (start - ahead)) for part in (rows, turn))
+        return write_rows(x, rows, ahead, turn)
+
+
+def _moved(rows: Array, padding: tuple[int, int], first: Array) -> Array:
+    """As many rows as before, from ``first`` on, of the padded rows."""
+    padded = jnp.pad(rows, [padding] + [(0, 0)] * (rows.ndim - 1))
+    return lax.dynamic_slice_in_dim(padded, first, rows.shape[0])
+
+
+def _logits(products: Array, bias: Array | None, options: HeadOptions) -> Array:
+    """As :func:`jaxlogp.head.projection.finish_logits`, each multiplication ending in an addition."""
+    logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
+    logits = scaled(logits, options.logit_scale)
+    if options.softcap is not None:
+        logits = scaled(jnp.tanh(logits / options.softcap), options.softcap)
+    return scaled(logits, 1.0 / options.temperature)
+
+
+def product_gradient(gradient: Array, logits: Array, options: HeadOptions) -> Array:
+    """As :func:`jaxlogp.head.projection.product_gradient`."""
+    if options.softcap is not None:
+        capped = jnp.clip(scaled(logits, options.temperature / options.softcap), -1.0, 1.0)
+        gradient = product(gradient, one_minus_square(capped))
+    return scaled(gradient, options.logit_scale / options.temperature)
+
+
+class Operands:
+    """hidden, weight and bias of one call as the loops read them."""
+
+    def __init__(self, plan: Plan, hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets):
+        self.plan, self.options = plan, plan.options
+        self.dtype = plan.options.operand_dtype(weight)
+        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
+        kept = jnp.where(targets.mask[:, None], hidden.astype(self.dtype), jnp.zeros((), self.dtype))
+        self.hidden = plan.blocks(kept, 0)
+        self.column = plan.blocks(targets.column, -1)
+        # A shard of a vocabulary that is smaller than one tile is filled up to it.
+        missing = max(plan.tile - weight.shape[0], 0)
+        self.weight, self.bias = (
+            None if x is None else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (weight, bias)
+        )
+
+    def tile(self, granule: Array, tile: Array) -> "Tile":
+        start, valid = self.plan.columns(granule, tile)
+        rows = self.plan.take(self.weight, start).astype(self.dtype)
+        return Tile(self, start, valid, rows, None if self.bias is None else self.plan.take(self.bias, start))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile: its first local row, which columns count, and its rows of the weight and the bias."""
+
+    operands: Operands
+    start: Array
+    valid: Array
+    weight: Array
+    bias: Array | None
+
+    def logits(self, block: Array) -> Array:
+        products = dot(self.operands.hidden[block], self.weight, contract=(1, 1))
+        return _logits(products, self.bias, self.operands.options)
+
+    def targets(self, block: Array) -> Array:
+        """Columns of the targets in this tile; -1 where it does not own them."""
+        column = self.operands.column[block]
+        relative = column - self.start
+        inside = (column >= 0) & (relative >= 0) & (relative < self.valid.shape[0])
+        return jnp.where(inside & self.valid[jnp.where(inside, relative, 0)], relative, -1)

@@ -1,0 +1,273 @@
+"""Is a log-prob function invariant? Runs any function under changes that must not matter and compares bytes.
+
+The function may be anyone's: a trainer's own, Tunix's, MaxText's. It takes hidden states, head weight and targets and
+returns a value (or a vector, such as a gradient) for each token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer
+from jaxlogp.invariance.processes import run_in_processes
+
+TokenFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Difference(NamedTuple):
+    """What one change did to the tokens that both runs have.
+
+    Attributes:
+      change: what was changed.
+      num_tokens: tokens compared.
+      num_differing: those of which any byte differs.
+      max_ulps: largest distance in units of the last place; None where a value is NaN on one side only.
+      worst_token: position, in the unchanged batch, of the token with the largest distance; None when all are equal.
+      value: the largest difference's value after the change, and
+      reference: before it.
+      reason: why the change was not run; None where it was.
+    """
+
+    change: str
+    num_tokens: int
+    num_differing: int
+    max_ulps: int | None
+    worst_token: int | None
+    value: float | None
+    reference: float | None
+    reason: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether the change was run and every byte is the same."""
+        return self.reason is None and self.num_differing == 0
+
+
+class InvarianceReport(NamedTuple):
+    """The differences that all changes made."""
+
+    name: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Changes that were run and made a difference."""
+        return tuple(d.change for d in self.differences if d.reason is None and not d.equal)
+
+    @property
+    def not_run(self) -> tuple[str, ...]:
+        """Changes that could not be run."""
+        return tuple(d.change for d in self.differences if d.reason is not None)
+
+    def __str__(self) -> str:
+        """The table, and what it comes to."""
+        lines = [f"{self.name}", f"{'change':<34} {'equal':<6} {'differing':>13} {'max ulp':>9}  worst token"]
+        for d in self.differences:
+            if d.reason is not None:
+                lines.append(f"{d.change:<34} NOT RUN: {d.reason}")
+                continue
+            worst = "" if d.worst_token is None else f"{d.worst_token}: {d.value:.9g}, was {d.reference:.9g}"
+            ulps = "NaN" if d.max_ulps is None else str(d.max_ulps)
+            share = f"{d.num_differing}/{d.num_tokens}"
+            lines.append(f"{d.change:<34} {'yes' if d.equal else 'NO':<6} {share:>13} {ulps:>9}  {worst}".rstrip())
+        ran = len(self.differences) - len(self.not_run)
+        lines.append(f"{len(self.broken)} of {ran} changes made a difference; {len(self.not_run)} not run")
+        return "\n".join(lines)
+
+
+class _Batch(NamedTuple):
+    """Tokens to run, and which of them are which tokens of the unchanged batch."""
+
+    hidden: np.ndarray
+    targets: np.ndarray
+    places: np.ndarray
+    sources: np.ndarray
+
+
+def check_invariance(
+    function: TokenFunction,
+    hidden: Float[AnyArray, "tokens hidden"],
+    weight: Float[AnyArray, "vocab hidden"],
+    targets: Int[AnyArray, " tokens"],
+    *,
+    name: str = "log-probs",
+    sharded: Mapping[int, TokenFunction] | None = None,
+    num_shards: Sequence[int] = (2, 4),
+    chunk: int = 7,
+    path: str | None = None,
+) -> InvarianceReport:
+    """Runs ``function`` under changes of batch, position, padding, order, company, chunk, jit and mesh.
+
+    Each change keeps some tokens as they are; their results must have the same bytes as in the unchanged run, because
+    nothing about them has changed. Equal means equal bytes: -0.0 differs from 0.0.
+
+    Args:
+      function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
+        compiled by ``jax.jit`` here.
+      hidden: [tokens, H], at least 8 tokens.
+      weight: [V, H].
+      targets: [tokens], ids in [0, V).
+      name: title of the report.
+      sharded: the function for a vocabulary over that many devices, by number; for numbers that are missing, `function`
+        itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler cuts it.
+      num_shards: numbers of devices to shard the vocabulary over; one that the machine lacks is reported as not run.
+      chunk: tokens of a piece for the change "in chunks".
+      path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
+        simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None leaves this change out.
+
+    Returns:
+      The report; ``print`` it.
+
+    Raises:
+      ValueError: shapes, dtypes or sizes differ from the above, or ``function`` returns something without a value per token.
+
+    Example:
+      >>> rows = jax.random.normal(jax.random.key(0), (16, 8))
+      >>> report = check_invariance(lambda h, w, t: w[t, 0] * h[:, 0], rows, rows, jnp.arange(16), num_shards=())
+      >>> report.broken
+      ()
+    """
+    hidden, weight, targets = _checked(hidden, weight, targets, chunk)
+    compiled = jax.jit(function)
+
+    def values(run: TokenFunction, hidden: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        result = np.asarray(run(jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(targets)))
+        require(result.shape[:1] == targets.shape, "function", f"a result of shape [{len(targets)}, ...]", result.shape)
+        return result
+
+    wanted = values(compiled, hidden, targets)
+    differences = []
+    for change, batch in _changes(hidden, targets).items():
+        seen = values(compiled, batch.hidden, batch.targets)
+        differences.append(compare_bits(change, seen[batch.places], wanted[batch.sources], batch.sources))
+    everyone = np.arange(len(targets))
+    pieces = [
+        values(compiled, hidden[at : at + chunk], targets[at : at + chunk]) for at in range(0, len(targets), chunk)
+    ]
+    differences.append(compare_bits(f"in chunks of {chunk}", np.concatenate(pieces), wanted, everyone))
+    differences.append(compare_bits("without jit", values(function, hidden, targets), wanted, everyone))
+    for size in num_shards:
+        change, available = f"vocabulary over {size} devices", len(jax.devices())
+        if size > available:
+            reason = f"{available} {jax.devices()[0].platform} device(s)"
+            differences.append(Difference(change, 0, 0, None, None, None, None, reason))
+            continue
+        given = (sharded or {}).get(size)
+        run = _placed(compiled, size) if given is None else jax.jit(given)
+        differences.append(compare_bits(change, values(run, hidden, targets), wanted, everyone))
+    if path is not None:
+        seen = run_in_processes(path, hidden, weight, targets)
+        differences.append(compare_bits("two processes of 4 devices", seen, wanted, everyone))
+    return InvarianceReport(name, tuple(differences))
+
+
+def _checked(hidden: AnyArray, weight: AnyArray, targets: AnyArray, chunk: int) -> tuple[np.ndarray, ...]:
+    require_floating(hidden, "hidden")
+    require_floating(weight, "weight")
+    require_integer(targets, "targets")
+    require(
+        hidden.ndim == 2 and len(hidden) >= 8, "hidden", "shape [tokens, H] with 8 tokens or more", describe(hidden)
+    )
+    fits = weight.ndim == 2 and weight.shape[1] == hidden.shape[1]
+    require(fits, "weight", f"shape [V, {hidden.shape[1]}]", describe(weight))
+    require(targets.shape == hidden.shape[:1], "targets", f"shape {hidden.shape[:1]}", describe(targets))
+    require(is_concrete(hidden, weight, targets), "hidden, weight, targets", "known values", "traced arrays")
+    require(isinstance(chunk, int) and chunk > 0, "chunk", "an integer > 0", chunk)
+    return np.asarray(hidden), np.asarray(weight), np.asarray(targets)
+
+
+def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
+    """The changes of the batch. What stands beside the compared tokens is real data, taken from the batch itself."""
+    count = len(targets)
+    everyone, half = np.arange(count), np.arange(count // 2)
+    order = np.random.default_rng(0).permutation(count)
+
+    def rows(selected: np.ndarray) -> _Batch:
+        return _Batch(hidden[selected], targets[selected], np.arange(len(selected)), selected)
+
+    def beside(others: np.ndarray, other_targets: np.ndarray) -> _Batch:
+        changed, ids = hidden.copy(), targets.copy()
+        changed[count // 2 :], ids[count // 2 :] = others, other_targets
+        return _Batch(changed, ids, half, half)
+
+    def padded(front: int, behind: int, value: float) -> _Batch:
+        width = [(front, behind)]
+        wide = np.pad(hidden.astype(np.float32), [*width, (0, 0)], constant_values=value).astype(hidden.dtype)
+        return _Batch(wide, np.pad(targets, width), everyone + front, everyone)
+
+    rest = hidden[count // 2 :], targets[count // 2 :]
+    return {
+        "run again": rows(everyone),
+        "the first half alone": rows(half),
+        "three tokens": rows(everyone[2:5]),
+        "one token": rows(everyone[3:4]),
+        "rotated by one": rows(np.roll(everyone, 1)),
+        "reversed": rows(everyone[::-1]),
+        "permuted": rows(order),
+        "every token twice": rows(np.tile(everyone, 2)),
+        "zeros behind": padded(0, 5, 0.0),
+        "zeros before": padded(3, 0, 0.0),
+        "others 1000 times larger": beside(rest[0] * np.asarray(1000, hidden.dtype), rest[1]),
+        "others the same token": beside(np.broadcast_to(hidden[0], rest[0].shape), np.full_like(rest[1], targets[0])),
+        "others NaN": beside(np.full_like(rest[0], np.nan), rest[1]),
+    }
+
+
+def _placed(compiled: TokenFunction, size: int) -> TokenFunction:
+    """``compiled`` with the weight's rows over ``size`` devices, so that the compiler cuts the function."""
+    mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    whole, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("tensor")))
+
+    def run(hidden, weight, targets):
+        expected = f"a number of rows that {size} devices divide, or an entry {size} in sharded"
+        require(weight.shape[0] % size == 0, "weight", expected, describe(weight))
+        return compiled(jax.device_put(hidden, whole), jax.device_put(weight, split), jax.device_put(targets, whole))
+
+    return run
+
+
+def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.ndarray) -> Difference:
+    """Compares the bytes of the same tokens in two runs.
+
+    Args:
+      change: what was changed between them.
+      seen: [tokens, ...], after the change.
+      wanted: [tokens, ...], before it, of the same dtype.
+      sources: [tokens], positions of the tokens in the unchanged batch.
+
+    Returns:
+      The difference; distances are of fp32, bf16 or fp16 units, whatever the dtype is.
+
+    Raises:
+      ValueError: shapes or dtypes differ.
+    """
+    same = seen.shape == wanted.shape and seen.dtype == wanted.dtype
+    require(same, "function", f"{describe(wanted)} again", describe(seen))
+    flat, reference = (np.ascontiguousarray(x).reshape(len(sources), -1) for x in (seen, wanted))
+    ours, theirs = _ordered(flat), _ordered(reference)
+    distance = np.abs(ours - theirs)
+    one_nan = np.isnan(flat.astype(np.float64)) != np.isnan(reference.astype(np.float64))
+    bits = f"u{flat.dtype.itemsize}"
+    differs = flat.view(bits) != reference.view(bits)
+    tokens = differs.any(axis=1)
+    if not tokens.any():
+        return Difference(change, len(sources), 0, 0, None, None, None)
+    # NaN against a number is the worst there is.
+    rank = np.where(one_nan, np.iinfo(np.int64).max, np.where(differs, np.maximum(distance, 1), 0))
+    row, column = np.unravel_index(int(np.argmax(rank)), rank.shape)
+    values = float(flat[row, column]), float(reference[row, column])
+    ulps = None if one_nan.any() else int(distance.max())
+    return Difference(change, len(sources), int(tokens.sum()), ulps, int(sources[row]), *values)
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """int64 numbers in the order of the floats, neighbours one apart; -0.0 and 0.0 are the same number."""
+    size = values.dtype.itemsize
+    bits = values.view(f"i{size}").astype(np.int64)
+    return np.where(bits < 0, -(bits & np.int64(2 ** (8 * size - 1) - 1)), bits)

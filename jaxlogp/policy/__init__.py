@@ -1,0 +1,1 @@
+"""Around a policy update: documents packed into micro-batches, advantages, accumulation over a step, metrics."""

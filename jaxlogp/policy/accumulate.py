@@ -1,0 +1,230 @@
+"""One optimizer step out of many micro-batches: which micro-batches belong to it, and sums that are divided once.
+
+`DocumentSchedule` runs on the host and decides the extent of a step: micro-batches are taken one at a time until the
+documents of all ranks together reach a target. `StepSums` holds what the micro-batches add up to, unreduced, so that
+neither the loss nor the gradient depends on how the documents were cut into micro-batches.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import require
+from jaxlogp.losses.policy import compute_dtype
+from jaxlogp.policy.documents import MicroBatch
+from jaxlogp.policy.metrics import PolicyMetricTerms
+from jaxlogp.reduce import WeightedSum
+
+
+class FinishedStep(NamedTuple):
+    """Gradients of the step's loss, the loss itself, and the metrics by name."""
+
+    gradients: PyTree[Float[AnyArray, "..."]]
+    loss: Float[AnyArray, ""]
+    metrics: dict[str, Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["gradients", "loss", "metrics"], meta_fields=[])
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over a part of an optimizer step: gradients of the loss sum, the loss as sum and count, metric terms.
+
+    Args:
+        gradients: gradient of `loss.sum` (not of a mean) of this part; `StepSums.of` makes it fp32.
+        loss: the loss of this part.
+        metrics: metric terms of this part.
+    """
+
+    gradients: PyTree[Float[AnyArray, "..."]]
+    loss: WeightedSum
+    metrics: PolicyMetricTerms
+
+    @classmethod
+    def of(
+        cls, gradients: PyTree[Float[AnyArray, "..."]], loss: WeightedSum, metrics: PolicyMetricTerms | None = None
+    ) -> "StepSums":
+        """Sums of one micro-batch, with gradients in fp32 whatever the dtype of the parameters."""
+        gradients = jax.tree.map(lambda x: x.astype(compute_dtype(x)), gradients)
+        return cls(gradients, loss, PolicyMetricTerms({}) if metrics is None else metrics)
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        """Sums of two disjoint parts of a step together."""
+        gradients = jax.tree.map(jnp.add, self.gradients, other.gradients)
+        return StepSums(gradients, self.loss + other.loss, self.metrics + other.metrics)
+
+    def psum(self, axis_name: str | tuple[str, ...]) -> "StepSums":
+        """Sums of all ranks of the mesh axes together."""
+        gradients = jax.lax.psum(self.gradients, axis_name)
+        return StepSums(gradients, self.loss.psum(axis_name), self.metrics.psum(axis_name))
+
+    def finish(self) -> FinishedStep:
+        """Divides, once, by the denominators of the whole step.
+
+        Gradients are divided by `loss.grad_divisor` where there is one, otherwise by `loss.count`; without a single
+        label or document they are 0, like the loss.
+        """
+        divisor = self.loss.grad_divisor
+        if divisor is None:
+            divisor = jnp.maximum(self.loss.count, 1)
+        gradients = jax.tree.map(lambda x: x / jnp.asarray(divisor).astype(x.dtype), self.gradients)
+        return FinishedStep(gradients, self.loss.mean(), self.metrics.finish())
+
+
+class CollectedStep(NamedTuple):
+    """The micro-batches of one optimizer step on this process.
+
+    `micro_batches` holds one tuple per round, with one micro-batch for each local stream, the same number of rounds on
+    every process. `num_documents` counts the documents of all processes. `data_wait_seconds` is the time this process
+    waited for its streams. `exhausted` says that no process has any data left; the step may then be partial, or empty.
+    """
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    num_documents: int
+    data_wait_seconds: float
+    exhausted: bool
+
+
+@dataclass(frozen=True)
+class DocumentSchedule:
+    """Which micro-batches make one optimizer step.
+
+    Args:
+        docs_per_step: documents of all ranks together that end a step; the micro-batch that reaches the number is kept
+            whole. 0 takes `micro_batches` of them instead, whatever they hold.
+        micro_batches: micro-batches per step and rank where `docs_per_step` is 0.
+        max_empty_micro_batches: micro-batches in a row, within a step, that may come without a document on any rank.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    docs_per_step: int = 0
+    micro_batches: int = 1
+    max_empty_micro_batches: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.docs_per_step >= 0, "docs_per_step", "a number of at least 0", self.docs_per_step)
+        require(self.micro_batches > 0, "micro_batches", "a number above 0", self.micro_batches)
+        limit = self.max_empty_micro_batches
+        require(limit >= 0, "max_empty_micro_batches", "a number of at least 0", limit)
+
+    def collect(
+        self,
+        streams: Sequence[Iterator[MicroBatch]],
+        *,
+        padding: MicroBatch,
+        all_reduce: Callable[[Int[np.ndarray, " values"]], Int[np.ndarray, " values"]] | None = None,
+    ) -> CollectedStep:
+        """Takes the micro-batches of the next step, one of each local stream at a time.
+
+        Every decision depends on globally summed counts alone, so all processes stop after the same round. A stream
+        that has ended contributes `padding` from then on. When all streams of all processes have ended, the step holds
+        what was taken so far, with its true counts, and says `exhausted`; nothing is dropped and nothing hangs. A
+        stream that raises ends the step on every process.
+
+        Args:
+            streams: one iterator per local data rank.
+            padding: a micro-batch without documents, for example `pack_documents([], ...)[0]`.
+            all_reduce: sums an int64 vector over processes; called once per round by every process. None for one
+                process.
+
+        Returns:
+            The step.
+
+        Raises:
+            ValueError: no stream, a padding with documents, or too many micro-batches in a row without any document.
+            RuntimeError: a stream raised on another process.
+
+        Example:
+            >>> import numpy as np
+            >>> from jaxlogp.policy.documents import Document, pack_documents
+            >>> batch, _ = pack_documents([Document(np.array([3, 4]), 1, np.zeros(1), 1.0)] * 2, rows=1, row_length=4)
+            >>> empty, _ = pack_documents([], rows=1, row_length=4)
+            >>> step = DocumentSchedule(docs_per_step=3).collect([iter([batch] * 9)], padding=empty)
+            >>> len(step.micro_batches), step.num_documents, step.exhausted
+            (2, 4, False)
+        """
+        require(len(streams) > 0, "streams", "at least one stream", len(streams))
+        require(int(padding.num_documents) == 0, "padding", "a micro-batch without documents", padding.num_documents)
+        rounds: list[tuple[MicroBatch, ...]] = []
+        documents, empty_rounds, waited = 0, 0, 0.0
+        while not self._complete(documents, len(rounds)):
+            started = time.perf_counter()
+            taken, failure = _take(streams)
+            waited += time.perf_counter() - started
+            found, alive = _agree(taken, failure, all_reduce)
+            if not alive:
+                # Rounds without any document hold nothing to train on: at the end of the data they are no step.
+                return CollectedStep(tuple(rounds) if documents else (), documents, waited, True)
+            rounds.append(tuple(padding if item is None else item for item in taken))
+            documents += found
+            empty_rounds = 0 if found else empty_rounds + 1
+            require(
+                empty_rounds <= self.max_empty_micro_batches,
+                "streams",
+                f"a document within {self.max_empty_micro_batches} micro-batches in a row on any rank",
+                f"{empty_rounds} micro-batches without one after {documents} documents",
+            )
+        return CollectedStep(tuple(rounds), documents, waited, False)
+
+    def _complete(self, documents: int, rounds: int) -> bool:
+        return documents >= self.docs_per_step if self.docs_per_step else rounds >= self.micro_batches
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counters over a whole run, as Python ints: they never overflow and a checkpoint keeps them exactly."""
+
+    steps: int = 0
+    documents_seen: int = 0
+    micro_batches: int = 0
+    data_wait_seconds: float = 0.0
+
+    def after(self, step: CollectedStep) -> "Progress":
+        """The counters after a step; a step without micro-batches, at the end of the data, is no step."""
+        if not step.micro_batches:
+            return self
+        return Progress(
+            self.steps + 1,
+            self.documents_seen + step.num_documents,
+            self.micro_batches + len(step.micro_batches),
+            self.data_wait_seconds + step.data_wait_seconds,
+        )
+
+
+def _take(streams: Sequence[Iterator[MicroBatch]]) -> tuple[list[MicroBatch | None], Exception | None]:
+    """The next micro-batch of each stream, None where it has ended, and what a stream raised."""
+    taken: list[Any] = []
+    try:
+        for stream in streams:
+            taken.append(next(stream, None))
+    except Exception as failure:
+        # Raised only after the other processes know: they would wait for this one forever.
+        return taken, failure
+    return taken, None
+
+
+def _agree(
+    taken: list[MicroBatch | None],
+    failure: Exception | None,
+    all_reduce: Callable[[Int[np.ndarray, " values"]], Int[np.ndarray, " values"]] | None,
+) -> tuple[int, bool]:
+    """Documents of this round over all processes, and whether any stream still had data."""
+    present = [item for item in taken if item is not None]
+    local = np.array(
+        [sum(int(item.num_documents) for item in present), len(present), failure is not None], dtype=np.int64
+    )
+    documents, alive, failures = (int(value) for value in (local if all_reduce is None else all_reduce(local)))
+    if failure is not None:
+        raise failure
+    if failures:
+        raise RuntimeError(f"streams: data streams raised on {failures} other process(es) of this step")
+    return documents, alive > 0
