@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +13,10 @@ from jaxlogp.errors import (
     require,
     require_floating,
     require_ids_in_range,
-    require_integer,
-    require_mask,
 )
 from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
-from jaxlogp.vocab import LocalShard, VocabShards, local_shard
-
-OUT_OF_VOCAB = ("error", "zero")
-
-
-class LocalTargets(NamedTuple):
-    """Targets as one shard sees them.
-
-    Attributes:
-      column: row of the local block that holds the target; -1 where another shard, or none, owns it.
-      mask: True where a token counts.
-      poison: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
-      width: number of local columns that are real ids.
-    """
-
-    column: Int[Array, "*tokens"]
-    mask: Bool[Array, "*tokens"]
-    poison: Bool[Array, "*tokens"] | None
-    width: Int[Array, ""]
+from jaxlogp.targets import LocalTargets, check_targets, localise, mask_cotangents
+from jaxlogp.vocab import VocabShards, local_shard
 
 
 def check_temperature(temperature: float) -> None:
@@ -44,44 +24,6 @@ def check_temperature(temperature: float) -> None:
     ok = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
     require(ok, "temperature", "a Python number > 0", describe(temperature))
     require(math.isfinite(temperature) and temperature > 0, "temperature", "a finite number > 0", temperature)
-
-
-def check_targets(
-    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None, tokens: tuple[int, ...], vocab_size: int
-) -> Bool[Array, "*tokens"]:
-    """Checks shape and dtype, and ids where they are concrete; returns the mask (all True when it is None).
-
-    Raises:
-      ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
-    """
-    require_integer(targets, "targets")
-    require(targets.shape == tokens, "targets", f"shape {tokens}", f"shape {targets.shape}")
-    require(math.prod(tokens) > 0, "targets", "at least one token", f"an empty batch of shape {tokens}")
-    if mask is None:
-        mask = jnp.ones(tokens, bool)
-    require_mask(mask, tokens)
-    return mask
-
-
-def localise(
-    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
-) -> LocalTargets:
-    """Translates global target ids into columns of the local shard."""
-    targets = targets.astype(jnp.int32)
-    column = targets - shard.start
-    owned = mask & (column >= 0) & (column < shard.width) & (targets >= 0) & (targets < shard.vocab_size)
-    poison = mask & ((targets < 0) | (targets >= shard.vocab_size)) if out_of_vocab == "error" else None
-    return LocalTargets(jnp.where(owned, column, -1), mask, poison, jnp.asarray(shard.width, jnp.int32))
-
-
-def mask_cotangents(
-    g: TokenLogProbs, targets: LocalTargets
-) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"] | None]:
-    """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is an error."""
-    g_log_probs = jnp.where(targets.mask, g.log_probs, 0.0)
-    if targets.poison is not None:
-        g_log_probs = jnp.where(targets.poison, jnp.nan, g_log_probs)
-    return g_log_probs, None if g.entropy is None else jnp.where(targets.mask, g.entropy, 0.0)
 
 
 def log_probs_from_logits(
@@ -172,7 +114,7 @@ def _selected_forward(
     temperature, with_entropy, axis_name, vocab_size = options
     scaled = logits.astype(jnp.float32) / temperature
     local = tile_stats(scaled, targets.column, _valid(logits.shape[-1], targets), with_entropy)
-    result, normaliser = finish(all_reduce(local, axis_name), targets.mask, vocab_size, targets.poison)
+    result, normaliser = finish(all_reduce(local, axis_name), targets.mask, vocab_size, targets.invalid)
     return result, (logits, targets, normaliser)
 
 

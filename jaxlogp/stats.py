@@ -133,7 +133,7 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None) -> TileStats:
 
 
 def finish(
-    stats: TileStats, mask: Bool[Array, "*tokens"], vocab_size: int, poison: Bool[Array, "*tokens"] | None
+    stats: TileStats, mask: Bool[Array, "*tokens"], vocab_size: int, invalid: Bool[Array, "*tokens"] | None
 ) -> tuple[TokenLogProbs, Normaliser]:
     """Log-probs, entropy and what the backward needs, from statistics over the whole vocabulary.
 
@@ -141,12 +141,12 @@ def finish(
       stats: statistics of all columns.
       mask: True where a token counts; others get exactly 0.
       vocab_size: V, the bound of entropy.
-      poison: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+      invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     log_sum_exp = jnp.log(stats.sum_exp)
     # Rounding may push a log-prob just above 0 or an entropy just outside of [0, log V].
     log_probs = jnp.minimum(_distance(stats.target, stats.max) - log_sum_exp, 0.0)
-    log_probs = jnp.where(stats.owners > 0, log_probs, 0.0 if poison is None else jnp.nan)
+    log_probs = jnp.where(stats.owners > 0, log_probs, 0.0 if invalid is None else jnp.nan)
     log_probs = jnp.where(mask, log_probs, 0.0)
     if stats.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None), Normaliser(stats.max, log_sum_exp, None)

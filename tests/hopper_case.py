@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 from tests import oracle
 
 

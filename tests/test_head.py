@@ -127,15 +127,15 @@ def test_dtype_mixes(engine, name):
 
 
 @ENGINES
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(engine, poison):
+@pytest.mark.parametrize("invalid", [np.nan, np.inf])
+def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(engine, invalid):
     data = case(bias=True, seed=3)
     mask = np.ones(TOKENS, bool)
     mask[0, 1] = mask[1, 0] = mask[1, 4] = False
     data["mask"] = jnp.asarray(mask)
     clean, clean_gradients = value_and_gradients(**data, engine=engine)
     data["targets"] = data["targets"].at[0, 1].set(-100).at[1, 0].set(99_999).at[1, 4].set(99)
-    data["hidden"] = jnp.where(data["mask"][..., None], data["hidden"], poison)
+    data["hidden"] = jnp.where(data["mask"][..., None], data["hidden"], invalid)
     data["g_lp"] = jnp.where(data["mask"], data["g_lp"], 7.0)  # a cotangent at a masked token has no effect
     result, gradients = value_and_gradients(**data, engine=engine)
     for values in (result.log_probs, result.entropy, gradients.hidden):

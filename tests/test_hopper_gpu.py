@@ -16,7 +16,7 @@ from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 
 pytestmark = [
     pytest.mark.gpu,

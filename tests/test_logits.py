@@ -81,14 +81,14 @@ def test_without_entropy():
     assert oracle.relative_error(gradient, logits_gradient) < GRADIENT_ERROR
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(poison):
+@pytest.mark.parametrize("invalid", [np.nan, np.inf, -np.inf])
+def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(invalid):
     data = case()
     mask = np.ones(TOKENS, bool)
     mask[0, 2] = mask[2, 0] = mask[2, 4] = False
     clean, clean_gradient = value_and_gradient(**data, mask=jnp.asarray(mask))
     targets = data["targets"].at[0, 2].set(-100).at[2, 0].set(99_999).at[2, 4].set(99)
-    logits = jnp.where(jnp.asarray(mask)[..., None], data["logits"], poison)
+    logits = jnp.where(jnp.asarray(mask)[..., None], data["logits"], invalid)
     hostile = {**data, "targets": targets, "logits": logits}
     result, gradient = value_and_gradient(**hostile, mask=jnp.asarray(mask))
     for values in (result.log_probs, result.entropy, gradient):

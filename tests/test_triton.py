@@ -110,14 +110,14 @@ def test_dtype_mixes(dtypes, fp32_head):
     assert [x.dtype for x in gradient] == [*dtypes, jnp.float32]
 
 
-@pytest.mark.parametrize("poison", [np.nan, pytest.param(np.inf, marks=SLOW)])
-def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(poison):
+@pytest.mark.parametrize("invalid", [np.nan, pytest.param(np.inf, marks=SLOW)])
+def test_masked_tokens_are_exactly_zero_and_touch_nothing_else(invalid):
     data = hopper_case.case(50, 32, 136, bias=True, seed=5)
     data["mask"] = jnp.arange(50) % 3 != 0
     _, clean_gradient = clean = check(data, options(136))
     masked = ~np.asarray(data["mask"])
     bad = {**data, "g_lp": jnp.where(data["mask"], data["g_lp"], 7.0)}
-    bad["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], poison)
+    bad["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], invalid)
     bad["targets"] = jnp.where(data["mask"], data["targets"], jnp.arange(50, dtype=jnp.int32) * 99 - 100)
     result, gradient = hopper_case.run(bad, hopper_case.local_targets(bad), engine(), options(136))
     for values in (*result, gradient[0]):

@@ -13,7 +13,7 @@ from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.triton import TritonEngine, launch
 from jaxlogp.head.triton.availability import device_capability, why_not_device, why_not_installed
 from jaxlogp.head.triton.tiles import TABLE
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 from tests import hopper_case
 from tests import triton_plain as plain
 from tests.test_hopper_gpu import SHAPES, both, check_values_gradients_and_repeatability, inputs

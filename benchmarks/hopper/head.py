@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 
 TOKENS = 8192
 SHAPES = [(4096, 151936), (4096, 128256), (2304, 256000), (1024, 151936)]

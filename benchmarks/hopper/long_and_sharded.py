@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp._compat import vary_over
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 
 ENGINE = HopperEngine()
 

@@ -23,7 +23,7 @@ from tile_sweep import sweep
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.triton import TritonEngine
 from jaxlogp.head.triton.availability import why_not_device, why_not_installed
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "hopper"))
 from head import SHAPES, TOKENS, inputs, oracle, relative, seconds  # noqa: E402

@@ -16,9 +16,10 @@ from jaxlogp.head.fixed_order.engine import FixedOrderEngine
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import materialised_logits
 from jaxlogp.head.registry import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
-from jaxlogp.logits import OUT_OF_VOCAB, LocalTargets, check_targets, check_temperature, localise
+from jaxlogp.logits import check_temperature
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
+from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise
 from jaxlogp.vocab import VocabShards, local_shard
 
 

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlogp._compat import AxisName, vary_over
 from jaxlogp.head.live_rows import LiveRows
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.logits import LocalTargets
 from jaxlogp.stats import Normaliser, TokenLogProbs
+from jaxlogp.targets import LocalTargets
 
 # x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
 # cut off below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
@@ -141,7 +141,7 @@ def sum_shards(sums: TileSums, axis_name: AxisName | None) -> TileSums:
 
 
 def finish_sums(
-    sums: TileSums, mask: Bool[Array, " tokens"], vocab_size: int, poison: Bool[Array, " tokens"] | None
+    sums: TileSums, mask: Bool[Array, " tokens"], vocab_size: int, invalid: Bool[Array, " tokens"] | None
 ) -> tuple[TokenLogProbs, Normaliser]:
     """:func:`jaxlogp.stats.finish`, every sum of which has operands that are no products.
 
@@ -149,7 +149,7 @@ def finish_sums(
       sums: over the whole vocabulary.
       mask: True where a token counts; others get exactly 0.
       vocab_size: V, the bound of entropy.
-      poison: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+      invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     sum_exp = from_limbs(sums.sum_exp)
     whole = (sums.broken == 0) & (sum_exp > 0)
@@ -157,7 +157,7 @@ def finish_sums(
     log_sum_exp = jnp.where(whole, jnp.log(sum_exp), jnp.nan)
     target = lax.bitcast_convert_type(sums.target, jnp.float32)
     log_probs = jnp.minimum((target - sums.max) - log_sum_exp, 0.0)
-    log_probs = jnp.where(sums.owners > 0, log_probs, 0.0 if poison is None else jnp.nan)
+    log_probs = jnp.where(sums.owners > 0, log_probs, 0.0 if invalid is None else jnp.nan)
     log_probs = jnp.where(mask, log_probs, 0.0)
     if sums.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None), Normaliser(sums.max, log_sum_exp, None)
@@ -211,4 +211,4 @@ def fold_blocks(
         sums, maxima = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), found)
     sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
     sums = sum_shards(sums, options.axis_name)
-    return *finish_sums(sums, targets.mask, options.vocab_size, targets.poison), maxima
+    return *finish_sums(sums, targets.mask, options.vocab_size, targets.invalid), maxima

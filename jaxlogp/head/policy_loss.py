@@ -28,10 +28,10 @@ from jaxlogp.head.hopper import one_pass as hopper_loss_aware
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.registry import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
 from jaxlogp.head.row_scalars import row_scalars
-from jaxlogp.logits import LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.losses.policy import check_arrays, check_finite, policy_loss
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
+from jaxlogp.targets import LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.vocab import VocabShards, local_shard
 
 

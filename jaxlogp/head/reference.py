@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlogp.head.projection import HeadOptions, dot, finish_logits, product_gradient
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
+from jaxlogp.targets import LocalTargets, mask_cotangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _forward(hidden: Array, weight: Array, bias: Array | None, targets: LocalTar
     logits = materialised_logits(hidden, weight, bias, options)
     local = tile_stats(logits, targets.column, _valid(weight, targets), options.with_entropy)
     stats = all_reduce(local, options.axis_name)
-    result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.poison)
+    result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.invalid)
     return result, (hidden, weight, bias, logits, targets, normaliser)
 
 

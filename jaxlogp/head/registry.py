@@ -23,8 +23,8 @@ from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.head.triton import TritonEngine
 from jaxlogp.head.triton.availability import device_capability
-from jaxlogp.logits import LocalTargets
 from jaxlogp.stats import TokenLogProbs
+from jaxlogp.targets import LocalTargets
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp.head.fixed_order import engine as fixed_order
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.logits import localise
+from jaxlogp.targets import localise
 from jaxlogp.vocab import local_shard
 from tests import oracle
 from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run, tensor_mesh

@@ -25,7 +25,6 @@ from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.errors import require
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter, kept_blocks, visits
 from jaxlogp.head.projection import HeadOptions, dot, finish_logits, product_gradient, take_rows, write_rows
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import (
     Normaliser,
@@ -37,6 +36,7 @@ from jaxlogp.stats import (
     logit_gradient,
     tile_stats,
 )
+from jaxlogp.targets import LocalTargets, mask_cotangents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _statistics(
     empty = jax.tree.map(lambda x: vary_over(x, axes), empty)
     local, peaks = lax.fori_loop(0, blocks.num_tiles, tile_step, empty)
     stats = all_reduce(jax.tree.map(blocks.unchunk, local), options.axis_name)
-    result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.poison)
+    result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.invalid)
     return result, normaliser, peaks
 
 

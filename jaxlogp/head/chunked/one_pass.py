@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from jaxlogp._compat import union_of_varying_axes, vary_over
 from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import HeadOptions, dot, finish_logits, product_gradient
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
+from jaxlogp.targets import LocalTargets, mask_cotangents
 
 # fp32 numbers of the logits of one chunk of tokens, 256 MiB.
 CHUNK_ELEMENTS = 2**26
@@ -55,7 +55,7 @@ def values_and_gradients(
     # Tokens that belong together stay where they are; others move, so that those without a label share few chunks.
     rows = live_rows(targets.mask if row_length is None else jnp.ones_like(targets.mask), chunks * size)
     alive = rows.pack(targets.mask, False)
-    poison = None if targets.poison is None else rows.pack(targets.poison, False)
+    invalid = None if targets.invalid is None else rows.pack(targets.invalid, False)
     column, extra = rows.pack(targets.column, -1), jax.tree.map(lambda x: rows.pack(x, 0), per_token)
     packed, operand = rows.pack(hidden.astype(dtype), 0), weight.astype(dtype)
     valid = jnp.arange(vocab, dtype=jnp.int32) < targets.width
@@ -68,10 +68,10 @@ def values_and_gradients(
             return lax.dynamic_slice_in_dim(x, start, size)
 
         here = part(packed)
-        chunk = LocalTargets(part(column), part(alive), None if poison is None else part(poison), targets.width)
+        chunk = LocalTargets(part(column), part(alive), None if invalid is None else part(invalid), targets.width)
         logits = finish_logits(dot(here, operand, contract=(1, 1)), bias, options)
         stats = all_reduce(tile_stats(logits, chunk.column, valid, options.with_entropy), options.axis_name)
-        new, normaliser = finish(stats, chunk.mask, options.vocab_size, chunk.poison)
+        new, normaliser = finish(stats, chunk.mask, options.vocab_size, chunk.invalid)
         g_log_probs, g_entropy = mask_cotangents(cotangents(new, jax.tree.map(part, extra)), chunk)
         gradient = logit_gradient(logits, chunk.column, valid, normaliser, g_log_probs, g_entropy)
         gradient = product_gradient(gradient, logits, options)

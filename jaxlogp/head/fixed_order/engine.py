@@ -1,9 +1,10 @@
 """Engine ``fixed_order``: the head, bitwise the same on every vocabulary mesh, in every batch and at every position.
 
-The vocabulary is cut into the granules of a :class:`~jaxlogp.ReductionOrder`, granules into tiles, tokens into blocks of rows, and every product has the shape of one block and one tile, whatever the mesh and the batch. Forward: tile
-statistics are combined tile by tile inside a granule and by the fixed tree across granules. Backward: a tile's logits are
-computed again; the hidden gradient is summed tile by tile inside a granule and by the tree across granules, the weight's
-by the tree over blocks of rows.
+The vocabulary is cut into the granules of a :class:`~jaxlogp.ReductionOrder`, granules into tiles, tokens into blocks of
+rows, and every product has the shape of one block and one tile, whatever the mesh and the batch. Forward: tile statistics
+are combined tile by tile inside a granule and by the fixed tree across granules. Backward: a tile's logits are computed
+again; the hidden gradient is summed tile by tile inside a granule and by the tree across granules, the weight's by the
+tree over blocks of rows.
 
 Operands come as they are typed, and the backward sums each gradient over the mesh axes over which its operand does not
 vary: the transpose of a cast to "varying" would be a float all-reduce, whose order is the backend's.
@@ -35,8 +36,8 @@ from jaxlogp.head.fixed_order.stats import (
 from jaxlogp.head.projection import HeadOptions, dot
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import TokenLogProbs
+from jaxlogp.targets import LocalTargets, mask_cotangents
 from jaxlogp.vocab import VocabShards
 
 
@@ -133,12 +134,12 @@ def _finish(
     """Values per token and, in blocks, what the backward needs. Block by block: log must not see another shape."""
     options = plan.options
     mask = plan.blocks(targets.mask, False)
-    poison = None if targets.poison is None else plan.blocks(targets.poison, False)
+    invalid = None if targets.invalid is None else plan.blocks(targets.invalid, False)
 
     def block(operands):
-        (stats, target, owned), mask, poison = operands
+        (stats, target, owned), mask, invalid = operands
         normaliser = scaled_normaliser(stats)
-        uncovered = jnp.zeros_like(target) if poison is None else jnp.where(poison, jnp.nan, 0.0)
+        uncovered = jnp.zeros_like(target) if invalid is None else jnp.where(invalid, jnp.nan, 0.0)
         log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
         log_probs = jnp.where(mask, log_probs, 0.0)
         if not options.with_entropy:
@@ -146,7 +147,7 @@ def _finish(
         entropy = jnp.where(mask, scaled_entropy(normaliser, options.vocab_size), 0.0)
         return TokenLogProbs(log_probs, entropy), normaliser
 
-    result, normaliser = lax.map(block, (statistics, mask, poison))
+    result, normaliser = lax.map(block, (statistics, mask, invalid))
     return jax.tree.map(plan.unblock, result), normaliser
 
 

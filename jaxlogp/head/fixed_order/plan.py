@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from jaxlogp.head.projection import HeadOptions, dot, take_rows, write_rows
 from jaxlogp.invariance.exact import one_minus_square, product, scaled
 from jaxlogp.invariance.order import ReductionOrder
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,9 +46,9 @@ from jaxlogp.head.hopper.work_lists import block_shape, gradient_plan, group_row
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars, row_scalars
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
+from jaxlogp.targets import LocalTargets, mask_cotangents
 
 # Bytes that the tokens of the forward may take at a time: their tile statistics, and their hidden states where they are
 # packed; and that a block of them may take where that is too much for all (a loop over blocks holds more than one).

@@ -31,8 +31,8 @@ from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars, row_scalars
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import Normaliser, TokenLogProbs
+from jaxlogp.targets import LocalTargets, mask_cotangents
 
 # Bytes of the exponentials of one chunk of tokens and the sums of its dH. One chunk needs no fp32 weight gradient, and may
 # have its bytes too.
@@ -219,8 +219,8 @@ def values_and_gradients(
     # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
     alive = jnp.arange(chunks * size, dtype=jnp.int32) < rows.count
     packed = rows.pack(hidden.astype(jnp.bfloat16), 0)
-    poison = None if targets.poison is None else rows.pack(targets.poison, False)
-    local = LocalTargets(rows.pack(targets.column, -1), alive, poison, targets.width)
+    invalid = None if targets.invalid is None else rows.pack(targets.invalid, False)
+    local = LocalTargets(rows.pack(targets.column, -1), alive, invalid, targets.width)
     extra = jax.tree.map(lambda x: rows.pack(x, 0), per_token)
     bias_operand = None if bias is None else bias.astype(jnp.float32)
     estimate = None
@@ -249,7 +249,7 @@ def values_and_gradients(
             # After both products of the chunk before, whose exponentials would otherwise still be there.
             live = _after(live, addend[0, 0], d_hidden[0, 0])
         here = part(packed)
-        chunk = LocalTargets(part(local.column), part(alive), None if poison is None else part(poison), targets.width)
+        chunk = LocalTargets(part(local.column), part(alive), None if invalid is None else part(invalid), targets.width)
         partials, exp = forward_statistics(
             here,
             weight,
@@ -265,7 +265,7 @@ def values_and_gradients(
             estimate=None if estimate is None else part(estimate),
         )
         sums = sum_tiles(partials, jnp.max(partials[:, 0], axis=0), chunk.column, options.with_entropy)
-        values, normaliser = finish_sums(sums, chunk.mask, options.vocab_size, chunk.poison)
+        values, normaliser = finish_sums(sums, chunk.mask, options.vocab_size, chunk.invalid)
         g_log_probs, g_entropy = mask_cotangents(cotangents(values, jax.tree.map(part, extra)), chunk)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.column, options)
         target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max

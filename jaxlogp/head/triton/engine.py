@@ -41,8 +41,8 @@ from jaxlogp.head.triton.availability import (
 from jaxlogp.head.triton.gradients import head_gradients
 from jaxlogp.head.triton.launch import TileFunctions
 from jaxlogp.head.triton.tiles import STATISTICS_BYTES, TABLE, HeadTiles
-from jaxlogp.logits import LocalTargets, mask_cotangents
 from jaxlogp.stats import TokenLogProbs
+from jaxlogp.targets import LocalTargets, mask_cotangents
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 

@@ -16,7 +16,7 @@ from jaxlogp.head.projection import HeadOptions, dot
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.launch import TileFunctions
 from jaxlogp.head.triton.tiles import TileConfig, row_parts, window_columns
-from jaxlogp.logits import LocalTargets
+from jaxlogp.targets import LocalTargets
 
 
 def head_gradients(

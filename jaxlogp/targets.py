@@ -1,0 +1,67 @@
+"""Targets: checked ids of the whole vocabulary, and what one shard of it makes of them."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp.errors import require, require_integer, require_mask
+from jaxlogp.stats import TokenLogProbs
+from jaxlogp.vocab import LocalShard
+
+OUT_OF_VOCAB = ("error", "zero")
+
+
+class LocalTargets(NamedTuple):
+    """Targets as one shard sees them.
+
+    Attributes:
+      column: row of the local block that holds the target; -1 where another shard, or none, owns it.
+      mask: True where a token counts.
+      invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
+      width: number of local columns that are real ids.
+    """
+
+    column: Int[Array, "*tokens"]
+    mask: Bool[Array, "*tokens"]
+    invalid: Bool[Array, "*tokens"] | None
+    width: Int[Array, ""]
+
+
+def check_targets(
+    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None, tokens: tuple[int, ...], vocab_size: int
+) -> Bool[Array, "*tokens"]:
+    """Checks shape and dtype, and ids where they are concrete; returns the mask (all True when it is None).
+
+    Raises:
+      ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
+    """
+    require_integer(targets, "targets")
+    require(targets.shape == tokens, "targets", f"shape {tokens}", f"shape {targets.shape}")
+    require(math.prod(tokens) > 0, "targets", "at least one token", f"an empty batch of shape {tokens}")
+    if mask is None:
+        mask = jnp.ones(tokens, bool)
+    require_mask(mask, tokens)
+    return mask
+
+
+def localise(
+    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
+) -> LocalTargets:
+    """Translates global target ids into columns of the local shard."""
+    targets = targets.astype(jnp.int32)
+    column = targets - shard.start
+    owned = mask & (column >= 0) & (column < shard.width) & (targets >= 0) & (targets < shard.vocab_size)
+    invalid = mask & ((targets < 0) | (targets >= shard.vocab_size)) if out_of_vocab == "error" else None
+    return LocalTargets(jnp.where(owned, column, -1), mask, invalid, jnp.asarray(shard.width, jnp.int32))
+
+
+def mask_cotangents(
+    g: TokenLogProbs, targets: LocalTargets
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"] | None]:
+    """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is an error."""
+    g_log_probs = jnp.where(targets.mask, g.log_probs, 0.0)
+    if targets.invalid is not None:
+        g_log_probs = jnp.where(targets.invalid, jnp.nan, g_log_probs)
+    return g_log_probs, None if g.entropy is None else jnp.where(targets.mask, g.entropy, 0.0)
