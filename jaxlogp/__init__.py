@@ -1,5 +1,6 @@
 """jaxlogp: log-probs, entropies and policy losses for reinforcement-learning post-training on JAX."""
 
+from jaxlogp import losses as losses
 from jaxlogp.embedding import embedding_lookup as embedding_lookup
 from jaxlogp.embedding import sharded_embedding_lookup as sharded_embedding_lookup
 from jaxlogp.head.api import head_logits as head_logits
@@ -25,10 +26,13 @@ from jaxlogp.invariance.drift import drift_report as drift_report
 from jaxlogp.invariance.order import ReductionOrder as ReductionOrder
 from jaxlogp.invariance.order import fixed_order_sum as fixed_order_sum
 from jaxlogp.logits import log_probs_from_logits as log_probs_from_logits
-from jaxlogp.losses.policy import kl_k3 as kl_k3
-from jaxlogp.losses.policy import log_ratio as log_ratio
-from jaxlogp.losses.policy import policy_loss as policy_loss
-from jaxlogp.losses.policy import ratio as ratio
+from jaxlogp.losses.loss import PolicyLoss as PolicyLoss
+from jaxlogp.losses.loss import policy_loss as policy_loss
+from jaxlogp.losses.ratios import kl_k1 as kl_k1
+from jaxlogp.losses.ratios import kl_k2 as kl_k2
+from jaxlogp.losses.ratios import kl_k3 as kl_k3
+from jaxlogp.losses.ratios import log_ratio as log_ratio
+from jaxlogp.losses.ratios import ratio as ratio
 from jaxlogp.policy.accumulate import CollectedStep as CollectedStep
 from jaxlogp.policy.accumulate import DocumentSchedule as DocumentSchedule
 from jaxlogp.policy.accumulate import FinishedStep as FinishedStep
@@ -39,11 +43,8 @@ from jaxlogp.policy.advantages import group_advantages as group_advantages
 from jaxlogp.policy.advantages import leave_one_out_advantages as leave_one_out_advantages
 from jaxlogp.policy.documents import Document as Document
 from jaxlogp.policy.documents import MicroBatch as MicroBatch
-from jaxlogp.policy.documents import clamp_document_ids as clamp_document_ids
-from jaxlogp.policy.documents import labels_per_document as labels_per_document
 from jaxlogp.policy.documents import next_token_targets as next_token_targets
 from jaxlogp.policy.documents import pack_documents as pack_documents
-from jaxlogp.policy.metrics import METRICS as METRICS
 from jaxlogp.policy.metrics import PolicyMetricTerms as PolicyMetricTerms
 from jaxlogp.policy.metrics import policy_metric_terms as policy_metric_terms
 from jaxlogp.policy.metrics import policy_metrics as policy_metrics

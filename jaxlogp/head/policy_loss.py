@@ -28,7 +28,9 @@ from jaxlogp.head.hopper import one_pass as hopper_loss_aware
 from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.registry import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
 from jaxlogp.head.row_scalars import row_scalars
-from jaxlogp.losses.policy import check_arrays, check_finite, policy_loss
+from jaxlogp.losses.inputs import check_arrays, check_finite
+from jaxlogp.losses.loss import PolicyLoss, policy_loss
+from jaxlogp.losses.presets import grpo, gspo
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
 from jaxlogp.targets import LocalTargets, check_targets, localise, mask_cotangents
@@ -232,13 +234,15 @@ class _Loss:
         return policy_loss(
             log_probs,
             *per_token[:3],
-            kind=self.kind,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon_high,
+            loss=self._object(),
             document_ids=per_token.document_ids,
             num_documents=given,
-            document_weighting=self.document_weighting,
         )
+
+    def _object(self) -> PolicyLoss:
+        require(self.kind in ("grpo", "gspo"), "kind", "'grpo' or 'gspo'", repr(self.kind))
+        bounds = {"epsilon": self.epsilon, "epsilon_high": self.epsilon_high}
+        return grpo(**bounds) if self.kind == "grpo" else gspo(weighting=self.document_weighting, **bounds)
 
     def cotangents(self, values: TokenLogProbs, chunk: _PerToken) -> TokenLogProbs:
         """Gradient of the step's loss with respect to the values of a chunk."""
