@@ -55,7 +55,7 @@ def _valid(weight: Array, targets: LocalTargets) -> Array:
 def _forward(hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions):
     logits = materialised_logits(hidden, weight, bias, options)
     local = tile_stats(logits, targets.column, _valid(weight, targets), options.with_entropy)
-    stats = all_reduce(local, options.axis_name)
+    stats = all_reduce(local, options.axis_name, targets.codes)
     result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.invalid)
     return result, (hidden, weight, bias, logits, targets, normaliser)
 

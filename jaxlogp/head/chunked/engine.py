@@ -177,7 +177,7 @@ def _statistics(
     )
     empty = jax.tree.map(lambda x: vary_over(x, axes), empty)
     local, peaks = lax.fori_loop(0, blocks.num_tiles, tile_step, empty)
-    stats = all_reduce(jax.tree.map(blocks.unchunk, local), options.axis_name)
+    stats = all_reduce(jax.tree.map(blocks.unchunk, local), options.axis_name, targets.codes)
     result, normaliser = finish(stats, targets.mask, options.vocab_size, targets.invalid)
     return result, normaliser, peaks
 

@@ -56,6 +56,7 @@ def values_and_gradients(
     rows = live_rows(targets.mask if row_length is None else jnp.ones_like(targets.mask), chunks * size)
     alive = rows.pack(targets.mask, False)
     invalid = None if targets.invalid is None else rows.pack(targets.invalid, False)
+    codes = None if targets.codes is None else rows.pack(targets.codes, 0)
     column, extra = rows.pack(targets.column, -1), jax.tree.map(lambda x: rows.pack(x, 0), per_token)
     packed, operand = rows.pack(hidden.astype(dtype), 0), weight.astype(dtype)
     valid = jnp.arange(vocab, dtype=jnp.int32) < targets.width
@@ -70,7 +71,8 @@ def values_and_gradients(
         here = part(packed)
         chunk = LocalTargets(part(column), part(alive), None if invalid is None else part(invalid), targets.width)
         logits = finish_logits(dot(here, operand, contract=(1, 1)), bias, options)
-        stats = all_reduce(tile_stats(logits, chunk.column, valid, options.with_entropy), options.axis_name)
+        local = tile_stats(logits, chunk.column, valid, options.with_entropy)
+        stats = all_reduce(local, options.axis_name, None if codes is None else part(codes))
         new, normaliser = finish(stats, chunk.mask, options.vocab_size, chunk.invalid)
         g_log_probs, g_entropy = mask_cotangents(cotangents(new, jax.tree.map(part, extra)), chunk)
         gradient = logit_gradient(logits, chunk.column, valid, normaliser, g_log_probs, g_entropy)

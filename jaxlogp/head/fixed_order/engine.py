@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._compat import union_of_varying_axes, vary_over, varying_axes
+from jaxlogp.agreement import counters, same_ids
 from jaxlogp.errors import require
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
 from jaxlogp.head.fixed_order.stats import (
@@ -39,6 +40,8 @@ from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import LocalTargets, mask_cotangents
 from jaxlogp.vocab import VocabShards
+
+_WORD_BITS = 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,7 @@ class FixedOrderEngine:
 
         Raises:
           ValueError: the vocabulary is not cut on this order's granules, or the operands' dtype is not the order's; when
-            differentiated, hidden states that vary over the vocabulary axis.
+            differentiated, hidden states or a mask that vary over the vocabulary axis by their type.
         """
         dtype = options.operand_dtype(weight)
         require(self.order.dtype in (None, dtype.name), "weight", f"operands of the order's {self.order.dtype}", dtype)
@@ -113,8 +116,10 @@ def _node_size(granules: int) -> int:
     return granules & -granules
 
 
-def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tuple[ScaledStats, Array, Array]:
-    """The same over all shards. Bits travel, by integer all-reduces, and then meet in the tree."""
+def _all_statistics(
+    plan: Plan, local: tuple[ScaledStats, Array, Array], codes: Array | None
+) -> tuple[ScaledStats, Array, Array]:
+    """The same over all shards; owners is -1 where their targets differ. Bits travel, and then meet in the tree."""
     stats, target, owned = local
     size = _node_size(plan.granules)
     grouped = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0), stats)
@@ -123,8 +128,13 @@ def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tupl
     if axis_name is not None:
         nodes = jax.tree.map(lambda x: gather_bits(x, axis_name).reshape(-1, *x.shape[1:]), nodes)
         # At most one rank owns a target; the others hold zero bits.
-        bits = lax.psum(jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned]), axis_name)
+        rows = [jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned])]
+        if codes is not None:
+            rows.append(counters(plan.blocks(codes, 0), axis_name, _WORD_BITS))
+        bits = lax.psum(jnp.concatenate(rows), axis_name)
         target, owned = lax.bitcast_convert_type(bits[0], jnp.float32), bits[1]
+        if codes is not None:
+            owned = jnp.where(same_ids(bits[2:], axis_name, _WORD_BITS), owned, -1)
     return fold_tree(nodes, combine_scaled), target, owned
 
 
@@ -139,8 +149,11 @@ def _finish(
     def block(operands):
         (stats, target, owned), mask, invalid = operands
         normaliser = scaled_normaliser(stats)
+        counted = (owned == 0) | (owned == 1)
+        normaliser = normaliser._replace(log_sum_exp=jnp.where(counted, normaliser.log_sum_exp, jnp.nan))
+        mask = mask | ~counted
         uncovered = jnp.zeros_like(target) if invalid is None else jnp.where(invalid, jnp.nan, 0.0)
-        log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
+        log_probs = jnp.where(owned == 0, uncovered, selected_log_prob(target, normaliser))
         log_probs = jnp.where(mask, log_probs, 0.0)
         if not options.with_entropy:
             return TokenLogProbs(log_probs, None), normaliser
@@ -171,7 +184,7 @@ def evaluate(
     local = _local_statistics(
         Operands(plan, hidden, weight, bias, targets), _axes(hidden, weight, bias, targets, options)
     )
-    return _finish(plan, _all_statistics(plan, local), targets)
+    return _finish(plan, _all_statistics(plan, local, targets.codes), targets)
 
 
 def _forward(
@@ -179,8 +192,9 @@ def _forward(
 ):
     if options.axis_name is not None:
         seen = f"a type that varies over {options.axis_name!r}: its gradient would be summed by a float all-reduce"
-        same = options.axis_name not in varying_axes(hidden)
-        require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
+        for argument, x in (("hidden", hidden), ("mask", targets.mask)):
+            same = options.axis_name not in varying_axes(x)
+            require(same, argument, "an array that is the same on all vocabulary shards by its type", seen)
     result, normaliser = evaluate(hidden, weight, bias, targets, options, order)
     return result, (hidden, weight, bias, targets, normaliser)
 
