@@ -5,16 +5,23 @@ from jaxlogp.embedding import embedding_lookup as embedding_lookup
 from jaxlogp.embedding import sharded_embedding_lookup as sharded_embedding_lookup
 from jaxlogp.head.api import head_logits as head_logits
 from jaxlogp.head.api import linear_log_probs as linear_log_probs
-from jaxlogp.head.api import sharded_linear_log_probs as sharded_linear_log_probs
 from jaxlogp.head.api import skipped_tiles as skipped_tiles
+from jaxlogp.head.call import HeadCall as HeadCall
+from jaxlogp.head.call import HeadGradients as HeadGradients
 from jaxlogp.head.chunked.engine import ChunkedEngine as ChunkedEngine
+from jaxlogp.head.engine import Engine as Engine
 from jaxlogp.head.fixed_order.engine import FixedOrderEngine as FixedOrderEngine
 from jaxlogp.head.gradient_filter import GradientFilter as GradientFilter
-from jaxlogp.head.policy_loss import PolicyGradients as PolicyGradients
-from jaxlogp.head.policy_loss import linear_policy_gradients as linear_policy_gradients
+from jaxlogp.head.hopper.engine import HopperEngine as HopperEngine
+from jaxlogp.head.policy_loss import linear_policy_loss as linear_policy_loss
+from jaxlogp.head.projection import HeadSpec as HeadSpec
 from jaxlogp.head.reference import ReferenceEngine as ReferenceEngine
 from jaxlogp.head.registry import HeadRun as HeadRun
 from jaxlogp.head.registry import record_head_runs as record_head_runs
+from jaxlogp.head.registry import register_engine as register_engine
+from jaxlogp.head.registry import why_not as why_not
+from jaxlogp.head.sharded import sharded_linear_log_probs as sharded_linear_log_probs
+from jaxlogp.head.triton.engine import TritonEngine as TritonEngine
 from jaxlogp.head.vocab_order import VocabOrder as VocabOrder
 from jaxlogp.head.vocab_order import vocab_order_by_count as vocab_order_by_count
 from jaxlogp.head.vocab_order import vocab_order_by_mean_logit as vocab_order_by_mean_logit
@@ -53,6 +60,7 @@ from jaxlogp.reduce import masked_mean as masked_mean
 from jaxlogp.reduce import masked_min as masked_min
 from jaxlogp.reduce import masked_sum as masked_sum
 from jaxlogp.reduce import weighted_sum as weighted_sum
+from jaxlogp.replicas import nan_unless_equal as nan_unless_equal
 from jaxlogp.stats import TokenLogProbs as TokenLogProbs
 from jaxlogp.vocab import VocabShards as VocabShards
 

@@ -94,6 +94,7 @@ def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:
 def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     """Refuses ``x``, of which each rank of the axis shall hold its own block, if its type says that all hold the same.
 
+    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
     Nothing can be said, and nothing is refused, under ``shard_map(check_vma=False)`` and over an axis of one rank.
 
     Raises:
@@ -101,11 +102,8 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     """
     if axis_name is None or lax.axis_size(axis_name) == 1 or not tracks_varying_axes(axis_name):
         return
-    expected = (
-        f"this rank's block of the vocabulary, which varies over axis {axis_name!r} of {lax.axis_size(axis_name)}"
-    )
-    seen = f"an array that is the same on all its ranks (in_specs without {axis_name!r}?)"
-    require(axis_name in varying_axes(x), argument, expected, seen)
+    expected = f"the local block of each rank of axis {axis_name!r}"
+    require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
 
 
 def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisNames | None) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxlogp import (
     ReductionOrder,
     embedding_lookup,
     linear_log_probs,
+    linear_policy_loss,
     log_probs_from_logits,
 )
 from jaxlogp.agreement import counters, id_codes, same_ids
@@ -38,17 +39,23 @@ def from_logits(hidden, weight, targets, mask):
 
 def from_head(engine):
     def run(hidden, weight, targets, mask):
-        return linear_log_probs(
-            hidden, weight, targets, mask=mask, with_entropy=True, axis_name="tensor", engine=engine
-        )
+        options = {"with_entropy": True, "axis_name": "tensor", "engine": engine}
+        return linear_log_probs(hidden, weight, targets, mask=mask, **options)
 
     return run
+
+
+def from_one_pass(hidden, weight, targets, mask):
+    old, advantages = jnp.zeros(TOKENS), jnp.ones(TOKENS)
+    options = {"with_entropy": True, "axis_name": "tensor", "engine": ChunkedEngine(token_chunk=5)}
+    return linear_policy_loss(hidden, weight, targets, old, advantages, mask, **options)
 
 
 PATHS = {
     "logits": from_logits,
     "chunked": from_head(ChunkedEngine(token_chunk=5, vocab_tile=20)),
     "reference": from_head("reference"),
+    "one pass": from_one_pass,
     "fixed_order": from_head(FixedOrderEngine(ReductionOrder(granules=8))),
 }
 
@@ -76,6 +83,8 @@ def run_apart(path, targets, masks, gathered=False):
 
         def total(hidden):
             result = PATHS[path](hidden, weight, targets, mask)
+            if path == "one pass":
+                return result[0].sum, result[1]
             return jnp.sum(result.log_probs) + jnp.sum(result.entropy), result
 
         if path == "fixed_order":
@@ -252,7 +261,7 @@ REPLICATED = {
 @pytest.mark.parametrize("name", REPLICATED)
 def test_a_block_that_does_not_vary_over_the_axis_is_refused(name):
     function, argument = REPLICATED[name]
-    with pytest.raises(ValueError, match=f"^{argument}: expected this rank's block .*'tensor' of 2, got "):
+    with pytest.raises(ValueError, match=f"^{argument}: expected the local block of each rank of axis 'tensor', got "):
         on_a_replicated_block(function)
     # One rank holds all of it; and without replication types nothing is known.
     on_a_replicated_block(function, mesh_size=1)

@@ -20,7 +20,12 @@ from jaxlogp.errors import require
 
 PADDING_SEGMENT = -1
 _INT32_MAX = int(np.iinfo(np.int32).max)
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+# By dtype: what its bits are read as, and the largest token id.
+_LARGEST_ID = {
+    np.dtype(f"{kind}{size}"): (np.dtype(f"u{size}"), min(int(np.iinfo(f"{kind}{size}").max), _INT32_MAX))
+    for kind in "iu"
+    for size in (1, 2, 4, 8)
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +59,12 @@ class Document:
         object.__setattr__(self, "old_log_probs", old)
         if tokens.ndim != 1 or not tokens.size:
             require(False, "tokens", "shape [length] with length > 0", tokens.shape)
-        if tokens.dtype.kind not in "iu":
+        if tokens.dtype not in _LARGEST_ID:
             require(False, "tokens", "an integer dtype", tokens.dtype)
+        unsigned, largest = _LARGEST_ID[tokens.dtype]
         # Read as unsigned, a negative id is larger than any other.
-        if np.maximum.reduce(tokens.view(_UNSIGNED[tokens.dtype.itemsize])) > _INT32_MAX:
-            require(False, "tokens", f"ids in [0, {_INT32_MAX}]", (tokens.min(), tokens.max()))
+        if np.maximum.reduce(tokens.view(unsigned)) > largest:
+            require(False, "tokens", f"ids in [0, {largest}]", (tokens.min(), tokens.max()))
         if not 0 <= self.prompt_length <= tokens.size:
             require(False, "prompt_length", f"a number in [0, {tokens.size}]", self.prompt_length)
         if old.shape != (completion := (tokens.size - self.prompt_length,)):
