@@ -386,4 +386,5 @@ def _statistics(
 
 
 def _quotient(total: Float[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
-    return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(total.dtype), 0.0)
+    # Nothing counted is a total of 0, or of NaN: labels of no document. The latter shall be seen.
+    return total / jnp.maximum(count, 1).astype(total.dtype)
