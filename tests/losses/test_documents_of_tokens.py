@@ -106,7 +106,7 @@ def test_labels_of_documents_are_counted_exactly():
     ids = np.array([[0, 0, 2], [2, 2, 9]])
     layout = document_layout(mask, ids, 4, None)
     assert layout.labels.tolist() == [1, 0, 3, 0] and layout.labels.dtype == jnp.int32
-    assert layout.label_weights(mask.reshape(-1), jnp.float32).tolist() == [1.0, 0.0] + [
+    assert layout.label_weights(mask.reshape(-1), jnp.dtype(jnp.float32)).tolist() == [1.0, 0.0] + [
         float(np.float32(1 / 3))
     ] * 3 + [0.0]
     assert layout.mean_of(jnp.float32([5, 0, 1, 2, 6, 0])).tolist() == [5.0, 0.0, 3.0, 0.0]
