@@ -137,8 +137,7 @@ def _check_document_values(
         return
     labels, ids = np.asarray(mask), np.asarray(document_ids)
     require(total > 0 or not labels.any(), "num_documents", "at least 1 where there are labels", total)
-    # Compared as Python integers would be: a narrow dtype must not wrap the number of documents.
-    bad = labels & ((ids < 0) | (ids.astype(np.uint64) >= np.uint64(total)))
+    bad = labels & ((ids < 0) | (ids >= total))
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         require(False, "document_ids", f"ids in [0, {total}) at every label", f"{ids[first]} at position {first}")
