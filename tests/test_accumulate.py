@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp.losses import grpo, gspo, policy_loss
-from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, Progress, StepSums
+from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, StepSums
 from jaxlogp.policy.documents import Document, pack_documents
 from jaxlogp.policy.metrics import policy_metric_terms, reward_terms
 from jaxlogp.reduce import WeightedSum
@@ -371,15 +371,6 @@ def test_a_stream_that_raises_ends_the_step_on_every_process():
     other, broken_one = Processes(2).run(one_process)
     assert isinstance(broken_one, OSError) and "disk gone" in str(broken_one)
     assert isinstance(other, RuntimeError) and "1 other process" in str(other)
-
-
-def test_progress_counts_in_exact_python_ints():
-    step = CollectedStep(
-        micro_batches=((PADDING,), (PADDING,)), num_documents=3, data_wait_seconds=0.5, exhausted=False
-    )
-    progress = Progress(documents_seen=2**62).after(step).after(step)
-    assert progress == Progress(steps=2, documents_seen=2**62 + 6, micro_batches=4, data_wait_seconds=1.0)
-    assert progress.after(CollectedStep((), 0, 0.1, True)) == progress
 
 
 BAD = {

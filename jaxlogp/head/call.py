@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp._compat import AxisName, tracks_varying_axes, union_of_varying_axes, vary_over, varying_axes
+from jaxlogp._compat import (
+    AxisName,
+    require_varying,
+    tracks_varying_axes,
+    union_of_varying_axes,
+    vary_over,
+    varying_axes,
+)
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
 from jaxlogp.head.projection import HeadSpec, dot
 from jaxlogp.stats import TokenLogProbs
@@ -97,10 +104,26 @@ class HeadCall:
         return self.spec.operand_dtype(self.weight)
 
     @property
+    def packing_mask(self) -> Bool[Array, " tokens"]:
+        """The mask by which tokens may be packed and chunks left out: none, where that of other shards may differ.
+
+        All shards must meet the same tokens in the same chunk, for the comparison of their targets and because they wait
+        for one another in its collectives.
+        """
+        mask = self.targets.mask
+        return jnp.ones_like(mask) if self.axis_name in varying_axes(mask) else mask
+
+    @property
     def axes(self) -> frozenset:
         """Mesh axes of the surrounding ``shard_map`` over which the call varies, that of the vocabulary included."""
         named = frozenset() if self.axis_name is None else {self.axis_name}
         return union_of_varying_axes(self.hidden, self.weight, self.bias, *self.targets) | named
+
+    @property
+    def value_axes(self) -> frozenset:
+        """Mesh axes over which the values vary: that of the vocabulary only where targets or mask do by their type."""
+        named = {self.axis_name} - union_of_varying_axes(self.targets.mask, self.targets.invalid)
+        return self.axes - named
 
     @property
     def hidden_gradient_dtype(self) -> jnp.dtype:
@@ -162,18 +185,16 @@ def head_call(
     require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
     columns = weight.shape[WEIGHT_LAYOUTS.index(weight_layout)]
     shard = local_shard(columns, axis_name, vocab, "weight")
-    num_shards = 1 if axis_name is None else lax.axis_size(axis_name)
-    if num_shards > 1:
-        require_sharded(weight, axis_name, "weight")
+    require_varying(weight, axis_name, "weight")
     all_live = mask is None
     mask = check_targets(targets, mask, hidden.shape[:-1], shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    hidden, weight, targets, mask = (jnp.asarray(x) for x in (hidden, weight, targets, mask))
+    hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, mask))
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)
-    layout = (shard.vocab_size, vocab, axis_name, num_shards, with_entropy, all_live, weight_layout)
+    layout = (shard.vocab_size, vocab, axis_name, shard.num_shards, with_entropy, all_live, weight_layout)
     return HeadCall(flat, weight, bias, local, spec, *layout)
 
 
@@ -190,16 +211,6 @@ def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh
     if bias is not None:
         require_floating(bias, "bias")
         require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
-
-
-def require_sharded(x: Array, axis_name: AxisName, argument: str) -> None:
-    """Raises ``ValueError`` if the type of ``x`` says that it is the same on all ranks of ``axis_name``.
-
-    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
-    """
-    if tracks_varying_axes(axis_name):
-        expected = f"the local block of each rank of axis {axis_name!r}"
-        require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
 
 
 def require_checked_axes(axis_name: AxisName | None) -> None:

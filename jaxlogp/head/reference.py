@@ -29,7 +29,7 @@ class ReferenceEngine(Engine):
         """Log-probs, entropy and lse from stored logits."""
         logits = materialised_logits(call.hidden, call.weight, call.bias, call.spec, call.weight_layout)
         local = tile_stats(logits, call.targets.column, _valid(call), call.with_entropy)
-        stats, targets = all_reduce(local, call.axis_name), call.targets
+        stats, targets = all_reduce(local, call.axis_name, call.targets.codes), call.targets
         values, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         return values, _Kept(logits, normaliser)
 

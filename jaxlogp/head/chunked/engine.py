@@ -74,7 +74,7 @@ class ChunkedEngine(Engine):
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Statistics of one block after the other."""
         local, peaks = _local_statistics(call, self)
-        stats, targets = all_reduce(local, call.axis_name), call.targets
+        stats, targets = all_reduce(local, call.axis_name, call.targets.codes), call.targets
         values, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         return values, _Kept(normaliser, peaks)
 

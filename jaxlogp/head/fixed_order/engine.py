@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxlogp._compat import vary_over, varying_axes
+from jaxlogp.agreement import counters, same_ids
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
@@ -42,6 +43,8 @@ from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards
+
+_WORD_BITS = 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +83,19 @@ class FixedOrderEngine(Engine):
         """Values per token, and in blocks what the backward needs of every row of logits."""
         plan = Plan.of(self.order, call)
         local = _local_statistics(Operands(plan, call), call)
-        return _finish(plan, _all_statistics(plan, local), call)
+        return _finish(plan, _all_statistics(plan, local, call.targets.codes), call)
 
     def backward(self, call: HeadCall, kept: ScaledNormaliser, g: TokenLogProbs) -> HeadGradients:
         """Gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
-          ValueError: hidden states typed as varying over the vocabulary axis: a float psum would sum their gradient.
+          ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the gradient.
         """
         if call.num_shards > 1:
             seen = f"a type that varies over {call.axis_name!r}: its gradient would be summed by a float all-reduce"
-            same = call.axis_name not in varying_axes(call.hidden)
-            require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
+            for argument, x in (("hidden", call.hidden), ("mask", call.targets.mask)):
+                same = call.axis_name not in varying_axes(x)
+                require(same, argument, "an array that is the same on all vocabulary shards by its type", seen)
         plan, axes = Plan.of(self.order, call), call.axes
         per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g.log_probs, g.entropy))
         weight_axes, bias_axes = _missing(call.weight, axes), _missing(call.bias, axes)
@@ -141,8 +145,10 @@ def _node_size(granules: int) -> int:
     return granules & -granules
 
 
-def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tuple[ScaledStats, Array, Array]:
-    """The same over all shards. Bits travel, by integer all-reduces, and then meet in the tree."""
+def _all_statistics(
+    plan: Plan, local: tuple[ScaledStats, Array, Array], codes: Array | None
+) -> tuple[ScaledStats, Array, Array]:
+    """The same over all shards; owners is -1 where their targets differ. Bits travel, and then meet in the tree."""
     stats, target, owned = local
     size = _node_size(plan.granules)
     grouped = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0), stats)
@@ -151,8 +157,13 @@ def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tupl
     if axis_name is not None:
         nodes = jax.tree.map(lambda x: gather_bits(x, axis_name).reshape(-1, *x.shape[1:]), nodes)
         # At most one rank owns a target; the others hold zero bits.
-        bits = lax.psum(jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned]), axis_name)
+        rows = [jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned])]
+        if codes is not None:
+            rows.append(counters(plan.blocks(codes, 0), axis_name, _WORD_BITS))
+        bits = lax.psum(jnp.concatenate(rows), axis_name)
         target, owned = lax.bitcast_convert_type(bits[0], jnp.float32), bits[1]
+        if codes is not None:
+            owned = jnp.where(same_ids(bits[2:], axis_name, _WORD_BITS), owned, -1)
     return fold_tree(nodes, combine_scaled), target, owned
 
 
@@ -167,8 +178,11 @@ def _finish(
     def block(operands):
         (stats, target, owned), mask, invalid = operands
         normaliser = scaled_normaliser(stats)
+        counted = (owned == 0) | (owned == 1)
+        normaliser = normaliser._replace(log_sum_exp=jnp.where(counted, normaliser.log_sum_exp, jnp.nan))
+        mask = mask | ~counted
         uncovered = jnp.zeros_like(target) if invalid is None else jnp.where(invalid, jnp.nan, 0.0)
-        log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
+        log_probs = jnp.where(owned == 0, uncovered, selected_log_prob(target, normaliser))
         log_probs = jnp.where(mask, log_probs, 0.0)
         lse = jnp.where(mask, scaled_lse(normaliser), 0.0)
         if not call.with_entropy:

@@ -197,7 +197,8 @@ class _OnePass:
         # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
         alive = jnp.arange(filled, dtype=jnp.int32) < rows.count
         invalid = None if given.invalid is None else rows.pack(given.invalid, False)
-        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid)
+        codes = None if given.codes is None else rows.pack(given.codes, 0)
+        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid, codes=codes)
         self.hidden = rows.pack(call.hidden.astype(jnp.bfloat16), 0)
         self.tokens = jax.tree.map(lambda x: rows.pack(x, 0), tokens)
         self.bias = None if call.bias is None else call.bias.astype(jnp.float32)
@@ -231,7 +232,7 @@ class _OnePass:
 
         self.d_hidden = zeros((filled, hidden_size), call.hidden_gradient_dtype)
         # The all-reduces make values the same on all vocabulary shards.
-        self.results = zeros((3, filled), axes=call.axes - {call.axis_name})
+        self.results = zeros((3, filled), axes=call.value_axes)
         self.d_bias = zeros((self.columns,))
         d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
         # Python numbers: outside of jit a reference takes no other as the begin of a slice.
@@ -302,7 +303,8 @@ class _OnePass:
         maximum = jnp.max(partials[:, 0], axis=0)
         if call.axis_name is not None:
             maximum = lax.pmax(maximum, call.axis_name)
-        sums = sum_shards(sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy), call.axis_name)
+        sums = sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy)
+        sums = sum_shards(sums, call.axis_name, chunk.targets.codes)
         values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
         g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)
