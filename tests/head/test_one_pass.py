@@ -16,7 +16,8 @@ from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.head.policy_loss import linear_policy_gradients
 from jaxlogp.head.projection import HeadOptions
-from tests import hopper_case, oracle
+from tests import oracle
+from tests.head import cases
 
 GRADIENT_ERROR = 5e-3
 needs_interpreter = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
@@ -24,7 +25,7 @@ ALL_OPTIONS = {"temperature": 0.7, "logit_scale": 1.3}
 
 
 def problem(tokens=70, hidden_size=64, vocab=600, bias=False, dtype=jnp.bfloat16, seed=0):
-    data = hopper_case.case(tokens, hidden_size, vocab, bias=bias, seed=seed)
+    data = cases.case((tokens,), hidden_size, vocab, bias=jnp.float32 if bias else None, seed=seed)
     rng = np.random.default_rng(seed + 100)
     mask = jnp.asarray(rng.random(tokens) < 0.6).at[:2].set(True)
     hidden = data["hidden"].astype(dtype)

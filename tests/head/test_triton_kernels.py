@@ -20,7 +20,7 @@ from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.triton import TritonEngine, availability
 from jaxlogp.head.triton.launch import kernel_constants
 from jaxlogp.head.triton.tiles import TABLE
-from tests import triton_case
+from tests.head import triton_case
 
 ROOT = pathlib.Path(__file__).parent.parent
 

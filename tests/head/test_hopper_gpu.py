@@ -10,13 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, GradientFilter, linear_log_probs, linear_policy_gradients, policy_loss
+from jaxlogp import (
+    ChunkedEngine,
+    GradientFilter,
+    linear_log_probs,
+    linear_policy_gradients,
+    policy_loss,
+    skipped_tiles,
+)
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
 from jaxlogp.head.projection import HeadOptions
-from jaxlogp.targets import LocalTargets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +52,8 @@ def inputs(tokens, hidden_size, vocab, spread=2.0):
 
 
 def both(engine, options, hidden, weight, targets, mask, g, g_entropy):
-    local = LocalTargets(targets, mask, None, jnp.int32(weight.shape[0]))
-    out, pull = jax.vjp(lambda h, w: engine.log_probs(h, w, None, local, options), hidden, weight)
+    options = {"mask": mask, "with_entropy": g_entropy is not None, "engine": engine, **options}
+    out, pull = jax.vjp(lambda h, w: linear_log_probs(h, w, targets, **options), hidden, weight)
     return out, pull(type(out)(g, g_entropy))
 
 
@@ -82,8 +88,7 @@ def check_values_gradients_and_repeatability(engine, tokens, hidden_size, vocab)
     """Against float64 where four of five tokens have a label, and bit by bit against a second run."""
     hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
     mask = jnp.arange(tokens) % 5 != 1
-    options = HeadOptions(with_entropy=True, vocab_size=vocab)
-    run = jax.jit(lambda *args: both(engine, options, *args))
+    run = jax.jit(lambda *args: both(engine, {}, *args))
     rest = weight, targets, mask, g, g_entropy
     args = jnp.where(mask[:, None], hidden, jnp.nan), *rest
     out, (d_hidden, d_weight) = run(*args)
@@ -109,10 +114,9 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     tokens, vocab, threshold = 600, 129920, 0.05
     hidden, weight, targets, g, g_entropy = inputs(tokens, 1024, vocab, spread=4.0)
     mask = jnp.ones(tokens, bool)
-    options = HeadOptions(with_entropy=with_entropy, vocab_size=vocab)
     args = hidden, weight, targets, mask, g, g_entropy if with_entropy else None
     hopper, portable, off = (
-        jax.jit(functools.partial(both, engine, options))
+        jax.jit(functools.partial(both, engine, {}))
         for engine in (
             HopperEngine(gradient_filter=GradientFilter(threshold)),
             ChunkedEngine(128, 256, GradientFilter(threshold)),
@@ -122,9 +126,8 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     out, gradients = hopper(*args)
     _, again = hopper(*args)
     _, wanted = portable(*args)
-    counted = HopperEngine(gradient_filter=GradientFilter(threshold)).skipped_tiles(
-        hidden, weight, None, LocalTargets(targets, mask, None, jnp.int32(vocab)), options
-    )
+    filtered = HopperEngine(gradient_filter=GradientFilter(threshold))
+    counted = skipped_tiles(hidden, weight, targets, mask=mask, engine=filtered)
     assert 0.1 < float(counted.mean()) < 0.99
     for actual, same, portable_gradient in zip(gradients, again, wanted, strict=True):
         assert relative(actual, portable_gradient) < GRADIENT_ERROR
@@ -133,7 +136,7 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     touched = [np.asarray(jnp.any(x[1] != 0, axis=1)) for x in (gradients, wanted)]
     assert (touched[0] != touched[1]).sum() <= 2 * 256
     # With the same tiles: the table's sum the hidden gradient in two parts.
-    unfiltered = jax.jit(functools.partial(both, HopperEngine(tiles=FILTERED), options))
+    unfiltered = jax.jit(functools.partial(both, HopperEngine(tiles=FILTERED), {}))
     exact_out, exact = unfiltered(*args)
     assert bool((out.log_probs == exact_out.log_probs).all())
     for actual, value in zip(off(*args)[1], exact, strict=True):
@@ -165,23 +168,18 @@ def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(ex
     # 512 tiles and a tail; the whole batch takes several blocks of statistics, the part of it one.
     tokens, vocab = 12500, 131072 + 8
     hidden, weight, targets, g, g_entropy = inputs(tokens, 512, vocab)
-    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
+    options = {"with_entropy": True, "engine": HopperEngine(), **extra}
 
     @jax.jit
     def forward(hidden, weight, targets, mask):
-        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
-        return HopperEngine().log_probs(hidden, weight, None, local, options)
+        return linear_log_probs(hidden, weight, targets, mask=mask, **options)
 
     mask = jnp.ones(tokens, bool)
     whole = forward(hidden, weight, targets, mask)
-    _, (d_hidden, _) = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
-        hidden, weight, targets, mask, g, g_entropy
-    )
-    with_backward, _ = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
-        hidden, weight, targets, mask, g, g_entropy
-    )
+    _, (d_hidden, _) = jax.jit(lambda *x: both(HopperEngine(), extra, *x))(hidden, weight, targets, mask, g, g_entropy)
+    with_backward, _ = jax.jit(lambda *x: both(HopperEngine(), extra, *x))(hidden, weight, targets, mask, g, g_entropy)
     part = slice(2001, 4501)
-    partly = jax.jit(lambda *x: both(HopperEngine(), options, *x))
+    partly = jax.jit(lambda *x: both(HopperEngine(), extra, *x))
     some, (d_some, _) = partly(
         *(x[part] if x is not weight else x for x in (hidden, weight, targets, mask, g, g_entropy))
     )
@@ -189,12 +187,9 @@ def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(ex
     masked = forward(hidden, weight, targets, third)
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=auto, devices=jax.devices()[:1])
-    sharded_options = HeadOptions(with_entropy=True, vocab_size=vocab, axis_name="tensor", **extra)
 
     def local_forward(hidden, weight, targets, mask):
-        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
-        hidden = jax.lax.pcast(hidden, "tensor", to="varying")
-        return HopperEngine().log_probs(hidden, weight, None, local, sharded_options)
+        return linear_log_probs(hidden, weight, targets, mask=mask, axis_name="tensor", **options)
 
     p = jax.P
     sharded = jax.shard_map(local_forward, mesh=mesh, in_specs=(p(), p("tensor"), p(), p()), out_specs=p())

@@ -1,4 +1,4 @@
-"""The hopper engine with the vocabulary over several GPUs: `pytest -m gpu tests/test_hopper_tensor_parallel_gpu.py`.
+"""The hopper engine with the vocabulary over several GPUs: `pytest -m gpu tests/head/test_hopper_tensor_parallel_gpu.py`.
 
 Everything here is skipped where there are fewer than two Hopper GPUs. JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py
 hides them.
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs, linear_policy_gradients
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import why_not_available
-from tests.test_hopper_gpu import float64, inputs, relative
+from tests.head.test_hopper_gpu import float64, inputs, relative
 
 
 def why_not():

@@ -13,21 +13,19 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper import engine as hopper_engine
-from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
-from jaxlogp.head.projection import HeadOptions
-from tests import hopper_case
+from jaxlogp.head.hopper._pallas_compat import why_not_available
+from tests.head import cases
 
 pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
 
 TOKENS, HIDDEN, VOCAB = 20, 64, 528
 SHARDS = {1: ((0, 528),), 2: ((0, 256), (256, 528)), 3: ((0, 256), (256, 512), (512, 528))}
-VALUE_ERROR, GRADIENT_ERROR = 1e-5, 5e-3
 MASK = jnp.arange(TOKENS) % 3 != 0
 
 
 @functools.cache
 def data():
-    return hopper_case.case(TOKENS, HIDDEN, VOCAB, seed=3)
+    return cases.case((TOKENS,), HIDDEN, VOCAB, seed=3)
 
 
 def program(shards, engine, masked=False):
@@ -49,30 +47,22 @@ def program(shards, engine, masked=False):
 def interpreted(size, masked=False):
     """The same through the interpreter, as NumPy arrays, with the weight's gradient in the vocabulary's order."""
     shards = VocabShards.from_ranges(SHARDS[size], VOCAB)
-    engine = HopperEngine(interpret=interpreter(), num_sms=2, chunk=256)
     operands = (
         data()["hidden"],
         shards.shard_rows(data()["weight"]),
         *(data()[x] for x in ("targets", "g_lp", "g_entropy")),
         *([MASK] if masked else []),
     )
-    with hopper_case.several_interpreted_devices():
-        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, engine, masked)(*operands))
+    with cases.interpreted_together():
+        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, cases.hopper(), masked)(*operands))
     arrays = *out, d_hidden, shards.unshard_rows(d_weight)
     return tuple(np.asarray(x.astype(jnp.float32)) for x in arrays)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_of_whole_tiles_give_the_bits_of_one_device(size):
-    settings = HeadOptions(with_entropy=True, vocab_size=VOCAB)
     log_probs, entropy, d_hidden, d_weight = interpreted(size)
-    hopper_case.check(
-        TokenLogProbs(log_probs, entropy),
-        (d_hidden, d_weight, None),
-        hopper_case.expected(data(), settings),
-        VALUE_ERROR,
-        GRADIENT_ERROR,
-    )
+    cases.check(TokenLogProbs(log_probs, entropy), (d_hidden, d_weight, None), cases.expected(data()))
     one = interpreted(1)
     for index, name in ((0, "log-probs"), (1, "entropy"), (3, "weight's gradient")):
         np.testing.assert_array_equal(interpreted(size)[index], one[index], err_msg=name)
