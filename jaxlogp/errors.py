@@ -4,6 +4,7 @@ Every refusal reads ``argument: expected what, got what``. Checks of values (not
 where the values are known, that is outside of ``jax.jit`` and friends; :func:`is_concrete` tells the two apart.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -51,6 +52,17 @@ def require_mask(mask: Any, shape: tuple[int, ...], argument: str = "mask") -> N
     """Raises ``ValueError`` unless ``mask`` is a boolean array of ``shape``."""
     require(getattr(mask, "dtype", None) == np.bool_, argument, "an array of dtype bool", describe(mask))
     require(mask.shape == shape, argument, f"shape {shape}", f"shape {mask.shape}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a Python number, which a bool is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def require_positive(value: Any, argument: str) -> None:
+    """Raises ``ValueError`` unless ``value`` is a finite Python number > 0."""
+    ok = is_number(value) and math.isfinite(value) and value > 0
+    require(ok, argument, "a finite Python number > 0", describe(value))
 
 
 def describe(value: Any) -> str:

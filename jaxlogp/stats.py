@@ -52,10 +52,13 @@ class TokenLogProbs(NamedTuple):
     Attributes:
       log_probs: log p(target) <= 0; exactly 0 where masked.
       entropy: -Σ p log p in [0, log V]; exactly 0 where masked; None when it was not asked for.
+      lse: log Σ e^z over the vocabulary; exactly 0 where masked; None when it was not asked for. A constant: no gradient
+        flows through it.
     """
 
     log_probs: Float[Array, "*tokens"]
     entropy: Float[Array, "*tokens"] | None
+    lse: Float[Array, "*tokens"] | None = None
 
 
 def empty_stats(shape: tuple[int, ...], with_entropy: bool) -> TileStats:
@@ -135,7 +138,7 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None) -> TileStats:
 def finish(
     stats: TileStats, mask: Bool[Array, "*tokens"], vocab_size: int, invalid: Bool[Array, "*tokens"] | None
 ) -> tuple[TokenLogProbs, Normaliser]:
-    """Log-probs, entropy and what the backward needs, from statistics over the whole vocabulary.
+    """Log-probs, entropy and lse, and what the backward needs, from statistics over the whole vocabulary.
 
     Args:
       stats: statistics of all columns.
@@ -148,11 +151,12 @@ def finish(
     log_probs = jnp.minimum(_distance(stats.target, stats.max) - log_sum_exp, 0.0)
     log_probs = jnp.where(stats.owners > 0, log_probs, 0.0 if invalid is None else jnp.nan)
     log_probs = jnp.where(mask, log_probs, 0.0)
+    lse = jnp.where(mask, stats.max + log_sum_exp, 0.0)
     if stats.sum_exp_shifted is None:
-        return TokenLogProbs(log_probs, None), Normaliser(stats.max, log_sum_exp, None)
+        return TokenLogProbs(log_probs, None, lse), Normaliser(stats.max, log_sum_exp, None)
     mean = stats.sum_exp_shifted / stats.sum_exp
     entropy = jnp.clip(log_sum_exp - mean, 0.0, jnp.log(jnp.float32(vocab_size)))
-    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0)), Normaliser(stats.max, log_sum_exp, mean)
+    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0), lse), Normaliser(stats.max, log_sum_exp, mean)
 
 
 def logit_gradient(

@@ -30,6 +30,7 @@ from jaxlogp import (
     VocabShards,
     WeightedSum,
     linear_log_probs,
+    losses,
     masked_max,
     policy_loss,
     policy_metric_terms,
@@ -213,14 +214,12 @@ def _policy(config: LossConfig, result, batch: MicroBatch, documents_seen: Array
     """Local loss and metric terms of one data rank."""
     num_documents = batch.num_documents[0]
     inputs = (result.log_probs, batch.old_log_probs, batch.advantages, batch.mask)
-    shared = {
-        "kind": config.kind,
-        "epsilon": config.epsilon,
-        "epsilon_high": config.epsilon_high,
-        "document_ids": batch.document_ids,
-        "num_documents": num_documents,
-    }
-    loss = policy_loss(*inputs, document_weighting=config.document_weighting, **shared)
+    bounds = {"epsilon": config.epsilon, "epsilon_high": config.epsilon_high}
+    kind = (
+        losses.grpo(**bounds) if config.kind == "grpo" else losses.gspo(weighting=config.document_weighting, **bounds)
+    )
+    shared = {"loss": kind, "document_ids": batch.document_ids, "num_documents": num_documents}
+    loss = policy_loss(*inputs, **shared)
     if config.metrics == "none":
         return loss, PolicyMetricTerms({})
     detached = (lax.stop_gradient(inputs[0]), *inputs[1:])

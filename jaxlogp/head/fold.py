@@ -19,10 +19,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, vary_over
+from jaxlogp.head.call import HeadCall
 from jaxlogp.head.live_rows import LiveRows
-from jaxlogp.head.projection import HeadOptions
 from jaxlogp.stats import Normaliser, TokenLogProbs
-from jaxlogp.targets import LocalTargets
 
 # x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
 # cut off below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
@@ -159,11 +158,12 @@ def finish_sums(
     log_probs = jnp.minimum((target - sums.max) - log_sum_exp, 0.0)
     log_probs = jnp.where(sums.owners > 0, log_probs, 0.0 if invalid is None else jnp.nan)
     log_probs = jnp.where(mask, log_probs, 0.0)
+    lse = jnp.where(mask, sums.max + log_sum_exp, 0.0)
     if sums.sum_exp_shifted is None:
-        return TokenLogProbs(log_probs, None), Normaliser(sums.max, log_sum_exp, None)
+        return TokenLogProbs(log_probs, None, lse), Normaliser(sums.max, log_sum_exp, None)
     mean = jnp.where(whole, from_limbs(sums.sum_exp_shifted) / sum_exp, jnp.nan)
     entropy = jnp.clip(log_sum_exp - mean, 0.0, np.float32(np.log(vocab_size)))
-    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0)), Normaliser(sums.max, log_sum_exp, mean)
+    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0), lse), Normaliser(sums.max, log_sum_exp, mean)
 
 
 def block_tokens(tokens: int, blocks: int, multiple: int) -> int:
@@ -176,33 +176,30 @@ def block_tokens(tokens: int, blocks: int, multiple: int) -> int:
 
 
 def fold_blocks(
+    call: HeadCall,
     statistics: Callable[[Array, Array, Array], Array],
     rows: LiveRows,
     block: int,
-    targets: LocalTargets,
-    options: HeadOptions,
-    axes: set,
     keep_maxima: bool = False,
 ) -> tuple[TokenLogProbs, Normaliser, Float[Array, "tiles padded"] | None]:
     """Log-probs and entropies of packed tokens, whose tile statistics are taken a block of tokens at a time.
 
     Args:
+      call: the call, whose targets stand where they stood before tokens were packed.
       statistics: (first place, columns of the targets, live tokens of the block) -> fp32 [tiles, 4, block].
       rows: places of the tokens; a multiple of ``block``.
       block: tokens of a block.
-      targets: of the tokens, where they stood before they were packed.
-      options: static options of the call.
-      axes: mesh axes that the results vary over.
       keep_maxima: also return the largest logit of every tile and packed token.
     """
+    targets, axes = call.targets, call.axes
 
     def step(start: Array) -> tuple[TileSums, Array | None]:
         column = rows.pack_block(targets.column, -1, start, block)
         partials = vary_over(statistics(start, column, jnp.clip(rows.count - start, 0, block)), axes)
         maximum = jnp.max(partials[:, 0], axis=0)
-        if options.axis_name is not None:
-            maximum = lax.pmax(maximum, options.axis_name)
-        return sum_tiles(partials, maximum, column, options.with_entropy), partials[:, 0] if keep_maxima else None
+        if call.axis_name is not None:
+            maximum = lax.pmax(maximum, call.axis_name)
+        return sum_tiles(partials, maximum, column, call.with_entropy), partials[:, 0] if keep_maxima else None
 
     if rows.padded == block:
         sums, maxima = step(jnp.int32(0))
@@ -210,5 +207,5 @@ def fold_blocks(
         found = lax.map(step, jnp.arange(rows.padded // block, dtype=jnp.int32) * block)
         sums, maxima = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), found)
     sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
-    sums = sum_shards(sums, options.axis_name)
-    return *finish_sums(sums, targets.mask, options.vocab_size, targets.invalid), maxima
+    sums = sum_shards(sums, call.axis_name)
+    return *finish_sums(sums, targets.mask, call.vocab_size, targets.invalid), maxima

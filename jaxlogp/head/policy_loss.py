@@ -1,59 +1,29 @@
-"""Policy gradients of hidden states and head weight in one pass: three products of [tokens, V] instead of four.
+"""``linear_policy_loss``: a policy loss of linear log-probs, its gradient made in the forward pass, where the logits are."""
 
-The two-step path, ``policy_loss(linear_log_probs(...))`` differentiated, computes the logits twice, because the loss's
-cotangents arrive after the forward pass has dropped them. A loss that is a sum over tokens (or over documents that a chunk
-of tokens holds whole) has cotangents that are known as soon as a chunk's log-probs are, so the chunk's logits are turned
-into their gradient while they are there. And where the step is strictly on policy the cotangents are known beforehand: with
-the sampler's log-sum-exp no forward pass is needed at all.
-"""
-
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, union_of_varying_axes, vary_over
-from jaxlogp.errors import describe, is_concrete, require, require_ids_in_range
-from jaxlogp.head.api import check_operands, check_options
-from jaxlogp.head.chunked import engine as chunked
-from jaxlogp.head.chunked import one_pass as chunked_loss_aware
-from jaxlogp.head.chunked.engine import ChunkedEngine
-from jaxlogp.head.hopper import HopperEngine
-from jaxlogp.head.hopper import engine as hopper
-from jaxlogp.head.hopper import one_pass as hopper_loss_aware
-from jaxlogp.head.projection import HeadOptions
-from jaxlogp.head.registry import Engine, HeadRun, choose_engine, mask_hidden, named_engine, report
-from jaxlogp.head.row_scalars import row_scalars
-from jaxlogp.losses.policy import check_arrays, check_finite, policy_loss
+from jaxlogp._compat import AxisName
+from jaxlogp.errors import describe, require
+from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_gradients
+from jaxlogp.head.call import HeadCall, HeadGradients, head_call, require_checked_axes, scaled_cotangents
+from jaxlogp.head.engine import Engine
+from jaxlogp.head.projection import HeadSpec
+from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
+from jaxlogp.losses import LossTokens, PolicyLoss, grpo, loss_tokens, weighted_losses
 from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import Normaliser, TokenLogProbs
-from jaxlogp.targets import LocalTargets, check_targets, localise, mask_cotangents
-from jaxlogp.vocab import VocabShards, local_shard
+from jaxlogp.stats import TokenLogProbs
+from jaxlogp.vocab import VocabShards
+
+ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "in two steps"
 
 
-class PolicyGradients(NamedTuple):
-    """What :func:`linear_policy_gradients` returns.
-
-    Attributes:
-      loss: sum and count of :func:`jaxlogp.policy_loss`, less the entropy bonus.
-      values: log-probs, and entropy where it was asked for; no gradient flows through them.
-      hidden: gradient of loss.sum / denominator with respect to hidden, in its shape and dtype.
-      weight: the same with respect to the weight.
-      bias: the same with respect to the bias, or None.
-    """
-
-    loss: WeightedSum
-    values: TokenLogProbs
-    hidden: Float[Array, "*tokens hidden"]
-    weight: Float[Array, "vocab hidden"]
-    bias: Float[Array, " vocab"] | None
-
-
-def linear_policy_gradients(
+def linear_policy_loss(
     hidden: Float[Array, "*tokens hidden"],
     weight: Float[Array, "vocab hidden"],
     targets: Int[Array, "*tokens"],
@@ -61,16 +31,14 @@ def linear_policy_gradients(
     advantages: Float[Array, "*tokens"],
     mask: Bool[Array, "*tokens"],
     *,
-    denominator: float | Float[Array, ""] | Int[Array, ""] = 1.0,
-    kind: str = "grpo",
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
+    loss: PolicyLoss | None = None,
+    ref_log_probs: Float[Array, "*tokens"] | None = None,
     document_ids: Int[Array, "*tokens"] | None = None,
-    num_documents: int | Int[Array, ""] | None = None,
-    document_weighting: str = "length",
-    entropy_coefficient: float = 0.0,
-    with_entropy: bool = False,
+    num_documents: int | np.integer | Int[Array, ""] | None = None,
+    document_axis_name: AxisName | tuple[AxisName, ...] | None = None,
     lse: Float[Array, "*tokens"] | None = None,
+    with_entropy: bool = False,
+    with_lse: bool = False,
     bias: Float[Array, " vocab"] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
@@ -79,252 +47,187 @@ def linear_policy_gradients(
     vocab: VocabShards | None = None,
     out_of_vocab: str = "error",
     fp32_head: bool = False,
-    engine: str | Engine = "auto",
-) -> PolicyGradients:
-    """A policy loss of linear log-probs with its gradients, [tokens, V] logits computed once and never stored whole.
+    engine: EngineChoice = "auto",
+) -> tuple[WeightedSum, TokenLogProbs]:
+    """A policy loss of linear log-probs, [tokens, V] logits never stored, and computed once where it is differentiated.
 
-    loss.sum = policy_loss(linear_log_probs(hidden, weight, targets, ...), ...).sum - entropy_coefficient Σ_t m_t H_t, and
-    the gradients are those of loss.sum / denominator: as if the two functions were differentiated one through the other,
-    with one product fewer.
+    loss.sum = policy_loss(linear_log_probs(hidden, weight, targets, ...), old_log_probs, ...).sum, differentiable in hidden,
+    weight and bias. The gradient is made in the forward pass and multiplied by the cotangent of the sum in the backward:
+    three products instead of four. A loss or an engine that does not allow that is computed in two steps, and the record
+    (:func:`jaxlogp.record_head_runs`) says why: a document's ratio needs the log-probs of all its tokens first. Without
+    differentiation only values are computed.
 
-    Inside ``shard_map`` with ``axis_name`` the weight is the local block of the vocabulary. The gradient of hidden is then
-    the psum over the shards, the same on all of them; that of the weight is the shard's own. This function differentiates
-    nothing by replication types, so ``check_vma`` does not matter, and over data axes the caller sums the gradient of the
-    weight.
+    Inside ``shard_map`` everything is as in :func:`jaxlogp.linear_log_probs`; the caller psums the WeightedSum over the axes
+    that its tokens are spread over. Over ``document_axis_name`` the sum must have the same cotangent on all ranks, as a psum
+    of it does. Reverse mode only, and no second derivatives.
 
     Args:
-      hidden: [*tokens, H], any float dtype, the same on all vocabulary shards.
+      hidden: [*tokens, H], any float dtype.
       weight: [V, H], or the local block [V_local, H].
       targets: [*tokens], integer ids of the whole vocabulary.
-      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. Without an entropy bonus they also tell
-        the Hopper kernels about where log Σ e^z lies, which spares them a pass over [tokens, V].
+      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats.
       advantages: [*tokens].
       mask: [*tokens], True where the target is a label; others cost nothing and get exact zeros.
-      denominator: what the step divides the sum by, a number or a scalar array (the label count of the whole step).
-      kind: "grpo" or "gspo".
-      epsilon: as in :func:`jaxlogp.policy_loss`.
-      epsilon_high: as in :func:`jaxlogp.policy_loss`.
-      document_ids: [*tokens], as in :func:`jaxlogp.policy_loss`; needed by "gspo". No document may lie in two entries of
-        the first dimension of [rows, length, H]; [tokens, H] is one row.
-      num_documents: as in :func:`jaxlogp.policy_loss`.
-      document_weighting: as in :func:`jaxlogp.policy_loss`.
-      entropy_coefficient: weight of the entropy bonus, a Python number.
-      with_entropy: also return the entropy (always computed where the coefficient is not 0).
-      lse: [*tokens], log Σ_v e^z of the very logits that this call would compute, in nats: the step is strictly on policy.
-        Then old_log_probs are taken as the log-probs, every ratio is 1, and nothing is computed but the gradients, with the
-        memory of :func:`jaxlogp.linear_log_probs`. Excludes entropy. The probabilities' relative error is that of lse.
-      bias: [V], [V_local] or None.
-      temperature: as in :func:`jaxlogp.linear_log_probs`.
-      logit_scale: as in :func:`jaxlogp.linear_log_probs`.
-      softcap: as in :func:`jaxlogp.linear_log_probs`.
+      loss: the loss; None means ``jaxlogp.losses.grpo()``.
+      ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, and so are the three arguments below.
+      document_ids: [*tokens].
+      num_documents: how many documents there are.
+      document_axis_name: mesh axis (or axes) over which documents are cut.
+      lse: [*tokens], log Σ_v e^z of the very logits that this call would compute, in nats (:func:`jaxlogp.linear_log_probs`
+        with ``with_lse``): the step is strictly on policy. Then old_log_probs are taken as the log-probs, every ratio is 1,
+        and nothing is computed but the gradients. Excludes entropy. The probabilities' relative error is that of lse.
+      with_entropy: also return the entropy (always computed where the loss has an entropy coefficient).
+      with_lse: also return log Σ e^z.
+      bias: as in :func:`jaxlogp.linear_log_probs`, and so are all arguments below.
+      temperature: T.
+      logit_scale: multiplier of the logits.
+      softcap: cap or None.
       axis_name: mesh axis over which the vocabulary is sharded.
       vocab: the shards; None means equal ones.
-      out_of_vocab: as in :func:`jaxlogp.linear_log_probs`.
-      fp32_head: as in :func:`jaxlogp.linear_log_probs`.
-      engine: "auto", "chunked" (any device), "hopper", or an engine object.
+      out_of_vocab: "error" or "zero".
+      fp32_head: multiply in fp32 whatever the dtypes.
+      engine: a name, an engine object, or a sequence of these.
 
     Returns:
-      PolicyGradients. With ``lse`` its log-probs are old_log_probs, 0 where masked.
+      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are constants: no gradient flows
+      through them. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, a document in two rows, entropy along with ``lse``, or operands that a
-        named engine does not take.
+      ValueError: what linear_log_probs or policy_loss refuses, or entropy along with ``lse``.
 
     Example:
       >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
-      >>> old = jnp.full(2, -jnp.log(8.0))
-      >>> out = linear_policy_gradients(hidden, weight, jnp.array([1, 2]), old, jnp.ones(2), jnp.ones(2, bool))
-      >>> float(out.loss.sum), int(out.loss.count), out.weight.shape
-      (-2.0, 2, (8, 4))
+      >>> old, ones = jnp.full(2, -jnp.log(8.0)), jnp.ones(2)
+      >>> def mean(hidden):
+      ...     return linear_policy_loss(hidden, weight, jnp.array([1, 2]), old, ones, ones > 0)[0].mean()
+      >>> value, gradient = jax.value_and_grad(mean)(hidden)
+      >>> round(float(value), 4), gradient.shape
+      (-1.0, (2, 4))
 
     References:
-      Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); DeepSeekMath, 2024; Group Sequence Policy
-      Optimization, 2025.
+      Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
-    check_operands(hidden, weight, bias)
-    check_options(temperature, logit_scale, softcap, out_of_vocab)
-    shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
-    tokens = hidden.shape[:-1]
-    mask = check_targets(targets, mask, tokens, shard.vocab_size)
-    if out_of_vocab == "error":
-        require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    hidden, weight, targets, mask = (jnp.asarray(x) for x in (hidden, weight, targets, mask))
-    given = old_log_probs, advantages, mask, document_ids
-    per_token = _PerToken(*(None if x is None else jnp.asarray(x) for x in given))
-    with_entropy = with_entropy or entropy_coefficient != 0.0
-    loss = _Loss(kind, epsilon, epsilon_high, num_documents, document_weighting, entropy_coefficient, denominator)
-    row_length = loss.check(per_token)
-    per_token = jax.tree.map(jnp.ravel, per_token)
-    if lse is not None:
-        require(not with_entropy, "lse", "None along with entropy (its gradient needs Σ p z)", describe(lse))
-        check_arrays({"lse": lse}, mask)
-        check_finite("lse", lse, mask)
-    options = HeadOptions(
-        temperature, logit_scale, softcap, with_entropy, fp32_head, axis_name, shard.vocab_size, vocab
+    loss = grpo() if loss is None else loss
+    tokens, count = loss_tokens(
+        loss,
+        old_log_probs,
+        advantages,
+        mask,
+        ref_log_probs=ref_log_probs,
+        document_ids=document_ids,
+        num_documents=num_documents,
+        document_axis_name=document_axis_name,
     )
-    operand = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype if axis_name is None else jnp.float32)
-    chosen, reason = _choose(engine, operand, weight, bias, options, lse is not None, row_length is not None)
-    num_shards = 1 if axis_name is None else lax.axis_size(axis_name)
-    report(HeadRun("linear_policy_gradients", chosen.name, reason, num_shards))
-
-    local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
-    flat = hidden.reshape(-1, hidden.shape[-1]).astype(operand.dtype)
-    flat = mask_hidden(chosen, flat, mask.reshape(-1))
-    # Gradients stay local to each rank: the operands are typed as varying over every axis in play.
-    axes = union_of_varying_axes(flat, weight, bias, *local, *jax.tree.leaves(per_token))
-    axes |= set() if axis_name is None else {axis_name}
-    operands = tuple(None if x is None else vary_over(x, axes) for x in (flat, weight, bias))
-    if lse is not None:
-        values = TokenLogProbs(jnp.where(per_token.mask, per_token.old_log_probs.astype(jnp.float32), 0.0), None)
-        g_log_probs, _ = mask_cotangents(loss.cotangents(values, per_token), local)
-        gradients = _on_policy(operands, local, jnp.asarray(lse).reshape(-1), g_log_probs, options, chosen)
-    elif isinstance(chosen, HopperEngine):
-        run = hopper_loss_aware.values_and_gradients
-        # Without an entropy bonus the sampler's log-probs spare a pass over the exponentials.
-        old = per_token.old_log_probs if entropy_coefficient == 0.0 else None
-        values, gradients = run(loss.cotangents, *operands, local, per_token, options, chosen, old)
+    wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
+    spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
+    layout = {"axis_name": axis_name, "vocab": vocab, "out_of_vocab": out_of_vocab, "with_entropy": wants_entropy}
+    call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
+    lse = _checked_lse(lse, call, hidden.shape[:-1])
+    chosen, reason = choose_engine(engine, call)
+    gradient = _how(chosen, call, loss, lse is not None)
+    report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
+    if gradient in (ONE_PASS, KNOWN_LSE):
+        total, values = _loss_sum(_Static(chosen, loss), call, tokens, lse)
     else:
-        run = chunked_loss_aware.values_and_gradients
-        values, gradients = run(loss.cotangents, *operands, local, per_token, options, row_length)
-    d_hidden, *rest = gradients
-    if axis_name is not None:
-        # The one psum of the hidden gradient, in fp32; rounded after it.
-        d_hidden = lax.psum(d_hidden, axis_name)
-    total = loss.total(values, per_token)
-    values = jax.tree.map(lambda x: x.reshape(tokens), values)
-    return PolicyGradients(total, values, d_hidden.astype(hidden.dtype).reshape(hidden.shape), *rest)
+        values = head_values(chosen, call)
+        total = _total(loss, values, tokens)
+    # Said here, and not only by the rule below: no gradient flows through the values.
+    values = jax.lax.stop_gradient(values)
+    values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
+    values = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values)
+    return WeightedSum(total, count, loss.grad_divisor), values
 
 
-class _PerToken(NamedTuple):
-    """What the loss reads of each token, flat."""
+class _Static(NamedTuple):
+    """What is known of a call before it is traced."""
 
-    old_log_probs: Array
-    advantages: Array
-    mask: Array
-    document_ids: Array | None
+    engine: Engine
+    loss: PolicyLoss
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """policy_loss, less the entropy bonus, of tokens or of chunks that hold whole documents."""
-
-    kind: str
-    epsilon: float
-    epsilon_high: float | None
-    num_documents: Any
-    document_weighting: str
-    entropy_coefficient: float
-    denominator: Any
-
-    def check(self, per_token: _PerToken) -> int | None:
-        """Refuses what policy_loss refuses, and documents in two rows; tokens that a chunk must keep together, or None."""
-        jax.eval_shape(lambda x: self._loss(x, per_token).sum, jnp.zeros(per_token.mask.shape))
-        if self.kind != "gspo":
-            return None
-        tokens = per_token.mask.shape
-        length = int(np.prod(tokens[1:])) if len(tokens) > 1 else tokens[0]
-        if is_concrete(per_token.document_ids, per_token.mask):
-            _check_rows(np.where(per_token.mask, per_token.document_ids, -1).reshape(-1, length))
-        return length
-
-    def _loss(self, log_probs: Array, per_token: _PerToken, num_documents: Any = None) -> WeightedSum:
-        given = self.num_documents if num_documents is None else num_documents
-        return policy_loss(
-            log_probs,
-            *per_token[:3],
-            kind=self.kind,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon_high,
-            document_ids=per_token.document_ids,
-            num_documents=given,
-            document_weighting=self.document_weighting,
-        )
-
-    def cotangents(self, values: TokenLogProbs, chunk: _PerToken) -> TokenLogProbs:
-        """Gradient of the step's loss with respect to the values of a chunk."""
-        scale = 1.0 / jnp.asarray(self.denominator, jnp.float32)
-        count, outside = None, None
-        if chunk.document_ids is not None:
-            ids = chunk.document_ids
-            outside = chunk.mask & ((ids < 0) | (ids >= self.num_documents))
-            # A chunk may have fewer tokens than the step has documents, and sums per document need a static number.
-            chunk = chunk._replace(document_ids=_dense(ids, chunk.mask))
-            count = jnp.asarray(ids.shape[0], jnp.int32)
-        gradient = jax.grad(lambda x: self._loss(x, chunk, count).sum)(values.log_probs) * scale
-        if outside is not None:
-            gradient = jnp.where(outside, jnp.nan, gradient)
-        if self.entropy_coefficient == 0.0:
-            return TokenLogProbs(gradient, None)
-        return TokenLogProbs(gradient, jnp.where(chunk.mask, -self.entropy_coefficient * scale, 0.0))
-
-    def total(self, values: TokenLogProbs, per_token: _PerToken) -> WeightedSum:
-        """The loss of all tokens."""
-        loss = self._loss(values.log_probs, per_token)
-        if self.entropy_coefficient == 0.0:
-            return loss
-        return WeightedSum(loss.sum - self.entropy_coefficient * jnp.sum(values.entropy), loss.count)
+def _checked_lse(lse: Any, call: HeadCall, shape: tuple[int, ...]) -> Array | None:
+    if lse is None:
+        return None
+    require(not call.with_entropy, "lse", "None along with entropy (its gradient needs Σ p z)", describe(lse))
+    ok = getattr(lse, "shape", None) == shape and jnp.issubdtype(lse.dtype, jnp.floating)
+    require(ok, "lse", f"a floating-point array of shape {shape}", describe(lse))
+    lse = jax.lax.stop_gradient(jnp.asarray(lse)).reshape(-1).astype(jnp.float32)
+    return jnp.where(call.targets.mask, lse, 0.0)
 
 
-def _check_rows(ids: np.ndarray) -> None:
-    """Raises ValueError for a document, other than -1, in two rows."""
-    first_row: dict[int, int] = {}
-    for number, row in enumerate(ids):
-        for document in sorted(set(row.tolist()) - {-1}):
-            first = first_row.setdefault(document, number)
-            found = f"document {document} in rows {first} and {number}"
-            require(first == number, "document_ids", "every document in one row of the first dimension", found)
+def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> str:
+    """How the gradient is made; with the reason where it takes two steps."""
+    if known_lse:
+        refusal = engine.why_not_known_lse(call)
+        expected = "None with an engine, a call and a loss that allow no backward from it"
+        require(refusal is None, "lse", expected, f"an array, but {engine.name}: {refusal}")
+        return KNOWN_LSE
+    if loss.ratio == "sequence":
+        refusal = "the ratio of a document needs the log-probs of all its tokens first"
+    elif engine.reduces_gradients:
+        refusal = "it sums gradients over mesh axes in its own order"
+    elif call.scaled:
+        refusal = "fp16 operands need the largest cotangent first"
+    else:
+        refusal = engine.why_not_one_pass(call, loss.entropy_coefficient != 0.0)
+    return ONE_PASS if refusal is None else f"{TWO_STEPS}: {refusal}"
 
 
-def _dense(ids: Int[Array, " tokens"], mask: Bool[Array, " tokens"]) -> Int[Array, " tokens"]:
-    """Ids renamed to 0, 1, … in their order: equal where they were equal; those without a label share the last."""
-    ids = jnp.where(mask, ids, jnp.iinfo(ids.dtype).max)
-    order = jnp.argsort(ids, stable=True)
-    in_order = ids[order]
-    rank = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (in_order[1:] != in_order[:-1]).astype(jnp.int32)]))
-    return jnp.zeros_like(rank).at[order].set(rank)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_sum(static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None) -> tuple[Array, TokenLogProbs]:
+    """The loss sum of this part of the step, and the values behind it; its gradient comes from the forward rule."""
+    engine = static.engine
+    values = engine.forward(operands_of(engine, call))[0] if lse is None else _given_values(tokens, lse)
+    return _total(static.loss, values, tokens), values
 
 
-def _choose(
-    engine: str | Engine,
-    hidden: Any,
-    weight: Array,
-    bias: Array | None,
-    options: HeadOptions,
-    on_policy: bool,
-    rows: bool,
-) -> tuple[Engine, str]:
-    """The engine and the reason; "auto" turns to ``chunked`` where the kernels lack something that this pass needs."""
-    automatic = isinstance(engine, str) and engine == "auto"
-    chosen, reason = choose_engine(engine, hidden, weight, bias, options)
-    known = isinstance(chosen, (ChunkedEngine, HopperEngine))
-    if automatic and not known:
-        return named_engine("chunked"), f"auto: {chosen.name} not used: it has no pass that gives gradients at once"
-    require(known, "engine", "'auto', 'chunked' or 'hopper': no other engine has this pass", repr(chosen.name))
-    unfiltered = getattr(chosen, "gradient_filter", None) is None
-    require(unfiltered, "engine", "an engine without a gradient_filter: this pass has none", repr(chosen))
-    if isinstance(chosen, ChunkedEngine):
-        return chosen, reason
-    refusal = chosen.why_not(hidden, weight, bias, options, check_device=False)
-    if refusal is None and not on_policy:
-        if options.softcap is not None:
-            refusal = "it keeps exponentials instead of logits, from which the slope of a soft cap is too coarse"
-        elif options.axis_name is not None:
-            refusal = "its pass over exponentials takes no vocabulary shards"
-        elif rows:
-            refusal = "its chunks of tokens may part a document"
-    if refusal is None:
-        return chosen, reason
-    require(automatic, "engine", "operands that 'hopper' takes", refusal)
-    return named_engine("chunked"), f"auto: hopper not used: {refusal}"
+def _given_values(tokens: LossTokens, lse: Array) -> TokenLogProbs:
+    return TokenLogProbs(tokens.old_log_probs.astype(jnp.float32), None, lse)
 
 
-def _on_policy(
-    operands: tuple, targets: LocalTargets, lse: Array, g_log_probs: Array, options: HeadOptions, engine: Engine
-) -> tuple[Array, Array, Array | None]:
-    """This shard's gradients where log Σ e^z is known: the backward pass of the engine alone."""
-    lse = jnp.where(targets.mask, lse.astype(jnp.float32), 0.0)
-    normaliser = Normaliser(lse, jnp.zeros_like(lse), None)
-    if isinstance(engine, HopperEngine):
-        scalars = row_scalars(normaliser, g_log_probs, None, targets.column, options)
-        return hopper.head_gradients(*operands, targets, scalars, options, engine)
-    return chunked.head_gradients(*operands, targets, normaliser, g_log_probs, None, options, engine)
+def _total(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> Array:
+    return jnp.sum(weighted_losses(loss, values.log_probs, values.entropy, tokens))
+
+
+def _cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> TokenLogProbs:
+    """Gradient of the loss sum with respect to log-probs and, with an entropy bonus, entropies."""
+    with_entropy = loss.entropy_coefficient != 0.0
+
+    def total(log_probs, entropy):
+        return jnp.sum(weighted_losses(loss, log_probs, entropy, tokens))
+
+    entropy = values.entropy if with_entropy else None
+    g = jax.grad(total, argnums=(0, 1) if with_entropy else 0)(values.log_probs, entropy)
+    return TokenLogProbs(*g) if with_entropy else TokenLogProbs(g, None)
+
+
+def _loss_forward(
+    static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
+) -> tuple[tuple[Array, TokenLogProbs], tuple]:
+    """Values and loss, with this rank's gradients of the loss sum, made while the logits are there."""
+    require_checked_axes(call.axis_name)
+    engine, loss, operands = static.engine, static.loss, operands_of(static.engine, call)
+    if lse is None:
+        # Without an entropy bonus the sampler's log-probs tell about where log Σ e^z lies.
+        near = tokens.old_log_probs if loss.entropy_coefficient == 0.0 else None
+        values, gradients = engine.one_pass(operands, functools.partial(_cotangents, loss), tokens, near)
+        unscale = None
+    else:
+        values = _given_values(tokens, lse)
+        cotangents = scaled_cotangents(call, _cotangents(loss, values, tokens))
+        gradients = engine.backward_of_lse(operands, lse, cotangents.values)
+        unscale = cotangents.unscale
+    return (_total(loss, values, tokens), values), (call, gradients, unscale)
+
+
+def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogProbs]) -> tuple[HeadCall, None, None]:
+    """The gradients times the cotangent of the loss sum, then their psums; the values have no cotangent."""
+    call, gradients, unscale = residuals
+    factor = g[0] if unscale is None else g[0] * unscale
+    scaled = HeadGradients(
+        *(None if x is None else (x.astype(jnp.float32) * factor).astype(x.dtype) for x in gradients)
+    )
+    return cotangents_of(call, owned_gradients(static.engine, call, scaled)), None, None
+
+
+_loss_sum.defvjp(_loss_forward, _loss_backward)

@@ -9,31 +9,57 @@ fp32 operands use precision HIGHEST: never TF32.
 """
 
 import dataclasses
+import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxlogp.vocab import VocabShards
+from jaxlogp.errors import describe, is_number, require, require_positive
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadOptions:
-    """Static options of one head call; see :func:`jaxlogp.linear_log_probs`. ``all_live``: no mask was given."""
+class HeadSpec:
+    """The arithmetic of a head: from hidden · weightᵀ + bias to the logits whose softmax is the policy.
+
+    z = softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, with softcap(a) = cap tanh(a / cap).
+
+    Attributes:
+      temperature: T, a Python number > 0.
+      logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
+      softcap: cap, a Python number > 0, or None.
+      fp32_head: multiply in fp32 whatever the dtypes of hidden and weight.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> HeadSpec(softcap=30.0).keywords()
+      {'temperature': 1.0, 'logit_scale': 1.0, 'softcap': 30.0, 'fp32_head': False}
+    """
 
     temperature: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
-    with_entropy: bool = False
     fp32_head: bool = False
-    axis_name: object = None
-    vocab_size: int = 0
-    shards: VocabShards | None = None
-    all_live: bool = False
 
-    def operand_dtype(self, weight: Array) -> jnp.dtype:
+    def __post_init__(self) -> None:
+        """Refuses numbers out of range."""
+        require_positive(self.temperature, "temperature")
+        ok = is_number(self.logit_scale) and math.isfinite(self.logit_scale) and self.logit_scale != 0
+        require(ok, "logit_scale", "a finite Python number other than 0", describe(self.logit_scale))
+        if self.softcap is not None:
+            require_positive(self.softcap, "softcap")
+        require(isinstance(self.fp32_head, bool), "fp32_head", "True or False", describe(self.fp32_head))
+
+    def keywords(self) -> dict[str, Any]:
+        """The fields by name, as :func:`jaxlogp.linear_log_probs` and its siblings take them."""
+        return dataclasses.asdict(self)
+
+    def operand_dtype(self, weight: Any) -> jnp.dtype:
         """Dtype in which hidden and weight enter the product."""
-        return jnp.dtype(jnp.float32) if self.fp32_head else weight.dtype
+        return jnp.dtype(jnp.float32) if self.fp32_head else jnp.dtype(weight.dtype)
 
 
 def dot(left: Array, right: Array, contract: tuple[int, int]) -> Float[Array, "..."]:
@@ -44,25 +70,25 @@ def dot(left: Array, right: Array, contract: tuple[int, int]) -> Float[Array, ".
 
 
 def finish_logits(
-    products: Float[Array, "tokens columns"], bias: Float[Array, " columns"] | None, options: HeadOptions
+    products: Float[Array, "tokens columns"], bias: Float[Array, " columns"] | None, spec: HeadSpec
 ) -> Float[Array, "tokens columns"]:
     """softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, fp32, with softcap(a) = cap tanh(a / cap)."""
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
-    if options.logit_scale != 1.0:
-        logits = logits * options.logit_scale
-    if options.softcap is not None:
-        logits = options.softcap * jnp.tanh(logits / options.softcap)
-    return logits if options.temperature == 1.0 else logits / options.temperature
+    if spec.logit_scale != 1.0:
+        logits = logits * spec.logit_scale
+    if spec.softcap is not None:
+        logits = spec.softcap * jnp.tanh(logits / spec.softcap)
+    return logits if spec.temperature == 1.0 else logits / spec.temperature
 
 
 def product_gradient(
-    gradient: Float[Array, "tokens columns"], logits: Float[Array, "tokens columns"], options: HeadOptions
+    gradient: Float[Array, "tokens columns"], logits: Float[Array, "tokens columns"], spec: HeadSpec
 ) -> Float[Array, "tokens columns"]:
     """Pulls a gradient of the final logits back through :func:`finish_logits` to hidden · weightᵀ + bias."""
-    if options.softcap is not None:
-        capped = logits * (options.temperature / options.softcap)
+    if spec.softcap is not None:
+        capped = logits * (spec.temperature / spec.softcap)
         gradient = gradient * (1.0 - capped * capped)
-    factor = options.logit_scale / options.temperature
+    factor = spec.logit_scale / spec.temperature
     return gradient if factor == 1.0 else gradient * factor
 
 
@@ -75,9 +101,9 @@ def take_rows(x: Shaped[Array, "rows ..."], start: Int[Array, ""], size: int) ->
 
 
 def write_rows(
-    x: Shaped[Array, "rows ..."], rows: Shaped[Array, "size ..."], start: Int[Array, ""], turn: Bool[Array, " size"]
+    x: Shaped[Array, "rows ..."], rows: Shaped[Array, "size ..."], start: Int[Array, ""], owned: Bool[Array, " size"]
 ) -> Shaped[Array, "rows ..."]:
     """Writes rows into x from start, except those that an earlier tile has written; rounded once, here."""
-    turn = turn.reshape(-1, *[1] * (x.ndim - 1))
-    new = jnp.where(turn, rows.astype(x.dtype), take_rows(x, start, rows.shape[0]))
+    owned = owned.reshape(-1, *[1] * (x.ndim - 1))
+    new = jnp.where(owned, rows.astype(x.dtype), take_rows(x, start, rows.shape[0]))
     return lax.dynamic_update_slice_in_dim(x, new, start, axis=0)

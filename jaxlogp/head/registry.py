@@ -1,68 +1,40 @@
 """Which engine runs a head call, and a record of what ran.
 
-A named engine is used or an error is raised; ``"auto"`` picks one and the record says why: the Hopper
-kernels where the device and the operands allow them, the Triton kernels likewise on GPUs of compute capability 8,
-``chunked`` elsewhere.
+A named engine is used or an error is raised; ``"auto"`` tries the engines of :data:`AUTOMATIC` in turn, a sequence those
+that it names; and the record says which one ran and why not the ones before it.
 """
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxlogp.errors import describe, require
+from jaxlogp.head.call import HeadCall, check_operands
 from jaxlogp.head.chunked.engine import ChunkedEngine
+from jaxlogp.head.engine import Engine
 from jaxlogp.head.fixed_order.engine import FixedOrderEngine
-from jaxlogp.head.hopper import HopperEngine
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.hopper.engine import HopperEngine
+from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import ReferenceEngine
-from jaxlogp.head.triton import TritonEngine
-from jaxlogp.head.triton.availability import device_capability
-from jaxlogp.stats import TokenLogProbs
+from jaxlogp.head.triton.engine import TritonEngine
 from jaxlogp.targets import LocalTargets
 
+EngineChoice = str | Engine | Sequence[str | Engine]
 
-@runtime_checkable
-class Engine(Protocol):
-    """Fills tile statistics its own way; operands are flat and checked.
-
-    Attributes:
-      name: by which callers ask for it.
-      reduces_gradients: False, the operands are typed as varying over every axis in play, and the transpose of that cast
-        sums their gradients; True, they come as they are, and the engine sums.
-      masks_hidden: False, hidden states of masked tokens come as zeros; True, they may hold anything, NaN too, and the
-        engine leaves them out of every product.
-    """
-
-    name: str
-    reduces_gradients: bool
-    masks_hidden: bool
-
-    def log_probs(
-        self,
-        hidden: Float[Array, "tokens hidden"],
-        weight: Float[Array, "vocab hidden"],
-        bias: Float[Array, " vocab"] | None,
-        targets: LocalTargets,
-        options: HeadOptions,
-    ) -> TokenLogProbs:
-        """Log-probs and entropy of flat tokens."""
-        ...
-
-
-def mask_hidden(
-    engine: Engine, hidden: Float[Array, "*tokens hidden"], mask: Bool[Array, "*tokens"]
-) -> Float[Array, "*tokens hidden"]:
-    """Hidden states as the engine takes them: those of masked tokens are zeros unless it leaves them out itself.
-
-    Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
-    """
-    return hidden if engine.masks_hidden else jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
+ENGINES: dict[str, Engine] = {
+    "reference": ReferenceEngine(),
+    "chunked": ChunkedEngine(),
+    "fixed_order": FixedOrderEngine(),
+    "hopper": HopperEngine(),
+    "triton": TritonEngine(),
+}
+# hopper before triton, which it outruns where both run; chunked takes every call.
+AUTOMATIC = ("hopper", "triton", "chunked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,75 +46,131 @@ class HeadRun:
       engine: name of the engine.
       reason: why this engine.
       num_vocab_shards: over how many shards the vocabulary was split.
+      gradient: how a loss makes its gradient: "in one pass", "from the known log-sum-exp", or "in two steps" and why; for
+        log-probs, whose gradient is the caller's, "in two steps".
     """
 
     path: str
     engine: str
     reason: str
     num_vocab_shards: int
+    gradient: str = "in two steps"
 
-
-ENGINES: dict[str, Engine] = {
-    "reference": ReferenceEngine(),
-    "chunked": ChunkedEngine(),
-    "fixed_order": FixedOrderEngine(),
-    "hopper": HopperEngine(),
-    "triton": TritonEngine(),
-}
 
 _records: contextvars.ContextVar[tuple[list[HeadRun], ...]] = contextvars.ContextVar("head_runs", default=())
 
 
-def choose_engine(
-    engine: str | Engine, hidden: Any, weight: Any, bias: Any, options: HeadOptions
-) -> tuple[Engine, str]:
-    """The engine to run and the reason.
+def register_engine(name: str, engine: Engine) -> None:
+    """Makes ``engine`` available as ``engine=name``.
 
     Args:
-      engine: "auto", a name, or an engine object.
-      hidden: [*tokens, H] as the engine will get it; shape and dtype count.
-      weight: [V_local, H].
-      bias: [V_local] or None.
-      options: options of the call.
+      name: a name that is not taken.
+      engine: an object with the methods of :class:`jaxlogp.Engine`.
 
     Raises:
-      ValueError: the name is not known.
+      ValueError: a name that is taken or reserved, or an object that is no engine.
     """
-    if isinstance(engine, str) and engine == "auto":
-        hopper = ENGINES["hopper"]
-        reason = hopper.why_not(hidden, weight, bias, options)
-        if reason is None:
-            return hopper, "auto: a Hopper GPU and operands that its kernels take"
-        triton = ENGINES["triton"]
-        # First what needs no import of jax-triton, which changes Triton's settings for the whole process.
-        other = _not_automatic(options) or triton.why_not(hidden, weight, bias, options)
-        if other is None:
-            return triton, "auto: a GPU of compute capability 8 and operands that the Triton kernels take"
-        return ENGINES["chunked"], f"auto: hopper not used: {reason}; triton not used: {other}"
-    return named_engine(engine), "named by the caller"
+    ok = isinstance(name, str) and name != "auto" and name not in ENGINES
+    require(ok, "name", f"a name other than 'auto' and {sorted(ENGINES)}", repr(name))
+    ENGINES[name] = _checked(engine)
 
 
 def named_engine(engine: str | Engine) -> Engine:
     """The engine of that name, or the engine object itself.
 
     Raises:
-      ValueError: the name is not known.
+      ValueError: the name is not known, or the object is no engine.
     """
-    if isinstance(engine, (ChunkedEngine, ReferenceEngine, FixedOrderEngine, HopperEngine, TritonEngine)):
-        return engine
-    known = isinstance(engine, str) and engine in ENGINES
-    expected = f"'auto', one of {sorted(ENGINES)}, or an engine object"
-    require(known, "engine", expected, repr(engine) if isinstance(engine, str) else describe(engine))
+    if not isinstance(engine, str):
+        return _checked(engine)
+    expected = f"'auto', one of {sorted(ENGINES)}, an engine object, or a sequence of these"
+    require(engine in ENGINES, "engine", expected, repr(engine))
     return ENGINES[engine]
 
 
-def _not_automatic(options: HeadOptions) -> str | None:
-    """Why the Triton kernels are not the choice for a device that they run on."""
-    if device_capability() == 90:
-        return "on Hopper GPUs it is used by name only"
-    if options.axis_name is not None and lax.axis_size(options.axis_name) > 1:
-        return "it has not been tested over several GPUs; name it to use it"
-    return None
+def _checked(engine: object) -> Engine:
+    expected = f"'auto', one of {sorted(ENGINES)}, an engine object (jaxlogp.Engine), or a sequence of these"
+    require(isinstance(engine, Engine) and not isinstance(engine, type), "engine", expected, describe(engine))
+    return engine
+
+
+def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
+    """The engine to run and the reason.
+
+    Args:
+      engine: "auto", a name, an engine object, or a sequence of names and objects, of which the first that can is taken.
+      call: the call; shapes, dtypes and static facts count.
+
+    Raises:
+      ValueError: a name that is not known, or no engine that takes the call; the sentence says why not.
+    """
+    automatic = isinstance(engine, str) and engine == "auto"
+    if isinstance(engine, str | Engine) and not automatic:
+        chosen = named_engine(engine)
+        refusal = chosen.why_not(call)
+        require(refusal is None, "engine", f"a call that {chosen.name!r} takes", refusal)
+        return chosen, "named by the caller"
+    candidates = AUTOMATIC if automatic else _sequence(engine)
+    refusals = []
+    for candidate in map(named_engine, candidates):
+        # First what needs no import: that of jax-triton changes Triton's settings for the whole process.
+        refusal = (candidate.why_not_automatic(call) if automatic else None) or candidate.why_not(call)
+        if refusal is None:
+            return candidate, "; ".join([f"{'auto' if automatic else 'first of the sequence that can'}", *refusals])
+        refusals.append(f"{candidate.name} not used: {refusal}")
+    raise ValueError(f"engine: expected an engine that takes the call, got {'; '.join(refusals)}")
+
+
+def _sequence(engine: object) -> Sequence[str | Engine]:
+    ok = isinstance(engine, list | tuple) and len(engine) > 0
+    expected = f"'auto', one of {sorted(ENGINES)}, an engine object (jaxlogp.Engine), or a sequence of these"
+    require(ok, "engine", expected, describe(engine))
+    return engine
+
+
+def first_choice(engine: EngineChoice) -> Engine | None:
+    """The engine that is named, or named first; None for "auto", whose choice follows from the call."""
+    if isinstance(engine, str) and engine == "auto":
+        return None
+    return named_engine(engine if isinstance(engine, str | Engine) else _sequence(engine)[0])
+
+
+def why_not(
+    engine: str | Engine,
+    hidden: Float[Array, "*tokens hidden"] | jax.ShapeDtypeStruct,
+    weight: Float[Array, "vocab hidden"] | jax.ShapeDtypeStruct,
+    *,
+    bias: Float[Array, " vocab"] | jax.ShapeDtypeStruct | None = None,
+    spec: HeadSpec | None = None,
+    num_shards: int = 1,
+) -> str | None:
+    """Why an engine cannot take a head here, or None when it can; nothing is computed.
+
+    Args:
+      engine: a name or an engine object.
+      hidden: [*tokens, H]; shape and dtype count, as of all arrays here.
+      weight: [V_local, H].
+      bias: [V_local] or None.
+      spec: the arithmetic; None means plain logits.
+      num_shards: over how many ranks the vocabulary is sharded.
+
+    Raises:
+      ValueError: an engine or shapes that fit nowhere.
+
+    Example:
+      >>> hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 64), (256, 64)])
+      >>> why_not("chunked", hidden, weight) is None, why_not("triton", hidden, weight) is None
+      (True, False)
+    """
+    check_operands(hidden, weight, bias)
+    token = jax.ShapeDtypeStruct(hidden.shape[:-1], jnp.int32)
+    targets = LocalTargets(token, token, None, jax.ShapeDtypeStruct((), jnp.int32))
+    spec = HeadSpec() if spec is None else spec
+    axis_name = None if num_shards == 1 else "the vocabulary axis"
+    call = HeadCall(
+        hidden, weight, bias, targets, spec, weight.shape[0] * num_shards, axis_name=axis_name, num_shards=num_shards
+    )
+    return named_engine(engine).why_not(call)
 
 
 def report(run: HeadRun) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxlogp.head.live_rows import LiveRows
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.projection import HeadSpec
 from jaxlogp.stats import Normaliser
 
 
@@ -30,10 +30,10 @@ class RowScalars(NamedTuple):
 
 
 def row_scalars(
-    normaliser: Normaliser, g_log_probs: Array, g_entropy: Array | None, column: Array, options: HeadOptions
+    normaliser: Normaliser, g_log_probs: Array, g_entropy: Array | None, column: Array, spec: HeadSpec
 ) -> RowScalars:
     """The scalars of dz, the factors of :func:`jaxlogp.head.projection.product_gradient` but the soft cap's included."""
-    factor = options.logit_scale / options.temperature
+    factor = spec.logit_scale / spec.temperature
     constant, slope = -g_log_probs, jnp.zeros_like(g_log_probs)
     if g_entropy is not None:
         constant, slope = constant + g_entropy * normaliser.mean, -g_entropy

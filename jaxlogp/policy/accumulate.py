@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import require
-from jaxlogp.losses.policy import compute_dtype
 from jaxlogp.policy.documents import MicroBatch
 from jaxlogp.policy.metrics import PolicyMetricTerms
 from jaxlogp.reduce import WeightedSum

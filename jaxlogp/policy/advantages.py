@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import is_concrete, require
-from jaxlogp.losses.policy import compute_dtype
 
 SCALE_REWARDS = ("group", "none")
 

@@ -199,49 +199,6 @@ def next_token_targets(
     return jnp.where(has_target, jnp.roll(tokens, -1, axis=-1), jnp.zeros_like(tokens)), has_target
 
 
-def clamp_document_ids(
-    document_ids: Int[AnyArray, "*tokens"], num_documents: int | np.integer | Int[AnyArray, ""]
-) -> Int[Array, "*tokens"]:
-    """Document ids as int32 inside [0, max(num_documents, 1)): padding goes to the last document.
-
-    JAX drops out-of-range segment ids without a word and wraps negative indices; clamped ids do neither.
-
-    Args:
-        document_ids: int [*tokens].
-        num_documents: number of documents; 0 counts as 1, so that ids stay usable as indices.
-
-    Returns:
-        int32 [*tokens].
-    """
-    last = jnp.maximum(jnp.asarray(num_documents).astype(jnp.int32) - 1, 0)
-    ids = jnp.asarray(document_ids).astype(jnp.int32)
-    return jnp.where(ids < 0, 0, jnp.where(ids > last, last, ids))
-
-
-def labels_per_document(
-    mask: Bool[AnyArray, "*tokens"], document_ids: Int[AnyArray, "*tokens"], num_documents: int
-) -> Int[Array, " documents"]:
-    """Number of labels of each document.
-
-    Args:
-        mask: bool [*tokens], true where the target is a label.
-        document_ids: int [*tokens], clamped into [0, num_documents); tokens without a label count nowhere.
-        num_documents: static number of documents.
-
-    Returns:
-        int32 [num_documents].
-
-    Raises:
-        ValueError: different shapes, a mask that is not bool, or no document.
-    """
-    mask, document_ids = jnp.asarray(mask), jnp.asarray(document_ids)
-    require(num_documents > 0, "num_documents", "a number above 0", num_documents)
-    require(mask.dtype == jnp.bool_, "mask", "dtype bool", mask.dtype)
-    require(document_ids.shape == mask.shape, "document_ids", f"shape {mask.shape} of mask", document_ids.shape)
-    ids = clamp_document_ids(document_ids, num_documents)
-    return jax.ops.segment_sum(jnp.ravel(mask).astype(jnp.int32), jnp.ravel(ids), num_segments=num_documents)
-
-
 def _row_starts(lengths: Sequence[int], rows: int, row_length: int) -> list[tuple[int, int]]:
     starts, row, end = [], 0, 0
     for length in lengths:

@@ -15,20 +15,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import is_concrete, require
-from jaxlogp.losses.policy import (
-    DocumentLayout,
-    PolicyTokens,
-    bounded,
-    check_arrays,
-    check_finite,
-    check_options,
-    document_layout,
-    document_ratios,
-    k3,
-    policy_tokens,
-)
+from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp.errors import describe, is_concrete, require
+from jaxlogp.losses.documents import DocumentLayout, document_layout
+from jaxlogp.losses.inputs import check_labels, constant, is_array
+from jaxlogp.losses.loss import PolicyLoss
+from jaxlogp.losses.presets import grpo
+from jaxlogp.losses.ratios import bounded, k3
 
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 LABELLED = "_labelled"
@@ -139,9 +132,7 @@ def policy_metrics(
     *,
     document_ids: Int[AnyArray, "*tokens"],
     num_documents: int | np.integer | Int[AnyArray, ""],
-    kind: str = "grpo",
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
+    loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
@@ -180,9 +171,7 @@ def policy_metrics(
         mask,
         document_ids=document_ids,
         num_documents=num_documents,
-        kind=kind,
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
+        loss=loss,
         entropy=entropy,
         level=level,
         document_axis_name=document_axis_name,
@@ -198,25 +187,24 @@ def policy_metric_terms(
     *,
     document_ids: Int[AnyArray, "*tokens"],
     num_documents: int | np.integer | Int[AnyArray, ""],
-    kind: str = "grpo",
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
+    loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
     """Reducible terms of the policy metrics of one part of a step.
 
-    With w_t = m_t / N_d, M documents, and r, A the ratio and advantage of the token ("grpo") or of its document
-    ("gspo"), the finished metrics are
+    With w_t = m_t / N_d, M documents, and r, A the ratio and advantage of the token or of its document, as `loss.ratio`
+    says, the finished metrics are
 
     - new_logprobs, old_logprobs, advantage, entropy: Σ_t w_t x_t / M for the value they are named after;
     - ratio_new_old: Σ_t w_t r / M; kl_new_old: Σ_t w_t (r - log r - 1) / M;
-    - clipped_ratio_fraction: Σ_t w_t [r < 1 - epsilon or r > 1 + epsilon_high] / M;
-    - ratio_new_old_sum, ratio_new_old_squared_sum: Σ_t m_t r and Σ_t m_t r² over labels ("grpo"), Σ_d R_d and Σ_d R_d²
-      over documents with a label ("gspo");
+    - clipped_ratio_fraction: Σ_t w_t [the objective clips r] / M, outside of the bounds for `Clipped`;
+    - ratio_new_old_sum, ratio_new_old_squared_sum: Σ_t m_t r and Σ_t m_t r² over labels ("token"), Σ_d R_d and Σ_d R_d²
+      over documents with a label ("sequence");
     - max_advantage, min_advantage: over labels, before any averaging; -inf and inf without labels;
-    - num_tokens: labels; num_documents: M; num_documents_labelled, and for "gspo" num_segments: documents with a label.
+    - num_tokens: labels; num_documents: M; num_documents_labelled, and for "sequence" num_segments: documents with a
+      label.
 
     Those with M also come with the suffix "_labelled", divided by num_documents_labelled. No gradient flows.
 
@@ -227,9 +215,7 @@ def policy_metric_terms(
         mask: [*tokens], true where the target is a label.
         document_ids: int [*tokens], document index of each token; tokens without a label may hold anything.
         num_documents: number of documents, as in `policy_loss`.
-        kind: "grpo" or "gspo".
-        epsilon: distance of the lower bound from 1, in (0, 1).
-        epsilon_high: distance of the upper bound from 1, at least 0; `epsilon` when None.
+        loss: the loss of the step; its ratio and its objective are read, whatever its reduction.
         entropy: [*tokens], entropy of the distribution of each target in nats; needed at level "with_entropy".
         level: "none" (no term at all), "basic" or "with_entropy".
         document_axis_name: mesh axis over which documents are cut, as in `policy_loss`.
@@ -243,36 +229,22 @@ def policy_metric_terms(
     require(level in METRIC_LEVELS, "level", f"one of {METRIC_LEVELS}", repr(level))
     if level == "none":
         return PolicyMetricTerms({})
-    bounds = check_options(kind, epsilon, epsilon_high)
-    require(document_ids is not None, "document_ids", "the document index of each token", None)
-    tokens = policy_tokens(log_probs, old_log_probs, advantages, mask)
-    layout = document_layout(mask, document_ids, num_documents, document_axis_name)
-    weights = _token_weights(tokens, layout)
-    ratio, advantage, log_ratio, ratio_weights = _token_values(kind, tokens, layout, weights)
-    clipped = (ratio < bounds.low) | (ratio > bounds.high)
-    values = {
-        "new_logprobs": _weighted(weights, log_probs),
-        "old_logprobs": _weighted(weights, old_log_probs),
-        "ratio_new_old": _weighted(weights, ratio),
-        "ratio_new_old_sum": _weighted(ratio_weights, ratio),
-        "ratio_new_old_squared_sum": _weighted(ratio_weights, jnp.square(ratio)),
-        "kl_new_old": _weighted(weights, k3(log_ratio)),
-        "clipped_ratio_fraction": _weighted(weights, clipped.astype(ratio.dtype)),
-        "advantage": _weighted(weights, advantage),
-        "max_advantage": jnp.max(jnp.where(tokens.mask, tokens.advantages, -jnp.inf)).astype(jnp.float32),
-        "min_advantage": jnp.min(jnp.where(tokens.mask, tokens.advantages, jnp.inf)).astype(jnp.float32),
-        "num_tokens": jnp.sum(tokens.mask, dtype=jnp.int32),
-        "num_documents": layout.counted_once(layout.num_documents),
-        "num_documents_labelled": layout.counted_once(jnp.sum(layout.labels > 0, dtype=jnp.int32)),
-    }
-    if kind == "gspo":
-        values["num_segments"] = values["num_documents_labelled"]
+    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
     if level == "with_entropy":
         require(entropy is not None, "entropy", "the entropy of each token at level 'with_entropy'", None)
-        check_arrays({"entropy": entropy}, mask)
-        check_finite("entropy", entropy, mask)
-        values["entropy"] = _weighted(weights, entropy)
-    return PolicyMetricTerms(values)
+        given["entropy"] = entropy
+    check_labels(given, mask)
+    require(document_ids is not None, "document_ids", "the document index of each token", None)
+    layout = document_layout(mask, document_ids, num_documents, document_axis_name)
+    mask = jnp.ravel(jnp.asarray(mask))
+    dtype = compute_dtype(log_probs)
+    tokens = {name: constant(values, mask, dtype) for name, values in given.items()}
+    return PolicyMetricTerms(
+        _averages(loss, tokens, layout, mask)
+        | _extremes("advantage", tokens["advantages"], mask)
+        | _counts(loss, layout, mask)
+    )
 
 
 def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"]) -> PolicyMetricTerms:
@@ -288,8 +260,7 @@ def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " 
     Raises:
         ValueError: wrong shapes or dtypes, or a reward that is not finite.
     """
-    check_arrays({"rewards": rewards}, mask)
-    check_finite("rewards", rewards, mask)
+    check_labels({"rewards": rewards}, mask)
     return _statistics("reward", "num_rewards", jnp.asarray(rewards).astype(jnp.float32), jnp.asarray(mask))
 
 
@@ -313,15 +284,16 @@ def staleness_terms(
     Raises:
         ValueError: wrong shapes or dtypes, or a model version above `documents_seen`.
     """
-    shape, versions_dtype = jnp.shape(mask), jnp.result_type(model_versions)
-    require(jnp.result_type(mask) == jnp.bool_, "mask", "dtype bool", jnp.result_type(mask))
-    require(jnp.size(mask) > 0, "mask", "at least one document", f"shape {shape}")
-    require(jnp.shape(model_versions) == shape, "model_versions", f"shape {shape} of mask", jnp.shape(model_versions))
+    require(is_array(mask) and mask.dtype == np.bool_, "mask", "an array of dtype bool", describe(mask))
+    require(mask.size > 0, "mask", "at least one document", f"shape {mask.shape}")
     signed = jnp.signedinteger
-    require(jnp.issubdtype(versions_dtype, signed), "model_versions", "a signed integer dtype", versions_dtype)
-    python_int = isinstance(documents_seen, int)
-    seen_dtype = versions_dtype if python_int else jnp.result_type(documents_seen)
-    require(jnp.issubdtype(seen_dtype, signed), "documents_seen", "a signed integer", seen_dtype)
+    good = is_array(model_versions) and jnp.issubdtype(model_versions.dtype, signed)
+    require(good, "model_versions", "an array of a signed integer dtype", describe(model_versions))
+    require(model_versions.shape == mask.shape, "model_versions", f"shape {mask.shape} of mask", model_versions.shape)
+    versions_dtype = model_versions.dtype
+    good = isinstance(documents_seen, int) or is_array(documents_seen) and jnp.issubdtype(documents_seen.dtype, signed)
+    require(good, "documents_seen", "a signed integer", describe(documents_seen))
+    seen_dtype = versions_dtype if isinstance(documents_seen, int) else documents_seen.dtype
     if is_concrete(documents_seen, model_versions, mask):
         staleness = np.int64(documents_seen) - np.asarray(model_versions, dtype=np.int64)
         bad = np.asarray(mask) & (staleness < 0)
@@ -335,29 +307,68 @@ def staleness_terms(
     return _statistics("staleness", "num_stalenesses", staleness, jnp.asarray(mask))
 
 
-def _token_weights(tokens: PolicyTokens, layout: DocumentLayout) -> Float[Array, " tokens"]:
-    labels = jnp.maximum(layout.labels, 1).astype(tokens.log_ratio.dtype)
-    weights = jnp.where(tokens.mask, 1.0 / labels[layout.document_ids], 0.0)
-    return jnp.where(layout.outside, jnp.nan, weights)
+class _Seen(NamedTuple):
+    """Ratio, advantage and log-ratio of each token, or at each token those of its document."""
+
+    ratio: Float[Array, " tokens"]
+    advantages: Float[Array, " tokens"]
+    log_ratio: Float[Array, " tokens"]
 
 
-def _token_values(
-    kind: str, tokens: PolicyTokens, layout: DocumentLayout, weights: Float[AnyArray, " tokens"]
-) -> tuple[Float[Array, " tokens"], ...]:
-    """Ratio, advantage and log-ratio of each token, and the weights of the two ratio sums.
-
-    For "gspo" a token carries the values of its document: with weights that add up to 1 over a document, sums over
-    tokens are then sums over documents, also where a document is cut over ranks.
-    """
-    if kind == "grpo":
-        log_ratio = bounded(tokens.log_ratio)
-        return jnp.exp(log_ratio), tokens.advantages, log_ratio, tokens.mask.astype(log_ratio.dtype)
-    log_ratio, ratio, advantages = (values[layout.document_ids] for values in document_ratios(tokens, layout))
-    return ratio, advantages, log_ratio, weights
+def _of_tokens(log_ratio: Float[AnyArray, " tokens"], advantages: Float[AnyArray, " tokens"]) -> _Seen:
+    log_ratio = bounded(log_ratio)
+    return _Seen(jnp.exp(log_ratio), advantages, log_ratio)
 
 
-def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, "*tokens"]) -> Float[Array, ""]:
-    values = lax.stop_gradient(jnp.ravel(jnp.asarray(values))).astype(weights.dtype)
+def _of_documents(
+    log_ratio: Float[AnyArray, " tokens"], advantages: Float[AnyArray, " tokens"], layout: DocumentLayout
+) -> _Seen:
+    documents = _of_tokens(layout.mean_of(log_ratio), layout.mean_of(advantages))
+    return _Seen(*(values[layout.document_ids] for values in documents))
+
+
+def _averages(
+    loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout, mask: Bool[AnyArray, " tokens"]
+) -> dict[str, Array]:
+    """Every weighted sum over labels."""
+    new, old, advantages = (tokens[name] for name in ("log_probs", "old_log_probs", "advantages"))
+    weights = layout.label_weights(mask, new.dtype)
+    if loss.ratio == "sequence":
+        # Weights that add up to 1 over a document make sums over labels sums over documents, also where it is cut.
+        seen, ratio_weights = _of_documents(new - old, advantages, layout), weights
+    else:
+        seen, ratio_weights = _of_tokens(new - old, advantages), mask.astype(new.dtype)
+    averages = {
+        "new_logprobs": _weighted(weights, new),
+        "old_logprobs": _weighted(weights, old),
+        "ratio_new_old": _weighted(weights, seen.ratio),
+        "ratio_new_old_sum": _weighted(ratio_weights, seen.ratio),
+        "ratio_new_old_squared_sum": _weighted(ratio_weights, jnp.square(seen.ratio)),
+        "kl_new_old": _weighted(weights, k3(seen.log_ratio)),
+        "clipped_ratio_fraction": _weighted(weights, loss.objective.clipped(seen.ratio).astype(new.dtype)),
+        "advantage": _weighted(weights, seen.advantages),
+    }
+    return averages | ({"entropy": _weighted(weights, tokens["entropy"])} if "entropy" in tokens else {})
+
+
+def _extremes(name: str, values: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
+    return {
+        f"max_{name}": jnp.max(jnp.where(mask, values, -jnp.inf)).astype(jnp.float32),
+        f"min_{name}": jnp.min(jnp.where(mask, values, jnp.inf)).astype(jnp.float32),
+    }
+
+
+def _counts(loss: PolicyLoss, layout: DocumentLayout, mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
+    labelled = layout.counted_once(jnp.sum(layout.labels > 0, dtype=jnp.int32))
+    counts = {
+        "num_tokens": jnp.sum(mask, dtype=jnp.int32),
+        "num_documents": layout.counted_once(layout.num_documents),
+        "num_documents_labelled": labelled,
+    }
+    return counts | ({"num_segments": labelled} if loss.ratio == "sequence" else {})
+
+
+def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, " tokens"]) -> Float[Array, ""]:
     return jnp.sum(jnp.where(weights != 0, weights * values, 0.0)).astype(jnp.float32)
 
 

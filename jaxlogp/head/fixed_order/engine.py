@@ -12,14 +12,17 @@ vary: the transpose of a cast to "varying" would be a float all-reduce, whose or
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jaxlogp._compat import union_of_varying_axes, vary_over, varying_axes
+from jaxlogp._compat import vary_over, varying_axes
 from jaxlogp.errors import require
+from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.engine import Engine
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
 from jaxlogp.head.fixed_order.stats import (
     ScaledNormaliser,
@@ -29,20 +32,20 @@ from jaxlogp.head.fixed_order.stats import (
     live_tokens,
     scaled_entropy,
     scaled_logit_gradient,
+    scaled_lse,
     scaled_normaliser,
     scaled_tile_stats,
     selected_log_prob,
 )
-from jaxlogp.head.projection import HeadOptions, dot
+from jaxlogp.head.projection import dot
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
 from jaxlogp.stats import TokenLogProbs
-from jaxlogp.targets import LocalTargets, mask_cotangents
 from jaxlogp.vocab import VocabShards
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedOrderEngine:
+class FixedOrderEngine(Engine):
     """Sums in the order that ``order`` fixes; see docs/invariance.md for what that promises and what it costs.
 
     Attributes:
@@ -54,33 +57,56 @@ class FixedOrderEngine:
     reduces_gradients = True
     masks_hidden = True
 
-    def log_probs(
-        self,
-        hidden: Float[Array, "tokens hidden"],
-        weight: Float[Array, "vocab hidden"],
-        bias: Float[Array, " vocab"] | None,
-        targets: LocalTargets,
-        options: HeadOptions,
-    ) -> TokenLogProbs:
-        """Log-probs and entropy of flat tokens; operands typed as varying only where they do.
+    def why_not(self, call: HeadCall) -> str | None:
+        """Operands or shards that are not those of the order, or hidden states whose gradient a float psum would sum."""
+        dtype = call.operand_dtype.name
+        if self.order.dtype not in (None, dtype):
+            return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
+        wanted = self.order.shards(call.vocab_size, call.num_shards)
+        shards = call.shards or VocabShards.even(call.vocab_size, call.num_shards)
+        if shards != wanted:
+            return (
+                f"it needs shards on granule boundaries, {wanted.ranges} of ReductionOrder.shards, got {shards.ranges}"
+            )
+        return None
+
+    def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
+        """Shards that own whole granules."""
+        return self.order.shards(vocab_size, num_shards)
+
+    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, ScaledNormaliser]:
+        """Values per token, and in blocks what the backward needs of every row of logits."""
+        plan = Plan.of(self.order, call)
+        local = _local_statistics(Operands(plan, call), call)
+        return _finish(plan, _all_statistics(plan, local), call)
+
+    def backward(self, call: HeadCall, kept: ScaledNormaliser, g: TokenLogProbs) -> HeadGradients:
+        """Gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
-          ValueError: the vocabulary is not cut on this order's granules, or the operands' dtype is not the order's; when
-            differentiated, hidden states that vary over the vocabulary axis.
+          ValueError: hidden states typed as varying over the vocabulary axis: a float psum would sum their gradient.
         """
-        dtype = options.operand_dtype(weight)
-        require(self.order.dtype in (None, dtype.name), "weight", f"operands of the order's {self.order.dtype}", dtype)
-        num_shards = 1 if options.axis_name is None else lax.axis_size(options.axis_name)
-        wanted = self.order.shards(options.vocab_size, num_shards)
-        expected = f"shards on granule boundaries, {wanted.ranges} of ReductionOrder.shards"
-        shards = options.shards or VocabShards.even(options.vocab_size, num_shards)
-        require(shards == wanted, "vocab", expected, shards.ranges)
-        return _log_probs(hidden, weight, bias, targets, options, self.order)
+        if call.num_shards > 1:
+            seen = f"a type that varies over {call.axis_name!r}: its gradient would be summed by a float all-reduce"
+            same = call.axis_name not in varying_axes(call.hidden)
+            require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
+        plan, axes = Plan.of(self.order, call), call.axes
+        per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g.log_probs, g.entropy))
+        weight_axes, bias_axes = _missing(call.weight, axes), _missing(call.bias, axes)
+        dtypes = call.weight_gradient_dtype, None if call.bias is None else jnp.float32
+        sums = _Sums(Operands(plan, call), kept, *per_token, axes, weight_axes, bias_axes, *dtypes)
+        d_hidden_nodes, d_weight, d_bias = sums.all_nodes()
+        d_hidden = plan.unblock(_sum_nodes(d_hidden_nodes, _missing(call.hidden, axes), call.axis_name))
+        d_hidden = jnp.where(call.targets.mask[:, None], d_hidden, 0.0).astype(call.hidden_gradient_dtype)
+        d_weight = _sum_nodes(d_weight[None], weight_axes, None)[: call.weight.shape[0]]
+        if call.bias is not None:
+            d_bias = _sum_nodes(d_bias[None], bias_axes, None)[: call.bias.shape[0]]
+        return HeadGradients(d_hidden, d_weight.astype(call.weight_gradient_dtype), d_bias)
 
 
-def _local_statistics(operands: Operands, axes: frozenset) -> tuple[ScaledStats, Array, Array]:
+def _local_statistics(operands: Operands, call: HeadCall) -> tuple[ScaledStats, Array, Array]:
     """Statistics [granules, blocks, rows] of the local granules, and the targets' logits and owners [blocks, rows]."""
-    plan, options = operands.plan, operands.options
+    plan, axes = operands.plan, call.axes
 
     def step(index, carry):
         granule = index // plan.tiles
@@ -89,7 +115,7 @@ def _local_statistics(operands: Operands, axes: frozenset) -> tuple[ScaledStats,
         def block_step(block, carry):
             stats, target = carry
             logits = tile.logits(block)
-            new = scaled_tile_stats(logits, tile.valid, options.with_entropy)
+            new = scaled_tile_stats(logits, tile.valid, call.with_entropy)
             if plan.tiles > 1:
                 new = combine_scaled(jax.tree.map(lambda x: x[granule, block], stats), new)
             stats = jax.tree.map(lambda x, y: x.at[granule, block].set(y), stats, new)
@@ -101,7 +127,7 @@ def _local_statistics(operands: Operands, axes: frozenset) -> tuple[ScaledStats,
         return lax.fori_loop(0, plan.num_blocks, block_step, carry)
 
     shape = (plan.num_blocks, plan.order.row_block)
-    carry = empty_scaled_stats((plan.granules, *shape), options.with_entropy), jnp.zeros(shape, jnp.float32)
+    carry = empty_scaled_stats((plan.granules, *shape), call.with_entropy), jnp.zeros(shape, jnp.float32)
     carry = jax.tree.map(lambda x: vary_over(x, axes), carry)
     stats, target = lax.fori_loop(0, plan.granules * plan.tiles, step, carry)
     # Every column of this shard belongs to one tile, so a target that the shard owns has been met once.
@@ -119,7 +145,7 @@ def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tupl
     size = _node_size(plan.granules)
     grouped = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0), stats)
     nodes = fold_tree(grouped, combine_scaled)
-    axis_name = plan.options.axis_name
+    axis_name = plan.axis_name
     if axis_name is not None:
         nodes = jax.tree.map(lambda x: gather_bits(x, axis_name).reshape(-1, *x.shape[1:]), nodes)
         # At most one rank owns a target; the others hold zero bits.
@@ -129,10 +155,10 @@ def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tupl
 
 
 def _finish(
-    plan: Plan, statistics: tuple[ScaledStats, Array, Array], targets: LocalTargets
+    plan: Plan, statistics: tuple[ScaledStats, Array, Array], call: HeadCall
 ) -> tuple[TokenLogProbs, ScaledNormaliser]:
     """Values per token and, in blocks, what the backward needs. Block by block: log must not see another shape."""
-    options = plan.options
+    targets = call.targets
     mask = plan.blocks(targets.mask, False)
     invalid = None if targets.invalid is None else plan.blocks(targets.invalid, False)
 
@@ -142,69 +168,14 @@ def _finish(
         uncovered = jnp.zeros_like(target) if invalid is None else jnp.where(invalid, jnp.nan, 0.0)
         log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
         log_probs = jnp.where(mask, log_probs, 0.0)
-        if not options.with_entropy:
-            return TokenLogProbs(log_probs, None), normaliser
-        entropy = jnp.where(mask, scaled_entropy(normaliser, options.vocab_size), 0.0)
-        return TokenLogProbs(log_probs, entropy), normaliser
+        lse = jnp.where(mask, scaled_lse(normaliser), 0.0)
+        if not call.with_entropy:
+            return TokenLogProbs(log_probs, None, lse), normaliser
+        entropy = jnp.where(mask, scaled_entropy(normaliser, call.vocab_size), 0.0)
+        return TokenLogProbs(log_probs, entropy, lse), normaliser
 
     result, normaliser = lax.map(block, (statistics, mask, invalid))
     return jax.tree.map(plan.unblock, result), normaliser
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _log_probs(
-    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
-) -> TokenLogProbs:
-    return evaluate(hidden, weight, bias, targets, options, order)[0]
-
-
-def _axes(hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions) -> frozenset:
-    named = set() if options.axis_name is None else {options.axis_name}
-    return union_of_varying_axes(hidden, weight, bias, *targets) | named
-
-
-def evaluate(
-    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
-) -> tuple[TokenLogProbs, ScaledNormaliser]:
-    """Values per token, and in blocks what the backward needs of every row of logits; not differentiable."""
-    plan = Plan(order, options, hidden.shape[0], weight.shape[0])
-    local = _local_statistics(
-        Operands(plan, hidden, weight, bias, targets), _axes(hidden, weight, bias, targets, options)
-    )
-    return _finish(plan, _all_statistics(plan, local), targets)
-
-
-def _forward(
-    hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
-):
-    if options.axis_name is not None:
-        seen = f"a type that varies over {options.axis_name!r}: its gradient would be summed by a float all-reduce"
-        same = options.axis_name not in varying_axes(hidden)
-        require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
-    result, normaliser = evaluate(hidden, weight, bias, targets, options, order)
-    return result, (hidden, weight, bias, targets, normaliser)
-
-
-def _backward(options: HeadOptions, order: ReductionOrder, residuals: tuple, g: TokenLogProbs):
-    hidden, weight, bias, targets, normaliser = residuals
-    plan = Plan(order, options, hidden.shape[0], weight.shape[0])
-    axes = _axes(hidden, weight, bias, targets, options)
-    g_log_probs, g_entropy = mask_cotangents(g, targets)
-    per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g_log_probs, g_entropy))
-    operands = Operands(plan, hidden, weight, bias, targets)
-    sums = _Sums(operands, normaliser, *per_token, axes, _missing(weight, axes), _missing(bias, axes))
-    d_hidden_nodes, d_weight, d_bias = sums.all_nodes()
-    d_hidden = _sum_nodes(d_hidden_nodes, _missing(hidden, axes), options.axis_name)
-    d_hidden = plan.unblock(d_hidden)
-    d_hidden = jnp.where(targets.mask[:, None], d_hidden, 0.0).astype(hidden.dtype)
-    d_weight, d_bias = (
-        None if x is None else _sum_nodes(x[None], _missing(x_of, axes), None)[: x_of.shape[0]].astype(x_of.dtype)
-        for x, x_of in ((d_weight, weight), (d_bias, bias))
-    )
-    return d_hidden, d_weight, d_bias, None
-
-
-_log_probs.defvjp(_forward, _backward)
 
 
 def _missing(x: Array | None, axes: frozenset) -> frozenset:
@@ -234,6 +205,8 @@ class _Sums:
     axes: frozenset
     weight_axes: frozenset
     bias_axes: frozenset
+    weight_dtype: Any
+    bias_dtype: Any
 
     def all_nodes(self) -> tuple[Array, Array, Array | None]:
         """Hidden gradients of the local nodes of the tree [nodes, blocks, rows, H]; those of weight and bias."""
@@ -242,8 +215,8 @@ class _Sums:
         nodes = plan.granules // size
         weight, bias = self.operands.weight, self.operands.bias
         # What other ranks add to is rounded after that; else a tile is complete, and rounded once, when it is written.
-        d_weight = jnp.zeros(weight.shape, jnp.float32 if self.weight_axes else weight.dtype)
-        d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32 if self.bias_axes else bias.dtype)
+        d_weight = jnp.zeros(weight.shape, jnp.float32 if self.weight_axes else self.weight_dtype)
+        d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32 if self.bias_axes else self.bias_dtype)
 
         def step(node, carry):
             d_hidden, written = carry
@@ -288,7 +261,7 @@ class _Sums:
 
     def tile(self, tile: Tile, d_hidden: Array) -> tuple[Array, Array, Array | None]:
         """Adds a tile to the hidden gradient; its rows of the weight's and the bias's gradients, by the tree over blocks."""
-        operands, options = self.operands, self.operands.options
+        operands, spec = self.operands, self.operands.spec
 
         def step(block, carry):
             d_hidden, d_weight, d_bias = carry
@@ -299,7 +272,7 @@ class _Sums:
             gradient = scaled_logit_gradient(
                 logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy
             )
-            gradient = product_gradient(gradient, logits, options)
+            gradient = product_gradient(gradient, logits, spec)
             rounded = gradient.astype(operands.dtype)
             # A row without cotangent adds nothing, even where its hidden state is NaN.
             live = live_tokens(g_log_probs, g_entropy)[:, None]

@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxlogp.head.projection import HeadOptions, dot, take_rows, write_rows
+from jaxlogp._compat import AxisName
+from jaxlogp.head.call import HeadCall
+from jaxlogp.head.projection import HeadSpec, dot, take_rows, write_rows
 from jaxlogp.invariance.exact import one_minus_square, product, scaled
 from jaxlogp.invariance.order import ReductionOrder
-from jaxlogp.targets import LocalTargets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +25,14 @@ class Plan:
     """How [tokens, vocab] is cut; static but for the rank."""
 
     order: ReductionOrder
-    options: HeadOptions
+    vocab_size: int
+    axis_name: AxisName | None
+    num_shards: int
     tokens: int
-    rows: int
 
-    @property
-    def num_shards(self) -> int:
-        return 1 if self.options.axis_name is None else lax.axis_size(self.options.axis_name)
+    @classmethod
+    def of(cls, order: ReductionOrder, call: HeadCall) -> "Plan":
+        return cls(order, call.vocab_size, call.axis_name, call.num_shards, call.hidden.shape[0])
 
     @property
     def granules(self) -> int:
@@ -38,11 +40,11 @@ class Plan:
 
     @property
     def tile(self) -> int:
-        return self.order.tile(self.options.vocab_size)
+        return self.order.tile(self.vocab_size)
 
     @property
     def tiles(self) -> int:
-        widest = math.ceil(self.options.vocab_size / self.order.granules)
+        widest = math.ceil(self.vocab_size / self.order.granules)
         return math.ceil(widest / self.tile)
 
     @property
@@ -52,7 +54,7 @@ class Plan:
     @property
     def overhang(self) -> int:
         """Most columns by which a tile is wider than its granule."""
-        return max(self.tile - self.options.vocab_size // self.order.granules, 0)
+        return max(self.tile - self.vocab_size // self.order.granules, 0)
 
     def blocks(self, x: Array, fill: float | int) -> Array:
         """[tokens, ...] as [num_blocks, row_block, ...], filled up behind."""
@@ -65,8 +67,8 @@ class Plan:
 
     def columns(self, granule: Array, tile: Array) -> tuple[Int[Array, ""], Bool[Array, " columns"]]:
         """First local row of a tile of a local granule, and which of its columns it has to count."""
-        edges = jnp.asarray(np.asarray(self.order.edges(self.options.vocab_size), np.int32))
-        rank = 0 if self.options.axis_name is None else lax.axis_index(self.options.axis_name)
+        edges = jnp.asarray(np.asarray(self.order.edges(self.vocab_size), np.int32))
+        rank = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
         first = rank * self.granules
         start, width = edges[first + granule], edges[first + granule + 1] - edges[first + granule]
         # The last tile ends where its granule ends and leaves out what the tile before has counted.
@@ -96,37 +98,38 @@ def _moved(rows: Array, padding: tuple[int, int], first: Array) -> Array:
     return lax.dynamic_slice_in_dim(padded, first, rows.shape[0])
 
 
-def _logits(products: Array, bias: Array | None, options: HeadOptions) -> Array:
+def _logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
     """As :func:`jaxlogp.head.projection.finish_logits`, each multiplication ending in an addition."""
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
-    logits = scaled(logits, options.logit_scale)
-    if options.softcap is not None:
-        logits = scaled(jnp.tanh(logits / options.softcap), options.softcap)
-    return scaled(logits, 1.0 / options.temperature)
+    logits = scaled(logits, spec.logit_scale)
+    if spec.softcap is not None:
+        logits = scaled(jnp.tanh(logits / spec.softcap), spec.softcap)
+    return scaled(logits, 1.0 / spec.temperature)
 
 
-def product_gradient(gradient: Array, logits: Array, options: HeadOptions) -> Array:
+def product_gradient(gradient: Array, logits: Array, spec: HeadSpec) -> Array:
     """As :func:`jaxlogp.head.projection.product_gradient`."""
-    if options.softcap is not None:
-        capped = jnp.clip(scaled(logits, options.temperature / options.softcap), -1.0, 1.0)
+    if spec.softcap is not None:
+        capped = jnp.clip(scaled(logits, spec.temperature / spec.softcap), -1.0, 1.0)
         gradient = product(gradient, one_minus_square(capped))
-    return scaled(gradient, options.logit_scale / options.temperature)
+    return scaled(gradient, spec.logit_scale / spec.temperature)
 
 
 class Operands:
     """hidden, weight and bias of one call as the loops read them."""
 
-    def __init__(self, plan: Plan, hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets):
-        self.plan, self.options = plan, plan.options
-        self.dtype = plan.options.operand_dtype(weight)
+    def __init__(self, plan: Plan, call: HeadCall):
+        self.plan, self.spec = plan, call.spec
+        self.dtype = call.operand_dtype
         # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
-        kept = jnp.where(targets.mask[:, None], hidden.astype(self.dtype), jnp.zeros((), self.dtype))
+        kept = jnp.where(call.targets.mask[:, None], call.hidden.astype(self.dtype), jnp.zeros((), self.dtype))
         self.hidden = plan.blocks(kept, 0)
-        self.column = plan.blocks(targets.column, -1)
+        self.column = plan.blocks(call.targets.column, -1)
         # A shard of a vocabulary that is smaller than one tile is filled up to it.
-        missing = max(plan.tile - weight.shape[0], 0)
+        missing = max(plan.tile - call.weight.shape[0], 0)
         self.weight, self.bias = (
-            None if x is None else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (weight, bias)
+            None if x is None else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+            for x in (call.weight, call.bias)
         )
 
     def tile(self, granule: Array, tile: Array) -> "Tile":
@@ -147,7 +150,7 @@ class Tile:
 
     def logits(self, block: Array) -> Array:
         products = dot(self.operands.hidden[block], self.weight, contract=(1, 1))
-        return _logits(products, self.bias, self.operands.options)
+        return _logits(products, self.bias, self.operands.spec)
 
     def targets(self, block: Array) -> Array:
         """Columns of the targets in this tile; -1 where it does not own them."""

@@ -125,6 +125,12 @@ def selected_log_prob(target: Float[Array, "*tokens"], normaliser: ScaledNormali
     return jnp.minimum(log_prob, 0.0)
 
 
+def scaled_lse(normaliser: ScaledNormaliser) -> Float[Array, "*tokens"]:
+    """log Σ e^z = exponent ln 2 + log Σ e^y."""
+    to = reference(normaliser.exponent)
+    return to.coarse + (to.fine + (to.rest + normaliser.log_sum_exp))
+
+
 def scaled_entropy(normaliser: ScaledNormaliser, vocab_size: int) -> Float[Array, "*tokens"]:
     """log Σ e^y - Σ p y, clipped to [0, log V]."""
     bound = np.float32(math.log(vocab_size))

@@ -22,7 +22,7 @@ from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
 from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, special_tiles
 from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadOptions, finish_logits
+from jaxlogp.head.projection import HeadSpec, finish_logits
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
 
@@ -135,14 +135,14 @@ def estimate_log_sum_exp(
     column: Int[Array, " tokens"],
     mask: Bool[Array, " tokens"],
     old_log_probs: Float[Array, " tokens"],
-    options: HeadOptions,
+    spec: HeadSpec,
 ) -> Float[Array, " tokens"]:
     """z_target - old_log_prob, which is log Σ e^z as far as the policy is the sampler's; 0 where there is no label."""
     place = jnp.maximum(column, 0)
     product = jnp.sum(hidden.astype(jnp.float32) * weight[place].astype(jnp.float32), axis=1)
     own_bias = None if bias is None else bias[place]
     logits = product if own_bias is None else product + own_bias.astype(jnp.float32)
-    logits = finish_logits(logits[:, None], None, options)[:, 0]
+    logits = finish_logits(logits[:, None], None, spec)[:, 0]
     return jnp.where(mask & (column >= 0), logits - old_log_probs.astype(jnp.float32), 0.0)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxlogp.head.hopper._pallas_compat import plgpu
 from jaxlogp.head.hopper.product import CONSUMERS, output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.projection import HeadSpec
 
 # Columns of a tile whose statistics are taken at a time; part of the order of summation, so the same in every configuration.
 PIECE = 64
@@ -29,17 +29,17 @@ MASKED = -1e30
 MAX, SUM_EXP, SUM_EXP_SHIFTED, TARGET = range(4)
 
 
-def finish_tile(products: Any, bias: Any, options: HeadOptions) -> Any:
+def finish_tile(products: Any, bias: Any, spec: HeadSpec) -> Any:
     """:func:`jaxlogp.head.projection.finish_logits` on a tile in registers.
 
     tanh goes through exp2: the hardware's tanh is good to 2^-11 only.
     """
     logits = products if bias is None else products + lax.broadcast_in_dim(bias, products.shape, [1])
-    if options.softcap is not None:
+    if spec.softcap is not None:
         # tanh(x) = 1 - 2 / (1 + e^(2 x)); e^(2 x) = inf gives 1 and 0 gives -1, as it should be.
-        doubled = jnp.exp2(logits * (2.0 * LOG2_E * options.logit_scale / options.softcap))
-        return (1.0 - 2.0 / (1.0 + doubled)) * (options.softcap / options.temperature)
-    factor = options.logit_scale / options.temperature
+        doubled = jnp.exp2(logits * (2.0 * LOG2_E * spec.logit_scale / spec.softcap))
+        return (1.0 - 2.0 / (1.0 + doubled)) * (spec.softcap / spec.temperature)
+    factor = spec.logit_scale / spec.temperature
     return logits if factor == 1.0 else logits * factor
 
 
@@ -49,7 +49,8 @@ def forward_statistics(
     bias: Float[Array, " vocab"] | None,
     column: Int[Array, " tokens"],
     width: Int[Array, ""],
-    options: HeadOptions,
+    spec: HeadSpec,
+    with_entropy: bool,
     config: TileConfig,
     num_sms: int,
     interpret: Any = None,
@@ -65,7 +66,8 @@ def forward_statistics(
       bias: fp32 [V] or None.
       column: int32 [tokens], the target's row of the weight, -1 where there is none.
       width: int32, number of rows of the weight that are real ids.
-      options: scale, soft cap, temperature and whether entropy is wanted.
+      spec: scale, soft cap and temperature.
+      with_entropy: whether entropy is wanted.
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
@@ -107,7 +109,7 @@ def forward_statistics(
         bias_tile = None
         if bias is not None:
             bias_tile = plgpu.load(others[3].at[pl.ds(start, tile)], layout=column_layout, optimized=False)
-        logits = finish_tile(products, bias_tile, options)
+        logits = finish_tile(products, bias_tile, spec)
 
         def all_columns(logits):
             return logits, plgpu.layout_cast(jnp.zeros((share,), jnp.float32), row_layout)
@@ -130,7 +132,7 @@ def forward_statistics(
                 buffer, rows = scratch["exp"].at[warpgroup], pl.ds(first_row, share)
                 store_tile(exp, buffer, others[-1], rows, start + offset)
 
-        results = {MAX: maximum, **_tile_sums(logits, maximum, options.with_entropy, write), TARGET: target_logit}
+        results = {MAX: maximum, **_tile_sums(logits, maximum, with_entropy, write), TARGET: target_logit}
         buffer = scratch["statistics"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for place, result in results.items():

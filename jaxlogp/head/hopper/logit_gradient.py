@@ -16,7 +16,7 @@ from jaxlogp.head.hopper._pallas_compat import plgpu
 from jaxlogp.head.hopper.forward import LOG2_E, finish_tile, special_tiles
 from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.row_scalars import RowScalars
 
 
@@ -28,7 +28,8 @@ def chunk_gradient(
     width: Int[Array, ""],
     index: Int[Array, ""],
     chunk: int,
-    options: HeadOptions,
+    spec: HeadSpec,
+    with_slope: bool,
     config: TileConfig,
     num_sms: int,
     interpret: Any = None,
@@ -46,7 +47,8 @@ def chunk_gradient(
       width: number of rows of the weight that are real ids; further columns get 0.
       index: which chunk.
       chunk: number of columns, a multiple of config.columns.
-      options: scale, soft cap, temperature and whether entropy is wanted.
+      spec: scale, soft cap and temperature.
+      with_slope: whether the entropy has a cotangent: B is not 0.
       config: tile shapes.
       num_sms: number of persistent blocks.
       interpret: None, or what runs the kernel on the CPU.
@@ -92,11 +94,11 @@ def chunk_gradient(
             def spread(row):
                 return lax.broadcast_in_dim(row, shape, [0])
 
-            logits = finish_tile(part, bias_part, options)
+            logits = finish_tile(part, bias_part, spec)
             shift = logits - spread(scalars.maximum)
             probs = jnp.exp2(shift * LOG2_E - spread(scalars.log2_sum))
             factor = spread(scalars.constant)
-            if options.with_entropy:
+            if with_slope:
                 factor = factor + spread(scalars.slope) * shift
             gradient = probs * factor
 
@@ -107,8 +109,8 @@ def chunk_gradient(
                 return jnp.where(columns < width - (first_column + offset), gradient, 0.0)
 
             gradient = lax.cond(is_special > 0, with_target_or_end, lambda x: x, gradient)
-            if options.softcap is not None:
-                capped = logits * (options.temperature / options.softcap)
+            if spec.softcap is not None:
+                capped = logits * (spec.temperature / spec.softcap)
                 gradient = gradient * (1.0 - capped * capped)
             return gradient
 

@@ -5,19 +5,24 @@ loss its cotangents, and the exponentials become dz (:mod:`jaxlogp.head.hopper.e
 dW += dzᵀ · H. Three products instead of four.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.fold import finish_sums, sum_tiles
-from jaxlogp.head.hopper.engine import HopperEngine, row_multiple, whole_rows
-from jaxlogp.head.hopper.exponentials import estimate_log_sum_exp, exp_to_gradient, scaled_gradient
+from jaxlogp._compat import vary_over
+from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.engine import LossCotangents
+from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
+from jaxlogp.head.hopper.exponentials import (
+    ScaledGradient,
+    estimate_log_sum_exp,
+    exp_to_gradient,
+    scaled_gradient,
+)
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.gradient_products import (
     add_hidden_gradient,
@@ -27,11 +32,11 @@ from jaxlogp.head.hopper.gradient_products import (
     write_weight_gradient,
 )
 from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_rows
 from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.live_rows import live_rows, select_live
-from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.row_scalars import RowScalars, row_scalars
-from jaxlogp.stats import Normaliser, TokenLogProbs
+from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import LocalTargets, mask_cotangents
 
 # Bytes of the exponentials of one chunk of tokens and the sums of its dH. One chunk needs no fp32 weight gradient, and may
@@ -51,7 +56,7 @@ class Windows(NamedTuple):
     parts: int
 
 
-def windows(vocab: int, columns: int, tiles: HeadTiles, engine: HopperEngine) -> Windows:
+def windows(vocab: int, columns: int, tiles: HeadTiles, engine: HopperSettings) -> Windows:
     """The windows of ``columns``, the vocabulary in whole tiles; by the vocabulary alone, as the order of summation is.
 
     No sum goes over all of it: the blocks would drift apart, and read dz again and again.
@@ -96,48 +101,6 @@ def _after(x: Array, *others: Array) -> Array:
     return x
 
 
-def _chunk_logit_gradient(
-    exp: Array,
-    partials: Array,
-    estimate: Array | None,
-    normaliser: Normaliser,
-    scalars: RowScalars,
-    target: Array,
-    operands: tuple[Array, Array, Array | None],
-    width: Array,
-    live: Array,
-    options: HeadOptions,
-    engine: HopperEngine,
-) -> tuple[Array, Array | None]:
-    """(dz, None), or what is dz once each token is multiplied by a factor, and these factors."""
-    hidden, weight, bias = operands
-    if estimate is None:
-        gradient = jax.new_ref(exp)
-        exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, live, engine.interpret)
-        return jax.freeze(gradient), None
-    scaled = scaled_gradient(exp, estimate, normaliser, scalars, target)
-    gradient = jax.new_ref(scaled.direction)
-    columns = exp.shape[1]
-    # Where an estimate was lost all of dz is computed once more, now that log Σ e^z is known. A kernel with nothing to do
-    # ends at once; a condition of XLA would have the host wait for its outcome.
-    chunk_gradient(
-        hidden,
-        weight,
-        None if bias is None else jnp.pad(bias, (0, columns - weight.shape[0])),
-        scalars,
-        width,
-        jnp.int32(0),
-        columns,
-        dataclasses.replace(options, with_entropy=False),
-        engine.head_tiles(weight).logit_gradient,
-        engine.num_blocks(),
-        engine.interpret,
-        jnp.where(scaled.lost, live, 0),
-        into=gradient,
-    )
-    return jax.freeze(gradient), jnp.where(scaled.lost, 1.0, scaled.scale)
-
-
 def _chunk_products(
     dz: Array,
     scale: Array | None,
@@ -146,11 +109,11 @@ def _chunk_products(
     d_weight: Any,
     addend: Any,
     live: Array,
-    engine: HopperEngine,
+    engine: HopperSettings,
 ) -> Array:
     """Writes dzᵀ · H + addend to the reference d_weight and returns dz · W in fp32, dz being multiplied by ``scale``.
 
-    Rows of the result behind the live ones may be anything.
+    Rows of the result after the live ones may be anything.
     """
     tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
     (tokens, columns), hidden_size = dz.shape, hidden.shape[1]
@@ -175,132 +138,203 @@ def _chunk_products(
     return d_hidden if scale is None else d_hidden * scale[:, None]
 
 
+class _Chunk(NamedTuple):
+    """What the pass knows of one chunk of packed tokens.
+
+    Attributes:
+      hidden: bf16 [size, H].
+      targets: of its tokens.
+      estimate: of log Σ e^z, or None.
+      live: int32, rows of all tiles with a live token, or 0.
+    """
+
+    hidden: Float[Array, "size hidden"]
+    targets: LocalTargets
+    estimate: Float[Array, " size"] | None
+    live: Int[Array, ""]
+
+
 def values_and_gradients(
-    cotangents: Callable[[TokenLogProbs, Any], TokenLogProbs],
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
-    targets: LocalTargets,
-    per_token: Any,
-    options: HeadOptions,
-    engine: HopperEngine,
-    old_log_probs: Float[Array, " tokens"] | None = None,
-) -> tuple[TokenLogProbs, tuple[Array, Array, Array | None]]:
-    """Log-probs and entropy, and the gradients of hidden, weight and bias.
+    call: HeadCall,
+    engine: HopperSettings,
+    cotangents: LossCotangents,
+    tokens: Any,
+    old_log_probs: Float[Array, " tokens"] | None,
+) -> tuple[TokenLogProbs, HeadGradients]:
+    """Log-probs, entropy and lse, the same on all vocabulary shards, and this shard's gradients.
 
     Args:
-      cotangents: (values of a chunk of tokens, per_token's chunk) -> the loss's cotangents of these values.
-      hidden: [tokens, H].
-      weight: bf16 [V, H].
-      bias: [V] or None.
-      targets: targets; tokens whose mask is False are left out.
-      per_token: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
-      options: static options; no soft cap and no axis.
+      call: the call, without a soft cap; tokens whose mask is False are left out.
       engine: tile shapes.
+      cotangents: the loss's cotangents of the values of a chunk of tokens.
+      tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
       old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
         log Σ e^z, and need not be rewritten. An estimate that is off by more than 40 nats costs its chunk one product more,
         and rounds the gradients of the chunk's tokens differently. None where entropy has one.
-
-    Returns:
-      (TokenLogProbs of fp32 [tokens], gradients in the dtypes of their operands).
     """
-    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
-    config, (tokens, hidden_size), vocab = tiles.exponentials, hidden.shape, weight.shape[0]
-    multiple, columns = row_multiple(tiles, interpret), -(-vocab // config.columns) * config.columns
-    parts = windows(vocab, columns, tiles, engine).parts
-    token_bytes = 2 * columns + 4 * hidden_size * parts
-    one_chunk = CHUNK_BYTES + 4 * columns * hidden_size
-    padded = -(-tokens // multiple) * multiple
-    budget = one_chunk if token_bytes * padded <= one_chunk else CHUNK_BYTES
-    most = max(budget // token_bytes // multiple, 1) * multiple
-    size = chunk_rows(tokens, most, multiple, hidden_size, tiles, parts, num_sms)
-    chunks = -(-tokens // size)
-    rows = live_rows(targets.mask, chunks * size)
-    # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
-    alive = jnp.arange(chunks * size, dtype=jnp.int32) < rows.count
-    packed = rows.pack(hidden.astype(jnp.bfloat16), 0)
-    invalid = None if targets.invalid is None else rows.pack(targets.invalid, False)
-    local = LocalTargets(rows.pack(targets.column, -1), alive, invalid, targets.width)
-    extra = jax.tree.map(lambda x: rows.pack(x, 0), per_token)
-    bias_operand = None if bias is None else bias.astype(jnp.float32)
-    estimate = None
-    if old_log_probs is not None:
-        old = rows.pack(old_log_probs, 0)
-        estimate = estimate_log_sum_exp(packed, weight, bias, local.column, alive, old, options)
-    d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
-    padded_shape = columns, hidden_size + -hidden_size % tiles.one_pass_d_weight.columns
-    # Chunks before the last are summed in fp32, and the last one adds them and rounds.
-    total = None if chunks == 1 else jax.new_ref(uninitialised(padded_shape, jnp.float32, interpret))
-    d_hidden = jax.new_ref(jnp.zeros((chunks * size, hidden_size), hidden.dtype))
-    results = jax.new_ref(jnp.zeros((2, chunks * size), jnp.float32))
-    d_bias = jax.new_ref(jnp.zeros((columns,), jnp.float32))
+    return _OnePass(call, engine, cotangents, tokens, old_log_probs).run()
 
-    def chunk_step(index, out, addend, may_skip=False):
-        start = index * size
 
-        def part(x):
-            return lax.dynamic_slice_in_dim(x, start, size)
+class _OnePass:
+    """Live tokens packed into chunks, the arrays that the chunks write to, and the loop over them."""
 
-        count = jnp.clip(rows.count - start, 0, size)
-        live = whole_rows(count, multiple)
+    def __init__(
+        self,
+        call: HeadCall,
+        engine: HopperSettings,
+        cotangents: LossCotangents,
+        tokens: Any,
+        old_log_probs: Float[Array, " tokens"] | None,
+    ) -> None:
+        self.call, self.engine, self.cotangents = call, engine, cotangents
+        self.tiles, self.config = engine.head_tiles(call.weight), engine.head_tiles(call.weight).exponentials
+        self.multiple = row_multiple(self.tiles, engine.interpret)
+        self.columns = -(-call.weight.shape[0] // self.config.columns) * self.config.columns
+        self.size = self._chunk_size()
+        self.chunks = -(-call.hidden.shape[0] // self.size)
+        filled, given = self.chunks * self.size, call.targets
+        self.rows = rows = live_rows(given.mask, filled)
+        # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
+        alive = jnp.arange(filled, dtype=jnp.int32) < rows.count
+        invalid = None if given.invalid is None else rows.pack(given.invalid, False)
+        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid)
+        self.hidden = rows.pack(call.hidden.astype(jnp.bfloat16), 0)
+        self.tokens = jax.tree.map(lambda x: rows.pack(x, 0), tokens)
+        self.bias = None if call.bias is None else call.bias.astype(jnp.float32)
+        self.estimate = None if old_log_probs is None else self._estimate(rows.pack(old_log_probs, 0))
+
+    def _chunk_size(self) -> int:
+        """Tokens of a chunk, whose exponentials and sums of dH fit into the memory that the pass may take."""
+        (tokens, hidden_size), vocab = self.call.hidden.shape, self.call.weight.shape[0]
+        parts = windows(vocab, self.columns, self.tiles, self.engine).parts
+        token_bytes = 2 * self.columns + 4 * hidden_size * parts
+        one_chunk = CHUNK_BYTES + 4 * self.columns * hidden_size
+        padded = -(-tokens // self.multiple) * self.multiple
+        budget = one_chunk if token_bytes * padded <= one_chunk else CHUNK_BYTES
+        most = max(budget // token_bytes // self.multiple, 1) * self.multiple
+        return chunk_rows(tokens, most, self.multiple, hidden_size, self.tiles, parts, self.engine.num_blocks())
+
+    def _estimate(self, old_log_probs: Array) -> Array:
+        """log Σ e^z as far as the policy is the sampler's; over shards from the one that owns the target."""
+        call, targets = self.call, self.targets
+        estimate = estimate_log_sum_exp(
+            self.hidden, call.weight, call.bias, targets.column, targets.mask, old_log_probs, call.spec
+        )
+        return estimate if call.axis_name is None else lax.psum(estimate, call.axis_name)
+
+    def run(self) -> tuple[TokenLogProbs, HeadGradients]:
+        call, interpret = self.call, self.engine.interpret
+        hidden_size, filled = call.hidden.shape[1], self.chunks * self.size
+
+        def zeros(shape, dtype=jnp.float32, axes=call.axes):
+            return jax.new_ref(vary_over(jnp.zeros(shape, dtype), axes))
+
+        self.d_hidden = zeros((filled, hidden_size), call.hidden_gradient_dtype)
+        # The all-reduces make values the same on all vocabulary shards.
+        self.results = zeros((3, filled), axes=call.axes - {call.axis_name})
+        self.d_bias = zeros((self.columns,))
+        d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
+        # Python numbers: outside of jit a reference takes no other as the begin of a slice.
+        if self.chunks == 1:
+            self._chunk(0, d_weight, None)
+        else:
+            # Chunks before the last are summed in fp32, and the last one adds them and rounds.
+            shape = self.columns, hidden_size + -hidden_size % self.tiles.one_pass_d_weight.columns
+            total = jax.new_ref(uninitialised(shape, jnp.float32, interpret))
+            self._chunk(0, total, None)
+            # All of them, however many tokens are live: the host would wait for a number that it does not know.
+            lax.fori_loop(1, self.chunks - 1, lambda index, _: self._chunk(index, total, total, may_skip=True), None)
+            self._chunk(self.chunks - 1, d_weight, total)
+        log_probs, entropy, lse = (self.rows.unpack(x) for x in jax.freeze(self.results))
+        values = TokenLogProbs(log_probs, entropy if call.with_entropy else None, lse)
+        d_bias = None if call.bias is None else jax.freeze(self.d_bias)[: call.weight.shape[0]]
+        d_weight = vary_over(jax.freeze(d_weight), call.axes)
+        return values, HeadGradients(self.rows.unpack(jax.freeze(self.d_hidden)), d_weight, d_bias)
+
+    def _chunk(self, index: Any, out: Any, addend: Any, may_skip: bool = False) -> None:
+        """Values and hidden gradient of a chunk of tokens; its part of dW, plus ``addend``, goes to ``out``."""
+        start, place = index * self.size, pl.ds(index * self.size, self.size)
+        count = jnp.clip(self.rows.count - start, 0, self.size)
+        live = whole_rows(count, self.multiple)
         if may_skip:
             live = jnp.where(count > 0, live, 0)
         if addend is not None:
             # After both products of the chunk before, whose exponentials would otherwise still be there.
-            live = _after(live, addend[0, 0], d_hidden[0, 0])
-        here = part(packed)
-        chunk = LocalTargets(part(local.column), part(alive), None if invalid is None else part(invalid), targets.width)
-        partials, exp = forward_statistics(
-            here,
-            weight,
-            bias_operand,
-            chunk.column,
-            targets.width,
-            options,
-            config,
-            num_sms,
-            interpret,
-            live,
-            with_exp=True,
-            estimate=None if estimate is None else part(estimate),
-        )
-        sums = sum_tiles(partials, jnp.max(partials[:, 0], axis=0), chunk.column, options.with_entropy)
-        values, normaliser = finish_sums(sums, chunk.mask, options.vocab_size, chunk.invalid)
-        g_log_probs, g_entropy = mask_cotangents(cotangents(values, jax.tree.map(part, extra)), chunk)
-        scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.column, options)
-        target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max
-        dz, scale = _chunk_logit_gradient(
-            exp,
-            partials,
-            None if estimate is None else part(estimate),
-            normaliser,
-            scalars,
-            target,
-            (here, weight, bias_operand),
-            targets.width,
-            live,
-            options,
-            engine,
-        )
-        d_here = _chunk_products(dz, scale, here, weight, out, addend, live, engine)
-        if bias is not None:
-            of_rows = select_live(dz, live).astype(jnp.float32)
-            d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
-        place = pl.ds(start, size)
-        d_hidden[place] = d_here.astype(hidden.dtype)
-        results[0, place] = values.log_probs
-        if options.with_entropy:
-            results[1, place] = values.entropy
+            live = _after(live, addend[0, 0], self.d_hidden[0, 0])
 
-    # Python numbers: outside of jit a reference takes no other as the begin of a slice.
-    if chunks == 1:
-        chunk_step(0, d_weight, None)
-    else:
-        chunk_step(0, total, None)
-        # All of them, however many tokens are live: the host would wait for a number that it does not know.
-        lax.fori_loop(1, chunks - 1, lambda index, _: chunk_step(index, total, total, may_skip=True), None)
-        chunk_step(chunks - 1, d_weight, total)
-    log_probs, entropy = (rows.unpack(x) for x in jax.freeze(results))
-    values = TokenLogProbs(log_probs, entropy if options.with_entropy else None)
-    d_bias = None if bias is None else jax.freeze(d_bias)[:vocab].astype(bias.dtype)
-    return values, (rows.unpack(jax.freeze(d_hidden)), jax.freeze(d_weight), d_bias)
+        def part(x):
+            return lax.dynamic_slice_in_dim(x, start, self.size)
+
+        targets = jax.tree.map(part, self.targets._replace(width=None))._replace(width=self.targets.width)
+        estimate = None if self.estimate is None else part(self.estimate)
+        values, dz, scale = self._logit_gradient(
+            _Chunk(part(self.hidden), targets, estimate, live), jax.tree.map(part, self.tokens)
+        )
+        d_here = _chunk_products(dz, scale, part(self.hidden), self.call.weight, out, addend, live, self.engine)
+        if self.bias is not None:
+            of_rows = select_live(dz, live).astype(jnp.float32)
+            self.d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
+        self.d_hidden[place] = d_here.astype(self.d_hidden.dtype)
+        self.results[0, place] = values.log_probs
+        if self.call.with_entropy:
+            self.results[1, place] = values.entropy
+        self.results[2, place] = values.lse
+
+    def _logit_gradient(self, chunk: _Chunk, tokens: Any) -> tuple[TokenLogProbs, Array, Array | None]:
+        """Values of a chunk, and dz: as it is (and None), or what is dz once each token is multiplied by a factor."""
+        call = self.call
+        partials, exp = forward_statistics(
+            chunk.hidden,
+            call.weight,
+            self.bias,
+            chunk.targets.column,
+            chunk.targets.width,
+            call.spec,
+            call.with_entropy,
+            self.config,
+            self.engine.num_blocks(),
+            self.engine.interpret,
+            chunk.live,
+            with_exp=True,
+            estimate=chunk.estimate,
+        )
+        partials = vary_over(partials, call.axes)
+        maximum = jnp.max(partials[:, 0], axis=0)
+        if call.axis_name is not None:
+            maximum = lax.pmax(maximum, call.axis_name)
+        sums = sum_shards(sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy), call.axis_name)
+        values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
+        g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
+        scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)
+        target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max
+        if chunk.estimate is None:
+            gradient = jax.new_ref(exp)
+            exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, chunk.live, self.engine.interpret)
+            return values, jax.freeze(gradient), None
+        scaled = scaled_gradient(exp, chunk.estimate, normaliser, scalars, target)
+        return values, self._recomputed_where_lost(chunk, scaled, scalars), jnp.where(scaled.lost, 1.0, scaled.scale)
+
+    def _recomputed_where_lost(self, chunk: _Chunk, scaled: ScaledGradient, scalars: RowScalars) -> Array:
+        """Where an estimate was lost all of dz is computed once more, now that log Σ e^z is known.
+
+        A kernel with nothing to do ends at once; a condition of XLA would have the host wait for its outcome.
+        """
+        gradient = jax.new_ref(scaled.direction)
+        missing = self.columns - self.call.weight.shape[0]
+        chunk_gradient(
+            chunk.hidden,
+            self.call.weight,
+            None if self.bias is None else jnp.pad(self.bias, (0, missing)),
+            scalars,
+            chunk.targets.width,
+            jnp.int32(0),
+            self.columns,
+            self.call.spec,
+            False,
+            self.tiles.logit_gradient,
+            self.engine.num_blocks(),
+            self.engine.interpret,
+            jnp.where(scaled.lost, chunk.live, 0),
+            into=gradient,
+        )
+        return jax.freeze(gradient)

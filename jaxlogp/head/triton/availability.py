@@ -17,8 +17,9 @@ def why_not_installed() -> str | None:
             return f'{module} is not installed (pip install "jaxlogp[triton]")'
     try:
         importlib.import_module("jax_triton")
-    except ImportError as error:
-        return f"jax_triton cannot be imported: {str(error).splitlines()[0]}"
+    except (ImportError, RuntimeError) as error:
+        # RuntimeError: Triton looks for a driver, and what it finds may not be one that it knows.
+        return f"jax_triton cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return None
 
 

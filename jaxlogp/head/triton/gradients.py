@@ -5,57 +5,63 @@ dW_window = dzᵀ · H, which is complete and rounded once. Both products are XL
 comes: nothing of size [tokens, V] exists.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import union_of_varying_axes, vary_over
+from jaxlogp._compat import vary_over
+from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.live_rows import live_rows
-from jaxlogp.head.projection import HeadOptions, dot
+from jaxlogp.head.projection import dot
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.launch import TileFunctions
 from jaxlogp.head.triton.tiles import TileConfig, row_parts, window_columns
-from jaxlogp.targets import LocalTargets
+
+
+class Kernels(NamedTuple):
+    """The gradient kernel as it is launched.
+
+    Attributes:
+      functions: the kernels' launches, or their stand-in.
+      config: tile shapes.
+      with_slope: whether the entropy has a cotangent.
+      capability: compute capability times ten to compile for; None asks the device.
+    """
+
+    functions: TileFunctions
+    config: TileConfig
+    with_slope: bool
+    capability: int | None
 
 
 def head_gradients(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
-    targets: LocalTargets,
+    call: HeadCall,
     scalars: RowScalars,
     wanted: Bool[Array, " tokens"],
-    options: HeadOptions,
-    functions: TileFunctions,
-    config: TileConfig,
+    kernels: Kernels,
     multiple: int,
     window: int | None,
-    capability: int | None,
-) -> tuple[Array, Array, Array | None]:
-    """Gradients of hidden, weight and bias from the scalars of dz, in the dtypes of their operands.
+) -> HeadGradients:
+    """This shard's gradients from the scalars of dz.
 
     Args:
-      hidden: [tokens, H].
-      weight: bf16 or fp16 [V_local, H].
-      bias: [V_local] or None.
-      targets: targets as this shard sees them.
+      call: the call.
       scalars: what dz is made of, a value per token.
       wanted: False for tokens to leave out, whose gradient is exactly zero.
-      options: static options of the call.
-      functions: the kernels' launches, or their stand-in.
-      config: tile shapes.
+      kernels: the gradient kernel.
       multiple: tokens are padded to a multiple of it.
       window: columns of a window; None takes what the table's constants allow.
-      capability: compute capability times ten to compile for; None asks the device.
     """
-    axes = union_of_varying_axes(hidden, weight)
-    tokens, vocab = hidden.shape[0], weight.shape[0]
+    weight, axes = call.weight, call.axes
+    tokens, vocab = call.hidden.shape[0], weight.shape[0]
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(wanted, padded)
-    packed = rows.pack(hidden.astype(weight.dtype), 0)
-    filled = scalars.pack(rows)
-    bias_operand = None if bias is None else bias.astype(jnp.float32)
+    packed, filled = rows.pack(call.hidden.astype(weight.dtype), 0), scalars.pack(rows)
+    bias = None if call.bias is None else call.bias.astype(jnp.float32)
     window = min(window or window_columns(padded, vocab), vocab)
 
     def products_of(size: int):
@@ -65,16 +71,25 @@ def head_gradients(
             here, scalars = packed[:size], RowScalars(*(x[:size] for x in filled))
 
             def gradient(start: Array) -> Array:
-                bounds = jnp.stack([start, targets.width, count]).astype(jnp.int32)
-                dz = functions.window_gradient(
-                    here, weight, bias_operand, scalars, bounds, window, options, config, capability
+                bounds = jnp.stack([start, call.targets.width, count]).astype(jnp.int32)
+                dz = kernels.functions.window_gradient(
+                    here,
+                    weight,
+                    bias,
+                    scalars,
+                    bounds,
+                    window,
+                    call.spec,
+                    kernels.with_slope,
+                    kernels.config,
+                    kernels.capability,
                 )
                 return vary_over(dz, axes)
 
-            d_hidden, d_weight, d_bias = _window_products(here, weight, bias_operand, gradient, window, axes)
-            d_hidden = d_hidden.astype(hidden.dtype)
+            d_hidden, d_weight, d_bias = _window_products(call, here, gradient, window)
+            d_hidden = d_hidden.astype(call.hidden_gradient_dtype)
             d_hidden = jnp.pad(d_hidden, ((0, padded - size), (0, 0))) if size < padded else d_hidden
-            return d_hidden, d_weight, None if bias is None else d_bias.astype(bias.dtype)
+            return d_hidden, d_weight, d_bias
 
         return branch
 
@@ -85,41 +100,41 @@ def head_gradients(
     else:
         which = sum((rows.count > size).astype(jnp.int32) for size in sizes[:-1])
         d_hidden, d_weight, d_bias = lax.switch(which, [products_of(size) for size in sizes], *operands)
-    return rows.unpack(d_hidden), d_weight, d_bias
+    return HeadGradients(rows.unpack(d_hidden), d_weight, d_bias)
 
 
 def _window_products(
+    call: HeadCall,
     hidden: Float[Array, "rows hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
-    gradient,
+    gradient: Callable[[Array], Array],
     window: int,
-    axes: frozenset,
-) -> tuple[Float[Array, "rows hidden"], Float[Array, "vocab hidden"], Float[Array, " vocab"] | None]:
-    """fp32 dH, dW in the weight's dtype and fp32 db of all windows; gradient(first column) gives a window's dz."""
-    vocab = weight.shape[0]
+) -> HeadGradients:
+    """fp32 dH, dW as the call wants it and fp32 db of all windows; gradient(first column) gives a window's dz."""
+    weight, vocab, has_bias = call.weight, call.weight.shape[0], call.bias is not None
 
     def add(index: Int[Array, ""], sums):
         d_hidden, d_weight, d_bias = sums
-        # The last window starts earlier than its turn when the width does not divide the vocabulary. Columns that a window
-        # before it has covered get the same gradient of the weight again, and nothing is added to dH for them.
+        # The last window starts earlier where the width does not divide the vocabulary. Columns that the window before it
+        # has covered get the same gradient of the weight again, and nothing is added to dH for them.
         start = jnp.minimum(index * window, vocab - window)
         dz = gradient(start)
-        turn = start + jnp.arange(window, dtype=jnp.int32) >= index * window
+        own = start + jnp.arange(window, dtype=jnp.int32) >= index * window
         rows = lax.dynamic_slice_in_dim(weight, start, window)
-        d_hidden = d_hidden + dot(dz, jnp.where(turn[:, None], rows, jnp.zeros((), rows.dtype)), contract=(1, 0))
+        d_hidden = d_hidden + dot(dz, jnp.where(own[:, None], rows, jnp.zeros((), rows.dtype)), contract=(1, 0))
         # 16-bit operands with a result of their dtype: summed in fp32 and rounded as it is written. An fp32 result and a
         # cast would be the same numbers and, where XLA does not join the two, twice the memory.
-        rounded = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=weight.dtype)
+        rounded = lax.dot_general(
+            dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=call.weight_gradient_dtype
+        )
         d_weight = lax.dynamic_update_slice_in_dim(d_weight, rounded, start, axis=0)
-        if bias is not None:
+        if has_bias:
             d_bias = lax.dynamic_update_slice_in_dim(d_bias, jnp.sum(dz, axis=0, dtype=jnp.float32), start, axis=0)
         return d_hidden, d_weight, d_bias
 
     sums = (
         jnp.zeros(hidden.shape, jnp.float32),
-        jnp.zeros(weight.shape, weight.dtype),
-        None if bias is None else jnp.zeros(bias.shape, jnp.float32),
+        jnp.zeros(weight.shape, call.weight_gradient_dtype),
+        jnp.zeros(vocab, jnp.float32) if has_bias else None,
     )
-    sums = jax.tree.map(lambda x: vary_over(x, axes), sums)
-    return lax.fori_loop(0, -(-vocab // window), add, sums)
+    sums = jax.tree.map(lambda x: vary_over(x, call.axes), sums)
+    return HeadGradients(*lax.fori_loop(0, -(-vocab // window), add, sums))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.tiles import TileConfig
 
@@ -30,7 +30,8 @@ def forward_statistics(
     bias: Float[Array, " vocab"] | None,
     column: Int[Array, " tokens"],
     bounds: Int[Array, "3"],
-    options: HeadOptions,
+    spec: HeadSpec,
+    with_slope: bool,
     config: TileConfig,
     capability: int | None,
 ) -> Float[Array, "tiles 4 tokens"]:
@@ -43,7 +44,8 @@ def forward_statistics(
       column: int32 [tokens], the target's row of the weight, -1 where there is none.
       bounds: int32: 0, number of rows of the weight that are real ids, number of tokens, from the first, that need
         statistics. Row tiles behind these are not computed, and their results may be anything.
-      options: scale, soft cap, temperature and whether entropy is wanted.
+      spec: scale, soft cap and temperature.
+      with_slope: whether the entropy has a cotangent.
       config: tile shapes.
       capability: compute capability times ten to compile for; None asks the device.
 
@@ -59,7 +61,7 @@ def forward_statistics(
         forward_kernel,
         jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32),
         tokens // config.rows * tiles,
-        options,
+        (spec, with_slope),
         config,
         capability,
         HIDDEN=hidden.shape[1],
@@ -74,7 +76,8 @@ def window_gradient(
     scalars: RowScalars,
     bounds: Int[Array, "3"],
     window: int,
-    options: HeadOptions,
+    spec: HeadSpec,
+    with_slope: bool,
     config: TileConfig,
     capability: int | None,
 ) -> Float[Array, "tokens window"]:
@@ -88,7 +91,8 @@ def window_gradient(
       bounds: int32: first column of the window, number of rows of the weight that are real ids (further columns get 0),
         number of tokens, from the first, that have a gradient (row tiles behind these get 0 without a product).
       window: number of columns, all of them rows of the weight.
-      options: scale, soft cap, temperature and whether entropy is wanted.
+      spec: scale, soft cap and temperature.
+      with_slope: whether the entropy has a cotangent.
       config: tile shapes.
       capability: compute capability times ten to compile for; None asks the device.
     """
@@ -101,7 +105,7 @@ def window_gradient(
         gradient_kernel,
         jax.ShapeDtypeStruct((tokens, window), weight.dtype),
         tokens // config.rows * -(-window // config.columns),
-        options,
+        (spec, with_slope),
         config,
         capability,
         HIDDEN=hidden.shape[1],
@@ -110,13 +114,13 @@ def window_gradient(
     )
 
 
-def kernel_constants(options: HeadOptions, config: TileConfig) -> dict[str, Any]:
+def kernel_constants(spec: HeadSpec, with_entropy: bool, config: TileConfig) -> dict[str, Any]:
     """The compile-time arguments that both kernels share."""
     return {
-        "WITH_ENTROPY": options.with_entropy,
-        "SCALE": float(options.logit_scale),
-        "SOFTCAP": 0.0 if options.softcap is None else float(options.softcap),
-        "TEMPERATURE": float(options.temperature),
+        "WITH_ENTROPY": with_entropy,
+        "SCALE": float(spec.logit_scale),
+        "SOFTCAP": 0.0 if spec.softcap is None else float(spec.softcap),
+        "TEMPERATURE": float(spec.temperature),
         "ROWS": config.rows,
         "COLUMNS": config.columns,
         "DEPTH": config.depth,
@@ -134,7 +138,7 @@ def _call(
     kernel: Any,
     out_shape: jax.ShapeDtypeStruct,
     programs: int,
-    options: HeadOptions,
+    arithmetic: tuple[HeadSpec, bool],
     config: TileConfig,
     capability: int | None,
     **constants: Any,
@@ -149,6 +153,6 @@ def _call(
         num_warps=config.warps,
         num_stages=config.stages,
         compute_capability=capability,
-        **kernel_constants(options, config),
+        **kernel_constants(*arithmetic, config),
         **constants,
     )

@@ -1,0 +1,250 @@
+"""One checked head call: its operands with everything that an engine has to know about them, and its gradients."""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxlogp._compat import AxisName, tracks_varying_axes, union_of_varying_axes, vary_over, varying_axes
+from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
+from jaxlogp.head.projection import HeadSpec
+from jaxlogp.stats import TokenLogProbs
+from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
+from jaxlogp.vocab import VocabShards, local_shard
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of the operands of a head call, of this rank's tokens and columns unless said otherwise.
+
+    Attributes:
+      hidden: [tokens, H] in ``HeadCall.hidden_gradient_dtype``.
+      weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``.
+      bias: [V_local], or None without a bias.
+    """
+
+    hidden: Float[Array, "tokens hidden"]
+    weight: Float[Array, "vocab hidden"]
+    bias: Float[Array, " vocab"] | None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["hidden", "weight", "bias", "targets"],
+    meta_fields=["spec", "vocab_size", "shards", "axis_name", "num_shards", "with_entropy", "all_live"],
+)
+@dataclasses.dataclass(frozen=True)
+class HeadCall:
+    """Operands and static facts of one head call, as engines take them: checked, tokens flat.
+
+    Attributes:
+      hidden: [tokens, H].
+      weight: [V, H], or the local block [V_local, H].
+      bias: [V_local] or None.
+      targets: the targets as this shard sees them, the mask among them.
+      spec: the arithmetic of the head.
+      vocab_size: V.
+      shards: the vocabulary shards; None means equal ones.
+      axis_name: mesh axis over which the vocabulary is sharded, or None; engines reduce their statistics over it.
+      num_shards: ranks of that axis; 1 means that this rank holds all columns.
+      with_entropy: whether entropy is wanted.
+      all_live: no mask was given: every token counts.
+    """
+
+    hidden: Float[Array, "tokens hidden"]
+    weight: Float[Array, "vocab hidden"]
+    bias: Float[Array, " vocab"] | None
+    targets: LocalTargets
+    spec: HeadSpec = HeadSpec()
+    vocab_size: int = 0
+    shards: VocabShards | None = None
+    axis_name: AxisName | None = None
+    num_shards: int = 1
+    with_entropy: bool = False
+    all_live: bool = False
+
+    @property
+    def operand_dtype(self) -> jnp.dtype:
+        """Dtype in which hidden and weight enter the product."""
+        return self.spec.operand_dtype(self.weight)
+
+    @property
+    def axes(self) -> frozenset:
+        """Mesh axes of the surrounding ``shard_map`` over which the call varies, that of the vocabulary included."""
+        named = frozenset() if self.axis_name is None else {self.axis_name}
+        return union_of_varying_axes(self.hidden, self.weight, self.bias, *self.targets) | named
+
+    @property
+    def hidden_gradient_dtype(self) -> jnp.dtype:
+        """fp32 where ranks of the vocabulary axis add to it, or where it carries a scale; else that of hidden."""
+        return jnp.dtype(jnp.float32) if self.num_shards > 1 or self.scaled else self.hidden.dtype
+
+    @property
+    def weight_gradient_dtype(self) -> jnp.dtype:
+        """fp32 where it carries a scale; else that of the weight."""
+        return jnp.dtype(jnp.float32) if self.scaled else self.weight.dtype
+
+    @property
+    def scaled(self) -> bool:
+        """Whether cotangents come multiplied by a power of two, because the gradient of the logits is rounded to fp16."""
+        return self.operand_dtype == jnp.float16
+
+    def typed(self) -> "HeadCall":
+        """Operands typed as varying over all :attr:`axes`, as the loops of an engine need them."""
+        axes = self.axes
+        typed = (None if x is None else vary_over(x, axes) for x in (self.hidden, self.weight, self.bias))
+        return self.with_operands(*typed)
+
+    def masked(self) -> "HeadCall":
+        """Hidden states of masked tokens are zeros: 0 * NaN of one would reach every row of the weight's gradient."""
+        if self.all_live:
+            return self
+        hidden = jnp.where(self.targets.mask[:, None], self.hidden, jnp.zeros_like(self.hidden))
+        return self.with_operands(hidden, self.weight, self.bias)
+
+    def with_operands(self, hidden: Any, weight: Any, bias: Any) -> "HeadCall":
+        """The same call of other arrays."""
+        return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias)
+
+    def without_targets(self) -> "HeadCall":
+        """None in place of the targets: how a custom_vjp says that integers have no gradient."""
+        return dataclasses.replace(self, targets=None)
+
+
+def head_call(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: Float[Array, "vocab hidden"],
+    bias: Float[Array, " vocab"] | None,
+    targets: Any,
+    mask: Bool[Array, "*tokens"] | None,
+    spec: HeadSpec,
+    *,
+    axis_name: AxisName | None,
+    vocab: VocabShards | None,
+    out_of_vocab: str,
+    with_entropy: bool,
+) -> HeadCall:
+    """Checks the operands of a public function and makes the call of them.
+
+    Raises:
+      ValueError: shapes, dtypes, ids or shards that do not fit, or a weight that is the same on all vocabulary shards.
+    """
+    check_operands(hidden, weight, bias)
+    require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
+    shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
+    num_shards = 1 if axis_name is None else lax.axis_size(axis_name)
+    if num_shards > 1:
+        require_sharded(weight, axis_name, "weight")
+    all_live = mask is None
+    mask = check_targets(targets, mask, hidden.shape[:-1], shard.vocab_size)
+    if out_of_vocab == "error":
+        require_ids_in_range(targets, shard.vocab_size, "targets", mask)
+    hidden, weight, targets, mask = (jnp.asarray(x) for x in (hidden, weight, targets, mask))
+    local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    bias = None if bias is None else jnp.asarray(bias)
+    return HeadCall(
+        flat, weight, bias, local, spec, shard.vocab_size, vocab, axis_name, num_shards, with_entropy, all_live
+    )
+
+
+def check_operands(hidden: Array, weight: Array, bias: Array | None) -> None:
+    """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] and bias [V] fit."""
+    require_floating(hidden, "hidden")
+    require_floating(weight, "weight")
+    require(hidden.ndim >= 1, "hidden", "shape [*tokens, H]", describe(hidden))
+    require(weight.ndim == 2 and weight.size > 0, "weight", "shape [V, H] with V, H > 0", describe(weight))
+    size = weight.shape[1]
+    require(hidden.shape[-1] == size, "hidden", f"a last dimension of H = {size}, as in weight", describe(hidden))
+    if bias is not None:
+        require_floating(bias, "bias")
+        require(bias.shape == weight.shape[:1], "bias", f"shape {weight.shape[:1]}", describe(bias))
+
+
+def require_sharded(x: Array, axis_name: AxisName, argument: str) -> None:
+    """Raises ``ValueError`` if the type of ``x`` says that it is the same on all ranks of ``axis_name``.
+
+    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
+    """
+    if tracks_varying_axes(axis_name):
+        expected = f"the local block of each rank of axis {axis_name!r}"
+        require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
+
+
+def require_checked_axes(axis_name: AxisName | None) -> None:
+    """Refuses to differentiate over a mesh axis under ``shard_map(check_vma=False)``.
+
+    Without replication types the right psum depends on where ``jax.grad`` stands: outside of the ``shard_map`` the boundary
+    has divided the cotangent of a replicated result by the size of the axis, inside nobody has. No rule serves both.
+
+    Raises:
+      ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
+    """
+    if axis_name is not None and not tracks_varying_axes(axis_name):
+        raise ValueError(
+            f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
+        )
+
+
+def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
+    """Every psum of the backward: each gradient over the mesh axes over which its operand is the same.
+
+    dHidden is summed over the vocabulary axis, dWeight and dBias over the data axes. An operand that varies over an axis
+    owns its part alone (a weight over the vocabulary axis; hidden states that were gathered over it, whose gradient the
+    gather's own transpose sums).
+    """
+    axes = call.axes
+
+    def summed(gradient: Array | None, operand: Array | None) -> Array | None:
+        if operand is None:
+            return None
+        same_over = tuple(sorted(axes - varying_axes(operand), key=str))
+        if same_over:
+            gradient = lax.psum(vary_over(gradient, same_over), same_over)
+        return gradient.astype(operand.dtype)
+
+    return HeadGradients(*map(summed, gradients, (call.hidden, call.weight, call.bias)))
+
+
+class ScaledCotangents(NamedTuple):
+    """Cotangents as an engine takes them, and by what its gradients have to be multiplied.
+
+    Attributes:
+      values: cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid.
+      unscale: a power of two, or None for 1.
+    """
+
+    values: TokenLogProbs
+    unscale: Float[Array, ""] | None
+
+    def finish(self, gradients: HeadGradients) -> HeadGradients:
+        """The gradients of the unscaled cotangents."""
+        if self.unscale is None:
+            return gradients
+        return HeadGradients(*(None if x is None else x.astype(jnp.float32) * self.unscale for x in gradients))
+
+
+def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
+    """The cotangents ``g``, selected by the mask, and scaled where the gradient of the logits is rounded to fp16.
+
+    fp16 holds nothing below 6e-8, and the cotangent of a mean over many labels is smaller. A power of two, the same for all
+    tokens of this rank, lifts the largest bound of |dz| to 2^13; products accumulate in fp32, where it is taken off again.
+    """
+    g_log_probs, g_entropy = mask_cotangents(g, call.targets)
+    if not call.scaled:
+        return ScaledCotangents(TokenLogProbs(g_log_probs, g_entropy), None)
+    bound = jnp.max(jnp.abs(g_log_probs))
+    if g_entropy is not None:
+        # |dz| <= |g| + |g_H| p |log p + H|, and p |log p + H| <= log V + 1.
+        bound = bound + jnp.max(jnp.abs(g_entropy)) * (math.log(call.vocab_size) + 1.0)
+    bound = bound * abs(call.spec.logit_scale / call.spec.temperature)
+    usable = jnp.isfinite(bound) & (bound > 0)
+    exponent = jnp.clip(13.0 - jnp.ceil(jnp.log2(jnp.where(usable, bound, 1.0))), -120.0, 120.0)
+    # ldexp, because exp2 of a whole number may be off in the last bit.
+    scale = jnp.where(usable, jnp.ldexp(jnp.float32(1.0), exponent.astype(jnp.int32)), 1.0)
+    values = TokenLogProbs(g_log_probs * scale, None if g_entropy is None else g_entropy * scale)
+    return ScaledCotangents(values, 1.0 / scale)

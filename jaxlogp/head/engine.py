@@ -1,0 +1,84 @@
+"""What an engine of the head is: forward and backward of one checked call, and what it can do besides."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float
+
+from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.stats import TokenLogProbs
+from jaxlogp.vocab import VocabShards
+
+LossCotangents = Callable[[TokenLogProbs, Any], TokenLogProbs]
+"""(values of some tokens, what the loss knows of them) -> cotangents of log_probs, and of entropy or None."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Computes log-probs and gradients its own way. Stateless and hashable: a frozen dataclass of its settings.
+
+    An engine of your own subclasses this, defines ``name``, :meth:`forward` and :meth:`backward`, and is given as
+    ``engine=`` or registered under a name (:func:`jaxlogp.register_engine`). It sees operands that are typed as varying over
+    every mesh axis in play, reduces its statistics over ``call.axis_name``, and returns the gradients of its own tokens and
+    columns; their psums over mesh axes are not its business.
+
+    Attributes:
+      name: by which callers ask for it, and records name it.
+      reduces_gradients: True: operands come as they are typed, and the engine sums gradients over mesh axes itself.
+      masks_hidden: True: hidden states of masked tokens may hold anything, NaN too, and the engine leaves them out of every
+        product and gives them an exact 0; False: they come as zeros.
+    """
+
+    name: str
+    reduces_gradients: bool = False
+    masks_hidden: bool = False
+
+    def why_not(self, call: HeadCall) -> str | None:
+        """Why this engine cannot take a call, here, or None when it can. Shapes and dtypes of the operands count."""
+        del call
+        return None
+
+    def why_not_automatic(self, call: HeadCall) -> str | None:
+        """Why ``engine="auto"`` passes this engine over even where it could run, or None when it does not."""
+        del call
+        return None
+
+    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Any]:
+        """Log-probs, entropy (None unless wanted) and lse of the tokens, and what :meth:`backward` needs of them."""
+        ...
+
+    def backward(self, call: HeadCall, kept: Any, g: TokenLogProbs) -> HeadGradients:
+        """Gradients for the cotangents of log_probs and entropy (or None), which are exactly 0 where masked."""
+        ...
+
+    def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
+        """The vocabulary shards that this engine wants where the caller names none."""
+        return VocabShards.even(vocab_size, num_shards)
+
+    def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
+        """Why :meth:`one_pass` cannot take a call that :meth:`forward` takes, or None when it can."""
+        del call, entropy_cotangent
+        return "it has no pass that gives gradients at once"
+
+    def one_pass(
+        self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None
+    ) -> tuple[TokenLogProbs, HeadGradients]:
+        """Values and gradients with the logits computed once: three products instead of four.
+
+        Args:
+          call: the call.
+          cotangents: the loss's, evaluated on some tokens at a time.
+          tokens: pytree of arrays [tokens, ...], what ``cotangents`` knows of each token.
+          old_log_probs: [tokens], near the log-probs where the policy is near the sampler's, or None where the entropy has a
+            cotangent.
+        """
+        raise NotImplementedError
+
+    def why_not_known_lse(self, call: HeadCall) -> str | None:
+        """Why :meth:`backward_of_lse` cannot take a call that :meth:`forward` takes, or None when it can."""
+        del call
+        return "it has no backward from a known log-sum-exp"
+
+    def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
+        """:meth:`backward` where log Σ e^z of every token is known, without a forward; no entropy."""
+        raise NotImplementedError

@@ -1,0 +1,183 @@
+"""The backward of the Hopper engine: dz by chunks of the vocabulary, dH and dW from each, blocks left out by a filter."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from jaxlogp._compat import vary_over
+from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.gradient_filter import kept_blocks
+from jaxlogp.head.hopper.gradient_products import (
+    add_hidden_gradient,
+    finish_hidden_gradient,
+    hidden_gradient_sums,
+    uninitialised,
+    write_weight_gradient,
+)
+from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_rows
+from jaxlogp.head.hopper.tiles import HeadTiles
+from jaxlogp.head.hopper.values import KeptStatistics
+from jaxlogp.head.hopper.work_lists import block_shape, gradient_plan, group_rows, product_plan
+from jaxlogp.head.live_rows import live_rows, select_live
+from jaxlogp.head.row_scalars import RowScalars
+from jaxlogp.stats import Normaliser, TokenLogProbs
+
+
+def counting_blocks(
+    call: HeadCall, engine: HopperSettings, kept: KeptStatistics, g: TokenLogProbs
+) -> Bool[Array, "tiles blocks"]:
+    """Which blocks [tiles, blocks of packed tokens] of dz count."""
+    tiles, targets = engine.head_tiles(call.weight), call.targets
+    shape = block_shape(tiles, row_multiple(tiles, engine.interpret), engine.interpret)
+    padded = -(-targets.mask.shape[0] // shape.tokens) * shape.tokens
+    rows = live_rows(targets.mask, padded, call.all_live)
+
+    def pack(x, fill):
+        return rows.pack(x, fill).reshape(-1, shape.tokens)
+
+    # The forward's tiles may be narrower than a block.
+    narrow = shape.columns // tiles.forward.columns
+    peaks = kept.peaks[:, :padded]
+    peaks = jnp.pad(peaks, [(0, -peaks.shape[0] % narrow), (0, 0)], constant_values=-jnp.inf)
+    peaks = jnp.max(peaks.reshape(-1, narrow, padded), axis=1).reshape(-1, padded // shape.tokens, shape.tokens)
+    normaliser = Normaliser(pack(kept.normaliser.max, 0), pack(kept.normaliser.log_sum_exp, 0), None)
+    # Places after the last live token, computed or not, have no cotangent.
+    cotangents = (None if x is None else pack(jnp.where(targets.mask, x, 0.0), 0) for x in (g.log_probs, g.entropy))
+    tile_of_target = pack(targets.column, -1) // shape.columns
+    return kept_blocks(engine.gradient_filter, peaks, tile_of_target, normaliser, *cotangents)
+
+
+class _Plans(NamedTuple):
+    """Work lists of the three kernels and the blocks [blocks of tokens, tiles] behind them, of one chunk or of each."""
+
+    gradient: Array | None
+    d_hidden: Array | None
+    d_weight: Array | None
+    kept: Array | None
+
+
+_NO_PLANS = _Plans(None, None, None, None)
+
+
+def _plans(kept: Array, tiles: HeadTiles, chunks: int, chunk: int, hidden_size: int, interpret: Any) -> _Plans:
+    """The work lists of every chunk, stacked: made at once, because each is little work."""
+    shape = block_shape(tiles, row_multiple(tiles, interpret), interpret)
+    per_chunk = chunk // shape.columns
+    kept = jnp.pad(kept, [(0, chunks * per_chunk - kept.shape[0]), (0, 0)])
+
+    def column_tiles(config):
+        return -(-hidden_size // config.columns)
+
+    def of_chunk(kept):
+        rows = kept.T
+        repeats = [
+            shape.tokens // group_rows(tiles.d_hidden, interpret),
+            shape.columns // group_rows(tiles.d_weight, interpret),
+        ]
+        return _Plans(
+            gradient_plan(rows, shape, tiles.logit_gradient, interpret),
+            product_plan(rows, repeats[0], column_tiles(tiles.d_hidden), tiles.d_hidden, interpret),
+            product_plan(kept, repeats[1], column_tiles(tiles.d_weight), tiles.d_weight, interpret),
+            rows,
+        )
+
+    return jax.vmap(of_chunk)(kept.reshape(chunks, per_chunk, -1))
+
+
+def head_gradients(
+    call: HeadCall,
+    engine: HopperSettings,
+    scalars: RowScalars,
+    with_slope: bool,
+    kept: Bool[Array, "tiles blocks"] | None = None,
+) -> HeadGradients:
+    """This shard's gradients from the scalars of dz: three products, by vocabulary chunks.
+
+    Args:
+      call: the call; tokens whose mask is False are left out and get exact zeros.
+      engine: tile shapes and chunk width.
+      scalars: what dz is made of, a value per token.
+      with_slope: whether the entropy has a cotangent.
+      kept: which blocks of dz count; None means all.
+    """
+    hidden, weight, bias, axes = call.hidden, call.weight, call.bias, call.axes
+    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
+    multiple = row_multiple(tiles, interpret)
+    (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
+    padded = -(-tokens // multiple) * multiple
+    rows = live_rows(call.targets.mask, padded, call.all_live)
+    packed, scalars = rows.pack(hidden.astype(jnp.bfloat16), 0), scalars.pack(rows)
+    live = whole_rows(rows.count, multiple)
+    chunk = engine.chunk_columns(vocab, tiles)
+    chunks = -(-vocab // chunk)
+    bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
+    # Work lists name output tiles of one part.
+    parts = tiles.d_hidden_parts if kept is None else 1
+    d_hidden = hidden_gradient_sums(padded, hidden_size, tiles.d_hidden, parts)
+    if kept is None:
+        d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
+    else:
+        # Vocabulary tiles of which no block counts are never written.
+        d_weight = jax.new_ref(jnp.zeros(weight.shape, weight.dtype))
+        plans = _plans(kept, tiles, chunks, chunk, hidden_size, interpret)
+
+    def chunk_step(index, d_bias):
+        plan = _NO_PLANS if kept is None else _Plans(*(x[index] for x in plans))
+        shape = None if kept is None else block_shape(tiles, multiple, interpret)
+        gradient = chunk_gradient(
+            packed,
+            weight,
+            bias_operand,
+            scalars,
+            call.targets.width,
+            index,
+            chunk,
+            call.spec,
+            with_slope,
+            tiles.logit_gradient,
+            num_sms,
+            interpret,
+            live,
+            plan.gradient,
+        )
+        add_hidden_gradient(
+            d_hidden,
+            gradient,
+            weight,
+            index,
+            tiles.d_hidden,
+            num_sms,
+            interpret,
+            live,
+            plan=plan.d_hidden,
+            plan_steps=None if shape is None else shape.columns // tiles.d_hidden.depth,
+            parts=parts,
+        )
+        write_weight_gradient(
+            d_weight,
+            gradient,
+            packed,
+            index,
+            tiles.d_weight,
+            num_sms,
+            interpret,
+            live,
+            plan=plan.d_weight,
+            plan_steps=None if shape is None else shape.tokens // tiles.d_weight.depth,
+        )
+        if bias is None:
+            return None
+        if shape is not None:
+            written = jnp.repeat(jnp.repeat(plan.kept, shape.tokens, axis=0), shape.columns, axis=1)
+            gradient = jnp.where(written, gradient, jnp.zeros((), gradient.dtype))
+        return d_bias.at[index].set(jnp.sum(select_live(gradient, live), axis=0, dtype=jnp.float32))
+
+    d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
+    d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
+    d_bias = None if bias is None else d_bias.reshape(-1)[:vocab]
+    summed = finish_hidden_gradient(d_hidden, hidden_size, parts).astype(call.hidden_gradient_dtype)
+    return HeadGradients(vary_over(rows.unpack(summed), axes), vary_over(jax.freeze(d_weight), axes), d_bias)

@@ -1,0 +1,144 @@
+"""Which document each token belongs to: sums over whole documents, also where a mesh axis cuts them."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp.errors import describe, is_concrete, require, require_integer
+from jaxlogp.losses.inputs import is_array
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["document_ids", "outside", "labels", "num_documents"],
+    meta_fields=["axis_name"],
+)
+@dataclass(frozen=True)
+class DocumentLayout:
+    """The documents of flat tokens.
+
+    Args:
+        document_ids: int32 [tokens], inside [0, documents); tokens without a label hold any of them.
+        outside: bool [tokens], labels whose document id was out of range; they belong to no document and turn whatever
+            they enter into NaN.
+        labels: int32 [documents], number of labels of each whole document.
+        num_documents: int32 scalar, at most the static size of `labels`.
+        axis_name: mesh axis (or axes) of an enclosing `shard_map` that cuts documents, or None.
+    """
+
+    document_ids: Int[AnyArray, " tokens"]
+    outside: Bool[AnyArray, " tokens"]
+    labels: Int[AnyArray, " documents"]
+    num_documents: Int[AnyArray, ""]
+    axis_name: str | tuple[str, ...] | None
+
+    def sum_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
+        """Sum of `values` over each whole document."""
+        # Added, not selected: the gradient with respect to such a label shall be NaN as well.
+        values = values + jnp.where(self.outside, jnp.nan, 0.0).astype(values.dtype)
+        sums = jax.ops.segment_sum(values, self.document_ids, num_segments=self.labels.shape[0])
+        axes = axis_tuple(self.axis_name)
+        for axis in axes:
+            sums = refuse_unchecked_gradient(sums, axis)
+        return lax.psum(sums, axes) if axes else sums
+
+    def mean_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
+        """Mean of `values`, which are 0 where masked, over the labels of each document; 0 without any."""
+        return self.sum_of(values) / jnp.maximum(self.labels, 1).astype(values.dtype)
+
+    def label_weights(self, mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype) -> Float[Array, " tokens"]:
+        """1 / N_d for the labels of document d, 0 where masked, NaN for a label of no document."""
+        weights = 1.0 / jnp.maximum(self.labels, 1).astype(dtype)
+        weights = jnp.where(mask, weights[self.document_ids], 0.0)
+        return jnp.where(self.outside, jnp.nan, weights)
+
+    def counted_once(self, count: Int[AnyArray, ""]) -> Int[Array, ""]:
+        """`count` on the first shard of the axis that cuts documents and 0 on the others: a psum counts it once."""
+        if self.axis_name is None:
+            return count
+        return jnp.where(lax.axis_index(self.axis_name) == 0, count, jnp.zeros_like(count))
+
+
+def document_layout(
+    mask: Bool[AnyArray, "*tokens"],
+    document_ids: Int[AnyArray, "*tokens"] | None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None,
+    axis_name: str | tuple[str, ...] | None,
+) -> DocumentLayout | None:
+    """The checked `DocumentLayout` of flat tokens, or None without `document_ids`.
+
+    Raises:
+        ValueError: one of `document_ids` and `num_documents` without the other, a wrong shape or dtype, a negative
+            number of documents, or a label with a document id outside [0, num_documents).
+    """
+    if document_ids is None:
+        require(num_documents is None, "document_ids", "document ids along with num_documents", None)
+        return None
+    require(num_documents is not None, "num_documents", "the number of documents along with document_ids", None)
+    require(is_array(document_ids), "document_ids", "an array of an integer dtype", describe(document_ids))
+    require_integer(document_ids, "document_ids")
+    require(document_ids.shape == mask.shape, "document_ids", f"shape {mask.shape} of mask", document_ids.shape)
+    static = isinstance(num_documents, int | np.integer) and not isinstance(num_documents, bool)
+    if not static:
+        require(is_array(num_documents), "num_documents", "an integer or an integer array", describe(num_documents))
+        require_integer(num_documents, "num_documents")
+        require(num_documents.shape == (), "num_documents", "a scalar", f"shape {num_documents.shape}")
+    shards = 1 if axis_name is None else lax.psum(1, axis_name)
+    capacity = max(int(num_documents), 1) if static else mask.size * shards
+    _check_document_values(mask, document_ids, num_documents, capacity)
+
+    total = as_int32(num_documents)
+    mask, ids = jnp.ravel(jnp.asarray(mask)), jnp.ravel(as_int32(document_ids))
+    # JAX drops segment ids that are too large without a word and wraps negative ones; clamped ids do neither.
+    clamped = jnp.clip(ids, 0, jnp.maximum(jnp.minimum(total, capacity) - 1, 0))
+    outside = mask & ((clamped != ids) | (total < 1))
+    counted = (mask & ~outside).astype(jnp.int32)
+    labels = jax.ops.segment_sum(counted, clamped, num_segments=capacity)
+    labels = labels if axis_name is None else lax.psum(labels, axis_name)
+    # A count that a psum over the axes of the tokens shall add up has to vary over them.
+    total = vary_over(total, union_of_varying_axes(mask, ids))
+    return DocumentLayout(clamped, outside, labels, total, axis_name)
+
+
+def as_int32(ids: int | np.integer | Int[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
+    """Ids or counts as int32; -1, which is never a valid one, for those that int32 cannot hold."""
+    if not is_array(ids):
+        ids = np.asarray(ids, np.int64)
+    # NumPy's 64 bits are narrowed here, in NumPy: without x64 jnp.asarray would wrap them.
+    xp = np if isinstance(ids, np.ndarray | np.generic) else jnp
+    if np.iinfo(ids.dtype).max > _INT32_MAX:
+        ids = xp.where(
+            (ids < 0) | (ids > xp.asarray(_INT32_MAX, ids.dtype)), xp.asarray(-1, np.int32), ids.astype(np.int32)
+        )
+    return jnp.asarray(ids.astype(np.int32))
+
+
+def _check_document_values(
+    mask: Bool[AnyArray, "*tokens"],
+    document_ids: Int[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Int[AnyArray, ""],
+    capacity: int,
+) -> None:
+    if not is_concrete(num_documents):
+        return
+    total = int(num_documents)
+    require(0 <= total <= capacity, "num_documents", f"a number in [0, {capacity}]", total)
+    require(total <= _INT32_MAX, "num_documents", f"at most {_INT32_MAX}, for an int32 count", total)
+    if not is_concrete(mask, document_ids):
+        return
+    labels, ids = np.asarray(mask), np.asarray(document_ids)
+    require(total > 0 or not labels.any(), "num_documents", "at least 1 where there are labels", total)
+    # Compared as Python integers would be: a narrow dtype must not wrap the number of documents.
+    bad = labels & ((ids < 0) | (ids.astype(np.uint64) >= np.uint64(total)))
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        require(False, "document_ids", f"ids in [0, {total}) at every label", f"{ids[first]} at position {first}")

@@ -1,0 +1,60 @@
+"""Checks of the per-token inputs of losses and metrics, and how masked places are taken out of them.
+
+Checks of values (finite inputs, document ids in range) run where the values are known. Under a JAX transformation only
+shapes and dtypes can be checked; a NaN at a label then reaches the result.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import describe, is_concrete, require, require_floating
+
+
+def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
+    """Raises ValueError unless the arrays are floating, the mask boolean, all of one shape with at least one entry."""
+    require(is_array(mask) and mask.dtype == np.bool_, "mask", "an array of dtype bool", describe(mask))
+    require(mask.size > 0, "mask", "at least one entry", f"shape {mask.shape}")
+    for name, values in named.items():
+        require_floating(values, name)
+        require(values.shape == mask.shape, name, f"shape {mask.shape} of mask", values.shape)
+
+
+def check_finite(name: str, values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]) -> None:
+    """Raises ValueError that names the first label with a non-finite value, where values and mask are known."""
+    if not is_concrete(values, mask):
+        return
+    host = np.asarray(values, dtype=np.float64)
+    bad = np.asarray(mask) & ~np.isfinite(host)
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        require(False, name, "a finite value at every label", f"{host[first]} at position {first}")
+
+
+def check_labels(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
+    """`check_arrays`, then `check_finite` for each array."""
+    check_arrays(named, mask)
+    for name, values in named.items():
+        check_finite(name, values, mask)
+
+
+def is_array(values: object) -> bool:
+    """Whether `values` is a JAX or NumPy array (or a NumPy scalar); lists and numbers are not."""
+    return isinstance(values, jax.Array | np.ndarray | np.generic)
+
+
+def selected(
+    values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"], dtype: jnp.dtype
+) -> Float[Array, "*tokens"]:
+    """`values` in `dtype`, 0 where masked, with no gradient there."""
+    return jnp.where(mask, jnp.asarray(values).astype(dtype), jnp.zeros((), dtype))
+
+
+def constant(
+    values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype
+) -> Float[Array, " tokens"]:
+    """`values` flat, in `dtype`, 0 where masked, without gradient."""
+    return lax.stop_gradient(selected(jnp.ravel(jnp.asarray(values)), mask, dtype))

@@ -1,0 +1,307 @@
+"""A policy loss as an object, and its value as an unreduced sum with the count that a whole step divides it by.
+
+`policy_loss` is the loss of all tokens at once. `loss_tokens` and `weighted_losses` are its two halves, for callers that
+see log-probs piece by piece: the first holds everything that does not depend on them, the second is a function of
+log-probs and entropies alone.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp.errors import require
+from jaxlogp.losses import reductions
+from jaxlogp.losses.documents import DocumentLayout, document_layout
+from jaxlogp.losses.inputs import check_labels, constant, selected
+from jaxlogp.losses.objectives import Clipped, Objective
+from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
+from jaxlogp.reduce import WeightedSum
+
+RATIOS = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss made of parts that are chosen apart from each other.
+
+    With r_t = exp(log_probs_t - old_log_probs_t), the advantage A_t, labels m_t, and per-label weights w_t and the count
+    of the reduction, the loss of a step is Σ / count with
+
+        Σ = Σ_t w_t m_t (-objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t).
+
+    With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
+    the mean A_d of their advantages in place of r_t and A_t. KL and entropy are per token with either ratio, in the same
+    sum, so they have the weights and the denominator of the reduction.
+
+    `jaxlogp.losses` has the presets of the field; another combination is `dataclasses.replace(grpo(), ratio="sequence")`.
+    The object is hashable: it may be a static argument of `jax.jit`.
+
+    Args:
+        name: for logs.
+        ratio: "token" or "sequence".
+        objective: `Clipped`, `StopGradientWeight`, `SoftGate`, `LogLikelihood` or one of your own (`Objective`).
+        reduction: "labels" (w = 1, count = labels), "documents" (w = 1, count = documents), "document_mean"
+            (w = 1 / N_d, count = documents) or "constant_length" (w = 1 / length, count = documents).
+        length: tokens, for "constant_length" alone.
+        kl_coefficient: weight of the KL to `ref_log_probs`, at least 0 (`beta` in TRL).
+        kl_estimator: "k1", "k2" or "k3", differentiated as written.
+        entropy_coefficient: weight of the entropy bonus.
+        grad_divisor: divisor of the gradient of the mean where it differs from that of the reported loss.
+
+    Raises:
+        ValueError: an unknown choice or a number out of range.
+
+    Example:
+        >>> loss = PolicyLoss("mine", ratio="token", objective=Clipped(0.1), reduction="documents", kl_coefficient=0.01)
+        >>> loss.needs_documents, loss.kl_estimator
+        (True, 'k3')
+    """
+
+    name: str
+    ratio: str = "token"
+    objective: Objective = Clipped()
+    reduction: str = "labels"
+    length: int | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+    grad_divisor: float | None = None
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.name, str) and self.name != "", "name", "a name", repr(self.name))
+        require(self.ratio in RATIOS, "ratio", f"one of {RATIOS}", repr(self.ratio))
+        require(isinstance(self.objective, Objective), "objective", "value(…) and clipped(…)", repr(self.objective))
+        known = reductions.REDUCTIONS
+        require(self.reduction in known, "reduction", f"one of {known}", repr(self.reduction))
+        self._check_length()
+        estimators = tuple(KL_ESTIMATORS)
+        require(self.kl_estimator in estimators, "kl_estimator", f"one of {estimators}", repr(self.kl_estimator))
+        good = math.isfinite(self.kl_coefficient) and self.kl_coefficient >= 0.0
+        require(good, "kl_coefficient", "a finite number of at least 0", self.kl_coefficient)
+        good = math.isfinite(self.entropy_coefficient)
+        require(good, "entropy_coefficient", "a finite number", self.entropy_coefficient)
+        if self.grad_divisor is not None:
+            good = isinstance(self.grad_divisor, int | float) and 0 < self.grad_divisor < math.inf
+            require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether `document_ids` and `num_documents` have to be given."""
+        return self.ratio == "sequence" or reductions.needs_documents(self.reduction)
+
+    def _check_length(self) -> None:
+        if self.reduction == "constant_length":
+            good = isinstance(self.length, int) and self.length > 0
+            require(good, "length", "an integer above 0 for reduction 'constant_length'", repr(self.length))
+        else:
+            require(self.length is None, "length", f"None for reduction {self.reduction!r}", repr(self.length))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["old_log_probs", "advantages", "ref_log_probs", "mask", "weights", "layout"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class LossTokens:
+    """What a policy loss reads of each token apart from the policy: flat, constant, and zero where masked.
+
+    Args:
+        old_log_probs: [tokens], log-probs under the sampler.
+        advantages: [tokens].
+        ref_log_probs: [tokens], log-probs under the reference, or None for a loss without KL.
+        mask: bool [tokens].
+        weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
+        layout: the documents, for ratio "sequence" alone.
+    """
+
+    old_log_probs: Float[AnyArray, " tokens"]
+    advantages: Float[AnyArray, " tokens"]
+    ref_log_probs: Float[AnyArray, " tokens"] | None
+    mask: Bool[AnyArray, " tokens"]
+    weights: Float[AnyArray, " tokens"]
+    layout: DocumentLayout | None
+
+
+def policy_loss(
+    log_probs: Float[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
+    *,
+    loss: PolicyLoss = PolicyLoss("grpo"),
+    entropy: Float[AnyArray, "*tokens"] | None = None,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    document_ids: Int[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    document_axis_name: str | tuple[str, ...] | None = None,
+) -> WeightedSum:
+    """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
+
+    The formula is that of :class:`jaxlogp.PolicyLoss`. Masked inputs are selected away before any arithmetic. Ratios
+    above exp(`MAX_LOG_RATIO`) have zero gradient. The gradient reaches `log_probs` and `entropy` alone.
+
+    Args:
+        log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
+        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats.
+        advantages: [*tokens], advantage of each token.
+        mask: [*tokens], true where the target is a label.
+        loss: the loss; GRPO as the token mean over the step by default.
+        entropy: [*tokens], entropy of the distribution of each target in nats; needed with an entropy coefficient.
+        ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats; needed with a KL coefficient.
+        document_ids: int [*tokens], document index of each token, of any integer dtype; needed unless ratio is "token"
+            and reduction "labels". Tokens without a label may hold anything.
+        num_documents: number of documents that `document_ids` counts. A Python int, or an integer array scalar; an
+            array scalar must not exceed the number of tokens.
+        document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are cut. Then
+            `document_ids` and `num_documents` describe whole documents and are the same on every shard, and a psum of
+            the result over the axis gives the loss of the whole documents, once.
+
+    Returns:
+        The sum (fp32, or float64 for float64 log-probs) and the int32 count of this part of the step.
+
+    Raises:
+        ValueError: shapes or dtypes differ from the above, something that `loss` needs is missing, a value at a label is
+            not finite, or a label has a document id outside [0, num_documents); where values are not known, under a JAX
+            transformation, the last two give NaN instead. Also document sums over `document_axis_name` that are
+            differentiated under `shard_map(check_vma=False)`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> new, old = jnp.log(jnp.array([0.5, 0.3, 0.9])), jnp.log(jnp.array([0.25, 0.3, 0.1]))
+        >>> loss = policy_loss(new, old, jnp.array([1.0, -2.0, 5.0]), jnp.array([True, True, False]))
+        >>> print(f"{float(loss.sum):.4f} over {int(loss.count)} labels")
+        0.8000 over 2 labels
+
+    References:
+        Those of the presets in `jaxlogp.losses`.
+    """
+    given = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+    check_labels(given, mask)
+    tokens, count = loss_tokens(
+        loss,
+        old_log_probs,
+        advantages,
+        mask,
+        ref_log_probs=ref_log_probs,
+        document_ids=document_ids,
+        num_documents=num_documents,
+        document_axis_name=document_axis_name,
+    )
+    entropy = None if entropy is None else jnp.ravel(jnp.asarray(entropy))
+    losses = weighted_losses(loss, jnp.ravel(jnp.asarray(log_probs)), entropy, tokens)
+    return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
+
+
+def loss_tokens(
+    loss: PolicyLoss,
+    old_log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
+    *,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    document_ids: Int[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    document_axis_name: str | tuple[str, ...] | None = None,
+) -> tuple[LossTokens, Int[Array, ""]]:
+    """Everything of a policy loss that does not depend on the policy: checked, flat, masked, weighted.
+
+    Args:
+        loss: the loss.
+        old_log_probs: as in :func:`jaxlogp.policy_loss`, like every argument below.
+        advantages: see there.
+        mask: see there.
+        ref_log_probs: see there; ignored by a loss without KL.
+        document_ids: see there.
+        num_documents: see there.
+        document_axis_name: see there.
+
+    Returns:
+        The tokens for `weighted_losses`, and the int32 count of this part of the step.
+
+    Raises:
+        ValueError: as in :func:`jaxlogp.policy_loss`.
+    """
+    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    given = {"old_log_probs": old_log_probs, "advantages": advantages}
+    if ref_log_probs is not None:
+        given["ref_log_probs"] = ref_log_probs
+    check_labels(given, mask)
+    with_kl = loss.kl_coefficient != 0.0
+    why = f"log-probs under the reference for kl_coefficient {loss.kl_coefficient}"
+    require(not with_kl or ref_log_probs is not None, "ref_log_probs", why, None)
+    layout = document_layout(mask, document_ids, num_documents, document_axis_name)
+    documented = layout is not None or not loss.needs_documents
+    require(documented, "document_ids", f"the document index of each token for loss {loss.name!r}", None)
+
+    mask = jnp.ravel(jnp.asarray(mask))
+    dtype = compute_dtype(*given.values())
+    constants = {name: constant(values, mask, compute_dtype(values)) for name, values in given.items()}
+    weights = reductions.label_weights(loss.reduction, loss.length, mask, layout, dtype)
+    tokens = LossTokens(
+        constants["old_log_probs"],
+        constants["advantages"],
+        constants["ref_log_probs"] if with_kl else None,
+        mask,
+        weights,
+        layout if loss.ratio == "sequence" else None,
+    )
+    return tokens, reductions.count(loss.reduction, mask, layout)
+
+
+def weighted_losses(
+    loss: PolicyLoss,
+    log_probs: Float[AnyArray, " tokens"],
+    entropy: Float[AnyArray, " tokens"] | None,
+    tokens: LossTokens,
+) -> Float[Array, " tokens"]:
+    """The loss of each label times its weight, 0 where masked; the sum of it is the loss sum.
+
+    For ratio "token" it is elementwise: a slice of the tokens gives the slice of the result. For "sequence" it needs all
+    labels of a document, but for those on other shards of the document axis.
+
+    Args:
+        loss: the loss that `tokens` was made for.
+        log_probs: [tokens], under the policy in training, in nats.
+        entropy: [tokens], in nats; read with an entropy coefficient only.
+        tokens: from `loss_tokens`.
+
+    Returns:
+        [tokens], fp32 (float64 for float64 log-probs); gradients flow into `log_probs` and `entropy` alone.
+
+    Raises:
+        ValueError: no entropy for a loss with an entropy coefficient.
+    """
+    dtype = compute_dtype(log_probs)
+    new = selected(log_probs, tokens.mask, dtype)
+    old, advantages, weights = (x.astype(dtype) for x in (tokens.old_log_probs, tokens.advantages, tokens.weights))
+    per_label = -_objective(loss, new, new - old, advantages, tokens.layout)
+    if loss.kl_coefficient != 0.0:
+        kl = KL_ESTIMATORS[loss.kl_estimator](tokens.ref_log_probs.astype(dtype) - new)
+        per_label = per_label + loss.kl_coefficient * kl
+    if loss.entropy_coefficient != 0.0:
+        why = f"entropies for entropy_coefficient {loss.entropy_coefficient}"
+        require(entropy is not None, "entropy", why, None)
+        per_label = per_label - loss.entropy_coefficient * selected(entropy, tokens.mask, dtype)
+    return jnp.where(tokens.mask, weights * per_label, 0.0)
+
+
+def _objective(
+    loss: PolicyLoss,
+    new: Float[AnyArray, " tokens"],
+    log_ratio: Float[AnyArray, " tokens"],
+    advantages: Float[AnyArray, " tokens"],
+    layout: DocumentLayout | None,
+) -> Float[Array, " tokens"]:
+    """The objective of each token, or of its document."""
+    if layout is None:
+        return loss.objective.value(bounded(log_ratio), new, advantages)
+    means = (layout.mean_of(values) for values in (log_ratio, new, advantages))
+    log_ratio, new, advantages = means
+    return loss.objective.value(bounded(log_ratio), new, advantages)[layout.document_ids]

@@ -1,0 +1,223 @@
+"""What a policy loss maximises at each token, or at each document: small frozen classes, and room for one's own.
+
+An objective of one's own is a frozen (hence hashable) dataclass with the two methods of `Objective`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import require
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The part of a policy loss that reads ratios and advantages.
+
+    For a loss with ratio "token" the arrays hold one entry a token, for "sequence" one entry a document: its mean
+    log-ratio, mean log-prob and mean advantage. Entries without a label are 0 in all three and count nowhere.
+    """
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """The objective, elementwise.
+
+        Args:
+            log_ratio: log-prob under the policy minus that under the sampler, at most `MAX_LOG_RATIO`, so that its
+                exponential is finite.
+            log_prob: log-prob under the policy, in nats.
+            advantages: constants.
+
+        Returns:
+            What gradient ascent shall increase, in the inputs' dtype; differentiable in the first two arguments.
+        """
+        ...
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Whether the objective limits this importance ratio, for the metric `clipped_ratio_fraction`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """min(r A, clip(r) A) with clip(r) = min(max(r, 1 - epsilon), 1 + epsilon_high), the objective of PPO.
+
+    The gradient passes where A > 0 and r ≤ 1 + epsilon_high, or A < 0 and r ≥ 1 - epsilon, bounds included. With
+    `delta` (dual clip, two-sided clip) it is max(min(r A, clip(r) A), delta A) where A < 0: the ratio is limited at
+    delta as well, and no gradient passes above.
+
+    Args:
+        epsilon: distance of the lower bound from 1, in (0, 1).
+        epsilon_high: distance of the upper bound from 1, at least 0; `epsilon` when None. A larger one than `epsilon`
+            is DAPO's clip-higher.
+        delta: largest ratio where A < 0, above 1 + epsilon_high; None for no limit.
+
+    Raises:
+        ValueError: a number out of range.
+
+    Example:
+        >>> zero = jnp.zeros(3)
+        >>> Clipped(0.2).value(jnp.log(jnp.array([1.5, 1.5, 0.5])), zero, jnp.array([1.0, -1.0, -1.0])).round(4).tolist()
+        [1.2000000476837158, -1.5, -0.800000011920929]
+
+    References:
+        PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; INTELLECT-2 (two-sided clip), arXiv:2505.07291; DAPO,
+        arXiv:2503.14476.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.epsilon < 1.0, "epsilon", "a number in (0, 1)", self.epsilon)
+        if self.epsilon_high is not None:
+            good = math.isfinite(self.epsilon_high) and self.epsilon_high >= 0.0
+            require(good, "epsilon_high", "a number of at least 0", self.epsilon_high)
+        if self.delta is not None:
+            good = math.isfinite(self.delta) and self.delta > self.high
+            require(good, "delta", f"a number above 1 + epsilon_high = {self.high}", self.delta)
+
+    @property
+    def low(self) -> float:
+        """The lower bound of the ratio."""
+        return 1.0 - self.epsilon
+
+    @property
+    def high(self) -> float:
+        """The upper bound of the ratio."""
+        return 1.0 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """min(r A, clip(r) A), or its two-sided form.
+
+        The two branches of a minimum tie inside the bounds, and JAX splits the gradient of a tie; a select does not.
+        """
+        del log_prob
+        ratio = jnp.exp(log_ratio)
+        blocked = ((advantages > 0) & (ratio > self.high)) | ((advantages < 0) & (ratio < self.low))
+        limited = jnp.clip(ratio, self.low, self.high)
+        if self.delta is not None:
+            beyond = (advantages < 0) & (ratio > self.delta)
+            blocked, limited = blocked | beyond, jnp.where(beyond, self.delta, limited)
+        return jnp.where(blocked, lax.stop_gradient(limited), ratio) * advantages
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Whether the ratio is outside of the bounds, whatever the sign of the advantage; the bounds are inside."""
+        return (ratio < self.low) | (ratio > self.high)
+
+
+@dataclass(frozen=True)
+class StopGradientWeight:
+    """sg(min(r, max_weight)) A log π: a bounded importance weight without gradient, so that every token keeps one.
+
+    Args:
+        max_weight: largest importance weight, above 0 (1 + ε_high of the paper, `epsilon_high` in TRL's cispo).
+
+    Raises:
+        ValueError: a number out of range.
+
+    References:
+        MiniMax-M1 (CISPO), arXiv:2506.13585; The Art of Scaling RL Compute (the value 5), arXiv:2510.13786.
+    """
+
+    max_weight: float = 5.0
+
+    def __post_init__(self) -> None:
+        good = math.isfinite(self.max_weight) and self.max_weight > 0.0
+        require(good, "max_weight", "a finite number above 0", self.max_weight)
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """sg(min(r, max_weight)) A log π."""
+        weight = jnp.minimum(lax.stop_gradient(jnp.exp(log_ratio)), self.max_weight)
+        return weight * advantages * log_prob
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Whether the weight is limited."""
+        return ratio > self.max_weight
+
+
+@dataclass(frozen=True)
+class SoftGate:
+    """(4 / τ) σ(τ (r - 1)) A, a smooth gate in place of the clip; its slope in r is A at r = 1 and falls on both sides.
+
+    Args:
+        temperature_positive: τ where A > 0, above 0.
+        temperature_negative: τ elsewhere, above 0; a larger one lets gradients of unlikely tokens fall faster.
+
+    Raises:
+        ValueError: a number out of range.
+
+    References:
+        Soft Adaptive Policy Optimization (SAPO), arXiv:2511.20347.
+    """
+
+    temperature_positive: float = 1.0
+    temperature_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name in ("temperature_positive", "temperature_negative"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0.0, name, "a finite number above 0", value)
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """(4 / τ) σ(τ (r - 1)) A."""
+        del log_prob
+        positive, negative = (
+            jnp.asarray(x, log_ratio.dtype) for x in (self.temperature_positive, self.temperature_negative)
+        )
+        temperature = jnp.where(advantages > 0, positive, negative)
+        # r - 1 without the rounding of r.
+        return 4.0 / temperature * jax.nn.sigmoid(temperature * jnp.expm1(log_ratio)) * advantages
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Never: the gate has no bound."""
+        return jnp.zeros_like(ratio, dtype=bool)
+
+
+@dataclass(frozen=True)
+class LogLikelihood:
+    """A log π, the objective of REINFORCE. It knows no sampler: for samples of the policy itself.
+
+    References:
+        R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+    """
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """A log π."""
+        del log_ratio
+        return advantages * log_prob
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Never."""
+        return jnp.zeros_like(ratio, dtype=bool)

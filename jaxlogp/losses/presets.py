@@ -1,0 +1,261 @@
+"""The policy losses of the field by their names, as functions that give a `PolicyLoss`, and a registry of them.
+
+Defaults are those of the papers, and of TRL where it agrees with them; KL and entropy are off, as in TRL. Every preset
+takes `kl_coefficient`, `kl_estimator`, `entropy_coefficient` and `grad_divisor` of `PolicyLoss` as well. In the formulas
+D is the number of labels and M the number of documents of the whole step, N_d the labels of document d, r_t and R_d the
+ratios of a token and of a document, A_t and A_d their advantages, and
+
+    clipped(r, A) = min(r A, min(max(r, 1 - epsilon), 1 + epsilon_high) A), with `delta` at least delta A where A < 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxlogp.errors import require
+from jaxlogp.losses.loss import PolicyLoss
+from jaxlogp.losses.objectives import Clipped, LogLikelihood, SoftGate, StopGradientWeight
+
+GSPO_WEIGHTINGS = ("document", "length")
+
+
+def grpo(
+    *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
+) -> PolicyLoss:
+    """GRPO as the token mean over the step (TRL's `dapo`, verl's `token-mean`); the paper's is `grpo_paper`.
+
+    L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
+
+    Args:
+        epsilon: as in `Clipped`.
+        epsilon_high: as in `Clipped`.
+        delta: as in `Clipped`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        DeepSeekMath, arXiv:2402.03300; DAPO (the token mean), arXiv:2503.14476.
+    """
+    return PolicyLoss("grpo", objective=Clipped(epsilon, epsilon_high, delta), **shared)
+
+
+def grpo_paper(
+    *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
+) -> PolicyLoss:
+    """GRPO as in its paper (TRL's `grpo`, verl's `seq-mean-token-mean`): every document counts alike, long or short.
+
+    L = -(1 / M) Σ_d (1 / N_d) Σ_t m_t clipped(r_t, A_t). The paper adds 0.04 times the k3 KL to the reference.
+
+    Args:
+        epsilon: as in `Clipped`.
+        epsilon_high: as in `Clipped`.
+        delta: as in `Clipped`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        DeepSeekMath, arXiv:2402.03300.
+    """
+    objective = Clipped(epsilon, epsilon_high, delta)
+    return PolicyLoss("grpo_paper", objective=objective, reduction="document_mean", **shared)
+
+
+def gspo(
+    *,
+    weighting: str = "document",
+    epsilon: float | None = None,
+    epsilon_high: float | None = None,
+    **shared: Any,
+) -> PolicyLoss:
+    """GSPO: one ratio, and one clip decision, for a whole document.
+
+    L = -(1 / M) Σ_d clipped(R_d, A_d) with weighting "document", as in the paper, and
+    L = -(1 / M) Σ_d N_d clipped(R_d, A_d) with "length". R_d is the geometric mean of the ratios of d, so it stays much
+    closer to 1 than they do: the bounds of GRPO hardly ever clip it.
+
+    Args:
+        weighting: "document" or "length".
+        epsilon: as in `Clipped`; when None 3e-4 with weighting "document", 0.2 with "length".
+        epsilon_high: as in `Clipped`; when None `epsilon`, or 4e-4 where the `epsilon` of weighting "document" is None.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError: an unknown weighting.
+
+    References:
+        Group Sequence Policy Optimization, arXiv:2507.18071.
+    """
+    require(weighting in GSPO_WEIGHTINGS, "weighting", f"one of {GSPO_WEIGHTINGS}", repr(weighting))
+    alike = weighting == "document"
+    if epsilon is None:
+        epsilon, default_high = (3e-4, 4e-4) if alike else (0.2, 0.2)
+        epsilon_high = default_high if epsilon_high is None else epsilon_high
+    reduction = "document_mean" if alike else "documents"
+    objective = Clipped(epsilon, epsilon_high)
+    return PolicyLoss("gspo", ratio="sequence", objective=objective, reduction=reduction, **shared)
+
+
+def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> PolicyLoss:
+    """DAPO's loss: the token mean over the step with a higher upper bound (clip-higher).
+
+    L = -(1 / D) Σ_t m_t clipped(r_t, A_t). Overlong filtering is a matter of the mask, dynamic sampling of the data.
+
+    Args:
+        epsilon: as in `Clipped`.
+        epsilon_high: as in `Clipped`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        DAPO, arXiv:2503.14476.
+    """
+    return PolicyLoss("dapo", objective=Clipped(epsilon, epsilon_high), **shared)
+
+
+def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
+    """Dr. GRPO's loss: sums over documents by a constant, so that length changes no token's weight.
+
+    L = -(1 / M) Σ_d (1 / length) Σ_t m_t clipped(r_t, A_t), for advantages that no standard deviation divided.
+
+    Args:
+        length: tokens, the longest completion that is sampled.
+        epsilon: as in `Clipped`.
+        epsilon_high: as in `Clipped`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        Understanding R1-Zero-like training, arXiv:2503.20783.
+    """
+    objective = Clipped(epsilon, epsilon_high)
+    return PolicyLoss("dr_grpo", objective=objective, reduction="constant_length", length=length, **shared)
+
+
+def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
+    """TRL's `bnpo`, the token mean over a batch. The batch is the whole step here, so it is `grpo` under another name.
+
+    L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
+
+    Args:
+        epsilon: as in `Clipped`.
+        epsilon_high: as in `Clipped`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        TRL, `GRPOConfig.loss_type`. The advantages of the BNPO paper, arXiv:2506.02864, are another matter.
+    """
+    return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high), **shared)
+
+
+def cispo(*, max_weight: float = 5.0, **shared: Any) -> PolicyLoss:
+    """CISPO: the importance weight is bounded and carries no gradient; every token's log-prob does.
+
+    L = -(1 / D) Σ_t m_t sg(min(r_t, max_weight)) A_t log π_t.
+
+    Args:
+        max_weight: as in `StopGradientWeight`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        MiniMax-M1, arXiv:2506.13585; The Art of Scaling RL Compute (the value 5), arXiv:2510.13786.
+    """
+    return PolicyLoss("cispo", objective=StopGradientWeight(max_weight), **shared)
+
+
+def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05, **shared: Any) -> PolicyLoss:
+    """SAPO: a smooth gate on each token's ratio in place of the clip.
+
+    L = -(1 / M) Σ_d (1 / N_d) Σ_t m_t (4 / τ_t) σ(τ_t (r_t - 1)) A_t.
+
+    Args:
+        temperature_positive: as in `SoftGate`.
+        temperature_negative: as in `SoftGate`.
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        Soft Adaptive Policy Optimization, arXiv:2511.20347.
+    """
+    objective = SoftGate(temperature_positive, temperature_negative)
+    return PolicyLoss("sapo", objective=objective, reduction="document_mean", **shared)
+
+
+def reinforce(**shared: Any) -> PolicyLoss:
+    """REINFORCE over whole documents, for samples of the policy itself: no ratio, no clip.
+
+    L = -(1 / M) Σ_d Σ_t m_t A_t log π_t.
+
+    Args:
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+    """
+    return PolicyLoss("reinforce", objective=LogLikelihood(), reduction="documents", **shared)
+
+
+def rloo(**shared: Any) -> PolicyLoss:
+    """RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
+
+    L = -(1 / M) Σ_d A_d Σ_t m_t log π_t.
+
+    Args:
+        shared: further parts of `PolicyLoss`, see above.
+
+    Returns:
+        The loss.
+
+    References:
+        Back to Basics, arXiv:2402.14740.
+    """
+    return PolicyLoss("rloo", objective=LogLikelihood(), reduction="documents", **shared)
+
+
+PRESETS: dict[str, Callable[..., PolicyLoss]] = {
+    function.__name__: function
+    for function in (grpo, grpo_paper, gspo, dapo, dr_grpo, bnpo, cispo, sapo, reinforce, rloo)
+}
+"""Functions of keyword arguments that give a `PolicyLoss`, by name; what a command line offers."""
+
+
+def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:
+    """Adds a loss of your own to `PRESETS`.
+
+    Args:
+        name: its name, an identifier that no other loss has.
+        function: of keyword arguments, gives a `PolicyLoss`; its signature and docstring are what a command line shows.
+
+    Raises:
+        ValueError: a name that is taken or no identifier, or something that cannot be called.
+
+    Example:
+        >>> from jaxlogp.losses import PRESETS, grpo, register_loss
+        >>> register_loss("tight_grpo", lambda **shared: grpo(epsilon=0.05, **shared))
+        >>> PRESETS.pop("tight_grpo")().objective
+        Clipped(epsilon=0.05, epsilon_high=None, delta=None)
+    """
+    require(isinstance(name, str) and name.isidentifier(), "name", "an identifier", repr(name))
+    require(name not in PRESETS, "name", f"none of the losses there are, {tuple(PRESETS)}", repr(name))
+    require(callable(function), "function", "a function that gives a PolicyLoss", repr(function))
+    PRESETS[name] = function
