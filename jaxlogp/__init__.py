@@ -64,6 +64,7 @@ from jaxlogp.reduce import masked_mean as masked_mean
 from jaxlogp.reduce import masked_min as masked_min
 from jaxlogp.reduce import masked_sum as masked_sum
 from jaxlogp.reduce import weighted_sum as weighted_sum
+from jaxlogp.replicas import nan_unless_equal as nan_unless_equal
 from jaxlogp.stats import TokenLogProbs as TokenLogProbs
 from jaxlogp.vocab import VocabShards as VocabShards
 

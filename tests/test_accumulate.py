@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.losses.policy import policy_loss
+from jaxlogp.losses import grpo, gspo, policy_loss
 from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, Progress, StepSums
 from jaxlogp.policy.documents import Document, pack_documents
 from jaxlogp.policy.metrics import policy_metric_terms, reward_terms
@@ -21,7 +21,7 @@ LENGTHS = (7, 1, 12, 4, 9, 2, 5, 12, 3, 8, 1, 6)
 PROMPTS = (2, 1, 3, 4, 1, 1, 2, 5, 0, 1, 0, 3)
 KINDS = [("grpo", "length"), ("gspo", "length"), ("gspo", "document")]
 
-# About 60 labels of fp32 log-ratios of size 1, in another order for every cut: see test_policy.
+# About 60 labels of fp32 log-ratios of size 1, in another order for every cut: see tests/losses/policy_case.py.
 ERROR = 5e-6
 
 
@@ -78,12 +78,17 @@ def expected_step(kind, weighting):
 
 def micro_sums(table, batch, kind, weighting, grad_divisor=None):
     """Unreduced sums of one micro-batch of a bigram model: the log-prob of a token depends on it and the one before."""
-    options = {"kind": kind, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
+    loss = (
+        grpo(grad_divisor=grad_divisor)
+        if kind == "grpo"
+        else gspo(weighting=weighting, epsilon=0.2, grad_divisor=grad_divisor)
+    )
+    options = {"loss": loss, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
     tokens = (batch.old_log_probs, batch.advantages, batch.mask)
 
     def loss_of(parameters):
         log_probs = -1.0 + parameters[batch.tokens, batch.targets]
-        loss = policy_loss(log_probs, *tokens, **options, document_weighting=weighting, grad_divisor=grad_divisor)
+        loss = policy_loss(log_probs, *tokens, **options)
         return loss.sum, (loss, log_probs)
 
     gradients, (loss, log_probs) = jax.grad(loss_of, has_aux=True)(table)

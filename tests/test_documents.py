@@ -3,15 +3,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlogp.losses.documents import document_layout
 from jaxlogp.policy.documents import (
     Document,
     MicroBatch,
-    clamp_document_ids,
-    labels_per_document,
     next_token_targets,
     pack_documents,
 )
@@ -105,10 +103,9 @@ def test_in_graph_targets_and_counts_agree_with_the_packed_ones():
     expected[tuple(np.array(last).T)] = False
     np.testing.assert_array_equal(has_target, expected)
     assert not (batch.mask & ~expected).any(), "a label needs a target"
-    counts = jax.jit(labels_per_document, static_argnums=2)(batch.mask, batch.document_ids, 12)
+    layout = document_layout(batch.mask, batch.document_ids, 12, None)
     expected_counts = [n - max(p, 1) for n, p in zip(LENGTHS, PROMPTS, strict=True)] + [0, 0]
-    np.testing.assert_array_equal(counts, expected_counts)
-    assert counts.dtype == jnp.int32
+    np.testing.assert_array_equal(layout.labels, expected_counts)
 
 
 def test_targets_cross_neither_segments_nor_rows_and_equal_those_of_each_document_alone():
@@ -144,14 +141,6 @@ def test_a_micro_batch_passes_through_jit():
     for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.dtype == b.dtype
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_ids_are_clamped_and_never_wrap_or_vanish(jitted):
-    ids = np.array([-(2**31), -1, 0, 2, 3, 2**31 - 1], np.int32)
-    clamp = jax.jit(clamp_document_ids) if jitted else clamp_document_ids
-    np.testing.assert_array_equal(clamp(ids, np.int32(3)), [0, 0, 0, 2, 2, 2])
-    np.testing.assert_array_equal(clamp(ids, np.int32(0)), np.zeros(6))
 
 
 DOCUMENT = {"tokens": np.array([1, 2, 3]), "prompt_length": 1, "old_log_probs": np.zeros(2), "advantage": 0.0}
@@ -190,9 +179,6 @@ BAD_CALLS = {
     "tokens ": lambda: next_token_targets(np.int32(1), np.int32(1)),
     "segment_ids": lambda: next_token_targets(INTS, INTS[:1]),
     "segment_ids ": lambda: next_token_targets(INTS, BOOLS),
-    "mask": lambda: labels_per_document(INTS, INTS, 2),
-    "document_ids": lambda: labels_per_document(BOOLS, INTS[:1], 2),
-    "num_documents": lambda: labels_per_document(BOOLS, INTS, 0),
 }
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxlogp._compat import vary_over
-from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.call import HeadCall, HeadGradients, weight_gradient
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import dot, finish_logits, product_gradient
@@ -41,7 +41,7 @@ class _OnePass:
     """Live tokens packed into chunks of one size, and the loop over them."""
 
     def __init__(self, call: HeadCall, cotangents: LossCotangents, tokens: Any, token_chunk: int) -> None:
-        count, vocab = call.hidden.shape[0], call.weight.shape[0]
+        count, vocab = call.hidden.shape[0], call.num_columns
         most = max(min(token_chunk, CHUNK_ELEMENTS // vocab), 1)
         self.chunks = -(-count // most)
         self.size = -(-count // self.chunks)
@@ -87,7 +87,7 @@ class _OnePass:
             return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), start, axis=0)
 
         hidden, targets = part(self.hidden), self._targets_of(part)
-        logits = finish_logits(dot(hidden, self.weight, contract=(1, 1)), call.bias, call.spec)
+        logits = finish_logits(dot(hidden, self.weight, contract=(1, 1 - call.vocab_dim)), call.bias, call.spec)
         stats = all_reduce(tile_stats(logits, targets.column, self.valid, call.with_entropy), call.axis_name)
         new, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         g = mask_cotangents(self.cotangents(new, jax.tree.map(part, self.tokens)), targets)
@@ -97,8 +97,8 @@ class _OnePass:
         rounded = gradient.astype(call.operand_dtype)
         d_bias = None if call.bias is None else gradients.bias + jnp.sum(gradient, axis=0)
         return jax.tree.map(put, values, new), HeadGradients(
-            put(gradients.hidden, dot(rounded, self.weight, contract=(1, 0))),
-            gradients.weight + dot(rounded, hidden, contract=(0, 0)),
+            put(gradients.hidden, dot(rounded, self.weight, contract=(1, call.vocab_dim))),
+            gradients.weight + weight_gradient(call, rounded, hidden),
             d_bias,
         )
 

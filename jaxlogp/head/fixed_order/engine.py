@@ -59,6 +59,8 @@ class FixedOrderEngine(Engine):
 
     def why_not(self, call: HeadCall) -> str | None:
         """Operands or shards that are not those of the order, or hidden states whose gradient a float psum would sum."""
+        if call.weight_layout != "vh":
+            return "it takes a weight [V, H], not [H, V]"
         dtype = call.operand_dtype.name
         if self.order.dtype not in (None, dtype):
             return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
