@@ -278,7 +278,7 @@ class _OnePass:
             self.d_bias[...] += vary_over(d_bias, self.call.axes)
         # Typed here: JAX 0.11 gives a reference that is written as a whole the type of what was written.
         self.d_hidden[place] = vary_over(d_here.astype(self.d_hidden.dtype), self.call.axes)
-        values = jax.tree.map(lambda x: vary_over(x, call.value_axes), values)
+        values = jax.tree.map(lambda x: vary_over(x, self.call.value_axes), values)
         self.results[0, place] = values.log_probs
         if self.call.with_entropy:
             self.results[1, place] = values.entropy
