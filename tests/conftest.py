@@ -5,6 +5,7 @@ JAXLOGP_TEST_GPU=1 leaves a GPU in sight, for `pytest -m gpu`.
 
 import atexit
 import os
+import secrets
 import shutil
 import tempfile
 
@@ -21,10 +22,32 @@ if os.environ.get("JAXLOGP_TEST_GPU") != "1":
 else:
     # Several processes of a test run share the GPU: none may keep what it has freed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import chex
+import hypothesis
 import jax
 import pytest
+
+chex.set_n_cpu_devices(8)
+hypothesis.settings.register_profile("same examples in every run", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """The default lane draws the same examples in every run; -m "slow ..." draws new ones, by a seed that is told."""
+    random = config.option.markexpr.startswith("slow")
+    hypothesis.settings.load_profile("random" if random else "same examples in every run")
+    # The option reaches the workers of a parallel run, too.
+    if random and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(secrets.randbelow(2**32))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.hypothesis_seed is not None:
+        terminalreporter.write_line(
+            f"random examples: repeat them with --hypothesis-seed={config.option.hypothesis_seed}"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -21,22 +21,12 @@ from jaxtyping import Array, Float
 from jaxlogp._compat import union_of_varying_axes, vary_over, varying_axes
 from jaxlogp.errors import require
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
-from jaxlogp.head.fixed_order.stats import (
-    ScaledNormaliser,
-    ScaledStats,
-    combine_scaled,
-    empty_scaled_stats,
-    live_tokens,
-    scaled_entropy,
-    scaled_logit_gradient,
-    scaled_normaliser,
-    scaled_tile_stats,
-    selected_log_prob,
-)
+from jaxlogp.head.fixed_order.stats import live_tokens, logit_gradient, tile_statistics
+from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.projection import HeadOptions, dot
 from jaxlogp.invariance.exact import no_negative_zero
-from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
-from jaxlogp.stats import TokenLogProbs
+from jaxlogp.invariance.order import ReductionOrder, fold_halves, fold_tree, in_mesh_order, tree_sum_over
+from jaxlogp.stats import Normaliser, TokenLogProbs
 from jaxlogp.targets import LocalTargets, mask_cotangents
 from jaxlogp.vocab import VocabShards
 
@@ -78,77 +68,51 @@ class FixedOrderEngine:
         return _log_probs(hidden, weight, bias, targets, options, self.order)
 
 
-def _local_statistics(operands: Operands, axes: frozenset) -> tuple[ScaledStats, Array, Array]:
-    """Statistics [granules, blocks, rows] of the local granules, and the targets' logits and owners [blocks, rows]."""
+def _tile_statistics(operands: Operands, axes: frozenset) -> Float[Array, "tiles 4 blocks rows"]:
+    """What every tile of this shard yields: max, Σ e^(z - max), Σ e^(z - max) (z - max), the target's logit or 0."""
     plan, options = operands.plan, operands.options
 
-    def step(index, carry):
-        granule = index // plan.tiles
-        tile = operands.tile(granule, index % plan.tiles)
+    def step(index, statistics):
+        tile = operands.tile(index // plan.tiles, index % plan.tiles)
 
-        def block_step(block, carry):
-            stats, target = carry
+        def block_step(block, statistics):
             logits = tile.logits(block)
-            new = scaled_tile_stats(logits, tile.valid, options.with_entropy)
-            if plan.tiles > 1:
-                new = combine_scaled(jax.tree.map(lambda x: x[granule, block], stats), new)
-            stats = jax.tree.map(lambda x, y: x.at[granule, block].set(y), stats, new)
             column = tile.targets(block)
-            here = column >= 0
-            value = jnp.take_along_axis(logits, jnp.where(here, column, 0)[:, None], axis=-1)[:, 0]
-            return stats, target.at[block].set(jnp.where(here, value, target[block]))
+            target = jnp.take_along_axis(logits, jnp.where(column >= 0, column, 0)[:, None], axis=-1)[:, 0]
+            found = tile_statistics(logits, tile.valid, options.with_entropy)
+            return statistics.at[index, :, block].set(jnp.stack([*found, jnp.where(column >= 0, target, 0.0)]))
 
-        return lax.fori_loop(0, plan.num_blocks, block_step, carry)
+        return lax.fori_loop(0, plan.num_blocks, block_step, statistics)
 
-    shape = (plan.num_blocks, plan.order.row_block)
-    carry = empty_scaled_stats((plan.granules, *shape), options.with_entropy), jnp.zeros(shape, jnp.float32)
-    carry = jax.tree.map(lambda x: vary_over(x, axes), carry)
-    stats, target = lax.fori_loop(0, plan.granules * plan.tiles, step, carry)
-    # Every column of this shard belongs to one tile, so a target that the shard owns has been met once.
-    return stats, target, vary_over((operands.column >= 0).astype(jnp.int32), axes)
+    tiles = plan.granules * plan.tiles
+    empty = jnp.zeros((tiles, 4, plan.num_blocks, plan.order.row_block), jnp.float32)
+    return lax.fori_loop(0, tiles, step, vary_over(empty, axes))
+
+
+def _finish(
+    operands: Operands, statistics: Float[Array, "tiles 4 blocks rows"], targets: LocalTargets
+) -> tuple[TokenLogProbs, Normaliser]:
+    """Values per token and, in blocks, what the backward needs. Block by block: exp and log must not see another shape."""
+    plan, options = operands.plan, operands.options
+    maximum = jnp.max(statistics[:, 0], axis=0)
+    if options.axis_name is not None:
+        maximum = lax.pmax(maximum, options.axis_name)
+
+    def add(block):
+        return sum_tiles(statistics[:, :, block], maximum[block], operands.column[block], options.with_entropy)
+
+    sums = lax.map(add, jnp.arange(plan.num_blocks))
+    sums = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), sums)
+    sums = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), sum_shards(sums, options.axis_name))
+    mask = plan.blocks(targets.mask, False)
+    invalid = None if targets.invalid is None else plan.blocks(targets.invalid, False)
+    result, normaliser = lax.map(lambda x: finish_sums(x[0], x[1], options.vocab_size, x[2]), (sums, mask, invalid))
+    return jax.tree.map(plan.unblock, result), normaliser
 
 
 def _node_size(granules: int) -> int:
     """The largest power of two that divides the number of local granules: what a rank may add up alone."""
     return granules & -granules
-
-
-def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tuple[ScaledStats, Array, Array]:
-    """The same over all shards. Bits travel, by integer all-reduces, and then meet in the tree."""
-    stats, target, owned = local
-    size = _node_size(plan.granules)
-    grouped = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0), stats)
-    nodes = fold_tree(grouped, combine_scaled)
-    axis_name = plan.options.axis_name
-    if axis_name is not None:
-        nodes = jax.tree.map(lambda x: gather_bits(x, axis_name).reshape(-1, *x.shape[1:]), nodes)
-        # At most one rank owns a target; the others hold zero bits.
-        bits = lax.psum(jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned]), axis_name)
-        target, owned = lax.bitcast_convert_type(bits[0], jnp.float32), bits[1]
-    return fold_tree(nodes, combine_scaled), target, owned
-
-
-def _finish(
-    plan: Plan, statistics: tuple[ScaledStats, Array, Array], targets: LocalTargets
-) -> tuple[TokenLogProbs, ScaledNormaliser]:
-    """Values per token and, in blocks, what the backward needs. Block by block: log must not see another shape."""
-    options = plan.options
-    mask = plan.blocks(targets.mask, False)
-    invalid = None if targets.invalid is None else plan.blocks(targets.invalid, False)
-
-    def block(operands):
-        (stats, target, owned), mask, invalid = operands
-        normaliser = scaled_normaliser(stats)
-        uncovered = jnp.zeros_like(target) if invalid is None else jnp.where(invalid, jnp.nan, 0.0)
-        log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
-        log_probs = jnp.where(mask, log_probs, 0.0)
-        if not options.with_entropy:
-            return TokenLogProbs(log_probs, None), normaliser
-        entropy = jnp.where(mask, scaled_entropy(normaliser, options.vocab_size), 0.0)
-        return TokenLogProbs(log_probs, entropy), normaliser
-
-    result, normaliser = lax.map(block, (statistics, mask, invalid))
-    return jax.tree.map(plan.unblock, result), normaliser
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -165,13 +129,12 @@ def _axes(hidden: Array, weight: Array, bias: Array | None, targets: LocalTarget
 
 def evaluate(
     hidden: Array, weight: Array, bias: Array | None, targets: LocalTargets, options: HeadOptions, order: ReductionOrder
-) -> tuple[TokenLogProbs, ScaledNormaliser]:
+) -> tuple[TokenLogProbs, Normaliser]:
     """Values per token, and in blocks what the backward needs of every row of logits; not differentiable."""
     plan = Plan(order, options, hidden.shape[0], weight.shape[0])
-    local = _local_statistics(
-        Operands(plan, hidden, weight, bias, targets), _axes(hidden, weight, bias, targets, options)
-    )
-    return _finish(plan, _all_statistics(plan, local), targets)
+    operands = Operands(plan, hidden, weight, bias, targets)
+    statistics = _tile_statistics(operands, _axes(hidden, weight, bias, targets, options))
+    return _finish(operands, statistics, targets)
 
 
 def _forward(
@@ -228,7 +191,7 @@ class _Sums:
     """The loops of the backward."""
 
     operands: Operands
-    normaliser: ScaledNormaliser
+    normaliser: Normaliser
     g_log_probs: Array
     g_entropy: Array | None
     axes: frozenset
@@ -296,9 +259,7 @@ class _Sums:
             normaliser = jax.tree.map(lambda x: x[block], self.normaliser)
             g_log_probs = self.g_log_probs[block]
             g_entropy = None if self.g_entropy is None else self.g_entropy[block]
-            gradient = scaled_logit_gradient(
-                logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy
-            )
+            gradient = logit_gradient(logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy)
             gradient = product_gradient(gradient, logits, options)
             rounded = gradient.astype(operands.dtype)
             # A row without cotangent adds nothing, even where its hidden state is NaN.
@@ -307,7 +268,7 @@ class _Sums:
             d_hidden = d_hidden.at[block].add(dot(rounded, tile.weight, contract=(1, 0)))
             d_weight = d_weight.at[block].set(no_negative_zero(dot(rounded, rows, contract=(0, 0))))
             if d_bias is not None:
-                d_bias = d_bias.at[block].set(no_negative_zero(jnp.sum(gradient, axis=0)))
+                d_bias = d_bias.at[block].set(no_negative_zero(fold_halves(gradient)))
             return d_hidden, d_weight, d_bias
 
         blocks = operands.plan.num_blocks

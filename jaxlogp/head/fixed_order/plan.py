@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxlogp.errors import require
+from jaxlogp.head.fold import MOST_TILES
 from jaxlogp.head.projection import HeadOptions, dot, take_rows, write_rows
 from jaxlogp.invariance.exact import one_minus_square, product, scaled
 from jaxlogp.invariance.order import ReductionOrder
@@ -27,6 +29,11 @@ class Plan:
     options: HeadOptions
     tokens: int
     rows: int
+
+    def __post_init__(self) -> None:
+        """Refuses a vocabulary of more tiles than the integers of :mod:`jaxlogp.head.fold` can add up."""
+        tiles = self.order.granules * self.tiles
+        require(tiles <= MOST_TILES, "vocab_tile", f"at most {MOST_TILES} tiles in the vocabulary", f"{tiles} tiles")
 
     @property
     def num_shards(self) -> int:
