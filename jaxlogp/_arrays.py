@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 AnyArray = jax.Array | np.ndarray
 """What functions take: JAX arrays, traced or not, and NumPy arrays. What they return is a `jax.Array`."""
@@ -14,7 +14,7 @@ def compute_dtype(*values: Float[AnyArray, "*shape"]) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if any(jnp.result_type(x) == jnp.float64 for x in values) else jnp.float32)
 
 
-def as_int32(ids: int | np.integer | Int[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
+def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
     """Ids or counts of any integer dtype as int32, before they are compared with anything; -1 where int32 cannot hold one.
 
     A comparison in a narrow dtype would wrap the other side, and a cast from a wide one would wrap the ids.

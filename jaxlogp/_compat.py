@@ -45,6 +45,17 @@ def place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
+def gathered(x: jax.Array) -> jax.Array:
+    """``x`` whole on every device where its type says that an Explicit mesh axis splits it; for small arrays.
+
+    A type that says so forbids the reshapes and scatters that an Auto axis leaves to the compiler.
+    """
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
 def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any) -> Any:
     """``function(*operands)``; Explicit mesh axes in the operands' types are Auto ones inside of it.
 
@@ -84,17 +95,6 @@ def _explicit_mesh(operands: Any) -> Any:
     """The mesh of the first operand whose type names an Explicit axis; None where there is none."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
-
-
-def gathered(x: jax.Array) -> jax.Array:
-    """``x`` whole on every device where its type says that an Explicit mesh axis splits it; for small arrays.
-
-    A type that says so forbids the reshapes and scatters that an Auto axis leaves to the compiler.
-    """
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:

@@ -27,7 +27,7 @@ ROW_DOCUMENTS = tuple(len(lengths) for lengths in LENGTHS)
 DOCUMENTS = sum(ROW_DOCUMENTS)
 LOW, HIGH = 0.15, 0.3
 
-# A weighted sum over 32 labels of fp32 values of size 1 to 3, relative to the largest of them; see tests/losses/policy_case.py.
+# A weighted sum over 32 labels of fp32 values of size 1 to 3, relative to the largest of them; see policy_case.py.
 ERROR = 5e-6
 
 AVERAGES = (

@@ -9,6 +9,7 @@ With M the largest logit of all tiles and d = m - M for a tile of maximum m:
     S = Σ_tiles e^d s,    U = Σ_tiles (e^d u + (e^d s) d),    log_prob = (z_target - M) - log S,    H = log S - U / S.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def sum_tiles(
     """Adds up the tiles of one shard around ``maximum``, the largest logit of all shards.
 
     Args:
-      partials: what the forward kernel writes: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
+      partials: what each tile yields: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
       maximum: M, at least every tile's maximum.
       column: the target's row of the weight, -1 where there is none.
       with_entropy: whether to add up what entropy needs.
@@ -180,8 +181,14 @@ def finish_sums(
     if sums.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None, lse), Normaliser(sums.max, log_sum_exp, None)
     mean = jnp.where(whole, from_limbs(sums.sum_exp_shifted) / sum_exp, jnp.nan)
-    entropy = jnp.clip(log_sum_exp - mean, 0.0, np.float32(np.log(vocab_size)))
+    entropy = jnp.clip(log_sum_exp - mean, 0.0, _below(math.log(vocab_size)))
     return TokenLogProbs(log_probs, jnp.where(live, entropy, 0.0), lse), Normaliser(sums.max, log_sum_exp, mean)
+
+
+def _below(bound: float) -> np.float32:
+    """The largest fp32 number that is not above the bound."""
+    rounded = np.float32(bound)
+    return np.nextafter(rounded, np.float32(0.0)) if float(rounded) > bound else rounded
 
 
 def block_tokens(tokens: int, blocks: int, multiple: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, require
@@ -130,8 +130,8 @@ def policy_metrics(
     advantages: Float[AnyArray, "*tokens"],
     mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Int[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Int[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Integer[AnyArray, ""],
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
@@ -185,8 +185,8 @@ def policy_metric_terms(
     advantages: Float[AnyArray, "*tokens"],
     mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Int[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Int[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Integer[AnyArray, ""],
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.losses import grpo, grpo_paper, gspo, policy_loss, reinforce
+from jaxlogp.losses import grpo, grpo_paper, gspo, policy_loss, reinforce, sapo
 from jaxlogp.losses.documents import as_int32, document_layout
 from jaxlogp.policy.metrics import policy_metrics
 from tests.losses.policy_case import DOCUMENTS, case
@@ -77,10 +77,10 @@ def test_a_label_outside_leaves_the_weights_of_other_documents_alone():
     given = case()
     ids = given.ids.copy()
     ids[0, 0] = DOCUMENTS + 3
-    _, gradient, _ = traced(given, ids, np.int32(DOCUMENTS), loss=grpo_paper())
+    _, gradient, _ = traced(given, ids, np.int32(DOCUMENTS), loss=sapo())
     mask = given.mask.copy()
     mask[0, 0] = False
-    _, expected, _ = traced(given._replace(mask=mask), given.ids, np.int32(DOCUMENTS), loss=grpo_paper())
+    _, expected, _ = traced(given._replace(mask=mask), given.ids, np.int32(DOCUMENTS), loss=sapo())
     assert np.isnan(gradient[0, 0])
     np.testing.assert_array_equal(np.delete(gradient, 0), np.delete(expected, 0))
 
@@ -106,7 +106,7 @@ def test_labels_of_documents_are_counted_exactly():
     ids = np.array([[0, 0, 2], [2, 2, 9]])
     layout = document_layout(mask, ids, 4, None)
     assert layout.labels.tolist() == [1, 0, 3, 0] and layout.labels.dtype == jnp.int32
-    assert layout.label_weights(mask.reshape(-1), jnp.float32).tolist() == [1.0, 0.0] + [
+    assert layout.label_weights(mask.reshape(-1), jnp.dtype(jnp.float32)).tolist() == [1.0, 0.0] + [
         float(np.float32(1 / 3))
     ] * 3 + [0.0]
     assert layout.mean_of(jnp.float32([5, 0, 1, 2, 6, 0])).tolist() == [5.0, 0.0, 3.0, 0.0]

@@ -18,10 +18,10 @@ from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.exponentials import (
-    ScaledGradient,
     estimate_log_sum_exp,
     exp_to_gradient,
-    scaled_gradient,
+    token_factors,
+    write_targets,
 )
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.gradient_products import (
@@ -274,8 +274,11 @@ class _OnePass:
         d_here = _chunk_products(dz, scale, part(self.hidden), self.call.weight, out, addend, live, self.engine)
         if self.bias is not None:
             of_rows = select_live(dz, live).astype(jnp.float32)
-            self.d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
-        self.d_hidden[place] = d_here.astype(self.d_hidden.dtype)
+            d_bias = jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
+            self.d_bias[...] += vary_over(d_bias, self.call.axes)
+        # Typed here: JAX 0.11 gives a reference that is written as a whole the type of what was written.
+        self.d_hidden[place] = vary_over(d_here.astype(self.d_hidden.dtype), self.call.axes)
+        values = jax.tree.map(lambda x: vary_over(x, self.call.value_axes), values)
         self.results[0, place] = values.log_probs
         if self.call.with_entropy:
             self.results[1, place] = values.entropy
@@ -313,15 +316,17 @@ class _OnePass:
             gradient = jax.new_ref(exp)
             exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, chunk.live, self.engine.interpret)
             return values, jax.freeze(gradient), None
-        scaled = scaled_gradient(exp, chunk.estimate, normaliser, scalars, target)
-        return values, self._recomputed_where_lost(chunk, scaled, scalars), jnp.where(scaled.lost, 1.0, scaled.scale)
+        factors = token_factors(chunk.estimate, normaliser, scalars, target)
+        # First all of dz where an estimate was lost: types of shard_map forbid a kernel to write to what they say varies.
+        exp = self._recomputed_where_lost(chunk, exp, factors.lost, scalars)
+        return values, write_targets(exp, factors), jnp.where(factors.lost, 1.0, factors.scale)
 
-    def _recomputed_where_lost(self, chunk: _Chunk, scaled: ScaledGradient, scalars: RowScalars) -> Array:
-        """Where an estimate was lost all of dz is computed once more, now that log Σ e^z is known.
+    def _recomputed_where_lost(self, chunk: _Chunk, exp: Array, lost: Array, scalars: RowScalars) -> Array:
+        """The exponentials, or where an estimate was lost all of dz, now that log Σ e^z is known.
 
         A kernel with nothing to do ends at once; a condition of XLA would have the host wait for its outcome.
         """
-        gradient = jax.new_ref(scaled.direction)
+        gradient = jax.new_ref(exp)
         missing = self.columns - self.call.weight.shape[0]
         chunk_gradient(
             chunk.hidden,
@@ -336,7 +341,7 @@ class _OnePass:
             self.tiles.logit_gradient,
             self.engine.num_blocks(),
             self.engine.interpret,
-            jnp.where(scaled.lost, chunk.live, 0),
+            jnp.where(lost, chunk.live, 0),
             into=gradient,
         )
         return jax.freeze(gradient)

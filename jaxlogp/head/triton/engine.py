@@ -51,7 +51,7 @@ class TritonEngine(Engine):
       tiles: tile shapes; None takes the table's entry for the device.
       window: vocabulary columns a window of the backward; None takes what the table's constants allow.
       capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
-      functions: what stands for the kernels where there is no GPU (for tests: :mod:`tests.triton_plain`); None
+      functions: what stands for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
         launches them.
     """
 
