@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import require
@@ -45,7 +45,7 @@ class Document:
         ValueError: a wrong length, dtype or range, or a value that is not finite.
     """
 
-    tokens: Int[np.ndarray, " length"]
+    tokens: Integer[np.ndarray, " length"]
     prompt_length: int
     old_log_probs: Float[np.ndarray, " completion"]
     advantage: float
