@@ -12,13 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import require
 from jaxlogp.losses import reductions
 from jaxlogp.losses.documents import DocumentLayout, document_layout
-from jaxlogp.losses.inputs import check_labels, constant, selected
+from jaxlogp.losses.inputs import check_labels, constant, flat, selected
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 from jaxlogp.reduce import WeightedSum
@@ -138,8 +138,8 @@ def policy_loss(
     loss: PolicyLoss = PolicyLoss("grpo"),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
-    document_ids: Int[AnyArray, "*tokens"] | None = None,
-    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> WeightedSum:
     """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
@@ -194,8 +194,8 @@ def policy_loss(
         num_documents=num_documents,
         document_axis_name=document_axis_name,
     )
-    entropy = None if entropy is None else jnp.ravel(jnp.asarray(entropy))
-    losses = weighted_losses(loss, jnp.ravel(jnp.asarray(log_probs)), entropy, tokens)
+    entropy = None if entropy is None else flat(entropy)
+    losses = weighted_losses(loss, flat(log_probs), entropy, tokens)
     return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
 
 
@@ -206,8 +206,8 @@ def loss_tokens(
     mask: Bool[AnyArray, "*tokens"],
     *,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
-    document_ids: Int[AnyArray, "*tokens"] | None = None,
-    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
     """Everything of a policy loss that does not depend on the policy: checked, flat, masked, weighted.
@@ -240,7 +240,7 @@ def loss_tokens(
     documented = layout is not None or not loss.needs_documents
     require(documented, "document_ids", f"the document index of each token for loss {loss.name!r}", None)
 
-    mask = jnp.ravel(jnp.asarray(mask))
+    mask = flat(mask)
     dtype = compute_dtype(*given.values())
     constants = {name: constant(values, mask, compute_dtype(values)) for name, values in given.items()}
     weights = reductions.label_weights(loss.reduction, loss.length, mask, layout, dtype)

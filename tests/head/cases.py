@@ -18,16 +18,17 @@ from jax.sharding import AxisType, Mesh
 from jaxlogp import (
     ChunkedEngine,
     FixedOrderEngine,
+    HopperEngine,
     ReductionOrder,
     ReferenceEngine,
     TokenLogProbs,
+    TritonEngine,
     VocabShards,
     linear_log_probs,
     sharded_linear_log_probs,
 )
-from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
-from jaxlogp.head.triton import TritonEngine, launch
+from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig
 from tests import oracle
 from tests.head import triton_plain

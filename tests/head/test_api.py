@@ -19,7 +19,9 @@ def test_token_shapes_are_a_matter_of_layout():
     flat_result, flat_gradients = cases.run(flat, CHUNKED)
     assert flat_result.log_probs.shape == (20,) and flat_gradients.hidden.shape == (20, cases.HIDDEN)
     # The same arithmetic; only what the compiler fuses around it may differ, a few 2^-24.
-    for seen, wanted in zip((*result, *gradients[:2]), (*flat_result, *flat_gradients[:2]), strict=True):
+    for seen, wanted in zip(
+        *map(jax.tree.leaves, ((result, gradients[:2]), (flat_result, flat_gradients[:2]))), strict=True
+    ):
         assert oracle.relative_error(seen.reshape(wanted.shape), wanted) < 1e-6
 
 

@@ -13,16 +13,17 @@ import pytest
 from jaxlogp import (
     ChunkedEngine,
     GradientFilter,
+    HeadSpec,
+    HopperEngine,
     linear_log_probs,
-    linear_policy_gradients,
+    linear_policy_loss,
     policy_loss,
     skipped_tiles,
 )
-from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.losses import grpo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,12 +146,11 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
 
 def test_tile_statistics_are_bitwise_invariant():
     hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
-    options = HeadOptions(with_entropy=True)
 
     @jax.jit
     def statistics(hidden, weight, column):
         width = jnp.int32(weight.shape[0])
-        return forward_statistics(hidden, weight, None, column, width, options, ALTERNATE, 132)
+        return forward_statistics(hidden, weight, None, column, width, HeadSpec(), True, ALTERNATE, 132)
 
     whole = np.asarray(statistics(hidden, weight, column))
     for shards in (2, 4):
@@ -225,28 +225,34 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
     mask = jnp.arange(tokens) % 5 != 1
     engine = HopperEngine()
     here = linear_log_probs(hidden, weight, targets, mask=mask, engine=engine).log_probs
+    loss, known = grpo(entropy_coefficient=0.01 if way == "entropy bonus" else 0.0), {}
     if way != "on policy":
-        old, extra = here + 0.2 * noise, {"entropy_coefficient": 0.01 if way == "entropy bonus" else 0.0}
+        old = here + 0.2 * noise
         if way == "a token far off":
             # A ratio of about e^-70 that counts: dz is computed once more.
             old, advantages = old.at[5].add(70.0), advantages.at[5].set(1e30)
     else:
-        # log Σ e^z in float64: of the target's logit, less its log-prob.
-        with jax.enable_x64(True):
-            chosen = jnp.sum(hidden.astype(jnp.float64) * weight[targets].astype(jnp.float64), axis=1)
-        old, extra = here, {"lse": chosen.astype(jnp.float32) - here}
+        old = here
+        known = {"lse": linear_log_probs(hidden, weight, targets, mask=mask, with_lse=True, engine=engine).lse}
 
     def objective(hidden, weight):
         out = linear_log_probs(hidden, weight, targets, mask=mask, with_entropy=True, engine=engine)
-        bonus = extra.get("entropy_coefficient", 0.0) * jnp.sum(out.entropy)
-        return (policy_loss(out.log_probs, old, advantages, mask).sum - bonus) / 7.0, out.log_probs
+        return policy_loss(
+            out.log_probs, old, advantages, mask, loss=loss, entropy=out.entropy
+        ).sum / 7.0, out.log_probs
 
     wanted, log_probs = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(hidden, weight)
-    one_pass = jax.jit(lambda *x: linear_policy_gradients(*x, denominator=7.0, engine=engine, **extra))
-    got = one_pass(hidden, weight, targets, old, advantages, mask)
-    again = one_pass(hidden, weight, targets, old, advantages, mask)
-    np.testing.assert_array_equal(np.asarray(got.values.log_probs), np.asarray(log_probs))
-    for actual, same, value in zip((got.hidden, got.weight), (again.hidden, again.weight), wanted, strict=True):
+
+    def at_once(hidden, weight):
+        total, values = linear_policy_loss(
+            hidden, weight, targets, old, advantages, mask, loss=loss, engine=engine, **known
+        )
+        return total.sum / 7.0, values.log_probs
+
+    one_pass = jax.jit(jax.grad(at_once, (0, 1), has_aux=True))
+    (got, values), (again, _) = one_pass(hidden, weight), one_pass(hidden, weight)
+    np.testing.assert_array_equal(np.asarray(values)[np.asarray(mask)], np.asarray(log_probs)[np.asarray(mask)])
+    for actual, same, value in zip(got, again, wanted, strict=True):
         assert relative(actual, value) < GRADIENT_ERROR
         assert bool((actual == same).all())
-    assert not np.asarray(got.hidden.astype(jnp.float32))[~np.asarray(mask)].any()
+    assert not np.asarray(got[0].astype(jnp.float32))[~np.asarray(mask)].any()

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import GradientFilter, linear_log_probs, skipped_tiles
-from jaxlogp.head.hopper import HopperEngine
+from jaxlogp import GradientFilter, HopperEngine, linear_log_probs, skipped_tiles
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED, SHARED_PAIR, HeadTiles
 from tests import oracle
@@ -130,7 +129,7 @@ def test_tiles_that_do_not_line_up_are_refused():
 
 def test_the_filtered_kernels_lower_for_cuda_without_a_gpu():
     data = cases.case((300,), 1024, 1032, bias=jnp.float32)
-    chosen = HopperEngine(gradient_filter=GradientFilter(), chunk=512)
+    chosen = HopperEngine(gradient_filter=GradientFilter(), chunk=512, check_device=False)
     text = cases.lowered_for_cuda(data, chosen)
     # One fewer than without: the weight's gradient starts from zeros.
     assert text.count("custom_call @mosaic_gpu") == 4
@@ -138,7 +137,11 @@ def test_the_filtered_kernels_lower_for_cuda_without_a_gpu():
 
 def test_the_filtered_kernels_have_the_types_that_shard_map_checks():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    rows, columns, chosen = P("data"), P("tensor"), HopperEngine(gradient_filter=GradientFilter(), chunk=512)
+    rows, columns, chosen = (
+        P("data"),
+        P("tensor"),
+        HopperEngine(gradient_filter=GradientFilter(), chunk=512, check_device=False),
+    )
 
     def local(hidden, weight, bias, targets):
         def total(hidden, weight, bias):

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import linear_log_probs
-from jaxlogp.head.hopper import HopperEngine
-from jaxlogp.head.hopper import engine as hopper_engine
+from jaxlogp import HeadSpec, HopperEngine, linear_log_probs, why_not
+from jaxlogp.head.hopper import values as hopper_values
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import ALTERNATE, SHARED_PAIR, HeadTiles
-from jaxlogp.head.projection import HeadOptions
 from tests.head import cases
 from tests.head.cases import ALL_OPTIONS, hopper
 
@@ -77,8 +75,8 @@ def test_blocks_of_tokens_change_no_bit(monkeypatch, all_live):
         data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
     forward = lambda: jax.jit(lambda data: cases.call(data, hopper()))  # noqa: E731
     wanted = forward()(data)
-    monkeypatch.setattr(hopper_engine, "WHOLE_BYTES", 4096)
-    monkeypatch.setattr(hopper_engine, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(hopper_values, "WHOLE_BYTES", 4096)
+    monkeypatch.setattr(hopper_values, "BLOCK_BYTES", 4096)
     cases.same_bits(forward()(data), wanted)
 
 
@@ -88,9 +86,8 @@ def test_tile_statistics_are_bitwise_those_of_a_shard_and_of_a_part_of_the_batch
 
     def statistics(hidden, weight, column):
         count = jnp.int32(weight.shape[0])
-        settings = HeadOptions(with_entropy=True, vocab_size=1024)
         return np.asarray(
-            forward_statistics(hidden, weight, None, column, count, settings, ALTERNATE, 2, interpreter())
+            forward_statistics(hidden, weight, None, column, count, HeadSpec(), True, ALTERNATE, 2, interpreter())
         )
 
     whole = statistics(data["hidden"], data["weight"], column)
@@ -125,12 +122,12 @@ def test_a_chunk_that_cuts_tiles_is_refused(chunk):
 
 def test_without_a_hopper_gpu_the_reason_says_so():
     data = cases.case((4,), 64, 256)
-    reason = HopperEngine().why_not(data["hidden"], data["weight"], None, HeadOptions(vocab_size=256))
+    reason = why_not("hopper", data["hidden"], data["weight"])
     assert "GPU" in reason and "cpu" in reason
 
 
 def test_the_kernels_lower_for_cuda_without_a_gpu():
     data = cases.case((64,), 1024, 520, bias=jnp.float32)
-    text = cases.lowered_for_cuda(data, HopperEngine(), **ALL_OPTIONS)
+    text = cases.lowered_for_cuda(data, HopperEngine(check_device=False), **ALL_OPTIONS)
     assert text.count("custom_call @mosaic_gpu") == 5
     assert jax.default_backend() == "cpu"

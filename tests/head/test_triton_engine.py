@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import linear_log_probs, linear_policy_gradients, record_head_runs
-from jaxlogp.head import registry as engines
-from jaxlogp.head.projection import HeadOptions
-from jaxlogp.head.triton import TritonEngine, availability, launch, tiles
+from jaxlogp import HeadSpec, TritonEngine, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp.head.call import HeadCall
+from jaxlogp.head.registry import choose_engine
+from jaxlogp.head.triton import availability, launch, tiles
 from jaxlogp.head.triton import engine as engine_module
 from jaxlogp.head.triton.tiles import TABLE
+from jaxlogp.targets import LocalTargets
 from tests.head import cases
 from tests.head.cases import ALL_OPTIONS, TRITON_INTERPRETED, TRITON_TILES, triton
 
 SLOW = pytest.mark.slow
+NO_TARGETS = LocalTargets(None, None, None, None)
 
 
 def check(data, engine=None, **options):
@@ -73,7 +75,8 @@ def test_tile_statistics_are_bitwise_those_of_a_shard_and_of_a_part_of_the_batch
                 None,
                 column,
                 bounds,
-                HeadOptions(with_entropy=True, vocab_size=256),
+                HeadSpec(),
+                True,
                 TRITON_TILES.forward,
                 None,
             )
@@ -95,11 +98,11 @@ class NoKernels:
     """Results of the kernels' shapes, so that what stands between them can be looked at."""
 
     @staticmethod
-    def forward_statistics(hidden, weight, bias, column, bounds, options, config, capability):
+    def forward_statistics(hidden, weight, bias, column, bounds, spec, with_slope, config, capability):
         return jnp.ones((-(-weight.shape[0] // config.columns), 4, hidden.shape[0]), jnp.float32)
 
     @staticmethod
-    def window_gradient(hidden, weight, bias, scalars, bounds, window, options, config, capability):
+    def window_gradient(hidden, weight, bias, scalars, bounds, window, spec, with_slope, config, capability):
         return jnp.zeros((hidden.shape[0], window), weight.dtype)
 
 
@@ -166,20 +169,22 @@ def device(capability, platform="gpu"):
     return types.SimpleNamespace(platform=platform, device_kind="a GPU", compute_capability=capability, core_count=1)
 
 
-def choose(monkeypatch, engine, capability, installed=None, weight=jnp.bfloat16, axis_name=None):
+def choose(monkeypatch, capability, installed=None, weight=jnp.bfloat16, shards=1):
+    """What "auto" takes on a device of that compute capability, and why."""
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
     for module in (availability, engine_module):
         monkeypatch.setattr(module, "why_not_installed", lambda: installed)
     hidden, weight = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((72, 64), weight)
-    return engines.choose_engine(
-        engine, hidden, weight, None, HeadOptions(with_entropy=True, vocab_size=72, axis_name=axis_name)
-    )
+    axis_name = None if shards == 1 else "tensor"
+    call = HeadCall(hidden, weight, None, NO_TARGETS, vocab_size=72 * shards, axis_name=axis_name, num_shards=shards)
+    chosen, reason = choose_engine("auto", call)
+    return chosen.name, reason
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.7", "8.9"])
 def test_auto_picks_it_on_compute_capability_8(monkeypatch, capability):
-    chosen, reason = choose(monkeypatch, "auto", capability)
-    assert chosen.name == "triton" and "compute capability 8" in reason
+    name, reason = choose(monkeypatch, capability)
+    assert name == "triton" and reason.startswith("auto; hopper not used: ")
 
 
 @pytest.mark.parametrize(
@@ -191,38 +196,32 @@ def test_auto_picks_it_on_compute_capability_8(monkeypatch, capability):
         ("gfx942", {}, "needs an NVIDIA GPU"),
         ("8.0", {"installed": "jax_triton is not installed"}, "jax_triton is not installed"),
         ("8.0", {"weight": jnp.float32}, "float16 weight, got float32"),
-        ("8.0", {"axis_name": "tensor"}, "not been tested over several GPUs"),
+        ("8.0", {"shards": 2}, "not been tested over several GPUs"),
     ],
 )
 def test_auto_says_why_it_does_not(monkeypatch, capability, changes, words):
     # A Hopper GPU on which the Hopper kernels refuse.
     monkeypatch.setattr("jaxlogp.head.hopper.engine.why_not_available", lambda: "no Mosaic here")
-    monkeypatch.setattr("jax.lax.axis_size", lambda axis: 2)
-    chosen, reason = choose(monkeypatch, "auto", capability, **changes)
-    assert chosen.name == "chunked"
+    name, reason = choose(monkeypatch, capability, **changes)
+    assert name == "chunked"
     assert re.search(words, reason), reason
-    assert reason.startswith("auto: hopper not used: no Mosaic here; triton not used: ")
+    assert reason.startswith("auto; hopper not used: no Mosaic here; triton not used: ")
 
 
-def test_auto_picks_the_hopper_kernels_over_shards_too(monkeypatch):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_auto_picks_the_hopper_kernels_over_shards_too(monkeypatch, shards):
     monkeypatch.setattr("jaxlogp.head.hopper.engine.why_not_available", lambda: None)
-    monkeypatch.setattr("jax.lax.axis_size", lambda axis: 2)
-    for axis_name in (None, "tensor"):
-        chosen, reason = choose(monkeypatch, "auto", "9.0", axis_name=axis_name)
-        assert chosen.name == "hopper" and "a Hopper GPU" in reason
+    assert choose(monkeypatch, "9.0", shards=shards) == ("hopper", "auto")
 
 
-def test_policy_gradients_in_one_pass_are_not_its_own(monkeypatch):
+def test_a_policy_loss_takes_two_steps_and_says_why():
     data = cases.case((4,), 64, 72)
-    arguments = data["hidden"], data["weight"], data["targets"], data["g_lp"], data["g_lp"], data["mask"]
-    monkeypatch.setattr(
-        "jaxlogp.head.policy_loss.choose_engine", lambda engine, *_: (TritonEngine(), "as on compute capability 8")
-    )
+    operands = data["hidden"], data["weight"], data["targets"], data["g_lp"], data["g_lp"], data["mask"]
     with record_head_runs() as runs:
-        linear_policy_gradients(*arguments)
-    assert runs[0].engine == "chunked" and "triton not used" in runs[0].reason
-    with pytest.raises(ValueError, match="engine: expected 'auto', 'chunked' or 'hopper'.*'triton'"):
-        linear_policy_gradients(*arguments, engine="triton")
+        jax.eval_shape(lambda *x: linear_policy_loss(*x, engine=triton()), *operands)
+    assert [(x.engine, x.gradient) for x in runs] == [
+        ("triton", "in two steps: it has no pass that gives gradients at once")
+    ]
 
 
 def test_why_not_installed_names_the_package(monkeypatch):

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import linear_log_probs
-from jaxlogp.head.projection import HeadOptions
-from jaxlogp.head.triton import TritonEngine, launch
+from jaxlogp import HeadSpec, TritonEngine, linear_log_probs
+from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.availability import device_capability, why_not_device, why_not_installed
 from jaxlogp.head.triton.tiles import TABLE
 from tests.head import cases
@@ -45,12 +44,12 @@ def test_the_kernels_compute_what_their_specification_says(extra):
     hidden, weight, column, g, g_entropy = inputs(512, 256, 1500)
     bias = jnp.linspace(-2.0, 2.0, 1500).at[700].set(-jnp.inf) if extra else None
     column = jnp.where(column == 700, 5, column).at[7].set(-1)
-    options = HeadOptions(with_entropy=True, vocab_size=1500, **extra)
+    spec = HeadSpec(**extra)
     config = TABLE[device_capability()].forward
     # The last row tile is not live, and the last 100 columns are padding.
     bounds = jnp.asarray([0, 1400, 384], jnp.int32)
     column = jnp.where(column < 1400, column, -1)
-    operands = hidden, weight, bias, column, bounds, options, config, None
+    operands = hidden, weight, bias, column, bounds, spec, True, config, None
     actual, wanted = (np.asarray(x.forward_statistics(*operands))[:, :, :384] for x in (launch, plain))
     np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
     maximum = jnp.max(jnp.asarray(wanted)[:, 0], axis=0)
@@ -62,7 +61,7 @@ def test_the_kernels_compute_what_their_specification_says(extra):
     )  # fmt: skip
     bounds = jnp.asarray([600, 1400, 384], jnp.int32)
     config = TABLE[device_capability()].gradient
-    operands = hidden, weight, bias, scalars, bounds, 900, options, config, None
+    operands = hidden, weight, bias, scalars, bounds, 900, spec, True, config, None
     actual, wanted = (np.asarray(x.window_gradient(*operands), np.float32) for x in (launch, plain))
     assert np.linalg.norm(actual - wanted) < 2e-3 * np.linalg.norm(wanted)
     assert not actual[384:].any() and not actual[:, 800:].any()
@@ -70,13 +69,13 @@ def test_the_kernels_compute_what_their_specification_says(extra):
 
 def test_tile_statistics_are_bitwise_invariant():
     hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
-    options, config = HeadOptions(with_entropy=True), TABLE[device_capability()].forward
+    spec, config = HeadSpec(), TABLE[device_capability()].forward
     tile = config.columns
 
     @jax.jit
     def statistics(hidden, weight, column):
         bounds = jnp.asarray([0, weight.shape[0], hidden.shape[0]], jnp.int32)
-        return launch.forward_statistics(hidden, weight, None, column, bounds, options, config, None)
+        return launch.forward_statistics(hidden, weight, None, column, bounds, spec, True, config, None)
 
     whole = np.asarray(statistics(hidden, weight, column))
     for shards in (2, 4):

@@ -71,6 +71,8 @@ class HopperEngine(HopperSettings, Engine):
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
+        if call.weight_layout != "vh":
+            return "it takes a weight [V, H], not [H, V]"
         if weight.dtype != jnp.bfloat16:
             return f"it needs a bfloat16 weight, got {weight.dtype}"
         if call.spec.fp32_head and hidden.dtype != jnp.bfloat16:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxlogp._compat import union_of_varying_axes, vary_over
+from jaxlogp._compat import vary_over
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
@@ -197,7 +197,8 @@ class _OnePass:
         # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
         alive = jnp.arange(filled, dtype=jnp.int32) < rows.count
         invalid = None if given.invalid is None else rows.pack(given.invalid, False)
-        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid)
+        codes = None if given.codes is None else rows.pack(given.codes, 0)
+        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid, codes=codes)
         self.hidden = rows.pack(call.hidden.astype(jnp.bfloat16), 0)
         self.tokens = jax.tree.map(lambda x: rows.pack(x, 0), tokens)
         self.bias = None if call.bias is None else call.bias.astype(jnp.float32)
@@ -230,10 +231,8 @@ class _OnePass:
             return jax.new_ref(vary_over(jnp.zeros(shape, dtype), axes))
 
         self.d_hidden = zeros((filled, hidden_size), call.hidden_gradient_dtype)
-        # The all-reduces make values the same on all vocabulary shards, unless the mask's type says that it is not.
-        same = {call.axis_name} - union_of_varying_axes(call.targets.mask, call.targets.invalid)
-        self.value_axes = call.axes - same
-        self.results = zeros((3, filled), axes=self.value_axes)
+        # The all-reduces make values the same on all vocabulary shards.
+        self.results = zeros((3, filled), axes=call.value_axes)
         self.d_bias = zeros((self.columns,))
         d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
         # Python numbers: outside of jit a reference takes no other as the begin of a slice.
@@ -279,7 +278,7 @@ class _OnePass:
             self.d_bias[...] += vary_over(d_bias, self.call.axes)
         # Typed here: JAX 0.11 gives a reference that is written as a whole the type of what was written.
         self.d_hidden[place] = vary_over(d_here.astype(self.d_hidden.dtype), self.call.axes)
-        values = jax.tree.map(lambda x: vary_over(x, self.value_axes), values)
+        values = jax.tree.map(lambda x: vary_over(x, self.call.value_axes), values)
         self.results[0, place] = values.log_probs
         if self.call.with_entropy:
             self.results[1, place] = values.entropy
@@ -307,7 +306,8 @@ class _OnePass:
         maximum = jnp.max(partials[:, 0], axis=0)
         if call.axis_name is not None:
             maximum = lax.pmax(maximum, call.axis_name)
-        sums = sum_shards(sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy), call.axis_name)
+        sums = sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy)
+        sums = sum_shards(sums, call.axis_name, chunk.targets.codes)
         values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
         g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)

@@ -112,6 +112,8 @@ class TritonEngine(Engine):
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
+        if call.weight_layout != "vh":
+            return "it takes a weight [V, H], not [H, V]"
         if weight.dtype not in DTYPES:
             return f"it needs a bfloat16 or float16 weight, got {weight.dtype} (the kernels multiply 16-bit operands)"
         if call.spec.fp32_head and hidden.dtype != weight.dtype:
