@@ -22,7 +22,7 @@ def good(active):
     return {**data, "mask": data["mask"].at[ROW].set(active)}
 
 
-def poisoned(data, value):
+def with_row(data, value):
     return {**data, "hidden": data["hidden"].at[ROW].set(value)}
 
 
@@ -36,7 +36,7 @@ def others(results):
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_an_active_hostile_row_changes_no_other_row(value, size, setting):
     data = good(active=True)
-    wanted, seen = run(setting, size, data), run(setting, size, poisoned(data, value))
+    wanted, seen = run(setting, size, data), run(setting, size, with_row(data, value))
     assert broken(others(seen), others(wanted)) == []
     if value == 1e-42:
         assert np.isfinite(seen["log_probs"][ROW]) and np.isfinite(seen["weight"]).all()
@@ -48,18 +48,18 @@ def test_an_active_hostile_row_changes_no_other_row(value, size, setting):
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_a_masked_hostile_row_changes_nothing_at_all(value, setting):
     data = good(active=False)
-    hostile = {**poisoned(data, value), "targets": data["targets"].at[ROW].set(-100)}
+    hostile = {**with_row(data, value), "targets": data["targets"].at[ROW].set(-100)}
     wanted = run(setting, 1, data)
     assert broken(run(setting, 1, hostile), wanted) == []
     assert not any(wanted[name][ROW].any() for name in ("log_probs", "entropy", "hidden"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_an_active_row_without_cotangent_poisons_no_gradient(value):
+def test_an_active_row_without_cotangent_reaches_no_gradient(value):
     """0 * NaN: the product of the weight's gradient must not see the row."""
     data = good(active=True)
     data["g_lp"], data["g_entropy"] = (data[name].at[ROW].set(0.0) for name in ("g_lp", "g_entropy"))
-    wanted, seen = run(SETTING, 1, data), run(SETTING, 1, poisoned(data, value))
+    wanted, seen = run(SETTING, 1, data), run(SETTING, 1, with_row(data, value))
     assert broken(seen, wanted, ["weight", "bias"]) == []
     assert not seen["hidden"][ROW].any()
 

@@ -173,7 +173,7 @@ def test_global_arrays_on_data_and_tensor_meshes(sizes, axis_type):
 
 @given(values=st.lists(floats, min_size=1, max_size=40), padding=st.integers(0, 20))
 @settings(max_examples=25)
-def test_zeros_behind_change_nothing_and_aligned_halves_may_be_folded_first(values, padding):
+def test_zeros_at_the_end_change_nothing_and_aligned_halves_may_be_folded_first(values, padding):
     values = np.asarray(values, np.float32)[:, None]
     whole = np.asarray(fold_tree(values, np.add))
     assert (
