@@ -42,6 +42,17 @@ def place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
+def gathered(x: jax.Array) -> jax.Array:
+    """``x`` whole on every device where its type says that an Explicit mesh axis splits it; for small arrays.
+
+    A type that says so forbids the reshapes and scatters that an Auto axis leaves to the compiler.
+    """
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:
     """All mesh axes over which at least one of ``arrays`` varies (None entries are passed over)."""
     return frozenset().union(*(varying_axes(x) for x in arrays if x is not None))

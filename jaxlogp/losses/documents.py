@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlogp._arrays import AnyArray
 from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, is_concrete, require, require_integer
-from jaxlogp.losses.inputs import is_array
+from jaxlogp.losses.inputs import flat, is_array
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -97,7 +97,7 @@ def document_layout(
     _check_document_values(mask, document_ids, num_documents, capacity)
 
     total = as_int32(num_documents)
-    mask, ids = jnp.ravel(jnp.asarray(mask)), jnp.ravel(as_int32(document_ids))
+    mask, ids = flat(mask), flat(as_int32(document_ids))
     # JAX drops segment ids that are too large without a word and wraps negative ones; clamped ids do neither.
     clamped = jnp.clip(ids, 0, jnp.maximum(jnp.minimum(total, capacity) - 1, 0))
     outside = mask & ((clamped != ids) | (total < 1))

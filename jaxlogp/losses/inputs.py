@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxlogp._arrays import AnyArray
+from jaxlogp._compat import gathered
 from jaxlogp.errors import describe, is_concrete, require, require_floating
 
 
@@ -53,8 +54,13 @@ def selected(
     return jnp.where(mask, jnp.asarray(values).astype(dtype), jnp.zeros((), dtype))
 
 
+def flat(values: Shaped[AnyArray, "*tokens"]) -> Shaped[Array, " tokens"]:
+    """[tokens], also of an array that Explicit mesh axes split."""
+    return jnp.ravel(gathered(jnp.asarray(values)))
+
+
 def constant(
     values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype
 ) -> Float[Array, " tokens"]:
     """`values` flat, in `dtype`, 0 where masked, without gradient."""
-    return lax.stop_gradient(selected(jnp.ravel(jnp.asarray(values)), mask, dtype))
+    return lax.stop_gradient(selected(flat(values), mask, dtype))

@@ -18,7 +18,7 @@ from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import require
 from jaxlogp.losses import reductions
 from jaxlogp.losses.documents import DocumentLayout, document_layout
-from jaxlogp.losses.inputs import check_labels, constant, selected
+from jaxlogp.losses.inputs import check_labels, constant, flat, selected
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 from jaxlogp.reduce import WeightedSum
@@ -194,8 +194,8 @@ def policy_loss(
         num_documents=num_documents,
         document_axis_name=document_axis_name,
     )
-    entropy = None if entropy is None else jnp.ravel(jnp.asarray(entropy))
-    losses = weighted_losses(loss, jnp.ravel(jnp.asarray(log_probs)), entropy, tokens)
+    entropy = None if entropy is None else flat(entropy)
+    losses = weighted_losses(loss, flat(log_probs), entropy, tokens)
     return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
 
 
@@ -240,7 +240,7 @@ def loss_tokens(
     documented = layout is not None or not loss.needs_documents
     require(documented, "document_ids", f"the document index of each token for loss {loss.name!r}", None)
 
-    mask = jnp.ravel(jnp.asarray(mask))
+    mask = flat(mask)
     dtype = compute_dtype(*given.values())
     constants = {name: constant(values, mask, compute_dtype(values)) for name, values in given.items()}
     weights = reductions.label_weights(loss.reduction, loss.length, mask, layout, dtype)

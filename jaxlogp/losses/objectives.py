@@ -66,9 +66,9 @@ class Clipped:
         ValueError: a number out of range.
 
     Example:
-        >>> zero = jnp.zeros(3)
-        >>> Clipped(0.2).value(jnp.log(jnp.array([1.5, 1.5, 0.5])), zero, jnp.array([1.0, -1.0, -1.0])).round(4).tolist()
-        [1.2000000476837158, -1.5, -0.800000011920929]
+        >>> ratio, advantages = jnp.array([1.5, 1.5, 0.5]), jnp.array([1.0, -1.0, -1.0])
+        >>> [f"{x:.1f}" for x in Clipped(0.2).value(jnp.log(ratio), jnp.zeros(3), advantages)]
+        ['1.2', '-1.5', '-0.8']
 
     References:
         PPO, arXiv:1707.06347; dual clip, arXiv:1912.09729; INTELLECT-2 (two-sided clip), arXiv:2505.07291; DAPO,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, require
 from jaxlogp.losses.documents import DocumentLayout, document_layout
-from jaxlogp.losses.inputs import check_labels, constant, is_array
+from jaxlogp.losses.inputs import check_labels, constant, flat, is_array
 from jaxlogp.losses.loss import PolicyLoss
 from jaxlogp.losses.presets import grpo
 from jaxlogp.losses.ratios import bounded, k3
@@ -237,7 +237,7 @@ def policy_metric_terms(
     check_labels(given, mask)
     require(document_ids is not None, "document_ids", "the document index of each token", None)
     layout = document_layout(mask, document_ids, num_documents, document_axis_name)
-    mask = jnp.ravel(jnp.asarray(mask))
+    mask = flat(mask)
     dtype = compute_dtype(log_probs)
     tokens = {name: constant(values, mask, dtype) for name, values in given.items()}
     return PolicyMetricTerms(
