@@ -79,7 +79,7 @@ def expected_step(kind, weighting):
 def micro_sums(table, batch, kind, weighting, grad_divisor=None):
     """Unreduced sums of one micro-batch of a bigram model: the log-prob of a token depends on it and the one before."""
     options = {"kind": kind, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
-    tokens = (batch.old_log_probs, batch.advantages, batch.mask)
+    tokens = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
 
     def loss_of(parameters):
         log_probs = -1.0 + parameters[batch.tokens, batch.targets]

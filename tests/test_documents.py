@@ -88,9 +88,9 @@ def test_labels_are_the_completion_tokens_and_carry_their_own_log_probs():
         start = max(original.prompt_length, 1)
         np.testing.assert_array_equal(batch.targets[here], original.tokens[start:])
         np.testing.assert_array_equal(
-            batch.old_log_probs[here], original.old_log_probs[start - original.prompt_length :]
+            batch.per_token["old_log_probs"][here], original.old_log_probs[start - original.prompt_length :]
         )
-        assert (batch.advantages[here] == np.float32(original.advantage)).all()
+        assert (batch.per_token["advantages"][here] == np.float32(original.advantage)).all()
         if original.tokens.size == 1:
             assert not here.any()
 

@@ -108,7 +108,7 @@ def micro_step(data, tensor, kind, weighting):
         batch = jax.tree.map(lambda x: x[0], batch)
         hidden = embedding_lookup(table, batch.tokens, **vocab)
         log_probs, entropy = linear_log_probs(hidden, table, batch.targets, mask=batch.mask, **head)
-        tokens = (batch.old_log_probs, batch.advantages, batch.mask)
+        tokens = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
         options = {"kind": kind, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
         loss = policy_loss(log_probs, *tokens, document_weighting=weighting, **options)
         terms = policy_metric_terms(log_probs, *tokens, entropy=entropy, level="with_entropy", **options)

@@ -5,8 +5,8 @@ document, `mask[t]` says that this target is a label, and `old_log_probs[t]` bel
 therefore has no target, its first token is nobody's target, and a document of one token has no label at all.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -32,6 +32,7 @@ class Document:
         advantage: the advantage of every token of the completion.
         reward: the reward, for the metrics.
         model_version: documents seen by the trainer when the sampler's weights were taken, for the metrics.
+        columns: further values of each completion token by name, [length - prompt_length] each, such as "ref_log_probs".
 
     Raises:
         ValueError: a wrong length, dtype or range, or a value that is not finite.
@@ -43,6 +44,7 @@ class Document:
     advantage: float
     reward: float = 0.0
     model_version: int = 0
+    columns: Mapping[str, Float[np.ndarray, " completion"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tokens, old = np.asarray(self.tokens), np.asarray(self.old_log_probs)
@@ -53,9 +55,11 @@ class Document:
         length = tokens.size
         require(0 <= self.prompt_length <= length, "prompt_length", f"a number in [0, {length}]", self.prompt_length)
         completion = (length - self.prompt_length,)
-        require(old.shape == completion, "old_log_probs", f"shape {completion} of the completion", old.shape)
-        require(np.issubdtype(old.dtype, np.floating), "old_log_probs", "a floating dtype", old.dtype)
-        require(np.isfinite(old).all(), "old_log_probs", "finite values", old[~np.isfinite(old)][:1])
+        for name, values in {"old_log_probs": old, **self.columns}.items():
+            require(values.shape == completion, name, f"shape {completion} of the completion", values.shape)
+            require(np.issubdtype(values.dtype, np.floating), name, "a floating dtype", values.dtype)
+            require(np.isfinite(values).all(), name, "finite values", values[~np.isfinite(values)][:1])
+        require("advantages" not in self.columns, "columns", "names other than advantages", sorted(self.columns))
         for name in ("advantage", "reward"):
             require(np.isfinite(getattr(self, name)), name, "a finite number", getattr(self, name))
         require(0 <= self.model_version <= top, "model_version", f"an integer in [0, {top}]", self.model_version)
@@ -72,8 +76,7 @@ class Document:
         "document_ids",
         "segment_ids",
         "mask",
-        "old_log_probs",
-        "advantages",
+        "per_token",
         "rewards",
         "model_versions",
         "num_documents",
@@ -95,8 +98,8 @@ class MicroBatch:
         segment_ids: int32 [rows, row_length], as `document_ids` with -1 in the padding: tokens may attend to each other
             only where their row and their segment are equal.
         mask: bool [rows, row_length], true where the target is a label.
-        old_log_probs: fp32 [rows, row_length], the sampler's log-prob of the target in nats; 0 where masked.
-        advantages: fp32 [rows, row_length], the document's advantage at its labels; 0 where masked.
+        per_token: what a loss reads at each label, by name, fp32 [rows, row_length], 0 where masked: "old_log_probs", the
+            sampler's log-prob of the target in nats; "advantages", the document's; and the documents' further columns.
         rewards: fp32 [rows * row_length], reward of each document, in order; 0 behind the last one.
         model_versions: int32 [rows * row_length], likewise.
         num_documents: int32 scalar.
@@ -108,8 +111,7 @@ class MicroBatch:
     document_ids: Int[AnyArray, "*ranks rows row_length"]
     segment_ids: Int[AnyArray, "*ranks rows row_length"]
     mask: Bool[AnyArray, "*ranks rows row_length"]
-    old_log_probs: Float[AnyArray, "*ranks rows row_length"]
-    advantages: Float[AnyArray, "*ranks rows row_length"]
+    per_token: dict[str, Float[AnyArray, "*ranks rows row_length"]]
     rewards: Float[AnyArray, "*ranks documents"]
     model_versions: Int[AnyArray, "*ranks documents"]
     num_documents: Int[AnyArray, "*ranks"]
@@ -121,7 +123,13 @@ class MicroBatch:
 
 
 def pack_documents(
-    documents: Iterable[Document], *, rows: int, row_length: int, pad_id: int = 0, share_rows: bool = True
+    documents: Iterable[Document],
+    *,
+    rows: int,
+    row_length: int,
+    pad_id: int = 0,
+    share_rows: bool = True,
+    columns: Sequence[str] = (),
 ) -> tuple[MicroBatch, tuple[Document, ...]]:
     """Packs documents in their order, as many as fit, never splitting one.
 
@@ -134,12 +142,14 @@ def pack_documents(
         row_length: tokens per row.
         pad_id: token id of the padding.
         share_rows: whether a document may follow another one in its row; False gives each a row of its own.
+        columns: names of the documents' further columns; every document has these and no others.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
 
     Raises:
-        ValueError: a document longer than a row, or a size that is not positive.
+        ValueError: a document longer than a row or with other columns, among those that are packed, or a size that is
+            not positive.
 
     Example:
         >>> import numpy as np
@@ -155,16 +165,13 @@ def pack_documents(
     require(row_length > 0, "row_length", "a number above 0", row_length)
     require(pad_id >= 0, "pad_id", "a token id of at least 0", pad_id)
     documents = tuple(documents)
-    for index, document in enumerate(documents):
-        length = document.tokens.size
-        require(length <= row_length, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
-
-    lengths = [document.tokens.size if share_rows else row_length for document in documents]
-    starts = _row_starts(lengths, rows, row_length)
+    starts = _row_starts([document.tokens.size for document in documents], rows, row_length, share_rows)
     packed, rest = documents[: len(starts)], documents[len(starts) :]
-    batch = _empty(rows, row_length, pad_id)
+    batch = _empty(rows, row_length, pad_id, columns)
     flat_ids = batch.document_ids.reshape(-1)
     for index, (document, (row, start)) in enumerate(zip(packed, starts, strict=True)):
+        if document.columns.keys() != set(columns):
+            require(False, "columns", f"{sorted(document.columns)} of document {index}", sorted(columns))
         _place(batch, index, document, row, start)
         flat_ids[row * row_length + start :] = index
     batch.num_documents[...] = len(packed)
@@ -199,19 +206,21 @@ def next_token_targets(
     return jnp.where(has_target, jnp.roll(tokens, -1, axis=-1), jnp.zeros_like(tokens)), has_target
 
 
-def _row_starts(lengths: Sequence[int], rows: int, row_length: int) -> list[tuple[int, int]]:
+def _row_starts(lengths: Sequence[int], rows: int, row_length: int, share_rows: bool) -> list[tuple[int, int]]:
     starts, row, end = [], 0, 0
-    for length in lengths:
+    for index, length in enumerate(lengths):
+        if length > row_length:
+            require(False, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
         if end + length > row_length:
             row, end = row + 1, 0
         if row == rows:
             break
         starts.append((row, end))
-        end += length
+        end += length if share_rows else row_length
     return starts
 
 
-def _empty(rows: int, row_length: int, pad_id: int) -> MicroBatch:
+def _empty(rows: int, row_length: int, pad_id: int, columns: Sequence[str]) -> MicroBatch:
     shape = (rows, row_length)
     capacity = rows * row_length
     return MicroBatch(
@@ -221,8 +230,7 @@ def _empty(rows: int, row_length: int, pad_id: int) -> MicroBatch:
         document_ids=np.zeros(shape, np.int32),
         segment_ids=np.full(shape, PADDING_SEGMENT, np.int32),
         mask=np.zeros(shape, np.bool_),
-        old_log_probs=np.zeros(shape, np.float32),
-        advantages=np.zeros(shape, np.float32),
+        per_token={name: np.zeros(shape, np.float32) for name in ("old_log_probs", "advantages", *columns)},
         rewards=np.zeros(capacity, np.float32),
         model_versions=np.zeros(capacity, np.int32),
         num_documents=np.zeros((), np.int32),
@@ -240,7 +248,8 @@ def _place(batch: MicroBatch, index: int, document: Document, row: int, start: i
     first = max(document.prompt_length, 1)
     labels = slice(start + first - 1, end - 1)
     batch.mask[row, labels] = True
-    batch.old_log_probs[row, labels] = document.old_log_probs[first - document.prompt_length :]
-    batch.advantages[row, labels] = document.advantage
+    for name, values in {"old_log_probs": document.old_log_probs, **document.columns}.items():
+        batch.per_token[name][row, labels] = values[first - document.prompt_length :]
+    batch.per_token["advantages"][row, labels] = document.advantage
     batch.rewards[index] = document.reward
     batch.model_versions[index] = document.model_version
