@@ -208,12 +208,10 @@ def _leaf_of(batch: MicroBatch, start: int, rows: int, documents: int) -> MicroB
         name: np.concatenate([getattr(batch, name)[start : start + count], np.zeros(rows * length - count, dtype)])
         for name, dtype in (("rewards", np.float32), ("model_versions", np.int32))
     }
-    per_token = {
-        name: getattr(batch, name)[here]
-        for name in ("tokens", "targets", "positions", "mask", "old_log_probs", "advantages")
-    }
+    cut = {name: getattr(batch, name)[here] for name in ("tokens", "targets", "positions", "mask")}
     return MicroBatch(
-        **per_token,
+        **cut,
+        per_token={name: values[here] for name, values in batch.per_token.items()},
         document_ids=np.broadcast_to(last, (rows, length)).astype(np.int32),
         segment_ids=segments.astype(np.int32),
         **per_document,

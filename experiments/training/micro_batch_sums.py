@@ -37,7 +37,7 @@ class MicroBatchSums:
       engine: engine of the head.
 
     Attributes:
-      head_run: the head call: public function and engine; None before it is traced.
+      head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is traced.
     """
 
     def __init__(
@@ -49,6 +49,8 @@ class MicroBatchSums:
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
         self._add = jax.jit(add_sums)
+        # A program for each set of columns: a step that is strictly on policy has more of them, and another head call.
+        self._head_runs: dict[frozenset[str], HeadRun] = {}
         self.head_run: HeadRun | None = None
 
     @property
@@ -67,12 +69,14 @@ class MicroBatchSums:
           ValueError: operands that a named engine does not take.
         """
         jax.eval_shape(self._sums, params, self._placed(padding), np.int32(0))
+        self.head_run = self._head_runs[frozenset(padding.per_token)]
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """See `GradientSums`."""
         total = None
         for batch in rounds:
             part = self._settled(self._sums(params, self._placed(batch), np.int32(documents_seen)))
+            self.head_run = self._head_runs[frozenset(batch.per_token)]
             total = part if total is None else self._add(total, part)
         return total
 
@@ -122,7 +126,7 @@ class MicroBatchSums:
     def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
         with record_head_runs() as runs:
             loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
-        self.head_run = runs[0]
+        self._head_runs[frozenset(batch.per_token)] = runs[0]
         return LossParts(loss.psum(DATA_AXIS), terms.psum(DATA_AXIS), lax.pmax(drift, DATA_AXIS))
 
     def _local_scores(self, head, hidden: Array, weight: Array, batch: MicroBatch) -> Scores:

@@ -27,9 +27,6 @@ from jaxlogp import (
 )
 from jaxlogp.losses import PolicyLoss
 
-SCORED_COLUMNS = ("sampler_log_probs", "lse", "entropy")
-"""Columns of documents whose old log-probs are the trainer's own; see `experiments.training.scoring`."""
-
 
 class LossParts(NamedTuple):
     """Loss and metric terms of one data rank, and the largest |log-prob of the trainer - of the sampler|, in nats."""

@@ -47,7 +47,7 @@ def decoder(name, **changes):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(graph, state, token_ids, positions, document_ids):
-    return nnx.merge(graph, state)(token_ids, positions, document_ids)
+    return nnx.merge(graph, state).hidden_states(token_ids, positions, document_ids)
 
 
 # ---- float64 forward of one document ----
@@ -215,7 +215,7 @@ def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatc
 
     def gradient(graph):
         def loss(state):
-            return jnp.sum(jnp.sin(nnx.merge(graph, state)(tokens(), POSITIONS, DOCUMENT_IDS)))
+            return jnp.sum(jnp.sin(nnx.merge(graph, state).hidden_states(tokens(), POSITIONS, DOCUMENT_IDS)))
 
         return jax.jit(jax.grad(loss))(state)
 
@@ -287,7 +287,7 @@ def test_the_sharded_forward_and_gradient_equal_the_single_device_ones(name):
     inputs = [np.repeat(array, 2, axis=0)[:4] for array in (tokens(), POSITIONS, DOCUMENT_IDS)]
 
     def loss(state, graph, *inputs):
-        hidden = nnx.merge(graph, state)(*inputs)
+        hidden = nnx.merge(graph, state).hidden_states(*inputs)
         return jnp.sum(jnp.sin(hidden)), hidden
 
     both = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
