@@ -40,17 +40,13 @@ from jaxlogp.losses.ratios import kl_k2 as kl_k2
 from jaxlogp.losses.ratios import kl_k3 as kl_k3
 from jaxlogp.losses.ratios import log_ratio as log_ratio
 from jaxlogp.losses.ratios import ratio as ratio
-from jaxlogp.policy.accumulate import CollectedStep as CollectedStep
 from jaxlogp.policy.accumulate import DocumentSchedule as DocumentSchedule
-from jaxlogp.policy.accumulate import FinishedStep as FinishedStep
-from jaxlogp.policy.accumulate import Progress as Progress
 from jaxlogp.policy.accumulate import StepSums as StepSums
 from jaxlogp.policy.advantages import GroupAdvantages as GroupAdvantages
 from jaxlogp.policy.advantages import group_advantages as group_advantages
 from jaxlogp.policy.advantages import leave_one_out_advantages as leave_one_out_advantages
 from jaxlogp.policy.documents import Document as Document
 from jaxlogp.policy.documents import MicroBatch as MicroBatch
-from jaxlogp.policy.documents import next_token_targets as next_token_targets
 from jaxlogp.policy.documents import pack_documents as pack_documents
 from jaxlogp.policy.metrics import PolicyMetricTerms as PolicyMetricTerms
 from jaxlogp.policy.metrics import policy_metric_terms as policy_metric_terms
@@ -64,6 +60,7 @@ from jaxlogp.reduce import masked_mean as masked_mean
 from jaxlogp.reduce import masked_min as masked_min
 from jaxlogp.reduce import masked_sum as masked_sum
 from jaxlogp.reduce import weighted_sum as weighted_sum
+from jaxlogp.replicas import nan_unless_equal as nan_unless_equal
 from jaxlogp.stats import TokenLogProbs as TokenLogProbs
 from jaxlogp.vocab import VocabShards as VocabShards
 

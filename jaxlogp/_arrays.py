@@ -1,9 +1,9 @@
-"""The array type of arguments, and the dtype that they are computed in."""
+"""The array type of arguments, the dtype that they are computed in, and ids as int32."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 AnyArray = jax.Array | np.ndarray
 """What functions take: JAX arrays, traced or not, and NumPy arrays. What they return is a `jax.Array`."""
@@ -12,3 +12,17 @@ AnyArray = jax.Array | np.ndarray
 def compute_dtype(*values: Float[AnyArray, "*shape"]) -> jnp.dtype:
     """float64 if any of the values is, otherwise float32: sums and exponentials never run in 16 bits."""
     return jnp.dtype(jnp.float64 if any(jnp.result_type(x) == jnp.float64 for x in values) else jnp.float32)
+
+
+def as_int32(ids: Int[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
+    """Ids of any integer dtype as int32, before they are compared with anything; -1 for those that int32 cannot hold.
+
+    A comparison in a narrow dtype would wrap the other side, and a cast from a wide one would wrap the ids.
+    """
+    # NumPy's 64 bits are narrowed in NumPy: without x64 jnp.asarray would wrap them.
+    xp = np if isinstance(ids, np.ndarray | np.generic) else jnp
+    top = np.iinfo(np.int32).max
+    if np.iinfo(ids.dtype).max > top:
+        held = (ids >= 0) & (ids <= xp.asarray(top, ids.dtype))
+        ids = xp.where(held, ids, xp.asarray(0, ids.dtype)).astype(np.int32) - (~held).astype(np.int32)
+    return jnp.asarray(ids.astype(np.int32))

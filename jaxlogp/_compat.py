@@ -1,12 +1,15 @@
 """The few places where supported JAX versions (0.10 to 0.12) or tracing modes differ."""
 
 import functools
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxlogp.errors import require
 
 AxisName = Hashable
 AxisNames = Hashable | tuple[Hashable, ...]
@@ -53,33 +56,94 @@ def gathered(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
+def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any) -> Any:
+    """``function(*operands)``; Explicit mesh axes in the operands' types are Auto ones inside of it.
+
+    Gathers, scatters, reshapes and loops need no sharding by hand there. Without an Explicit axis it is a plain call.
+
+    Args:
+      function: of pytrees of arrays to a pytree of arrays.
+      operands: every array that may have an Explicit axis in its type; ``function`` closes over none of them.
+      out_specs: PartitionSpecs, a prefix of what ``function`` returns; see :func:`leading_spec`.
+    """
+    mesh = _explicit_mesh(operands)
+    if mesh is None:
+        return function(*operands)
+
+    def sharding(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree.map(sharding, out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)(*operands)
+
+
+def leading_spec(x: Any, dimensions: int) -> PartitionSpec:
+    """How the type of ``x`` says that its first ``dimensions`` are split over Explicit mesh axes."""
+    return PartitionSpec(*jax.typeof(x).sharding.spec[:dimensions])
+
+
+def resized_spec(x: Any, rows: int) -> PartitionSpec:
+    """The same for an array like ``x`` with another number of rows: not split where the axes do not divide them."""
+    sharding = jax.typeof(x).sharding
+    first, *rest = sharding.spec
+    split = math.prod(sharding.mesh.shape[axis] for axis in axis_tuple(first))
+    return PartitionSpec(first if rows % split == 0 else None, *rest)
+
+
+def _explicit_mesh(operands: Any) -> Any:
+    """The mesh of the first operand whose type names an Explicit axis; None where there is none."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:
     """All mesh axes over which at least one of ``arrays`` varies (None entries are passed over)."""
     return frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """The identity; differentiating it under ``shard_map(check_vma=False)`` raises.
+def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
+    """Refuses ``x``, of which each rank of the axis shall hold its own block, if its type says that all hold the same.
+
+    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
+    Nothing can be said, and nothing is refused, under ``shard_map(check_vma=False)`` and over an axis of one rank.
+
+    Raises:
+      ValueError: naming ``argument``.
+    """
+    if axis_name is None or lax.axis_size(axis_name) == 1 or not tracks_varying_axes(axis_name):
+        return
+    expected = f"the local block of each rank of axis {axis_name!r}"
+    require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
+
+
+def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisNames | None) -> jax.Array:
+    """``x``; differentiating it under ``shard_map(check_vma=False)`` over one of the axes raises.
 
     Without replication types a psum is its own transpose, and the gradient of a replicated loss comes out too large by
     the size of the axis, or not, depending on where ``jax.grad`` stands. Refusing is the only answer that is never wrong.
     """
+    for axis in axis_tuple(axis_name):
+        if not tracks_varying_axes(axis):
+            x = _undifferentiable(x, axis)
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _undifferentiable(x: jax.Array, axis_name: AxisName) -> jax.Array:
     del axis_name
     return x
 
 
-def _refusal_forward(x: jax.Array, axis_name: AxisName | None) -> tuple[jax.Array, None]:
-    if axis_name is not None and not tracks_varying_axes(axis_name):
-        raise ValueError(
-            f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
-        )
-    return x, None
+def _refusal(x: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
+    raise ValueError(
+        f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
+    )
 
 
-def _refusal_backward(axis_name: AxisName | None, residuals: None, g: jax.Array) -> tuple[jax.Array]:
+def _no_backward(axis_name: AxisName, residuals: None, g: jax.Array) -> tuple[jax.Array]:
     del axis_name, residuals
     return (g,)
 
 
-refuse_unchecked_gradient.defvjp(_refusal_forward, _refusal_backward)
+_undifferentiable.defvjp(_refusal, _no_backward)

@@ -1,6 +1,7 @@
 """Embedding lookup, replicated or vocabulary-parallel: the row of the table, bit for bit, in any layout."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +9,27 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxlogp._arrays import as_int32
 from jaxlogp._compat import (
     AxisName,
+    automatic_axes,
+    leading_spec,
     place,
     refuse_unchecked_gradient,
+    require_varying,
     union_of_varying_axes,
     vary_over,
     varying_axes,
 )
-from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer
+from jaxlogp.agreement import counters, id_codes, same_ids
+from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer, require_tokens
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import gather_bits, in_mesh_order, segment_tree_sum
-from jaxlogp.vocab import VocabShards, local_shard
+from jaxlogp.vocab import LocalShard, VocabShards, local_shard
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+# Of the words that tell whether all shards have the same ids: they travel in the narrowest of these types.
+_WORD_BITS = 16
 
 
 def embedding_lookup(
@@ -39,7 +47,7 @@ def embedding_lookup(
 
     Args:
       table: [V, H], or the local block [V_local, H].
-      token_ids: [*tokens], integer. There is no ignore index: every id must be in [0, V).
+      token_ids: [*tokens], integer, the same on all shards. There is no ignore index: every id must be in [0, V).
       axis_name: mesh axis over which the vocabulary is sharded.
       vocab: the shards; None means equal ones.
       fixed_order: sum the gradient of a row in an order that only its own tokens decide: a binary tree over its
@@ -52,7 +60,8 @@ def embedding_lookup(
 
     Raises:
       ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
-        is NaN); a sharded call that is differentiated under ``shard_map(check_vma=False)``.
+        is NaN, and so is one whose ids differ over ``axis_name``); a table that does not vary over ``axis_name``; a
+        sharded call that is differentiated under ``shard_map(check_vma=False)``, and forward-mode differentiation.
 
     Example:
       >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()
@@ -62,43 +71,68 @@ def embedding_lookup(
       RL-Align/RL-Kernel pull request 190.
     """
     _check(table, token_ids)
-    table, token_ids = jnp.asarray(table), jnp.asarray(token_ids)
     shard = local_shard(table.shape[0], axis_name, vocab, "table")
+    require_varying(table, axis_name, "table")
     require_ids_in_range(token_ids, shard.vocab_size, "token_ids")
-    token_ids = token_ids.astype(jnp.int32)
+    specs = PartitionSpec(*leading_spec(token_ids, token_ids.ndim), None)
+    run = functools.partial(_lookup, shard=shard, axis_name=axis_name, fixed_order=fixed_order)
+    return automatic_axes(run, jnp.asarray(table), as_int32(token_ids), out_specs=specs)
+
+
+class _Rows(NamedTuple):
+    """Which rows of the local block the tokens read.
+
+    Attributes:
+      row: int32 [*tokens], 0 where the block does not own the id.
+      owned: bool [*tokens].
+      codes: int32 [*tokens], for the comparison with other shards; None over one shard.
+    """
+
+    row: Array
+    owned: Array
+    codes: Array | None
+
+
+def _lookup(table: Array, token_ids: Array, shard: LocalShard, axis_name: AxisName | None, fixed_order: bool) -> Array:
     valid = (token_ids >= 0) & (token_ids < shard.vocab_size)
-    local = token_ids - shard.start
+    local = jnp.where(valid, token_ids, 0) - shard.start
     owned = valid & (local >= 0) & (local < shard.width)
     axes = union_of_varying_axes(table, token_ids) | ({axis_name} if axis_name is not None else set())
     table = refuse_unchecked_gradient(table, axis_name)
     if not fixed_order:
         # The transpose of the cast is the all-reduce that the gradient of a shared table needs.
         table = vary_over(table, axes)
-    rows = _owned_rows(table, jnp.where(owned, local, 0), owned, axis_name, fixed_order)
+    codes = id_codes(token_ids, jnp.ones_like(valid)) if shard.num_shards > 1 else None
+    rows = _owned_rows(table, _Rows(jnp.where(owned, local, 0), owned, codes), axis_name, fixed_order)
     return jnp.where(valid[..., None], rows, jnp.array(jnp.nan, table.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _owned_rows(table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None, fixed_order: bool) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _owned_rows(table: Array, tokens: _Rows, axis_name: AxisName | None, fixed_order: bool) -> Array:
     """Rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, transported as bits."""
     del fixed_order
-    rows = table.at[row_ids].get(mode="promise_in_bounds")
-    rows = jnp.where(owned[..., None], rows, jnp.zeros_like(rows))
+    rows = table.at[tokens.row].get(mode="promise_in_bounds")
+    rows = jnp.where(tokens.owned[..., None], rows, jnp.zeros_like(rows))
     if axis_name is None:
         return rows
     bits = lax.bitcast_convert_type(rows, _BITS[table.dtype.itemsize])
-    return lax.bitcast_convert_type(lax.psum(bits, axis_name), table.dtype)
+    if tokens.codes is None:
+        return lax.bitcast_convert_type(lax.psum(bits, axis_name), table.dtype)
+    words = jnp.moveaxis(counters(tokens.codes, axis_name, _WORD_BITS), 0, -1).astype(bits.dtype)
+    bits = lax.psum(jnp.concatenate([bits, words], axis=-1), axis_name)
+    rows = lax.bitcast_convert_type(bits[..., : rows.shape[-1]], table.dtype)
+    words = jnp.moveaxis(bits[..., rows.shape[-1] :].astype(jnp.int32), -1, 0)
+    same = same_ids(words, axis_name, _WORD_BITS)
+    return jnp.where(same[..., None], rows, jnp.array(jnp.nan, table.dtype))
 
 
 def _owned_rows_forward(
-    table: Array, row_ids: Array, owned: Array, axis_name: AxisName | None, fixed_order: bool
+    table: Array, tokens: _Rows, axis_name: AxisName | None, fixed_order: bool
 ) -> tuple[Array, tuple]:
-    return _owned_rows(table, row_ids, owned, axis_name, fixed_order), (table, row_ids, owned)
+    return _owned_rows(table, tokens, axis_name, fixed_order), (table, tokens.row, tokens.owned)
 
 
-def _owned_rows_backward(
-    axis_name: AxisName | None, fixed_order: bool, residuals: tuple, g: Array
-) -> tuple[Array, None, None]:
+def _owned_rows_backward(axis_name: AxisName | None, fixed_order: bool, residuals: tuple, g: Array) -> tuple:
     # A token may occur thousands of times: its cotangents are added in fp32 and rounded once.
     table, row_ids, owned = residuals
     g = jnp.where(owned[..., None], g.astype(jnp.float32), 0.0)
@@ -107,7 +141,7 @@ def _owned_rows_backward(
     else:
         zeros = vary_over(jnp.zeros(table.shape, jnp.float32), union_of_varying_axes(table, row_ids))
         gradient = zeros.at[row_ids].add(g, mode="promise_in_bounds")
-    return gradient.astype(table.dtype), None, None
+    return gradient.astype(table.dtype), None
 
 
 def _gradient_in_fixed_order(table: Array, row_ids: Array, owned: Array, g: Array, axis_name: AxisName | None) -> Array:
@@ -160,10 +194,11 @@ def sharded_embedding_lookup(
         out_specs=token_spec,
     )
     rows = place(shards.shard_rows(table), mesh, PartitionSpec(vocab_axis))
-    return mapped(rows, place(token_ids, mesh, token_spec))
+    return mapped(rows, place(as_int32(token_ids), mesh, token_spec))
 
 
 def _check(table: Array, token_ids: Array) -> None:
     require_floating(table, "table")
     require(table.ndim == 2 and table.size > 0, "table", "shape [V, H] with V, H > 0", describe(table))
     require_integer(token_ids, "token_ids")
+    require_tokens(token_ids, "token_ids")

@@ -48,6 +48,11 @@ def require_integer(array: Any, argument: str) -> None:
     require(ok, argument, "an array of an integer dtype", describe(array))
 
 
+def require_tokens(array: Any, argument: str) -> None:
+    """Raises ``ValueError`` for an array without any element: there is nothing to compute, and no divisor."""
+    require(array.size > 0, argument, "at least one element", f"an empty array of shape {tuple(array.shape)}")
+
+
 def require_mask(mask: Any, shape: tuple[int, ...], argument: str = "mask") -> None:
     """Raises ``ValueError`` unless ``mask`` is a boolean array of ``shape``."""
     require(getattr(mask, "dtype", None) == np.bool_, argument, "an array of dtype bool", describe(mask))

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp._compat import (
+    AxisName,
+    automatic_axes,
+    leading_spec,
+    refuse_unchecked_gradient,
+    require_varying,
+    union_of_varying_axes,
+    vary_over,
+)
 from jaxlogp.errors import (
     describe,
     require,
@@ -72,17 +80,16 @@ def log_probs_from_logits(
     check_temperature(temperature)
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")
+    require_varying(logits, axis_name, "logits")
     mask = check_targets(targets, mask, tokens, shard.vocab_size)
     require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    result = _flat(
-        logits.reshape(-1, rows),
-        localise(targets.reshape(-1), mask.reshape(-1), shard),
-        temperature,
-        with_entropy,
-        axis_name,
-        shard.vocab_size,
-    )
-    return jax.tree.map(lambda x: x.reshape(tokens), result)
+
+    def run(logits, targets, mask):
+        local = localise(targets.reshape(-1), mask.reshape(-1), shard)
+        result = _flat(logits.reshape(-1, rows), local, temperature, with_entropy, axis_name, shard.vocab_size)
+        return jax.tree.map(lambda x: x.reshape(tokens), result)
+
+    return automatic_axes(run, logits, targets, mask, out_specs=leading_spec(logits, len(tokens)))
 
 
 def _flat(
@@ -114,7 +121,7 @@ def _selected_forward(
     temperature, with_entropy, axis_name, vocab_size = options
     scaled = logits.astype(jnp.float32) / temperature
     local = tile_stats(scaled, targets.column, _valid(logits.shape[-1], targets), with_entropy)
-    result, normaliser = finish(all_reduce(local, axis_name), targets.mask, vocab_size, targets.invalid)
+    result, normaliser = finish(all_reduce(local, axis_name, targets.codes), targets.mask, vocab_size, targets.invalid)
     return result, (logits, targets, normaliser)
 
 

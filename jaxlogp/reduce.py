@@ -4,31 +4,42 @@ A reduction over tokens or documents is a :class:`WeightedSum`: it can be added,
 last line of a step divides. A mean of local means cannot be written with it by accident.
 
 Masked places are selected out before anything is computed from them, so NaN and inf behind a mask change neither values
-nor gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused.
+nor gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused. So are integers
+where a sum in fp32 would round them, lists, and arrays without any element.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp._compat import AxisNames, axis_tuple
-from jaxlogp.errors import describe, is_concrete, require, require_mask
+from jaxlogp._compat import AxisNames, axis_tuple, refuse_unchecked_gradient
+from jaxlogp.errors import describe, is_concrete, require, require_floating, require_mask, require_tokens
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-class WeightedSum(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sum", "count"], meta_fields=["grad_divisor"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightedSum:
     """A sum together with what it will be divided by.
+
+    A pytree of two leaves, ``sum`` and ``count``: ``jax.lax.psum`` and additions of trees leave ``grad_divisor`` alone.
 
     Attributes:
       sum: scalar (or any shape) fp32, the sum of the terms seen so far.
       count: int32, the number of labels or documents behind it.
-      grad_divisor: optional divisor for the gradient of :meth:`mean`, where it shall differ from ``count``.
+      grad_divisor: divisor for the gradient of :meth:`mean`, where it shall differ from ``count``: a finite Python number
+        above 0, the same for all parts; or None.
+
+    Raises:
+      ValueError: another grad_divisor.
 
     Example:
       >>> parts = WeightedSum(jnp.float32(3.0), jnp.int32(1)) + WeightedSum(jnp.float32(1.0), jnp.int32(3))
@@ -38,21 +49,33 @@ class WeightedSum(NamedTuple):
 
     sum: Float[AnyArray, "*shape"]
     count: Int[AnyArray, "*shape"]
-    grad_divisor: Num[AnyArray, ""] | float | int | None = None
+    grad_divisor: float | int | None = None
 
-    def __add__(self, other: "WeightedSum") -> "WeightedSum":  # type: ignore[override]
+    def __post_init__(self) -> None:
+        """Refuses a grad_divisor that cannot divide or is not known while tracing."""
+        divisor = self.grad_divisor
+        number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
+        ok = divisor is None or (number and math.isfinite(divisor) and divisor > 0)
+        require(ok, "grad_divisor", "a finite Python number above 0, or None", describe(divisor))
+
+    def __add__(self, other: "WeightedSum") -> "WeightedSum":
         """Adds sums and counts; both sides must agree on ``grad_divisor``."""
         require(isinstance(other, WeightedSum), "other", "a WeightedSum", describe(other))
-        divisors = (self.grad_divisor, other.grad_divisor)
-        require(_same_divisor(*divisors), "other.grad_divisor", f"the same as self's, {divisors[0]}", divisors[1])
+        same = self.grad_divisor == other.grad_divisor
+        require(same, "other.grad_divisor", f"the same as self's, {self.grad_divisor}", other.grad_divisor)
         return WeightedSum(self.sum + other.sum, self.count + other.count, self.grad_divisor)
 
     def psum(self, axis_name: AxisNames | None) -> "WeightedSum":
-        """Sum and count over the mesh axes ``axis_name``; None or () returns self."""
+        """Sum and count over the mesh axes ``axis_name``; None or () returns self.
+
+        Raises:
+          ValueError: the sum is differentiated under ``shard_map(check_vma=False)``, which would multiply the gradient.
+        """
         axes = axis_tuple(axis_name)
         if not axes:
             return self
-        return WeightedSum(lax.psum(self.sum, axes), lax.psum(self.count, axes), self.grad_divisor)
+        total = refuse_unchecked_gradient(self.sum, axes)
+        return WeightedSum(lax.psum(total, axes), lax.psum(self.count, axes), self.grad_divisor)
 
     def mean(self) -> Float[Array, "*shape"]:
         """sum / count, and 0.0 where count is 0. With ``grad_divisor`` the gradient is d(sum) / grad_divisor."""
@@ -65,18 +88,9 @@ class WeightedSum(NamedTuple):
         return lax.stop_gradient(mean) + jnp.where(self.count == 0, jnp.zeros_like(no_value), no_value / divisor)
 
 
-def _same_divisor(left: object, right: object) -> bool:
-    if left is right:
-        return True
-    if left is None or right is None:
-        return False
-    if not (is_concrete(left) and is_concrete(right)):
-        return True
-    return bool(np.asarray(left) == np.asarray(right))
-
-
 def _checked_mask(values: Shaped[AnyArray, "*shape"], mask: Bool[AnyArray, "*shape"] | None) -> Bool[Array, "*shape"]:
     require(hasattr(values, "shape"), "values", "an array", describe(values))
+    require_tokens(values, "values")
     if mask is None:
         return jnp.ones_like(values, dtype=bool)
     require_mask(mask, values.shape)
@@ -108,7 +122,7 @@ def weighted_sum(
     """Masked sum and count: sum = Σ where(mask, values, 0) in fp32, count = Σ mask.
 
     Args:
-      values: floating-point array of any shape; cast to fp32 before the sum.
+      values: floating-point array of any shape with at least one element; cast to fp32 before the sum.
       mask: boolean array of the same shape, True where a value counts; None counts all.
       axis_name: mesh axis or axes of the surrounding ``shard_map`` to sum over.
 
@@ -116,12 +130,16 @@ def weighted_sum(
       WeightedSum with an fp32 sum and an int32 count.
 
     Raises:
-      ValueError: shapes differ, mask is not boolean, or the global number of elements does not fit an int32 count.
+      ValueError: values are no floating-point array (integers would be rounded: cast them if that is meant, or count
+        with :func:`masked_count`) or have no element, shapes differ, mask is not boolean, or the global number of elements
+        does not fit an int32 count. Also raised when the sum over ``axis_name`` is differentiated under
+        ``shard_map(check_vma=False)``.
 
     Example:
       >>> float(weighted_sum(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True])).mean())
       2.0
     """
+    require_floating(values, "values")
     mask = _checked_mask(values, mask)
     axes = axis_tuple(axis_name)
     count = _count(mask, axes)
@@ -174,6 +192,7 @@ def masked_max(
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
     """Largest active value in fp32, over ``axis_name``; -inf, the identity of max, when nothing is active."""
+    require_floating(values, "values")
     mask = _checked_mask(values, mask)
     selected = jnp.where(mask, values.astype(jnp.float32), jnp.float32(-jnp.inf))
     largest = jnp.max(selected, initial=jnp.float32(-jnp.inf))
@@ -188,10 +207,5 @@ def masked_min(
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
     """Smallest active value in fp32, over ``axis_name``; +inf, the identity of min, when nothing is active."""
+    require_floating(values, "values")
     return -masked_max(-values, mask, axis_name=axis_name)
-
-
-def tree_psum(tree: object, axis_name: AxisNames | None) -> object:
-    """Sums every leaf of ``tree`` over the mesh axes ``axis_name``; None or () returns it as it is."""
-    axes = axis_tuple(axis_name)
-    return jax.tree.map(lambda leaf: lax.psum(leaf, axes), tree) if axes else tree

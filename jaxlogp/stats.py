@@ -15,6 +15,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName
+from jaxlogp.agreement import counters, same_ids
+from jaxlogp.errors import require
+
+# Integers up to here are exact in fp32.
+_EXACT_BITS = 24
 
 
 class TileStats(NamedTuple):
@@ -25,7 +30,7 @@ class TileStats(NamedTuple):
       sum_exp: Σ e^(z - max).
       sum_exp_shifted: Σ e^(z - max) (z - max), or None when entropy is not wanted.
       target: the target's logit where one of the columns owns it, else 0.
-      owners: number of columns that own the target, as fp32.
+      owners: number of columns that own the target, as fp32; -1 where the shards do not have the same target.
     """
 
     max: Float[Array, "*tokens"]
@@ -122,8 +127,16 @@ def combine(left: TileStats, right: TileStats) -> TileStats:
     )
 
 
-def all_reduce(stats: TileStats, axis_name: AxisName | None) -> TileStats:
-    """Statistics over all vocabulary shards: one pmax and one psum of token-sized vectors; entropy adds no collective."""
+def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "*tokens"] | None = None) -> TileStats:
+    """Statistics over all vocabulary shards: one pmax and one psum of token-sized vectors.
+
+    Neither entropy nor the comparison of the targets adds a collective.
+
+    Args:
+      stats: of the columns of this shard.
+      axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
+      codes: ``LocalTargets.codes``: where they are not the same on all shards, owners becomes -1. None over one shard.
+    """
     if axis_name is None:
         return stats
     maximum = lax.pmax(stats.max, axis_name)
@@ -131,8 +144,16 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None) -> TileStats:
     parts = [local.sum_exp, local.target, local.owners]
     if local.sum_exp_shifted is not None:
         parts.append(local.sum_exp_shifted)
-    sums = lax.psum(jnp.stack(parts), axis_name)
-    return TileStats(maximum, sums[0], sums[3] if len(parts) == 4 else None, sums[1], sums[2])
+    words = jnp.zeros((0, *stats.max.shape), jnp.float32)
+    if lax.axis_size(axis_name) > 1:
+        require(codes is not None, "codes", "LocalTargets.codes over several shards", codes)
+        words = counters(codes, axis_name, _EXACT_BITS).astype(jnp.float32)
+    sums = lax.psum(jnp.concatenate([jnp.stack(parts), words]), axis_name)
+    owners = sums[2]
+    if words.shape[0]:
+        same = same_ids(sums[len(parts) :].astype(jnp.int32), axis_name, _EXACT_BITS)
+        owners = jnp.where(same, owners, -1.0)
+    return TileStats(maximum, sums[0], sums[3] if len(parts) == 4 else None, sums[1], owners)
 
 
 def finish(
@@ -140,23 +161,28 @@ def finish(
 ) -> tuple[TokenLogProbs, Normaliser]:
     """Log-probs, entropy and lse, and what the backward needs, from statistics over the whole vocabulary.
 
+    A token whose target has another number of owners than 0 or 1, or is not the same on all shards, gets NaN: values and
+    gradients, also on a shard that masks it.
+
     Args:
       stats: statistics of all columns.
       mask: True where a token counts; others get exactly 0.
       vocab_size: V, the bound of entropy.
       invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
-    log_sum_exp = jnp.log(stats.sum_exp)
+    counted = (stats.owners == 0) | (stats.owners == 1)
+    log_sum_exp = jnp.where(counted, jnp.log(stats.sum_exp), jnp.nan)
+    live = mask | ~counted
     # Rounding may push a log-prob just above 0 or an entropy just outside of [0, log V].
     log_probs = jnp.minimum(_distance(stats.target, stats.max) - log_sum_exp, 0.0)
-    log_probs = jnp.where(stats.owners > 0, log_probs, 0.0 if invalid is None else jnp.nan)
-    log_probs = jnp.where(mask, log_probs, 0.0)
-    lse = jnp.where(mask, stats.max + log_sum_exp, 0.0)
+    log_probs = jnp.where(stats.owners == 0, 0.0 if invalid is None else jnp.nan, log_probs)
+    log_probs = jnp.where(live, log_probs, 0.0)
+    lse = jnp.where(live, stats.max + log_sum_exp, 0.0)
     if stats.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None, lse), Normaliser(stats.max, log_sum_exp, None)
     mean = stats.sum_exp_shifted / stats.sum_exp
     entropy = jnp.clip(log_sum_exp - mean, 0.0, jnp.log(jnp.float32(vocab_size)))
-    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0), lse), Normaliser(stats.max, log_sum_exp, mean)
+    return TokenLogProbs(log_probs, jnp.where(live, entropy, 0.0), lse), Normaliser(stats.max, log_sum_exp, mean)
 
 
 def logit_gradient(

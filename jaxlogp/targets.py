@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import as_int32
+from jaxlogp.agreement import id_codes
 from jaxlogp.errors import require, require_integer, require_mask
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import LocalShard
@@ -21,12 +23,15 @@ class LocalTargets(NamedTuple):
       mask: True where a token counts.
       invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
       width: number of local columns that are real ids.
+      codes: int32, the ids of all shards must agree: :func:`jaxlogp.agreement.id_codes` of the active ones; None where
+        the vocabulary is not sharded.
     """
 
     column: Int[Array, "*tokens"]
     mask: Bool[Array, "*tokens"]
     invalid: Bool[Array, "*tokens"] | None
     width: Int[Array, ""]
+    codes: Int[Array, "*tokens"] | None = None
 
 
 def check_targets(
@@ -50,11 +55,13 @@ def localise(
     targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
 ) -> LocalTargets:
     """Translates global target ids into columns of the local shard."""
-    targets = targets.astype(jnp.int32)
-    column = targets - shard.start
-    owned = mask & (column >= 0) & (column < shard.width) & (targets >= 0) & (targets < shard.vocab_size)
-    invalid = mask & ((targets < 0) | (targets >= shard.vocab_size)) if out_of_vocab == "error" else None
-    return LocalTargets(jnp.where(owned, column, -1), mask, invalid, jnp.asarray(shard.width, jnp.int32))
+    targets = as_int32(targets)
+    inside = (targets >= 0) & (targets < shard.vocab_size)
+    column = jnp.where(inside, targets, 0) - shard.start
+    owned = mask & inside & (column >= 0) & (column < shard.width)
+    invalid = mask & ~inside if out_of_vocab == "error" else None
+    codes = id_codes(targets, mask) if shard.num_shards > 1 else None
+    return LocalTargets(jnp.where(owned, column, -1), mask, invalid, jnp.asarray(shard.width, jnp.int32), codes)
 
 
 def mask_cotangents(

@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
-from jaxlogp._compat import AxisName
-from jaxlogp.errors import describe, require, require_integer, require_mask
+from jaxlogp._arrays import as_int32
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, resized_spec
+from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +115,17 @@ class VocabShards:
           [0, 1, 3, -1]
         """
         require_integer(token_ids, "token_ids")
-        covered = (token_ids >= 0) & (token_ids < self.vocab_size)
+        require_tokens(token_ids, "token_ids")
         if mask is not None:
             require_mask(mask, token_ids.shape)
-            covered &= mask
-        safe = jnp.where(covered, token_ids, 0).astype(jnp.int32)
+        return automatic_axes(self._owners, token_ids, mask, out_specs=leading_spec(token_ids, token_ids.ndim))
+
+    def _owners(self, token_ids: Array, mask: Array | None) -> Array:
+        token_ids = as_int32(token_ids)
+        covered = (token_ids >= 0) & (token_ids < self.vocab_size)
+        covered = covered if mask is None else covered & mask
         ends = jnp.asarray([end for _, end in self.ranges], jnp.int32)
-        owner = jnp.searchsorted(ends, safe, side="right").astype(jnp.int32)
+        owner = jnp.searchsorted(ends, jnp.where(covered, token_ids, 0), side="right").astype(jnp.int32)
         return jnp.where(covered, owner, jnp.int32(-1))
 
     def shard_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "blocks ..."]:
@@ -140,6 +145,10 @@ class VocabShards:
         self._check_rows(weight, self.vocab_size, "weight")
         if len(set(self.widths)) == 1:
             return weight
+        specs = resized_spec(weight, self.num_shards * self.max_width)
+        return automatic_axes(self._padded_rows, weight, out_specs=specs)
+
+    def _padded_rows(self, weight: Array) -> Array:
         padding = [(0, 0)] * (weight.ndim - 1)
         blocks = [
             jnp.pad(weight[start:end], [(0, self.max_width - (end - start)), *padding]) for start, end in self.ranges
@@ -153,6 +162,9 @@ class VocabShards:
           ValueError: the first dimension is not num_shards * max_width.
         """
         self._check_rows(padded, self.num_shards * self.max_width, "padded")
+        return automatic_axes(self._real_rows, padded, out_specs=resized_spec(padded, self.vocab_size))
+
+    def _real_rows(self, padded: Array) -> Array:
         blocks = padded.reshape(self.num_shards, self.max_width, *padded.shape[1:])
         return jnp.concatenate([blocks[rank, :width] for rank, width in enumerate(self.widths)])
 
@@ -169,11 +181,13 @@ class LocalShard:
       start: id of the first local row; an int, or an int32 scalar that differs by rank.
       width: number of local rows that are real ids; rows behind them are padding.
       vocab_size: size of the whole vocabulary.
+      num_shards: over how many ranks it is sharded.
     """
 
     start: int | Int[Array, ""]
     width: int | Int[Array, ""]
     vocab_size: int
+    num_shards: int = 1
 
 
 def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None, argument: str) -> LocalShard:
@@ -196,13 +210,13 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     require(not isinstance(axis_name, tuple), "axis_name", "the name of one mesh axis", repr(axis_name))
     num_shards, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     if vocab is None:
-        return LocalShard(rank * rows, rows, num_shards * rows)
+        return LocalShard(rank * rows, rows, num_shards * rows, num_shards)
     found = f"{vocab.num_shards} shards"
     require(vocab.num_shards == num_shards, "vocab", f"{num_shards} shards, the size of axis {axis_name!r}", found)
     expected = f"max_width {rows}, the local V of {argument}"
     require(rows == vocab.max_width, "vocab", expected, f"max_width {vocab.max_width}")
     starts, widths = np.asarray(vocab.starts, np.int32), np.asarray(vocab.widths, np.int32)
-    return LocalShard(jnp.asarray(starts)[rank], jnp.asarray(widths)[rank], vocab.vocab_size)
+    return LocalShard(jnp.asarray(starts)[rank], jnp.asarray(widths)[rank], vocab.vocab_size, num_shards)
 
 
 def _is_int(value: object) -> bool:

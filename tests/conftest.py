@@ -21,10 +21,22 @@ if os.environ.get("JAXLOGP_TEST_GPU") != "1":
 else:
     # Several processes of a test run share the GPU: none may keep what it has freed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import chex
+import hypothesis
 import jax
 import pytest
+
+chex.set_n_cpu_devices(8)
+
+for name, derandomize in (("the same cases", True), ("random", False)):
+    hypothesis.settings.register_profile(name, derandomize=derandomize, database=None, print_blob=True)
+
+
+def pytest_configure(config):
+    """Every default run draws the same cases; `--hypothesis-profile=random` draws new ones and prints its seed."""
+    if config.getoption("--hypothesis-profile") is None:
+        hypothesis.settings.load_profile("the same cases")
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.losses.policy import policy_loss
-from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, Progress, StepSums
+from jaxlogp.losses import grpo, gspo, policy_loss
+from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, StepSums
 from jaxlogp.policy.documents import Document, pack_documents
 from jaxlogp.policy.metrics import policy_metric_terms, reward_terms
 from jaxlogp.reduce import WeightedSum
@@ -21,7 +21,7 @@ LENGTHS = (7, 1, 12, 4, 9, 2, 5, 12, 3, 8, 1, 6)
 PROMPTS = (2, 1, 3, 4, 1, 1, 2, 5, 0, 1, 0, 3)
 KINDS = [("grpo", "length"), ("gspo", "length"), ("gspo", "document")]
 
-# About 60 labels of fp32 log-ratios of size 1, in another order for every cut: see test_policy.
+# About 60 labels of fp32 log-ratios of size 1, in another order for every cut: see tests/losses/policy_case.py.
 ERROR = 5e-6
 
 
@@ -78,12 +78,17 @@ def expected_step(kind, weighting):
 
 def micro_sums(table, batch, kind, weighting, grad_divisor=None):
     """Unreduced sums of one micro-batch of a bigram model: the log-prob of a token depends on it and the one before."""
-    options = {"kind": kind, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
+    loss = (
+        grpo(grad_divisor=grad_divisor)
+        if kind == "grpo"
+        else gspo(weighting=weighting, epsilon=0.2, grad_divisor=grad_divisor)
+    )
+    options = {"loss": loss, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
     tokens = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
 
     def loss_of(parameters):
         log_probs = -1.0 + parameters[batch.tokens, batch.targets]
-        loss = policy_loss(log_probs, *tokens, **options, document_weighting=weighting, grad_divisor=grad_divisor)
+        loss = policy_loss(log_probs, *tokens, **options)
         return loss.sum, (loss, log_probs)
 
     gradients, (loss, log_probs) = jax.grad(loss_of, has_aux=True)(table)
@@ -366,15 +371,6 @@ def test_a_stream_that_raises_ends_the_step_on_every_process():
     other, broken_one = Processes(2).run(one_process)
     assert isinstance(broken_one, OSError) and "disk gone" in str(broken_one)
     assert isinstance(other, RuntimeError) and "1 other process" in str(other)
-
-
-def test_progress_counts_in_exact_python_ints():
-    step = CollectedStep(
-        micro_batches=((PADDING,), (PADDING,)), num_documents=3, data_wait_seconds=0.5, exhausted=False
-    )
-    progress = Progress(documents_seen=2**62).after(step).after(step)
-    assert progress == Progress(steps=2, documents_seen=2**62 + 6, micro_batches=4, data_wait_seconds=1.0)
-    assert progress.after(CollectedStep((), 0, 0.1, True)) == progress
 
 
 BAD = {

@@ -220,14 +220,14 @@ CASES = {
         ["(4,)", "(3,)"],
     ),
     # policy loss
-    "unknown kind": (lambda: policy(kind="ppo"), "kind", ["grpo", "ppo"]),
-    "epsilon 0": (lambda: policy(epsilon=0.0), "epsilon", ["0"]),
+    "a name in place of a loss": (lambda: policy(loss="grpo"), "loss", ["PolicyLoss", "grpo"]),
+    "epsilon 0": (lambda: policy(loss=jaxlogp.losses.grpo(epsilon=0.0)), "epsilon", ["0"]),
     "advantages of another shape": (lambda: policy(advantages=floats(6)), "advantages", ["(2, 3)", "(6,)"]),
     "NaN at a label": (lambda: policy(log_probs=floats(*TOKENS).at[1, 2].set(np.nan)), "log_probs", ["nan", "(1, 2)"]),
-    "GSPO without documents": (lambda: policy(kind="gspo"), "document_ids", ["gspo"]),
+    "GSPO without documents": (lambda: policy(loss=jaxlogp.losses.gspo()), "document_ids", ["gspo"]),
     "unknown document weighting": (
-        lambda: policy(document_weighting="equal"),
-        "document_weighting",
+        lambda: policy(loss=jaxlogp.losses.gspo(weighting="equal")),
+        "weighting",
         ["length", "document", "equal"],
     ),
 }

@@ -19,6 +19,7 @@ from jaxlogp import (
     VocabShards,
     embedding_lookup,
     linear_log_probs,
+    losses,
     policy_loss,
     policy_metric_terms,
 )
@@ -109,8 +110,9 @@ def micro_step(data, tensor, kind, weighting):
         hidden = embedding_lookup(table, batch.tokens, **vocab)
         log_probs, entropy = linear_log_probs(hidden, table, batch.targets, mask=batch.mask, **head)
         tokens = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
-        options = {"kind": kind, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
-        loss = policy_loss(log_probs, *tokens, document_weighting=weighting, **options)
+        loss = losses.grpo() if kind == "grpo" else losses.gspo(weighting=weighting, epsilon=0.2)
+        options = {"loss": loss, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
+        loss = policy_loss(log_probs, *tokens, **options)
         terms = policy_metric_terms(log_probs, *tokens, entropy=entropy, level="with_entropy", **options)
         return loss.psum("data"), terms.psum("data")
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxlogp.losses import LogLikelihood, PolicyLoss, StopGradientWeight, grpo, gspo
 from jaxlogp.policy.metrics import (
     METRICS,
     PolicyMetricTerms,
@@ -26,7 +27,7 @@ ROW_DOCUMENTS = tuple(len(lengths) for lengths in LENGTHS)
 DOCUMENTS = sum(ROW_DOCUMENTS)
 LOW, HIGH = 0.15, 0.3
 
-# A weighted sum over 32 labels of fp32 values of size 1 to 3, relative to the largest of them; see test_policy.
+# A weighted sum over 32 labels of fp32 values of size 1 to 3, relative to the largest of them; see policy_case.py.
 ERROR = 5e-6
 
 AVERAGES = (
@@ -93,18 +94,22 @@ def expected_metrics(kind, arrays, num_documents=DOCUMENTS, low=LOW, high=HIGH):
     return metrics | ({"num_segments": labelled} if kind == "gspo" else {})
 
 
-def options(**given):
-    return {"epsilon": LOW, "epsilon_high": HIGH, "level": "with_entropy", **given}
+BOUNDS = {"epsilon": LOW, "epsilon_high": HIGH}
+LOSSES = {"grpo": grpo(**BOUNDS), "gspo": gspo(**BOUNDS)}
+
+
+def options(kind, level="with_entropy"):
+    return {"loss": LOSSES[kind], "level": level}
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "level"))
 def metrics_of(arrays, num_documents, *, kind, level="with_entropy"):
-    return policy_metrics(**arrays, num_documents=num_documents, **options(kind=kind, level=level))
+    return policy_metrics(**arrays, num_documents=num_documents, **options(kind, level))
 
 
 @functools.partial(jax.jit, static_argnames="kind")
 def terms_of(arrays, num_documents, *, kind):
-    return policy_metric_terms(**arrays, num_documents=num_documents, **options(kind=kind))
+    return policy_metric_terms(**arrays, num_documents=num_documents, **options(kind))
 
 
 def assert_metrics(actual, expected):
@@ -177,7 +182,7 @@ def sharded_metrics(kind, document_axis="sequence"):
         return policy_metrics(
             **arrays,
             num_documents=counts[rank],
-            **options(kind=kind),
+            **options(kind),
             document_axis_name=document_axis,
             axis_name=("data", "sequence"),
         )
@@ -236,7 +241,28 @@ def test_a_ratio_exactly_on_a_bound_is_not_clipped():
     row |= {"document_ids": np.zeros((1, 2), np.int32), "num_documents": 1}
     below = float(np.nextafter(np.float32(on_bound), np.float32(1.0)))
     for bound, expected in ((on_bound, 0.0), (below, 1.0)):
-        assert float(policy_metrics(**row, epsilon_high=bound - 1)["clipped_ratio_fraction"]) == expected
+        assert float(policy_metrics(**row, loss=grpo(epsilon_high=bound - 1))["clipped_ratio_fraction"]) == expected
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_the_clipped_fraction_is_what_the_objective_says(ratio):
+    """Not what the bounds of another objective would say."""
+    arrays = case()
+    x = np.where(arrays["mask"], arrays["log_probs"], 0) - np.where(arrays["mask"], arrays["old_log_probs"], 0)
+    expected, labelled = 0.0, 0
+    for d in range(DOCUMENTS):
+        here = arrays["mask"] & (arrays["document_ids"] == d)
+        if here.any():
+            r = np.exp(np.float64(x[here]).mean() if ratio == "sequence" else np.float64(x[here]))
+            expected, labelled = expected + np.mean(r > 0.9), labelled + 1
+    assert 0 < expected < labelled
+    found = {}
+    for objective in (StopGradientWeight(0.9), LogLikelihood()):
+        loss = PolicyLoss("any", ratio=ratio, objective=objective, reduction="documents")
+        metrics = policy_metrics(**arrays, num_documents=DOCUMENTS, loss=loss)
+        found[type(objective)] = float(metrics["clipped_ratio_fraction"])
+        assert ("num_segments" in metrics) == (ratio == "sequence")
+    assert found[StopGradientWeight] == pytest.approx(expected / DOCUMENTS, rel=1e-6) and found[LogLikelihood] == 0.0
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
@@ -253,7 +279,7 @@ def test_no_gradient_flows_out_of_the_metrics():
     gradient = jax.grad(
         lambda x: sum(
             value.astype(jnp.float32)
-            for value in policy_metrics(x, **arrays, num_documents=DOCUMENTS, **options(kind="gspo")).values()
+            for value in policy_metrics(x, **arrays, num_documents=DOCUMENTS, **options("gspo")).values()
         )
     )(new)
     np.testing.assert_array_equal(gradient, np.zeros(SHAPE))
@@ -308,8 +334,9 @@ def nan_entropy():
 ONE, YES = np.ones(1, np.float32), np.ones(1, bool)
 BAD = {
     "level": lambda: bad(level="all"),
-    "kind": lambda: bad(kind="ppo"),
-    "epsilon": lambda: bad(epsilon=2.0),
+    "loss": lambda: bad(loss="ppo"),
+    "log_probs": lambda: bad(log_probs=[1.0]),
+    "mask   ": lambda: bad(mask=[True]),
     "document_ids": lambda: bad(document_ids=None),
     "num_documents": lambda: bad(num_documents=None),
     "entropy": lambda: bad(level="with_entropy", entropy=None),
@@ -318,6 +345,12 @@ BAD = {
     "mask": lambda: bad(mask=np.ones(SHAPE, np.int32)),
     "rewards": lambda: reward_terms(np.float32([np.nan]), YES),
     "rewards ": lambda: reward_terms(np.ones(2, np.float32), YES),
+    "rewards  ": lambda: reward_terms([1.0], YES),
+    "mask  ": lambda: staleness_terms(5, np.array([1]), [True]),
+    "mask    ": lambda: reward_terms(np.ones(0, np.float32), np.ones(0, bool)),
+    "mask     ": lambda: staleness_terms(5, np.ones(0, np.int32), np.ones(0, bool)),
+    "model_versions   ": lambda: staleness_terms(5, [1], YES),
+    "documents_seen ": lambda: staleness_terms([5], np.array([1]), YES),
     "model_versions": lambda: staleness_terms(5, np.array([6]), YES),
     "model_versions ": lambda: staleness_terms(5, ONE, YES),
     "model_versions  ": lambda: staleness_terms(5, np.array([1, 2]), YES),

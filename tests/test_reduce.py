@@ -1,5 +1,7 @@
 """WeightedSum and the masked reductions: sums and counts stay together, masked places vanish."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -114,10 +116,83 @@ def test_grad_divisor_changes_the_gradient_and_not_the_value():
         return WeightedSum(plain.sum, plain.count, divisor).mean()
 
     for divisor, slope in ((None, 1 / 3), (6, 1 / 6), (0.5, 2.0)):
-        divisor = None if divisor is None else jnp.float32(divisor)
-        value, gradient = jax.value_and_grad(mean)(values, divisor)
+        value, gradient = jax.value_and_grad(functools.partial(mean, divisor=divisor))(values)
         assert float(value) == 3.0
         np.testing.assert_allclose(gradient, np.full(3, slope), rtol=1e-6)  # one fp32 division
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("divisor", [0, 0.0, -1.0, np.inf, np.nan, True, jnp.float32(2.0), "2"], ids=repr)
+def test_a_grad_divisor_that_cannot_divide_is_refused(divisor):
+    with pytest.raises(ValueError, match="^grad_divisor: expected a finite Python number above 0, or None, got "):
+        WeightedSum(jnp.float32(1.0), jnp.int32(1), divisor)
+
+
+def test_a_psum_of_the_tree_leaves_the_grad_divisor_alone():
+    """A collective or a sum over a stacked tree sees two leaves: a divisor among them was multiplied by the ranks."""
+    part = WeightedSum(jnp.float32(1.5), jnp.int32(2), 6)
+    assert [x.shape for x in jax.tree.leaves(part)] == [(), ()]
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=data_mesh(8), in_specs=P(), out_specs=P())
+    total = jax.jit(mapped)(part)
+    assert (float(total.sum), int(total.count), total.grad_divisor) == (12.0, 16, 6)
+    assert (total + total).grad_divisor == 6
+    with pytest.raises(ValueError, match="^other.grad_divisor: expected the same as self's, 6, got None"):
+        total + WeightedSum(jnp.float32(1.0), jnp.int32(1))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("reduction", [masked_sum, masked_mean, masked_max, masked_min, weighted_sum])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.bool_])
+def test_integers_that_fp32_would_round_are_refused(reduction, dtype):
+    """uint8 values had a minimum of -253, and 2^24 + 1 lost its last bit."""
+    with pytest.raises(ValueError, match="^values: expected an array of a floating-point dtype, got "):
+        reduction(jnp.asarray([1, 0, 1], dtype), jnp.asarray([True, False, True]))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("reduction", [masked_sum, masked_count, masked_mean, masked_max, masked_min, weighted_sum])
+def test_lists_and_arrays_without_elements_are_refused(reduction):
+    with pytest.raises(ValueError, match="^values: expected an array"):
+        reduction([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"^values: expected at least one element, got an empty array of shape \(0,\)"):
+        reduction(jnp.zeros(0, jnp.float32))
+    with pytest.raises(ValueError, match="^mask: expected an array of dtype bool"):
+        reduction(jnp.zeros(2, jnp.float32), [True, False])
+
+
+def over_data(function, **options):
+    """function(values) under shard_map over eight ranks, the result declared the same on all of them."""
+    return jax.shard_map(function, mesh=data_mesh(8), in_specs=P("data"), out_specs=P(), **options)
+
+
+UNCHECKED = {
+    "psum, mean": lambda v: weighted_sum(v).psum("data").mean(),
+    "psum, sum": lambda v: weighted_sum(v).psum(("data",)).sum,
+    "weighted_sum": lambda v: weighted_sum(v, axis_name="data").mean(),
+    "masked_sum": lambda v: masked_sum(v, axis_name="data"),
+    "masked_mean": lambda v: masked_mean(v, axis_name="data"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_gradient_without_replication_types_is_refused(name):
+    """There a psum is its own transpose: gradients taken inside came out eight times too large."""
+    function, values = UNCHECKED[name], jnp.arange(16, dtype=jnp.float32)
+    refusal = r"^axis_name: expected shard_map\(check_vma=True\) to differentiate over axis 'data', got check_vma=False"
+    with pytest.raises(ValueError, match=refusal):
+        jax.jit(jax.grad(over_data(function, check_vma=False)))(values)
+    inside = jax.shard_map(
+        jax.grad(function), mesh=data_mesh(8), in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    with pytest.raises(ValueError, match=refusal):
+        jax.jit(inside)(values)
+    # Values alone are right, and so is a gradient with types, in both modes of differentiation.
+    value = jax.jit(over_data(function, check_vma=False))(values)
+    wanted, slope = jax.value_and_grad(over_data(function))(values)
+    assert float(value) == float(wanted) and len(set(np.asarray(slope).tolist())) == 1
+    forward = jax.jit(lambda v: jax.jvp(over_data(function), (v,), (jnp.ones_like(v),))[1])(values)
+    np.testing.assert_allclose(forward, slope[0] * values.size, rtol=1e-6)  # one fp32 division
 
 
 @pytest.mark.bad_input

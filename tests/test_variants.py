@@ -31,7 +31,9 @@ def head(engine):
 
 
 def gspo(new, old, advantages, mask, ids):
-    return jaxlogp.policy_loss(new, old, advantages, mask, kind="gspo", document_ids=ids, num_documents=3)
+    return jaxlogp.policy_loss(
+        new, old, advantages, mask, loss=jaxlogp.losses.gspo(), document_ids=ids, num_documents=3
+    )
 
 
 def metrics(new, old, advantages, mask, ids):
@@ -63,11 +65,11 @@ CASES = {
     "policy_metrics": (metrics, (*POLICY, IDS)),
     "log_ratio": (jaxlogp.log_ratio, (NEW, OLD, MASK)),
     "ratio": (jaxlogp.ratio, (NEW, OLD, MASK)),
+    "kl_k1": (jaxlogp.kl_k1, (NEW, OLD, MASK)),
+    "kl_k2": (jaxlogp.kl_k2, (NEW, OLD, MASK)),
     "kl_k3": (jaxlogp.kl_k3, (NEW, OLD, MASK)),
     "group_advantages": (jaxlogp.group_advantages, (NEW,)),
     "leave_one_out_advantages": (jaxlogp.leave_one_out_advantages, (NEW,)),
-    "clamp_document_ids": (lambda ids: jaxlogp.clamp_document_ids(ids, 2), (IDS,)),
-    "labels_per_document": (lambda mask, ids: jaxlogp.labels_per_document(mask, ids, 3), (MASK, IDS)),
     "owners": (jaxlogp.VocabShards.even(VOCAB, 3).owners, (TARGETS, MASK)),
 }
 NOT_BITWISE = 4e-6  # fp32, other programs: a few roundings of sums of up to 40 terms of size 1, relative or absolute

@@ -249,11 +249,11 @@ def main():
         return 0 if run(shapes, sizes, {}, checks) else 1
 
     from jaxlogp.head.hopper._pallas_compat import interpreter
-    from tests.hopper_case import several_interpreted_devices
+    from tests.head.cases import interpreted_together
 
     head.TOKENS = 64
     engine = {"interpret": interpreter(), "num_sms": 2, "chunk": 256}
-    with several_interpreted_devices():
+    with interpreted_together():
         return 0 if run([(64, 1568)], sizes, engine, checks, turns=1) else 1
 
 

@@ -43,6 +43,7 @@ def linear_log_probs(
     vocab: VocabShards | None = None,
     out_of_vocab: str = "error",
     fp32_head: bool = False,
+    weight_layout: str = "vh",
     engine: EngineChoice = "auto",
 ) -> TokenLogProbs:
     """Log-probs of the targets, and entropies, from hidden states and head weight, [tokens, V] logits never stored.
@@ -75,6 +76,7 @@ def linear_log_probs(
         (:meth:`VocabShards.shard_rows`).
       out_of_vocab: for active targets outside of [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
+      weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; nobody transposes it.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise the same on every mesh and in every
         batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of
@@ -100,7 +102,8 @@ def linear_log_probs(
       head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
     """
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
-    layout = {"axis_name": axis_name, "vocab": vocab, "out_of_vocab": out_of_vocab, "with_entropy": with_entropy}
+    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout}
+    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy}
     call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
     chosen, reason = choose_engine(engine, call)
     report(HeadRun("linear_log_probs", chosen.name, reason, call.num_shards))
@@ -164,6 +167,7 @@ def head_logits(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     fp32_head: bool = False,
+    weight_layout: str = "vh",
 ) -> Float[Array, "*tokens vocab"]:
     """The logits themselves, before the temperature, by the dtype policy of :func:`linear_log_probs`; for samplers.
 
@@ -176,6 +180,7 @@ def head_logits(
       logit_scale: as in :func:`linear_log_probs`.
       softcap: as in :func:`linear_log_probs`.
       fp32_head: as in :func:`linear_log_probs`.
+      weight_layout: as in :func:`linear_log_probs`.
 
     Returns:
       fp32 logits [*tokens, V].
@@ -187,10 +192,10 @@ def head_logits(
       >>> head_logits(jnp.ones((2, 4)), jnp.ones((8, 4)), logit_scale=0.5)[0, 0].item()
       2.0
     """
-    check_operands(hidden, weight, bias)
+    check_operands(hidden, weight, bias, weight_layout)
     spec = HeadSpec(logit_scale=logit_scale, softcap=softcap, fp32_head=fp32_head)
-    logits = materialised_logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias, spec)
-    return logits.reshape(*hidden.shape[:-1], weight.shape[0])
+    logits = materialised_logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias, spec, weight_layout)
+    return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
 
 def skipped_tiles(
@@ -246,7 +251,8 @@ def skipped_tiles(
     ok = getattr(engine, "gradient_filter", None) is not None
     require(ok, "engine", "an engine object with a gradient_filter", describe(engine))
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
-    layout = {"axis_name": axis_name, "vocab": vocab, "out_of_vocab": out_of_vocab, "with_entropy": False}
+    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": "vh"}
+    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": False}
     call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
     chosen, reason = choose_engine(engine, call)
     report(HeadRun("skipped_tiles", chosen.name, reason, call.num_shards))

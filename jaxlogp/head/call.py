@@ -10,12 +10,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp._compat import AxisName, tracks_varying_axes, union_of_varying_axes, vary_over, varying_axes
+from jaxlogp._compat import (
+    AxisName,
+    require_varying,
+    tracks_varying_axes,
+    union_of_varying_axes,
+    vary_over,
+    varying_axes,
+)
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
-from jaxlogp.head.projection import HeadSpec
+from jaxlogp.head.projection import HeadSpec, dot
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.vocab import VocabShards, local_shard
+
+WEIGHT_LAYOUTS = ("vh", "hv")
+"""[V, H], rows of an embedding table; [H, V], a kernel of a Flax ``Linear``."""
 
 
 class HeadGradients(NamedTuple):
@@ -35,7 +45,16 @@ class HeadGradients(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["hidden", "weight", "bias", "targets"],
-    meta_fields=["spec", "vocab_size", "shards", "axis_name", "num_shards", "with_entropy", "all_live"],
+    meta_fields=[
+        "spec",
+        "vocab_size",
+        "shards",
+        "axis_name",
+        "num_shards",
+        "with_entropy",
+        "all_live",
+        "weight_layout",
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class HeadCall:
@@ -53,6 +72,7 @@ class HeadCall:
       num_shards: ranks of that axis; 1 means that this rank holds all columns.
       with_entropy: whether entropy is wanted.
       all_live: no mask was given: every token counts.
+      weight_layout: "vh" for [V, H], "hv" for [H, V].
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -66,6 +86,17 @@ class HeadCall:
     num_shards: int = 1
     with_entropy: bool = False
     all_live: bool = False
+    weight_layout: str = "vh"
+
+    @property
+    def vocab_dim(self) -> int:
+        """The dimension of the weight that counts vocabulary columns."""
+        return WEIGHT_LAYOUTS.index(self.weight_layout)
+
+    @property
+    def num_columns(self) -> int:
+        """Vocabulary columns of this rank, padding of uneven shards included."""
+        return self.weight.shape[self.vocab_dim]
 
     @property
     def operand_dtype(self) -> jnp.dtype:
@@ -73,10 +104,26 @@ class HeadCall:
         return self.spec.operand_dtype(self.weight)
 
     @property
+    def packing_mask(self) -> Bool[Array, " tokens"]:
+        """The mask by which tokens may be packed and chunks left out: none, where that of other shards may differ.
+
+        All shards must meet the same tokens in the same chunk, for the comparison of their targets and because they wait
+        for one another in its collectives.
+        """
+        mask = self.targets.mask
+        return jnp.ones_like(mask) if self.axis_name in varying_axes(mask) else mask
+
+    @property
     def axes(self) -> frozenset:
         """Mesh axes of the surrounding ``shard_map`` over which the call varies, that of the vocabulary included."""
         named = frozenset() if self.axis_name is None else {self.axis_name}
         return union_of_varying_axes(self.hidden, self.weight, self.bias, *self.targets) | named
+
+    @property
+    def value_axes(self) -> frozenset:
+        """Mesh axes over which the values vary: that of the vocabulary only where targets or mask do by their type."""
+        named = {self.axis_name} - union_of_varying_axes(self.targets.mask, self.targets.invalid)
+        return self.axes - named
 
     @property
     def hidden_gradient_dtype(self) -> jnp.dtype:
@@ -127,52 +174,43 @@ def head_call(
     vocab: VocabShards | None,
     out_of_vocab: str,
     with_entropy: bool,
+    weight_layout: str,
 ) -> HeadCall:
     """Checks the operands of a public function and makes the call of them.
 
     Raises:
       ValueError: shapes, dtypes, ids or shards that do not fit, or a weight that is the same on all vocabulary shards.
     """
-    check_operands(hidden, weight, bias)
+    check_operands(hidden, weight, bias, weight_layout)
     require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
-    shard = local_shard(weight.shape[0], axis_name, vocab, "weight")
-    num_shards = 1 if axis_name is None else lax.axis_size(axis_name)
-    if num_shards > 1:
-        require_sharded(weight, axis_name, "weight")
+    columns = weight.shape[WEIGHT_LAYOUTS.index(weight_layout)]
+    shard = local_shard(columns, axis_name, vocab, "weight")
+    require_varying(weight, axis_name, "weight")
     all_live = mask is None
     mask = check_targets(targets, mask, hidden.shape[:-1], shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    hidden, weight, targets, mask = (jnp.asarray(x) for x in (hidden, weight, targets, mask))
+    hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, mask))
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)
-    return HeadCall(
-        flat, weight, bias, local, spec, shard.vocab_size, vocab, axis_name, num_shards, with_entropy, all_live
-    )
+    layout = (shard.vocab_size, vocab, axis_name, shard.num_shards, with_entropy, all_live, weight_layout)
+    return HeadCall(flat, weight, bias, local, spec, *layout)
 
 
-def check_operands(hidden: Array, weight: Array, bias: Array | None) -> None:
-    """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] and bias [V] fit."""
+def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh") -> None:
+    """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] (or [H, V]) and bias [V] fit."""
+    require(weight_layout in WEIGHT_LAYOUTS, "weight_layout", f"one of {WEIGHT_LAYOUTS}", repr(weight_layout))
     require_floating(hidden, "hidden")
     require_floating(weight, "weight")
     require(hidden.ndim >= 1, "hidden", "shape [*tokens, H]", describe(hidden))
-    require(weight.ndim == 2 and weight.size > 0, "weight", "shape [V, H] with V, H > 0", describe(weight))
-    size = weight.shape[1]
+    shape = "[V, H]" if weight_layout == "vh" else "[H, V]"
+    require(weight.ndim == 2 and weight.size > 0, "weight", f"shape {shape} with V, H > 0", describe(weight))
+    columns, size = weight.shape if weight_layout == "vh" else weight.shape[::-1]
     require(hidden.shape[-1] == size, "hidden", f"a last dimension of H = {size}, as in weight", describe(hidden))
     if bias is not None:
         require_floating(bias, "bias")
-        require(bias.shape == weight.shape[:1], "bias", f"shape {weight.shape[:1]}", describe(bias))
-
-
-def require_sharded(x: Array, axis_name: AxisName, argument: str) -> None:
-    """Raises ``ValueError`` if the type of ``x`` says that it is the same on all ranks of ``axis_name``.
-
-    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
-    """
-    if tracks_varying_axes(axis_name):
-        expected = f"the local block of each rank of axis {axis_name!r}"
-        require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
+        require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
 
 
 def require_checked_axes(axis_name: AxisName | None) -> None:
@@ -208,6 +246,14 @@ def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
         return gradient.astype(operand.dtype)
 
     return HeadGradients(*map(summed, gradients, (call.hidden, call.weight, call.bias)))
+
+
+def weight_gradient(
+    call: HeadCall, gradient: Float[Array, "tokens columns"], hidden: Float[Array, "tokens hidden"]
+) -> Float[Array, "..."]:
+    """gradientᵀ · hidden in fp32, in the layout of the weight."""
+    left, right = (gradient, hidden) if call.weight_layout == "vh" else (hidden, gradient)
+    return dot(left, right, contract=(0, 0))
 
 
 class ScaledCotangents(NamedTuple):

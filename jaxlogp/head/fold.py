@@ -9,6 +9,7 @@ With M the largest logit of all tiles and d = m - M for a tile of maximum m:
     S = Σ_tiles e^d s,    U = Σ_tiles (e^d u + (e^d s) d),    log_prob = (z_target - M) - log S,    H = log S - U / S.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, vary_over
+from jaxlogp.agreement import counters, same_ids
+from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.live_rows import LiveRows
 from jaxlogp.stats import Normaliser, TokenLogProbs
@@ -29,6 +32,7 @@ LIMB_BITS = 18
 MOST_TILES = 4096
 # Tiles that are added up at a time, for the memory of what stands between.
 GROUP = 320
+_WORD_BITS = 31
 
 
 class TileSums(NamedTuple):
@@ -40,7 +44,7 @@ class TileSums(NamedTuple):
       sum_exp_shifted: int32 [3, tokens], Σ e^(z - max) (z - max), or None when entropy is not wanted.
       broken: int32, how many terms were not finite.
       target: int32, the bits of the target's logit where a tile owns it, else 0.
-      owners: int32, number of tiles that own the target.
+      owners: int32, number of tiles that own the target; -1 where a target, anywhere, is not the same on all shards.
     """
 
     max: Float[Array, " tokens"]
@@ -97,7 +101,7 @@ def sum_tiles(
     """Adds up the tiles of one shard around ``maximum``, the largest logit of all shards.
 
     Args:
-      partials: what the forward kernel writes: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
+      partials: what each tile yields: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
       maximum: M, at least every tile's maximum.
       column: the target's row of the weight, -1 where there is none.
       with_entropy: whether to add up what entropy needs.
@@ -127,16 +131,29 @@ def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> Int[Array
     return jnp.sum(jnp.stack(terms, axis=1), axis=0)
 
 
-def sum_shards(sums: TileSums, axis_name: AxisName | None) -> TileSums:
-    """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum)."""
+def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, " tokens"] | None = None) -> TileSums:
+    """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum).
+
+    Args:
+      sums: of the tiles of this shard.
+      axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
+      codes: ``LocalTargets.codes``; None over one shard. One that is not the same on all shards makes all owners -1:
+        tokens may have been packed by their masks, so where one mask differs others have met the wrong tokens.
+    """
     if axis_name is None:
         return sums
     rows = [sums.sum_exp, sums.broken[None], sums.target[None], sums.owners[None]]
     if sums.sum_exp_shifted is not None:
         rows.append(sums.sum_exp_shifted)
+    several = lax.axis_size(axis_name) > 1
+    if several:
+        require(codes is not None, "codes", "LocalTargets.codes over several shards", codes)
+        rows.append(counters(codes, axis_name, _WORD_BITS))
     total = lax.psum(jnp.concatenate(rows), axis_name)
-    shifted = None if sums.sum_exp_shifted is None else total[6:9]
-    return TileSums(sums.max, total[:3], shifted, total[3], total[4], total[5])
+    first = 6 if sums.sum_exp_shifted is None else 9
+    same = jnp.all(same_ids(total[first:], axis_name, _WORD_BITS)) if several else True
+    owners = jnp.where(same, total[5], -1)
+    return TileSums(sums.max, total[:3], total[6:9] if first == 9 else None, total[3], total[4], owners)
 
 
 def finish_sums(
@@ -151,19 +168,27 @@ def finish_sums(
       invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     sum_exp = from_limbs(sums.sum_exp)
-    whole = (sums.broken == 0) & (sum_exp > 0)
+    counted = (sums.owners == 0) | (sums.owners == 1)
+    live = mask | ~counted
+    whole = (sums.broken == 0) & (sum_exp > 0) & counted
     # The selections part a last product inside of log or of the division from what is subtracted.
     log_sum_exp = jnp.where(whole, jnp.log(sum_exp), jnp.nan)
     target = lax.bitcast_convert_type(sums.target, jnp.float32)
     log_probs = jnp.minimum((target - sums.max) - log_sum_exp, 0.0)
-    log_probs = jnp.where(sums.owners > 0, log_probs, 0.0 if invalid is None else jnp.nan)
-    log_probs = jnp.where(mask, log_probs, 0.0)
-    lse = jnp.where(mask, sums.max + log_sum_exp, 0.0)
+    log_probs = jnp.where(sums.owners == 0, 0.0 if invalid is None else jnp.nan, log_probs)
+    log_probs = jnp.where(live, log_probs, 0.0)
+    lse = jnp.where(live, sums.max + log_sum_exp, 0.0)
     if sums.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None, lse), Normaliser(sums.max, log_sum_exp, None)
     mean = jnp.where(whole, from_limbs(sums.sum_exp_shifted) / sum_exp, jnp.nan)
-    entropy = jnp.clip(log_sum_exp - mean, 0.0, np.float32(np.log(vocab_size)))
-    return TokenLogProbs(log_probs, jnp.where(mask, entropy, 0.0), lse), Normaliser(sums.max, log_sum_exp, mean)
+    entropy = jnp.clip(log_sum_exp - mean, 0.0, _below(math.log(vocab_size)))
+    return TokenLogProbs(log_probs, jnp.where(live, entropy, 0.0), lse), Normaliser(sums.max, log_sum_exp, mean)
+
+
+def _below(bound: float) -> np.float32:
+    """The largest fp32 number that is not above the bound."""
+    rounded = np.float32(bound)
+    return np.nextafter(rounded, np.float32(0.0)) if float(rounded) > bound else rounded
 
 
 def block_tokens(tokens: int, blocks: int, multiple: int) -> int:
@@ -207,5 +232,5 @@ def fold_blocks(
         found = lax.map(step, jnp.arange(rows.padded // block, dtype=jnp.int32) * block)
         sums, maxima = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), found)
     sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
-    sums = sum_shards(sums, call.axis_name)
+    sums = sum_shards(sums, call.axis_name, targets.codes)
     return *finish_sums(sums, targets.mask, call.vocab_size, targets.invalid), maxima

@@ -47,6 +47,7 @@ def linear_policy_loss(
     vocab: VocabShards | None = None,
     out_of_vocab: str = "error",
     fp32_head: bool = False,
+    weight_layout: str = "vh",
     engine: EngineChoice = "auto",
 ) -> tuple[WeightedSum, TokenLogProbs]:
     """A policy loss of linear log-probs, [tokens, V] logits never stored, and computed once where it is differentiated.
@@ -86,6 +87,7 @@ def linear_policy_loss(
       vocab: the shards; None means equal ones.
       out_of_vocab: "error" or "zero".
       fp32_head: multiply in fp32 whatever the dtypes.
+      weight_layout: "vh" or "hv".
       engine: a name, an engine object, or a sequence of these.
 
     Returns:
@@ -120,7 +122,8 @@ def linear_policy_loss(
     )
     wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
-    layout = {"axis_name": axis_name, "vocab": vocab, "out_of_vocab": out_of_vocab, "with_entropy": wants_entropy}
+    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout}
+    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": wants_entropy}
     call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
     lse = _checked_lse(lse, call, hidden.shape[:-1])
     chosen, reason = choose_engine(engine, call)

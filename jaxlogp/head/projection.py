@@ -92,18 +92,25 @@ def product_gradient(
     return gradient if factor == 1.0 else gradient * factor
 
 
-def take_rows(x: Shaped[Array, "rows ..."], start: Int[Array, ""], size: int) -> Shaped[Array, "size ..."]:
-    """size rows of x from start. 16-bit floats travel as integers: XLA on CPUs would widen all of x for the slice."""
-    if x.dtype in (jnp.bfloat16, jnp.float16):
-        bits = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(x, jnp.uint16), start, size)
-        return lax.bitcast_convert_type(bits, x.dtype)
-    return lax.dynamic_slice_in_dim(x, start, size)
+def take_rows(x: Shaped[Array, "..."], start: Int[Array, ""], size: int, dim: int = 0) -> Shaped[Array, "size ..."]:
+    """``size`` slices of dimension ``dim`` of x from start, as rows; for dimension 1 the tile alone is transposed.
+
+    16-bit floats travel as integers: XLA on CPUs would widen all of x for the slice.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+    rows = lax.dynamic_slice_in_dim(bits, start, size, axis=dim)
+    rows = rows if bits.dtype == x.dtype else lax.bitcast_convert_type(rows, x.dtype)
+    return rows if dim == 0 else rows.T
 
 
 def write_rows(
-    x: Shaped[Array, "rows ..."], rows: Shaped[Array, "size ..."], start: Int[Array, ""], owned: Bool[Array, " size"]
-) -> Shaped[Array, "rows ..."]:
-    """Writes rows into x from start, except those that an earlier tile has written; rounded once, here."""
+    x: Shaped[Array, "..."],
+    rows: Shaped[Array, "size ..."],
+    start: Int[Array, ""],
+    owned: Bool[Array, " size"],
+    dim: int = 0,
+) -> Shaped[Array, "..."]:
+    """Writes rows where :func:`take_rows` reads them, except those that an earlier tile has written; rounded once, here."""
     owned = owned.reshape(-1, *[1] * (x.ndim - 1))
-    new = jnp.where(owned, rows.astype(x.dtype), take_rows(x, start, rows.shape[0]))
-    return lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
+    new = jnp.where(owned, rows.astype(x.dtype), take_rows(x, start, rows.shape[0], dim))
+    return lax.dynamic_update_slice_in_dim(x, new if dim == 0 else new.T, start, axis=dim)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.call import HeadCall, HeadGradients, weight_gradient
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec, dot, finish_logits, product_gradient
 from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
@@ -27,9 +27,9 @@ class ReferenceEngine(Engine):
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Log-probs, entropy and lse from stored logits."""
-        logits = materialised_logits(call.hidden, call.weight, call.bias, call.spec)
+        logits = materialised_logits(call.hidden, call.weight, call.bias, call.spec, call.weight_layout)
         local = tile_stats(logits, call.targets.column, _valid(call), call.with_entropy)
-        stats, targets = all_reduce(local, call.axis_name), call.targets
+        stats, targets = all_reduce(local, call.axis_name, call.targets.codes), call.targets
         values, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         return values, _Kept(logits, normaliser)
 
@@ -40,8 +40,10 @@ class ReferenceEngine(Engine):
         gradient = product_gradient(gradient, kept.logits, call.spec)
         d_bias = None if call.bias is None else jnp.sum(gradient, axis=0)
         rounded = gradient.astype(dtype)
-        d_hidden = dot(rounded, call.weight.astype(dtype), contract=(1, 0)).astype(call.hidden_gradient_dtype)
-        d_weight = dot(rounded, call.hidden.astype(dtype), contract=(0, 0)).astype(call.weight_gradient_dtype)
+        d_hidden = dot(rounded, call.weight.astype(dtype), contract=(1, call.vocab_dim)).astype(
+            call.hidden_gradient_dtype
+        )
+        d_weight = weight_gradient(call, rounded, call.hidden.astype(dtype)).astype(call.weight_gradient_dtype)
         return HeadGradients(d_hidden, d_weight, d_bias)
 
 
@@ -50,11 +52,13 @@ def materialised_logits(
     weight: Float[Array, "vocab hidden"],
     bias: Float[Array, " vocab"] | None,
     spec: HeadSpec,
+    weight_layout: str = "vh",
 ) -> Float[Array, "tokens vocab"]:
     """Final fp32 logits."""
     dtype = spec.operand_dtype(weight)
-    return finish_logits(dot(hidden.astype(dtype), weight.astype(dtype), contract=(1, 1)), bias, spec)
+    contract = (1, 1 if weight_layout == "vh" else 0)
+    return finish_logits(dot(hidden.astype(dtype), weight.astype(dtype), contract), bias, spec)
 
 
 def _valid(call: HeadCall) -> Bool[Array, " vocab"]:
-    return jnp.arange(call.weight.shape[0], dtype=jnp.int32) < call.targets.width
+    return jnp.arange(call.num_columns, dtype=jnp.int32) < call.targets.width

@@ -6,8 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer, require_mask
+from jaxlogp._arrays import AnyArray, as_int32
+from jaxlogp._compat import automatic_axes, leading_spec
+from jaxlogp.errors import (
+    describe,
+    is_concrete,
+    require,
+    require_floating,
+    require_integer,
+    require_mask,
+    require_tokens,
+)
 from jaxlogp.head.projection import dot
 
 
@@ -82,7 +91,10 @@ def vocab_order_by_count(counts: Shaped[AnyArray, " vocab"]) -> Int[Array, " voc
     require_integer(counts, "counts")
     require(counts.ndim == 1 and counts.size > 0, "counts", "shape [V] with V > 0", describe(counts))
     # ~x = -1 - x reverses the order without the overflow that -x has at the smallest integer, or for unsigned ones.
-    return jnp.argsort(~jnp.asarray(counts), stable=True).astype(jnp.int32)
+    if isinstance(counts, np.ndarray):
+        # In NumPy: without x64 jnp.asarray would wrap counts of 64 bits.
+        return jnp.asarray(np.argsort(~counts, kind="stable").astype(np.int32))
+    return jnp.argsort(~counts, stable=True).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,8 +147,7 @@ class VocabOrder:
         Raises:
           ValueError: another number of rows than the order has.
         """
-        self._check_rows(weight)
-        return jnp.asarray(weight).at[self.order].get(unique_indices=True, mode="promise_in_bounds")
+        return self._gathered(weight, self.order)
 
     def unordered_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "vocab ..."]:
         """Undoes :meth:`rows`, for checkpoints that others read; differentiable.
@@ -144,11 +155,16 @@ class VocabOrder:
         Raises:
           ValueError: another number of rows than the order has.
         """
-        self._check_rows(weight)
-        return jnp.asarray(weight).at[self.place].get(unique_indices=True, mode="promise_in_bounds")
+        return self._gathered(weight, self.place)
 
     def places(self, token_ids: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
-        """Token ids in the new numbering; ids outside of [0, V), such as -100, stay what they are."""
+        """Token ids in the new numbering, int32; ids outside of [0, V), such as -100, stay what they are.
+
+        An id that int32 cannot hold becomes -1, which is outside as well.
+
+        Raises:
+          ValueError: ids of another dtype than an integer one, or none.
+        """
         return self._translate(token_ids, self.place)
 
     def tokens(self, places: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
@@ -157,12 +173,21 @@ class VocabOrder:
 
     def _translate(self, ids: Int[Array, "*tokens"], table: np.ndarray) -> Int[Array, "*tokens"]:
         require_integer(ids, "token_ids")
-        ids = jnp.asarray(ids)
-        covered = (ids >= 0) & (ids < table.size)
-        # Looked up at 0 where it is not covered: a negative index would wrap.
-        return jnp.where(covered, jnp.asarray(table)[jnp.where(covered, ids, 0)].astype(ids.dtype), ids)
+        require_tokens(ids, "token_ids")
 
-    def _check_rows(self, weight: Shaped[Array, "rows ..."]) -> None:
+        def translate(ids: Array) -> Array:
+            covered = (ids >= 0) & (ids < table.size)
+            # Looked up at 0 where it is not covered: a negative index would wrap.
+            return jnp.where(covered, jnp.asarray(table)[jnp.where(covered, ids, 0)], ids)
+
+        return automatic_axes(translate, as_int32(ids), out_specs=leading_spec(ids, ids.ndim))
+
+    def _gathered(self, weight: Shaped[Array, "rows ..."], rows: np.ndarray) -> Array:
         size = self.order.size
         ok = getattr(weight, "ndim", 0) >= 1 and weight.shape[0] == size
         require(ok, "weight", f"{size} rows, as the order has", describe(weight))
+
+        def gather(weight: Array) -> Array:
+            return weight.at[rows].get(unique_indices=True, mode="promise_in_bounds")
+
+        return automatic_axes(gather, jnp.asarray(weight), out_specs=leading_spec(weight, weight.ndim))

@@ -27,6 +27,8 @@ class Difference(NamedTuple):
       change: what was changed.
       num_tokens: tokens compared.
       num_differing: those of which any byte differs.
+      num_non_finite: those with a NaN or an infinity in either run. They never count as equal: NaN is the same as NaN
+        whatever the function did.
       max_ulps: largest distance in units of the last place; None where a value is NaN on one side only.
       worst_token: position, in the unchanged batch, of the token with the largest distance; None when all are equal.
       value: the largest difference's value after the change, and
@@ -37,6 +39,7 @@ class Difference(NamedTuple):
     change: str
     num_tokens: int
     num_differing: int
+    num_non_finite: int
     max_ulps: int | None
     worst_token: int | None
     value: float | None
@@ -45,19 +48,32 @@ class Difference(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether the change was run and every byte is the same."""
-        return self.reason is None and self.num_differing == 0
+        """Whether the change was run, every byte is the same and every value is finite."""
+        return self.reason is None and self.num_differing == self.num_non_finite == 0
+
+
+def _not_run(change: str, reason: str) -> Difference:
+    return Difference(change, 0, 0, 0, None, None, None, None, reason)
 
 
 class InvarianceReport(NamedTuple):
-    """The differences that all changes made."""
+    """The differences that all changes made.
+
+    Attributes:
+      name: title.
+      differences: one for each change.
+      num_non_finite: tokens of the unchanged batch whose result is NaN or infinite.
+      first_non_finite: position of the first of them, or None.
+    """
 
     name: str
     differences: tuple[Difference, ...]
+    num_non_finite: int = 0
+    first_non_finite: int | None = None
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Changes that were run and made a difference."""
+        """Changes that were run and made a difference, or left a result that is not finite."""
         return tuple(d.change for d in self.differences if d.reason is None and not d.equal)
 
     @property
@@ -66,18 +82,24 @@ class InvarianceReport(NamedTuple):
         return tuple(d.change for d in self.differences if d.reason is not None)
 
     def __str__(self) -> str:
-        """The table, and what it comes to."""
-        lines = [f"{self.name}", f"{'change':<34} {'equal':<6} {'differing':>13} {'max ulp':>9}  worst token"]
+        """The table, and what it comes to; what is not finite comes first."""
+        lines = [f"{self.name}"]
+        if self.num_non_finite:
+            lines.append(
+                f"NOT FINITE: {self.num_non_finite} tokens of the unchanged batch, first {self.first_non_finite}"
+            )
+        lines.append(f"{'change':<34} {'equal':<6} {'differing':>13} {'not finite':>10} {'max ulp':>9}  worst token")
         for d in self.differences:
             if d.reason is not None:
                 lines.append(f"{d.change:<34} NOT RUN: {d.reason}")
                 continue
             worst = "" if d.worst_token is None else f"{d.worst_token}: {d.value:.9g}, was {d.reference:.9g}"
             ulps = "NaN" if d.max_ulps is None else str(d.max_ulps)
-            share = f"{d.num_differing}/{d.num_tokens}"
-            lines.append(f"{d.change:<34} {'yes' if d.equal else 'NO':<6} {share:>13} {ulps:>9}  {worst}".rstrip())
+            counts = f"{f'{d.num_differing}/{d.num_tokens}':>13} {d.num_non_finite:>10}"
+            lines.append(f"{d.change:<34} {'yes' if d.equal else 'NO':<6} {counts} {ulps:>9}  {worst}".rstrip())
         ran = len(self.differences) - len(self.not_run)
-        lines.append(f"{len(self.broken)} of {ran} changes made a difference; {len(self.not_run)} not run")
+        differing = sum(d.num_differing > 0 for d in self.differences)
+        lines.append(f"{differing} of {ran} changes made a difference; {len(self.not_run)} not run")
         return "\n".join(lines)
 
 
@@ -102,10 +124,15 @@ def check_invariance(
     chunk: int = 7,
     path: str | None = None,
 ) -> InvarianceReport:
-    """Runs ``function`` under changes of batch, position, padding, order, company, chunk, jit and mesh.
+    """Runs ``function`` under changes of batch, position, padding, order, neighbours, chunk, program and mesh.
 
     Each change keeps some tokens as they are; their results must have the same bytes as in the unchanged run, because
-    nothing about them has changed. Equal means equal bytes: -0.0 differs from 0.0.
+    nothing about them has changed. Equal means equal bytes: -0.0 differs from 0.0. Results that are not finite are
+    reported and never count as equal.
+
+    Programs are: without jit; under ``jax.vmap``, two batches at a time; and the gradient of Σ function by the hidden
+    states under ``jax.checkpoint``, against the gradient without it. A function that JAX cannot map or differentiate is
+    reported as not run under these.
 
     Args:
       function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
@@ -138,7 +165,8 @@ def check_invariance(
 
     def values(run: TokenFunction, hidden: np.ndarray, targets: np.ndarray) -> np.ndarray:
         result = np.asarray(run(jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(targets)))
-        require(result.shape[:1] == targets.shape, "function", f"a result of shape [{len(targets)}, ...]", result.shape)
+        ok = result.shape[:1] == targets.shape and jnp.issubdtype(result.dtype, jnp.floating)
+        require(ok, "function", f"a floating-point result of shape [{len(targets)}, ...]", describe(result))
         return result
 
     wanted = values(compiled, hidden, targets)
@@ -152,11 +180,13 @@ def check_invariance(
     ]
     differences.append(compare_bits(f"in chunks of {chunk}", np.concatenate(pieces), wanted, everyone))
     differences.append(compare_bits("without jit", values(function, hidden, targets), wanted, everyone))
+    differences.append(_under_vmap(function, hidden, weight, targets, wanted))
+    differences.append(_under_checkpoint(function, hidden, weight, targets))
     for size in num_shards:
         change, available = f"vocabulary over {size} devices", len(jax.devices())
         if size > available:
             reason = f"{available} {jax.devices()[0].platform} device(s)"
-            differences.append(Difference(change, 0, 0, None, None, None, None, reason))
+            differences.append(_not_run(change, reason))
             continue
         given = (sharded or {}).get(size)
         run = _placed(compiled, size) if given is None else jax.jit(given)
@@ -164,7 +194,42 @@ def check_invariance(
     if path is not None:
         seen = run_in_processes(path, hidden, weight, targets)
         differences.append(compare_bits("two processes of 4 devices", seen, wanted, everyone))
-    return InvarianceReport(name, tuple(differences))
+    broken = np.flatnonzero(_non_finite(wanted).any(axis=1))
+    return InvarianceReport(name, tuple(differences), len(broken), int(broken[0]) if len(broken) else None)
+
+
+def _under_vmap(
+    function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, wanted: np.ndarray
+) -> Difference:
+    """The batch beside its reverse, both at a time."""
+    mapped = jax.jit(jax.vmap(function, in_axes=(0, None, 0)))
+    batches, ids = (jnp.asarray(np.stack([x, x[::-1]])) for x in (hidden, targets))
+    try:
+        seen = np.asarray(mapped(batches, jnp.asarray(weight), ids))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return _not_run("under jax.vmap", _first_line(error))
+    return compare_bits("under jax.vmap", seen[0], wanted, np.arange(len(targets)))
+
+
+def _under_checkpoint(
+    function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray
+) -> Difference:
+    """The gradient of Σ function by the hidden states, whose backward computes the function's forward again."""
+    change = "gradient under jax.checkpoint"
+
+    def gradient(inner: TokenFunction) -> np.ndarray:
+        run = jax.jit(jax.grad(lambda *arrays: jnp.sum(inner(*arrays)).astype(jnp.float32)))
+        return np.asarray(run(*(jnp.asarray(x) for x in (hidden, weight, targets))))
+
+    try:
+        seen, wanted = gradient(jax.checkpoint(function)), gradient(function)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return _not_run(change, _first_line(error))
+    return compare_bits(change, seen, wanted, np.arange(len(targets)))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _checked(hidden: AnyArray, weight: AnyArray, targets: AnyArray, chunk: int) -> tuple[np.ndarray, ...]:
@@ -196,10 +261,10 @@ def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
         changed[count // 2 :], ids[count // 2 :] = others, other_targets
         return _Batch(changed, ids, half, half)
 
-    def padded(front: int, behind: int, value: float) -> _Batch:
-        width = [(front, behind)]
-        wide = np.pad(hidden.astype(np.float32), [*width, (0, 0)], constant_values=value).astype(hidden.dtype)
-        return _Batch(wide, np.pad(targets, width), everyone + front, everyone)
+    def padded(front: int, behind: int) -> _Batch:
+        before, after = (np.zeros((size, hidden.shape[1]), hidden.dtype) for size in (front, behind))
+        ids = np.pad(targets, [(front, behind)])
+        return _Batch(np.concatenate([before, hidden, after]), ids, everyone + front, everyone)
 
     rest = hidden[count // 2 :], targets[count // 2 :]
     return {
@@ -211,8 +276,8 @@ def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
         "reversed": rows(everyone[::-1]),
         "permuted": rows(order),
         "every token twice": rows(np.tile(everyone, 2)),
-        "zeros behind": padded(0, 5, 0.0),
-        "zeros before": padded(3, 0, 0.0),
+        "zeros after": padded(0, 5),
+        "zeros before": padded(3, 0),
         "others 1000 times larger": beside(rest[0] * np.asarray(1000, hidden.dtype), rest[1]),
         "others the same token": beside(np.broadcast_to(hidden[0], rest[0].shape), np.full_like(rest[1], targets[0])),
         "others NaN": beside(np.full_like(rest[0], np.nan), rest[1]),
@@ -250,24 +315,32 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
     same = seen.shape == wanted.shape and seen.dtype == wanted.dtype
     require(same, "function", f"{describe(wanted)} again", describe(seen))
     flat, reference = (np.ascontiguousarray(x).reshape(len(sources), -1) for x in (seen, wanted))
-    ours, theirs = _ordered(flat), _ordered(reference)
-    distance = np.abs(ours - theirs)
-    one_nan = np.isnan(flat.astype(np.float64)) != np.isnan(reference.astype(np.float64))
     bits = f"u{flat.dtype.itemsize}"
     differs = flat.view(bits) != reference.view(bits)
     tokens = differs.any(axis=1)
+    non_finite = int((_non_finite(flat) | _non_finite(reference)).any(axis=1).sum())
     if not tokens.any():
-        return Difference(change, len(sources), 0, 0, None, None, None)
-    # NaN against a number is the worst there is.
-    rank = np.where(one_nan, np.iinfo(np.int64).max, np.where(differs, np.maximum(distance, 1), 0))
+        return Difference(change, len(sources), 0, non_finite, 0, None, None, None)
+    nans = [np.isnan(x.astype(np.float64)) for x in (flat, reference)]
+    distance = np.where(nans[0] & nans[1], 0, _distance(flat, reference))
+    # NaN against a number is the worst there is; different signs of zero and payloads of NaN are no distance apart.
+    one_nan = nans[0] != nans[1]
+    rank = np.where(one_nan, np.iinfo(np.uint64).max, np.where(differs, np.maximum(distance, 1), 0))
     row, column = np.unravel_index(int(np.argmax(rank)), rank.shape)
     values = float(flat[row, column]), float(reference[row, column])
     ulps = None if one_nan.any() else int(distance.max())
-    return Difference(change, len(sources), int(tokens.sum()), ulps, int(sources[row]), *values)
+    return Difference(change, len(sources), int(tokens.sum()), non_finite, ulps, int(sources[row]), *values)
 
 
-def _ordered(values: np.ndarray) -> np.ndarray:
-    """int64 numbers in the order of the floats, neighbours one apart; -0.0 and 0.0 are the same number."""
-    size = values.dtype.itemsize
-    bits = values.view(f"i{size}").astype(np.int64)
-    return np.where(bits < 0, -(bits & np.int64(2 ** (8 * size - 1) - 1)), bits)
+def _non_finite(values: np.ndarray) -> np.ndarray:
+    """[tokens, values], True where one is NaN or infinite."""
+    return ~np.isfinite(values.reshape(len(values), -1).astype(np.float64))
+
+
+def _distance(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Floats between two floats, uint64; -0.0 and 0.0 are the same float."""
+    size = left.dtype.itemsize
+    bits = (values.view(f"i{size}").astype(np.int64) for values in (left, right))
+    ours, theirs = (np.where(x < 0, -(x & np.int64(2 ** (8 * size - 1) - 1)), x) for x in bits)
+    # Unsigned, as the difference of two float64 may pass 2^63.
+    return np.maximum(ours, theirs).astype(np.uint64) - np.minimum(ours, theirs).astype(np.uint64)

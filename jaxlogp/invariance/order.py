@@ -24,6 +24,8 @@ from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.vocab import VocabShards
 
 LANES = 64
+# Beyond it, Σ exp of one tile may be too large for the integers in which tiles are added up.
+WIDEST_TILE = 4096
 # Tiles are cut to multiples of this, so that the last one of a granule wastes little.
 TILE_STEP = 16
 _DTYPES = (None, "float32", "bfloat16", "float16")
@@ -36,7 +38,7 @@ class ReductionOrder:
     Attributes:
       granules: G, parts of the vocabulary whose sums are never split; the number of vocabulary shards must divide it.
         24 serves 1, 2, 3, 4, 6, 8, 12 and 24 shards.
-      vocab_tile: most vocabulary columns a product has, a multiple of 64; what it has is :meth:`tile`.
+      vocab_tile: most vocabulary columns a product has, a multiple of 64 up to 4096; what it has is :meth:`tile`.
       row_block: R, rows of every product, a multiple of 64. Tokens are filled up to whole blocks.
       dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
         takes what the operands give.
@@ -52,12 +54,13 @@ class ReductionOrder:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive or not multiples of 64, and unknown dtypes."""
+        """Refuses sizes that are not positive, too wide or not multiples of 64, and unknown dtypes."""
         require(_is_positive(self.granules), "granules", "an integer > 0", describe(self.granules))
-        for argument in ("vocab_tile", "row_block"):
+        for argument, most in (("vocab_tile", WIDEST_TILE), ("row_block", None)):
             value = getattr(self, argument)
-            ok = _is_positive(value) and value % LANES == 0
-            require(ok, argument, f"a positive multiple of {LANES}", describe(value))
+            ok = _is_positive(value) and value % LANES == 0 and (most is None or value <= most)
+            limit = "" if most is None else f", at most {most}"
+            require(ok, argument, f"a positive multiple of {LANES}{limit}", describe(value))
         require(self.dtype in _DTYPES, "dtype", f"one of {_DTYPES}", describe(self.dtype))
 
     def edges(self, vocab_size: int) -> tuple[int, ...]:
@@ -161,6 +164,14 @@ def _fold_neighbours(parts: Any, combine: Callable[[Any, Any], Any]) -> Any:
     if even == count:
         return merged
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y[even:]]), merged, parts)
+
+
+def fold_halves(x: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
+    """Σ over rows in one order that no program changes: the second half is added to the first until one row is left."""
+    while (rows := x.shape[0]) > 1:
+        half = rows // 2
+        x = jnp.concatenate([x[:half] + x[half : 2 * half], x[2 * half :]])
+    return x[0]
 
 
 def gather_bits(x: Array, axis_name: AxisName) -> Array:

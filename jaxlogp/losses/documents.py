@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
@@ -70,8 +70,8 @@ class DocumentLayout:
 
 def document_layout(
     mask: Bool[AnyArray, "*tokens"],
-    document_ids: Int[AnyArray, "*tokens"] | None,
-    num_documents: int | np.integer | Int[AnyArray, ""] | None,
+    document_ids: Integer[AnyArray, "*tokens"] | None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None,
     axis_name: str | tuple[str, ...] | None,
 ) -> DocumentLayout | None:
     """The checked `DocumentLayout` of flat tokens, or None without `document_ids`.
@@ -109,7 +109,7 @@ def document_layout(
     return DocumentLayout(clamped, outside, labels, total, axis_name)
 
 
-def as_int32(ids: int | np.integer | Int[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
+def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
     """Ids or counts as int32; -1, which is never a valid one, for those that int32 cannot hold."""
     if not is_array(ids):
         ids = np.asarray(ids, np.int64)
@@ -124,8 +124,8 @@ def as_int32(ids: int | np.integer | Int[AnyArray, "*shape"]) -> Int[Array, "*sh
 
 def _check_document_values(
     mask: Bool[AnyArray, "*tokens"],
-    document_ids: Int[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Int[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Integer[AnyArray, ""],
     capacity: int,
 ) -> None:
     if not is_concrete(num_documents):
@@ -137,8 +137,7 @@ def _check_document_values(
         return
     labels, ids = np.asarray(mask), np.asarray(document_ids)
     require(total > 0 or not labels.any(), "num_documents", "at least 1 where there are labels", total)
-    # Compared as Python integers would be: a narrow dtype must not wrap the number of documents.
-    bad = labels & ((ids < 0) | (ids.astype(np.uint64) >= np.uint64(total)))
+    bad = labels & ((ids < 0) | (ids >= total))
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         require(False, "document_ids", f"ids in [0, {total}) at every label", f"{ids[first]} at position {first}")

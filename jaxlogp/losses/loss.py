@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import require
@@ -138,8 +138,8 @@ def policy_loss(
     loss: PolicyLoss = PolicyLoss("grpo"),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
-    document_ids: Int[AnyArray, "*tokens"] | None = None,
-    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> WeightedSum:
     """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
@@ -206,8 +206,8 @@ def loss_tokens(
     mask: Bool[AnyArray, "*tokens"],
     *,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
-    document_ids: Int[AnyArray, "*tokens"] | None = None,
-    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
     """Everything of a policy loss that does not depend on the policy: checked, flat, masked, weighted.

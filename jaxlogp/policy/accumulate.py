@@ -178,27 +178,6 @@ class DocumentSchedule:
         return documents >= self.docs_per_step if self.docs_per_step else rounds >= self.micro_batches
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Counters over a whole run, as Python ints: they never overflow and a checkpoint keeps them exactly."""
-
-    steps: int = 0
-    documents_seen: int = 0
-    micro_batches: int = 0
-    data_wait_seconds: float = 0.0
-
-    def after(self, step: CollectedStep) -> "Progress":
-        """The counters after a step; a step without micro-batches, at the end of the data, is no step."""
-        if not step.micro_batches:
-            return self
-        return Progress(
-            self.steps + 1,
-            self.documents_seen + step.num_documents,
-            self.micro_batches + len(step.micro_batches),
-            self.data_wait_seconds + step.data_wait_seconds,
-        )
-
-
 def _take(streams: Sequence[Iterator[MicroBatch]]) -> tuple[list[MicroBatch | None], Exception | None]:
     """The next micro-batch of each stream, None where it has ended, and what a stream raised."""
     taken: list[Any] = []

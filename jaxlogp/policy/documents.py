@@ -5,6 +5,7 @@ document, `mask[t]` says that this target is a label, and `old_log_probs[t]` bel
 therefore has no target, its first token is nobody's target, and a document of one token has no label at all.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,13 @@ from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import require
 
 PADDING_SEGMENT = -1
+_INT32_MAX = int(np.iinfo(np.int32).max)
+# By dtype: what its bits are read as, and the largest token id.
+_LARGEST_ID = {
+    np.dtype(f"{kind}{size}"): (np.dtype(f"u{size}"), min(int(np.iinfo(f"{kind}{size}").max), _INT32_MAX))
+    for kind in "iu"
+    for size in (1, 2, 4, 8)
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,24 +55,39 @@ class Document:
     columns: Mapping[str, Float[np.ndarray, " completion"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A trainer makes hundreds a step: what a message says is worked out only where something is wrong.
         tokens, old = np.asarray(self.tokens), np.asarray(self.old_log_probs)
-        require(tokens.ndim == 1 and tokens.size > 0, "tokens", "shape [length] with length > 0", tokens.shape)
-        require(np.issubdtype(tokens.dtype, np.integer), "tokens", "an integer dtype", tokens.dtype)
-        top = np.iinfo(np.int32).max
-        require(tokens.min() >= 0 and tokens.max() <= top, "tokens", f"ids in [0, {top}]", (tokens.min(), tokens.max()))
-        length = tokens.size
-        require(0 <= self.prompt_length <= length, "prompt_length", f"a number in [0, {length}]", self.prompt_length)
-        completion = (length - self.prompt_length,)
-        for name, values in {"old_log_probs": old, **self.columns}.items():
-            require(values.shape == completion, name, f"shape {completion} of the completion", values.shape)
-            require(np.issubdtype(values.dtype, np.floating), name, "a floating dtype", values.dtype)
-            require(np.isfinite(values).all(), name, "finite values", values[~np.isfinite(values)][:1])
-        require("advantages" not in self.columns, "columns", "names other than advantages", sorted(self.columns))
-        for name in ("advantage", "reward"):
-            require(np.isfinite(getattr(self, name)), name, "a finite number", getattr(self, name))
-        require(0 <= self.model_version <= top, "model_version", f"an integer in [0, {top}]", self.model_version)
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "old_log_probs", old)
+        if tokens.ndim != 1 or not tokens.size:
+            require(False, "tokens", "shape [length] with length > 0", tokens.shape)
+        if tokens.dtype not in _LARGEST_ID:
+            require(False, "tokens", "an integer dtype", tokens.dtype)
+        unsigned, largest = _LARGEST_ID[tokens.dtype]
+        # Read as unsigned, a negative id is larger than any other.
+        if np.maximum.reduce(tokens.view(unsigned)) > largest:
+            require(False, "tokens", f"ids in [0, {largest}]", (tokens.min(), tokens.max()))
+        if not 0 <= self.prompt_length <= tokens.size:
+            require(False, "prompt_length", f"a number in [0, {tokens.size}]", self.prompt_length)
+        self._check_column("old_log_probs", old)
+        for name, values in self.columns.items():
+            self._check_column(name, values)
+        self._check_numbers()
+
+    def _check_column(self, name: str, values: np.ndarray) -> None:
+        if values.shape != (completion := (self.tokens.size - self.prompt_length,)):
+            require(False, name, f"shape {completion} of the completion", values.shape)
+        if values.dtype.kind != "f":
+            require(False, name, "a floating dtype", values.dtype)
+        if not np.logical_and.reduce(np.isfinite(values)):
+            require(False, name, "finite values", values[~np.isfinite(values)][:1])
+
+    def _check_numbers(self) -> None:
+        for name in ("advantage", "reward"):
+            if not math.isfinite(getattr(self, name)):
+                require(False, name, "a finite number", getattr(self, name))
+        if not 0 <= self.model_version <= _INT32_MAX:
+            require(False, "model_version", f"an integer in [0, {_INT32_MAX}]", self.model_version)
 
 
 @partial(
@@ -176,34 +199,6 @@ def pack_documents(
         flat_ids[row * row_length + start :] = index
     batch.num_documents[...] = len(packed)
     return batch, rest
-
-
-def next_token_targets(
-    tokens: Int[AnyArray, "*rows row_length"], segment_ids: Int[AnyArray, "*rows row_length"]
-) -> tuple[Int[Array, "*rows row_length"], Bool[Array, "*rows row_length"]]:
-    """Targets of next-token prediction within each segment of each row.
-
-    targets[t] = tokens[t + 1] where both belong to one segment; no target crosses a segment or a row.
-
-    Args:
-        tokens: int [*rows, row_length].
-        segment_ids: int [*rows, row_length], equal exactly for the tokens of one document of the row, negative in the
-            padding.
-
-    Returns:
-        The targets, 0 where there is none, and whether there is one.
-
-    Raises:
-        ValueError: different shapes, or a dtype that is not an integer.
-    """
-    tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
-    require(tokens.ndim > 0, "tokens", "shape [*rows, row_length]", tokens.shape)
-    require(segment_ids.shape == tokens.shape, "segment_ids", f"shape {tokens.shape} of tokens", segment_ids.shape)
-    for name, values in (("tokens", tokens), ("segment_ids", segment_ids)):
-        require(jnp.issubdtype(values.dtype, jnp.integer), name, "an integer dtype", values.dtype)
-    inside = (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] >= 0)
-    has_target = jnp.concatenate([inside, jnp.zeros_like(inside, shape=(*tokens.shape[:-1], 1))], axis=-1)
-    return jnp.where(has_target, jnp.roll(tokens, -1, axis=-1), jnp.zeros_like(tokens)), has_target
 
 
 def _row_starts(lengths: Sequence[int], rows: int, row_length: int, share_rows: bool) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, require
@@ -130,8 +130,8 @@ def policy_metrics(
     advantages: Float[AnyArray, "*tokens"],
     mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Int[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Int[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Integer[AnyArray, ""],
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
@@ -185,8 +185,8 @@ def policy_metric_terms(
     advantages: Float[AnyArray, "*tokens"],
     mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Int[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Int[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"],
+    num_documents: int | np.integer | Integer[AnyArray, ""],
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     level: str = "basic",
@@ -386,4 +386,5 @@ def _statistics(
 
 
 def _quotient(total: Float[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
-    return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(total.dtype), 0.0)
+    # Nothing counted is a total of 0, or of NaN: labels of no document. The latter shall be seen.
+    return total / jnp.maximum(count, 1).astype(total.dtype)

@@ -5,8 +5,10 @@ mean something: the last two must come out broken.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +28,12 @@ TARGET_FIELDS = ("targets", "mask", "g_lp", "g_entropy")
 
 
 class Setting(NamedTuple):
-    """What a compiled program depends on besides the mesh; hashable."""
+    """What a compiled program depends on besides the mesh; hashable. ``around`` is what surrounds the head in it."""
 
     engine: object = FIXED
     vocab: int = 1027
     options: tuple = ()
+    around: str = "nothing"
 
 
 def case(vocab, tokens, dtype=jnp.float32, family="normal", seed=0):
@@ -89,25 +92,52 @@ def naive_log_probs(hidden, weight, targets, mask, bias, shards):
 
 
 def objective(setting, shards, hidden, weight, bias, targets, mask, g_lp, g_entropy):
-    if setting.engine == NAIVE:
-        result = naive_log_probs(hidden, weight, targets, mask, bias, shards)
-    else:
-        result = linear_log_probs(
+    def head(hidden, weight, bias):
+        if setting.engine == NAIVE:
+            return naive_log_probs(hidden, weight, targets, mask, bias, shards)
+        return linear_log_probs(
             hidden, weight, targets, mask=mask, bias=bias, with_entropy=True, axis_name="tensor", vocab=shards,
             engine=setting.engine, **dict(setting.options),
         )  # fmt: skip
+
+    result = (jax.checkpoint(head) if setting.around == "checkpoint" else head)(hidden, weight, bias)
     return jnp.sum(result.log_probs * g_lp + result.entropy * g_entropy), result
 
 
+def in_a_batch(local, around):
+    """The same call as the first of two, the second with the tokens the other way round: both at a time, or in turn."""
+
+    def run(hidden, weight, bias, *tokens):
+        both = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), (hidden, *tokens))
+
+        def one(batch):
+            return local(batch[0], weight, bias, *batch[1:])
+
+        found = jax.vmap(one)(both) if around == "vmap" else lax.map(one, both)
+        return jax.tree.map(lambda x: x[0], found)
+
+    return run
+
+
+PROGRAMS = itertools.count()
+
+
 @functools.cache
-def program(setting, size):
-    """Values and gradients by one compiled program over ``size`` vocabulary shards."""
+def program(setting, size, tokens, dtype):
+    """Values and gradients by one compiled program over ``size`` vocabulary shards; it is traced once, whatever the data."""
     shards = shards_of(setting, size)
     specs = (P(), P("tensor"), P("tensor"), P(), P(), P(), P())
     local = jax.grad(functools.partial(objective, setting, shards), argnums=(0, 1, 2), has_aux=True)
-    return jax.jit(
-        jax.shard_map(local, mesh=tensor_mesh(size), in_specs=specs, out_specs=(specs[:3], P())),
-    )
+    if setting.around in ("vmap", "scan"):
+        local = in_a_batch(local, setting.around)
+    mapped = jax.shard_map(local, mesh=tensor_mesh(size), in_specs=specs, out_specs=(specs[:3], P()))
+
+    def run(*arrays):
+        return mapped(*arrays)
+
+    # chex tells functions apart by their names and source.
+    run.__name__ = f"program_{next(PROGRAMS)}"
+    return jax.jit(chex.assert_max_traces(run, n=1))
 
 
 def run(setting, size, data):
@@ -115,7 +145,9 @@ def run(setting, size, data):
     shards = shards_of(setting, size)
     rows = shards.shard_rows(data["weight"]), shards.shard_rows(data["bias"])
     tokens = [data[name] for name in TARGET_FIELDS]
-    (hidden, weight, bias), result = program(setting, size)(data["hidden"], *rows, *tokens)
+    (hidden, weight, bias), result = program(setting, size, data["hidden"].shape[:-1], data["hidden"].dtype)(
+        data["hidden"], *rows, *tokens
+    )
     found = {
         "log_probs": result.log_probs,
         "entropy": result.entropy,
@@ -130,3 +162,10 @@ def broken(seen, wanted, names=None):
     """Names of the results whose bytes differ."""
     names = wanted if names is None else names
     return [name for name in names if seen[name].tobytes() != wanted[name].tobytes()]
+
+
+def assert_same_bytes(seen, wanted, names=None):
+    """chex names the values that differ; NaN equals NaN and 0.0 equals -0.0 there, so the bytes are compared as well."""
+    names = sorted(wanted) if names is None else names
+    chex.assert_trees_all_equal({name: seen[name] for name in names}, {name: wanted[name] for name in names})
+    assert broken(seen, wanted, names) == []

@@ -1,11 +1,9 @@
 """Relation I, over the batch: what a token gets does not depend on where it stands, nor on what stands beside it."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import linear_log_probs
 from tests.invariance.harness import CHUNKED, FIXED, NAIVE, TARGET_FIELDS, Setting, broken, case, run
 
 TOKENS = 96
@@ -113,13 +111,3 @@ def test_the_shape_of_the_batch_is_no_matter(shape):
     seen = run(setting, 1, {**BASE, **data})
     seen = {name: seen[name].reshape(wanted[name].shape) for name in wanted}
     assert broken(seen, wanted) == []
-
-
-@pytest.mark.slow
-def test_values_without_entropy_and_without_gradients_are_the_same():
-    """Another compiled program, forward only, down to one operation at a time outside of jit."""
-    wanted = run(Setting(FIXED, VOCAB), 1, BASE)["log_probs"]
-    args = BASE["hidden"], BASE["weight"], BASE["targets"]
-    options = {"mask": BASE["mask"], "bias": BASE["bias"], "engine": FIXED}
-    for function in (jax.jit(linear_log_probs, static_argnames="engine"), linear_log_probs):
-        assert np.asarray(function(*args, **options).log_probs).tobytes() == wanted.tobytes()

@@ -14,17 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, fixed_order_sum, linear_log_probs
 from jaxlogp import sharded_linear_log_probs as sharded
-from jaxlogp.invariance.exact import (
-    ceil_exponent,
-    distance,
-    no_negative_zero,
-    one_minus_square,
-    power_of_two,
-    product,
-    reference,
-    split,
-    times_ln2,
-)
+from jaxlogp.invariance.exact import no_negative_zero, one_minus_square, product, split
 from jaxlogp.invariance.order import fold_tree
 from tests.invariance.harness import FIXED, ORDER, broken, case, tensor_mesh
 
@@ -35,7 +25,7 @@ floats = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-2
 
 
 @given(vocab=st.integers(24, 200_000), size=st.sampled_from((1, 2, 3, 4, 6, 8, 12, 24)))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_shard_owns_whole_granules(vocab, size):
     order = ReductionOrder()
     edges, shards = order.edges(vocab), order.shards(vocab, size)
@@ -91,6 +81,11 @@ REFUSED = {
     "no granules": (lambda: ReductionOrder(granules=0), "granules"),
     "granules that are a truth value": (lambda: ReductionOrder(granules=True), "granules"),
     "a tile that is no multiple of 64": (lambda: ReductionOrder(vocab_tile=100), "vocab_tile"),
+    "a tile whose sum would not fit": (lambda: ReductionOrder(vocab_tile=4160), "vocab_tile"),
+    "more tiles than can be added up": (
+        lambda: in_shard_map(FixedOrderEngine(ReductionOrder(granules=4100)), 1, 4100),
+        "vocab_tile",
+    ),
     "a block of one row": (lambda: ReductionOrder(row_block=1), "row_block"),
     "an unknown dtype": (lambda: ReductionOrder(dtype="int8"), "dtype"),
     "a number of shards that does not divide": (lambda: ORDER.shards(257, 5), "num_shards"),
@@ -177,7 +172,7 @@ def test_global_arrays_on_data_and_tensor_meshes(sizes, axis_type):
 
 
 @given(values=st.lists(floats, min_size=1, max_size=40), padding=st.integers(0, 20))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_zeros_behind_change_nothing_and_aligned_halves_may_be_folded_first(values, padding):
     values = np.asarray(values, np.float32)[:, None]
     whole = np.asarray(fold_tree(values, np.add))
@@ -229,7 +224,7 @@ def significant_bits(x):
 
 
 @given(x=floats)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_halves_are_short_and_add_up(x):
     high, low = (np.asarray(half) for half in split(jnp.float32(x)))
     assert float(high) + float(low) == np.float32(x)
@@ -237,7 +232,7 @@ def test_halves_are_short_and_add_up(x):
 
 
 @given(a=floats, b=floats)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_products_are_products(a, b):
     a, b = np.float32(a), np.float32(b)
     wanted = float(a) * float(b)
@@ -245,30 +240,9 @@ def test_products_are_products(a, b):
 
 
 @given(x=st.floats(-1, 1, width=32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_one_minus_square(x):
     assert abs(float(one_minus_square(jnp.float32(x))) - (1 - np.float64(np.float32(x)) ** 2)) <= 3 * 2**-24
-
-
-@given(x=st.floats(-5e6, 5e6, width=32), below=st.floats(0, 60, width=32))
-@settings(max_examples=100, deadline=None)
-def test_the_distance_to_a_multiple_of_ln2_is_accurate_near_it(x, below):
-    exponent = ceil_exponent(jnp.float32(x))
-    value = np.float32(np.float32(x) - np.float32(below))
-    seen = float(distance(jnp.float32(value), reference(exponent)))
-    wanted = float(value) - int(exponent) * math.log(2.0)
-    # A subtraction or two round at the size of the result; ln 2 in three pieces is good to 2^-39 of the exponent.
-    assert (
-        abs(seen - wanted)
-        <= 2**-22 * max(abs(wanted), 1.0) + 2**-38 * abs(int(exponent)) + 2**-24 * abs(int(exponent)) * 3e-4
-    )
-
-
-def test_powers_of_two_and_ln2():
-    exponents = jnp.asarray([0, -1, -59, -60, -61, -(2**24)], jnp.int32)
-    assert power_of_two(exponents).tolist() == [1.0, 0.5, 2.0**-59, 2.0**-60, 0.0, 0.0]
-    x = jnp.asarray([-3.0, -1e-3, 0.0, -777.5], jnp.float32)
-    np.testing.assert_allclose(times_ln2(x), np.asarray(x, np.float64) * math.log(2.0), rtol=3 * 2**-24)
 
 
 def test_negative_zeros_go_and_everything_else_stays():

@@ -69,10 +69,11 @@ def test_every_size_gives_the_bytes_of_one_shard(name, size):
 def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
     """Negative controls: without them "0 broken" could mean that nothing was compared."""
     setting = Setting(engine, 1027)
-    data = case(1027, TOKENS)
-    wanted = run(setting, 1, data)
-    found = broken(run(setting, 4, data), wanted)
-    assert {"log_probs", "entropy", "hidden"} <= set(found), found
+    found = set()
+    for seed in range(4):  # two orders of a sum of four often agree on all log-probs of one batch
+        data = case(1027, TOKENS, seed=seed)
+        found |= set(broken(run(setting, 4, data), run(setting, 1, data)))
+    assert {"log_probs", "entropy", "hidden"} <= found, found
 
 
 def test_range_laws_hold_exactly():
@@ -117,7 +118,7 @@ def test_accuracy_against_float64_is_that_of_the_plain_path(name, family):
 
 @functools.cache
 def normaliser_program(name, size):
-    """What log Σ_v e^z is kept as for the backward: an integer exponent of 2, the logarithm of the rest, and Σ p z."""
+    """What log Σ_v e^z is kept as for the backward: the largest logit, the logarithm of the rest, and Σ p z."""
     setting, _, _ = SETTINGS[name]
     order, vocab = setting.engine.order, setting.vocab
     options = HeadOptions(axis_name="tensor", with_entropy=True, vocab_size=vocab, **dict(setting.options))
@@ -157,7 +158,7 @@ def test_the_log_sum_exp_has_the_bytes_of_one_shard(name, size):
             logits = cap * np.tanh(logits / cap)
         logits = logits / options.get("temperature", 1.0)
         truth = np.logaddexp.reduce(logits, axis=1)
-        found = np.asarray(wanted.exponent, np.float64) * np.log(2.0) + np.asarray(wanted.log_sum_exp, np.float64)
+        found = np.asarray(wanted.max, np.float64) + np.asarray(wanted.log_sum_exp, np.float64)
         # 32 products a logit and one sum of exponentials: a few 2^-24 of the largest logit.
         active = np.asarray(data["mask"])
         np.testing.assert_allclose(found.reshape(-1)[:TOKENS][active], truth[active], rtol=1e-6, atol=2e-5)

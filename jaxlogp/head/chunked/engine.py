@@ -74,7 +74,7 @@ class ChunkedEngine(Engine):
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Statistics of one block after the other."""
         local, peaks = _local_statistics(call, self)
-        stats, targets = all_reduce(local, call.axis_name), call.targets
+        stats, targets = all_reduce(local, call.axis_name, call.targets.codes), call.targets
         values, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         return values, _Kept(normaliser, peaks)
 
@@ -157,13 +157,13 @@ def _local_targets(column: Array, start: Array) -> Array:
 def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array | None]:
     """Statistics of this shard's columns per token, and for a filter the largest logits [tiles, chunks, chunk]."""
     hidden, weight, bias, spec = call.hidden, call.weight, call.bias, call.spec
-    blocks = _Blocks.of(engine, hidden.shape[0], weight.shape[0])
+    blocks = _Blocks.of(engine, hidden.shape[0], call.num_columns)
     dtype, axes = call.operand_dtype, call.axes
     hidden_chunks, columns = blocks.chunks(hidden.astype(dtype), 0), blocks.chunks(call.targets.column, -1)
 
     def tile_step(index, carry):
         start, _, valid = blocks.tile_columns(index, call.targets.width)
-        weight_tile = take_rows(weight, start, blocks.tile).astype(dtype)
+        weight_tile = take_rows(weight, start, blocks.tile, call.vocab_dim).astype(dtype)
         bias_tile = None if bias is None else take_rows(bias, start, blocks.tile)
 
         def chunk_step(chunk, carry):
@@ -189,7 +189,7 @@ def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array
 
 def _counting_blocks(call: HeadCall, engine: ChunkedEngine, kept: _Kept, g: TokenLogProbs) -> Array:
     """Which blocks [tiles, chunks] count; tokens that fill the last chunk up have no cotangent."""
-    blocks = _Blocks.of(engine, call.hidden.shape[0], call.weight.shape[0])
+    blocks = _Blocks.of(engine, call.hidden.shape[0], call.num_columns)
     normaliser = Normaliser(blocks.chunks(kept.normaliser.max, 0), blocks.chunks(kept.normaliser.log_sum_exp, 0), None)
     cotangents = (None if x is None else blocks.chunks(x, 0) for x in (g.log_probs, g.entropy))
     # Floor division keeps -1, which is no column, below every tile.
@@ -209,7 +209,7 @@ class _Backward:
         visited: KeptBlocks | None,
     ) -> None:
         self.call, self.visited = call, visited
-        self.blocks = blocks = _Blocks.of(engine, call.hidden.shape[0], call.weight.shape[0])
+        self.blocks = blocks = _Blocks.of(engine, call.hidden.shape[0], call.num_columns)
         # Tokens that fill the last chunk up have hidden 0, cotangent 0 and a harmless normaliser: they add exact zeros.
         self.hidden = blocks.chunks(call.hidden.astype(call.operand_dtype), 0)
         self.columns = blocks.chunks(call.targets.column, -1)
@@ -229,7 +229,7 @@ class _Backward:
         d_hidden, d_weight, d_bias = carry
         call, blocks = self.call, self.blocks
         start, own, valid = blocks.tile_columns(index, call.targets.width)
-        weight_tile = take_rows(call.weight, start, blocks.tile).astype(call.operand_dtype)
+        weight_tile = take_rows(call.weight, start, blocks.tile, call.vocab_dim).astype(call.operand_dtype)
         bias_tile = None if call.bias is None else take_rows(call.bias, start, blocks.tile)
 
         def chunk_step(chunk, sums):
@@ -248,7 +248,7 @@ class _Backward:
         zeros = self._zeros(weight_tile.shape), None if call.bias is None else self._zeros((blocks.tile,))
         count = blocks.num_chunks if self.visited is None else self.visited.count[index]
         d_hidden, d_weight_tile, d_bias_tile = lax.fori_loop(0, count, chunk_step, (d_hidden, *zeros))
-        d_weight = write_rows(d_weight, d_weight_tile, start, own)
+        d_weight = write_rows(d_weight, d_weight_tile, start, own, call.vocab_dim)
         return d_hidden, d_weight, None if call.bias is None else write_rows(d_bias, d_bias_tile, start, own)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxlogp._compat import vary_over
-from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.call import HeadCall, HeadGradients, weight_gradient
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import dot, finish_logits, product_gradient
@@ -41,17 +41,18 @@ class _OnePass:
     """Live tokens packed into chunks of one size, and the loop over them."""
 
     def __init__(self, call: HeadCall, cotangents: LossCotangents, tokens: Any, token_chunk: int) -> None:
-        count, vocab = call.hidden.shape[0], call.weight.shape[0]
+        count, vocab = call.hidden.shape[0], call.num_columns
         most = max(min(token_chunk, CHUNK_ELEMENTS // vocab), 1)
         self.chunks = -(-count // most)
         self.size = -(-count // self.chunks)
         self.call, self.cotangents = call, cotangents
-        self.rows = rows = live_rows(call.targets.mask, self.chunks * self.size)
-        invalid = call.targets.invalid
+        self.rows = rows = live_rows(call.packing_mask, self.chunks * self.size)
+        invalid, codes = call.targets.invalid, call.targets.codes
         self.targets = call.targets._replace(
             column=rows.pack(call.targets.column, -1),
             mask=rows.pack(call.targets.mask, False),
             invalid=None if invalid is None else rows.pack(invalid, False),
+            codes=None if codes is None else rows.pack(codes, 0),
         )
         self.tokens = jax.tree.map(lambda x: rows.pack(x, 0), tokens)
         self.hidden = rows.pack(call.hidden.astype(call.operand_dtype), 0)
@@ -68,7 +69,7 @@ class _OnePass:
             None if call.bias is None else jnp.zeros(call.bias.shape, jnp.float32),
         )
         # The all-reduces make values the same on all vocabulary shards; what a shard's columns give is not.
-        values = jax.tree.map(lambda x: vary_over(x, call.axes - {call.axis_name}), values)
+        values = jax.tree.map(lambda x: vary_over(x, call.value_axes), values)
         gradients = jax.tree.map(lambda x: vary_over(x, call.axes), gradients)
         live_chunks = -(-rows.count // self.size)
         values, gradients = lax.fori_loop(0, live_chunks, self._chunk, (values, gradients))
@@ -87,8 +88,9 @@ class _OnePass:
             return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), start, axis=0)
 
         hidden, targets = part(self.hidden), self._targets_of(part)
-        logits = finish_logits(dot(hidden, self.weight, contract=(1, 1)), call.bias, call.spec)
-        stats = all_reduce(tile_stats(logits, targets.column, self.valid, call.with_entropy), call.axis_name)
+        logits = finish_logits(dot(hidden, self.weight, contract=(1, 1 - call.vocab_dim)), call.bias, call.spec)
+        local = tile_stats(logits, targets.column, self.valid, call.with_entropy)
+        stats = all_reduce(local, call.axis_name, targets.codes)
         new, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         g = mask_cotangents(self.cotangents(new, jax.tree.map(part, self.tokens)), targets)
         gradient = product_gradient(
@@ -97,8 +99,8 @@ class _OnePass:
         rounded = gradient.astype(call.operand_dtype)
         d_bias = None if call.bias is None else gradients.bias + jnp.sum(gradient, axis=0)
         return jax.tree.map(put, values, new), HeadGradients(
-            put(gradients.hidden, dot(rounded, self.weight, contract=(1, 0))),
-            gradients.weight + dot(rounded, hidden, contract=(0, 0)),
+            put(gradients.hidden, dot(rounded, self.weight, contract=(1, call.vocab_dim))),
+            gradients.weight + weight_gradient(call, rounded, hidden),
             d_bias,
         )
 

@@ -17,30 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxlogp._compat import vary_over, varying_axes
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
-from jaxlogp.head.fixed_order.stats import (
-    ScaledNormaliser,
-    ScaledStats,
-    combine_scaled,
-    empty_scaled_stats,
-    live_tokens,
-    scaled_entropy,
-    scaled_logit_gradient,
-    scaled_lse,
-    scaled_normaliser,
-    scaled_tile_stats,
-    selected_log_prob,
-)
+from jaxlogp.head.fixed_order.stats import live_tokens, logit_gradient, tile_statistics
+from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.projection import dot
 from jaxlogp.invariance.exact import no_negative_zero
-from jaxlogp.invariance.order import ReductionOrder, fold_tree, gather_bits, in_mesh_order, tree_sum_over
-from jaxlogp.stats import TokenLogProbs
+from jaxlogp.invariance.order import ReductionOrder, fold_halves, fold_tree, in_mesh_order, tree_sum_over
+from jaxlogp.stats import Normaliser, TokenLogProbs
 from jaxlogp.vocab import VocabShards
 
 
@@ -59,6 +48,8 @@ class FixedOrderEngine(Engine):
 
     def why_not(self, call: HeadCall) -> str | None:
         """Operands or shards that are not those of the order, or hidden states whose gradient a float psum would sum."""
+        if call.weight_layout != "vh":
+            return "it takes a weight [V, H], not [H, V]"
         dtype = call.operand_dtype.name
         if self.order.dtype not in (None, dtype):
             return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
@@ -74,22 +65,22 @@ class FixedOrderEngine(Engine):
         """Shards that own whole granules."""
         return self.order.shards(vocab_size, num_shards)
 
-    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, ScaledNormaliser]:
+    def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser]:
         """Values per token, and in blocks what the backward needs of every row of logits."""
-        plan = Plan.of(self.order, call)
-        local = _local_statistics(Operands(plan, call), call)
-        return _finish(plan, _all_statistics(plan, local), call)
+        operands = Operands(Plan.of(self.order, call), call)
+        return _finish(operands, _tile_statistics(operands, call), call)
 
-    def backward(self, call: HeadCall, kept: ScaledNormaliser, g: TokenLogProbs) -> HeadGradients:
+    def backward(self, call: HeadCall, kept: Normaliser, g: TokenLogProbs) -> HeadGradients:
         """Gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
-          ValueError: hidden states typed as varying over the vocabulary axis: a float psum would sum their gradient.
+          ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the gradient.
         """
         if call.num_shards > 1:
             seen = f"a type that varies over {call.axis_name!r}: its gradient would be summed by a float all-reduce"
-            same = call.axis_name not in varying_axes(call.hidden)
-            require(same, "hidden", "hidden states that are the same on all vocabulary shards", seen)
+            for argument, x in (("hidden", call.hidden), ("mask", call.targets.mask)):
+                same = call.axis_name not in varying_axes(x)
+                require(same, argument, "an array that is the same on all vocabulary shards by its type", seen)
         plan, axes = Plan.of(self.order, call), call.axes
         per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g.log_probs, g.entropy))
         weight_axes, bias_axes = _missing(call.weight, axes), _missing(call.bias, axes)
@@ -104,78 +95,52 @@ class FixedOrderEngine(Engine):
         return HeadGradients(d_hidden, d_weight.astype(call.weight_gradient_dtype), d_bias)
 
 
-def _local_statistics(operands: Operands, call: HeadCall) -> tuple[ScaledStats, Array, Array]:
-    """Statistics [granules, blocks, rows] of the local granules, and the targets' logits and owners [blocks, rows]."""
-    plan, axes = operands.plan, call.axes
+def _tile_statistics(operands: Operands, call: HeadCall) -> Float[Array, "tiles 4 blocks rows"]:
+    """What every tile of this shard yields: max, Σ e^(z - max), Σ e^(z - max) (z - max), the target's logit or 0."""
+    plan = operands.plan
 
-    def step(index, carry):
-        granule = index // plan.tiles
-        tile = operands.tile(granule, index % plan.tiles)
+    def step(index, statistics):
+        tile = operands.tile(index // plan.tiles, index % plan.tiles)
 
-        def block_step(block, carry):
-            stats, target = carry
+        def block_step(block, statistics):
             logits = tile.logits(block)
-            new = scaled_tile_stats(logits, tile.valid, call.with_entropy)
-            if plan.tiles > 1:
-                new = combine_scaled(jax.tree.map(lambda x: x[granule, block], stats), new)
-            stats = jax.tree.map(lambda x, y: x.at[granule, block].set(y), stats, new)
             column = tile.targets(block)
-            here = column >= 0
-            value = jnp.take_along_axis(logits, jnp.where(here, column, 0)[:, None], axis=-1)[:, 0]
-            return stats, target.at[block].set(jnp.where(here, value, target[block]))
+            target = jnp.take_along_axis(logits, jnp.where(column >= 0, column, 0)[:, None], axis=-1)[:, 0]
+            found = tile_statistics(logits, tile.valid, call.with_entropy)
+            return statistics.at[index, :, block].set(jnp.stack([*found, jnp.where(column >= 0, target, 0.0)]))
 
-        return lax.fori_loop(0, plan.num_blocks, block_step, carry)
+        return lax.fori_loop(0, plan.num_blocks, block_step, statistics)
 
-    shape = (plan.num_blocks, plan.order.row_block)
-    carry = empty_scaled_stats((plan.granules, *shape), call.with_entropy), jnp.zeros(shape, jnp.float32)
-    carry = jax.tree.map(lambda x: vary_over(x, axes), carry)
-    stats, target = lax.fori_loop(0, plan.granules * plan.tiles, step, carry)
-    # Every column of this shard belongs to one tile, so a target that the shard owns has been met once.
-    return stats, target, vary_over((operands.column >= 0).astype(jnp.int32), axes)
+    tiles = plan.granules * plan.tiles
+    empty = jnp.zeros((tiles, 4, plan.num_blocks, plan.order.row_block), jnp.float32)
+    return lax.fori_loop(0, tiles, step, vary_over(empty, call.axes))
+
+
+def _finish(
+    operands: Operands, statistics: Float[Array, "tiles 4 blocks rows"], call: HeadCall
+) -> tuple[TokenLogProbs, Normaliser]:
+    """Values per token and, in blocks, what the backward needs. Block by block: exp and log must not see another shape."""
+    plan, targets = operands.plan, call.targets
+    maximum = jnp.max(statistics[:, 0], axis=0)
+    if call.axis_name is not None:
+        maximum = lax.pmax(maximum, call.axis_name)
+
+    def add(block):
+        return sum_tiles(statistics[:, :, block], maximum[block], operands.column[block], call.with_entropy)
+
+    sums = lax.map(add, jnp.arange(plan.num_blocks))
+    sums = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), sums)
+    codes = None if targets.codes is None else plan.blocks(targets.codes, 0)
+    sums = jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), sum_shards(sums, call.axis_name, codes))
+    mask = plan.blocks(targets.mask, False)
+    invalid = None if targets.invalid is None else plan.blocks(targets.invalid, False)
+    result, normaliser = lax.map(lambda x: finish_sums(x[0], x[1], call.vocab_size, x[2]), (sums, mask, invalid))
+    return jax.tree.map(plan.unblock, result), normaliser
 
 
 def _node_size(granules: int) -> int:
     """The largest power of two that divides the number of local granules: what a rank may add up alone."""
     return granules & -granules
-
-
-def _all_statistics(plan: Plan, local: tuple[ScaledStats, Array, Array]) -> tuple[ScaledStats, Array, Array]:
-    """The same over all shards. Bits travel, by integer all-reduces, and then meet in the tree."""
-    stats, target, owned = local
-    size = _node_size(plan.granules)
-    grouped = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, size, *x.shape[1:]), 1, 0), stats)
-    nodes = fold_tree(grouped, combine_scaled)
-    axis_name = plan.axis_name
-    if axis_name is not None:
-        nodes = jax.tree.map(lambda x: gather_bits(x, axis_name).reshape(-1, *x.shape[1:]), nodes)
-        # At most one rank owns a target; the others hold zero bits.
-        bits = lax.psum(jnp.stack([lax.bitcast_convert_type(target, jnp.int32), owned]), axis_name)
-        target, owned = lax.bitcast_convert_type(bits[0], jnp.float32), bits[1]
-    return fold_tree(nodes, combine_scaled), target, owned
-
-
-def _finish(
-    plan: Plan, statistics: tuple[ScaledStats, Array, Array], call: HeadCall
-) -> tuple[TokenLogProbs, ScaledNormaliser]:
-    """Values per token and, in blocks, what the backward needs. Block by block: log must not see another shape."""
-    targets = call.targets
-    mask = plan.blocks(targets.mask, False)
-    invalid = None if targets.invalid is None else plan.blocks(targets.invalid, False)
-
-    def block(operands):
-        (stats, target, owned), mask, invalid = operands
-        normaliser = scaled_normaliser(stats)
-        uncovered = jnp.zeros_like(target) if invalid is None else jnp.where(invalid, jnp.nan, 0.0)
-        log_probs = jnp.where(owned > 0, selected_log_prob(target, normaliser), uncovered)
-        log_probs = jnp.where(mask, log_probs, 0.0)
-        lse = jnp.where(mask, scaled_lse(normaliser), 0.0)
-        if not call.with_entropy:
-            return TokenLogProbs(log_probs, None, lse), normaliser
-        entropy = jnp.where(mask, scaled_entropy(normaliser, call.vocab_size), 0.0)
-        return TokenLogProbs(log_probs, entropy, lse), normaliser
-
-    result, normaliser = lax.map(block, (statistics, mask, invalid))
-    return jax.tree.map(plan.unblock, result), normaliser
 
 
 def _missing(x: Array | None, axes: frozenset) -> frozenset:
@@ -199,7 +164,7 @@ class _Sums:
     """The loops of the backward."""
 
     operands: Operands
-    normaliser: ScaledNormaliser
+    normaliser: Normaliser
     g_log_probs: Array
     g_entropy: Array | None
     axes: frozenset
@@ -269,9 +234,7 @@ class _Sums:
             normaliser = jax.tree.map(lambda x: x[block], self.normaliser)
             g_log_probs = self.g_log_probs[block]
             g_entropy = None if self.g_entropy is None else self.g_entropy[block]
-            gradient = scaled_logit_gradient(
-                logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy
-            )
+            gradient = logit_gradient(logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy)
             gradient = product_gradient(gradient, logits, spec)
             rounded = gradient.astype(operands.dtype)
             # A row without cotangent adds nothing, even where its hidden state is NaN.
@@ -280,7 +243,7 @@ class _Sums:
             d_hidden = d_hidden.at[block].add(dot(rounded, tile.weight, contract=(1, 0)))
             d_weight = d_weight.at[block].set(no_negative_zero(dot(rounded, rows, contract=(0, 0))))
             if d_bias is not None:
-                d_bias = d_bias.at[block].set(no_negative_zero(jnp.sum(gradient, axis=0)))
+                d_bias = d_bias.at[block].set(no_negative_zero(fold_halves(gradient)))
             return d_hidden, d_weight, d_bias
 
         blocks = operands.plan.num_blocks

@@ -14,7 +14,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxlogp._compat import AxisName
+from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall
+from jaxlogp.head.fold import MOST_TILES
 from jaxlogp.head.projection import HeadSpec, dot, take_rows, write_rows
 from jaxlogp.invariance.exact import one_minus_square, product, scaled
 from jaxlogp.invariance.order import ReductionOrder
@@ -29,6 +31,11 @@ class Plan:
     axis_name: AxisName | None
     num_shards: int
     tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuses a vocabulary of more tiles than the integers of :mod:`jaxlogp.head.fold` can add up."""
+        tiles = self.order.granules * self.tiles
+        require(tiles <= MOST_TILES, "vocab_tile", f"at most {MOST_TILES} tiles in the vocabulary", f"{tiles} tiles")
 
     @classmethod
     def of(cls, order: ReductionOrder, call: HeadCall) -> "Plan":

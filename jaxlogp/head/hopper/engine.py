@@ -71,6 +71,8 @@ class HopperEngine(HopperSettings, Engine):
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
+        if call.weight_layout != "vh":
+            return "it takes a weight [V, H], not [H, V]"
         if weight.dtype != jnp.bfloat16:
             return f"it needs a bfloat16 weight, got {weight.dtype}"
         if call.spec.fp32_head and hidden.dtype != jnp.bfloat16:
@@ -94,13 +96,13 @@ class HopperEngine(HopperSettings, Engine):
         return head_gradients(call, self, scalars, g.entropy is not None, blocks)
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
-        """A filter, a soft cap, or vocabulary shards."""
+        """A filter or a soft cap."""
         del entropy_cotangent
         if self.gradient_filter is not None:
             return "its gradient filter needs the maxima of all tiles first"
         if call.spec.softcap is not None:
             return "it keeps exponentials instead of logits, from which the slope of a soft cap is too coarse"
-        return "its pass over exponentials takes no vocabulary shards" if call.num_shards > 1 else None
+        return None
 
     def one_pass(
         self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None

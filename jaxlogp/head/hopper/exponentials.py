@@ -146,32 +146,29 @@ def estimate_log_sum_exp(
     return jnp.where(mask & (column >= 0), logits - old_log_probs.astype(jnp.float32), 0.0)
 
 
-class ScaledGradient(NamedTuple):
-    """dz of a chunk of tokens as a factor for each token and what it multiplies.
+class TokenFactors(NamedTuple):
+    """What makes dz of exponentials e^(z - estimate) where the entropy has no cotangent, fp32 [tokens].
 
     Attributes:
-      direction: bf16 [tokens, columns], E'.
-      scale: fp32 [tokens], c.
+      scale: c, by which the rows of E' are multiplied.
+      own: E' in the target's column, which comes from fp32 numbers alone.
+      target: int32, the target's column, -1 where there is none or no gradient.
       lost: bool, whether an estimate was so far off that E' does not hold the gradient of some token.
     """
 
-    direction: Float[Array, "tokens columns"]
     scale: Float[Array, " tokens"]
+    own: Float[Array, " tokens"]
+    target: Int[Array, " tokens"]
     lost: Bool[Array, ""]
 
 
-def scaled_gradient(
-    exp: Float[Array, "tokens columns"],
-    estimate: Float[Array, " tokens"],
-    normaliser: Normaliser,
-    scalars: RowScalars,
-    target: Float[Array, " tokens"],
-) -> ScaledGradient:
-    """dz from exponentials taken against ``estimate``, where the entropy has no cotangent; only the targets' are rewritten.
+def token_factors(
+    estimate: Float[Array, " tokens"], normaliser: Normaliser, scalars: RowScalars, target: Float[Array, " tokens"]
+) -> TokenFactors:
+    """The factors of exponentials that were taken against ``estimate``.
 
     Args:
-      exp: bf16 e^(z - estimate).
-      estimate: what it was taken against.
+      estimate: of log Σ e^z.
       normaliser: of each token.
       scalars: of each token; its constant is 0 for a token without a gradient.
       target: z_target - normaliser.max.
@@ -181,11 +178,16 @@ def scaled_gradient(
     # A token without a gradient may have any estimate and any normaliser, of a row that was not computed.
     counts = scalars.constant != 0
     scale = jnp.where(counts, scalars.constant * jnp.exp(-bounded), 0.0)
-    # e^δ (p - 1), from fp32 numbers: a confident target (p near 1) keeps its small gradient.
+    # e^δ (p - 1): a confident target (p near 1) keeps its small gradient.
     own = jnp.expm1(target - normaliser.log_sum_exp) * jnp.exp(bounded)
-    rows = jnp.arange(exp.shape[0], dtype=jnp.int32)
-    # What has no target gets a place past the end, which is dropped.
-    place = jnp.where(counts & (scalars.target >= 0), scalars.target, exp.shape[1])
-    direction = exp.at[rows, place].set(own.astype(exp.dtype), mode="drop", unique_indices=True)
     lost = counts & (jnp.abs(log_ratio) > MOST_LOG_RATIO)
-    return ScaledGradient(direction, scale, jnp.any(lost))
+    return TokenFactors(scale, own, jnp.where(counts, scalars.target, -1), jnp.any(lost))
+
+
+def write_targets(exp: Float[Array, "tokens columns"], factors: TokenFactors) -> Float[Array, "tokens columns"]:
+    """E': the exponentials with ``factors.own`` in the targets' columns, unless an estimate was lost."""
+    rows = jnp.arange(exp.shape[0], dtype=jnp.int32)
+    # What is not to be written gets a place past the end, which is dropped.
+    written = (factors.target >= 0) & ~factors.lost
+    place = jnp.where(written, factors.target, exp.shape[1])
+    return exp.at[rows, place].set(factors.own.astype(exp.dtype), mode="drop", unique_indices=True)

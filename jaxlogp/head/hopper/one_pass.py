@@ -18,10 +18,10 @@ from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.hopper.exponentials import (
-    ScaledGradient,
     estimate_log_sum_exp,
     exp_to_gradient,
-    scaled_gradient,
+    token_factors,
+    write_targets,
 )
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.gradient_products import (
@@ -197,7 +197,8 @@ class _OnePass:
         # A chunk's rows past the last live one are no tokens: nothing is read from what they hold.
         alive = jnp.arange(filled, dtype=jnp.int32) < rows.count
         invalid = None if given.invalid is None else rows.pack(given.invalid, False)
-        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid)
+        codes = None if given.codes is None else rows.pack(given.codes, 0)
+        self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid, codes=codes)
         self.hidden = rows.pack(call.hidden.astype(jnp.bfloat16), 0)
         self.tokens = jax.tree.map(lambda x: rows.pack(x, 0), tokens)
         self.bias = None if call.bias is None else call.bias.astype(jnp.float32)
@@ -231,7 +232,7 @@ class _OnePass:
 
         self.d_hidden = zeros((filled, hidden_size), call.hidden_gradient_dtype)
         # The all-reduces make values the same on all vocabulary shards.
-        self.results = zeros((3, filled), axes=call.axes - {call.axis_name})
+        self.results = zeros((3, filled), axes=call.value_axes)
         self.d_bias = zeros((self.columns,))
         d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
         # Python numbers: outside of jit a reference takes no other as the begin of a slice.
@@ -273,8 +274,11 @@ class _OnePass:
         d_here = _chunk_products(dz, scale, part(self.hidden), self.call.weight, out, addend, live, self.engine)
         if self.bias is not None:
             of_rows = select_live(dz, live).astype(jnp.float32)
-            self.d_bias[...] += jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
-        self.d_hidden[place] = d_here.astype(self.d_hidden.dtype)
+            d_bias = jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
+            self.d_bias[...] += vary_over(d_bias, self.call.axes)
+        # Typed here: JAX 0.11 gives a reference that is written as a whole the type of what was written.
+        self.d_hidden[place] = vary_over(d_here.astype(self.d_hidden.dtype), self.call.axes)
+        values = jax.tree.map(lambda x: vary_over(x, self.call.value_axes), values)
         self.results[0, place] = values.log_probs
         if self.call.with_entropy:
             self.results[1, place] = values.entropy
@@ -302,7 +306,8 @@ class _OnePass:
         maximum = jnp.max(partials[:, 0], axis=0)
         if call.axis_name is not None:
             maximum = lax.pmax(maximum, call.axis_name)
-        sums = sum_shards(sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy), call.axis_name)
+        sums = sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy)
+        sums = sum_shards(sums, call.axis_name, chunk.targets.codes)
         values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
         g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)
@@ -311,15 +316,17 @@ class _OnePass:
             gradient = jax.new_ref(exp)
             exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, chunk.live, self.engine.interpret)
             return values, jax.freeze(gradient), None
-        scaled = scaled_gradient(exp, chunk.estimate, normaliser, scalars, target)
-        return values, self._recomputed_where_lost(chunk, scaled, scalars), jnp.where(scaled.lost, 1.0, scaled.scale)
+        factors = token_factors(chunk.estimate, normaliser, scalars, target)
+        # First all of dz where an estimate was lost: types of shard_map forbid a kernel to write to what they say varies.
+        exp = self._recomputed_where_lost(chunk, exp, factors.lost, scalars)
+        return values, write_targets(exp, factors), jnp.where(factors.lost, 1.0, factors.scale)
 
-    def _recomputed_where_lost(self, chunk: _Chunk, scaled: ScaledGradient, scalars: RowScalars) -> Array:
-        """Where an estimate was lost all of dz is computed once more, now that log Σ e^z is known.
+    def _recomputed_where_lost(self, chunk: _Chunk, exp: Array, lost: Array, scalars: RowScalars) -> Array:
+        """The exponentials, or where an estimate was lost all of dz, now that log Σ e^z is known.
 
         A kernel with nothing to do ends at once; a condition of XLA would have the host wait for its outcome.
         """
-        gradient = jax.new_ref(scaled.direction)
+        gradient = jax.new_ref(exp)
         missing = self.columns - self.call.weight.shape[0]
         chunk_gradient(
             chunk.hidden,
@@ -334,7 +341,7 @@ class _OnePass:
             self.tiles.logit_gradient,
             self.engine.num_blocks(),
             self.engine.interpret,
-            jnp.where(scaled.lost, chunk.live, 0),
+            jnp.where(lost, chunk.live, 0),
             into=gradient,
         )
         return jax.freeze(gradient)

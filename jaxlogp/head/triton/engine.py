@@ -51,7 +51,7 @@ class TritonEngine(Engine):
       tiles: tile shapes; None takes the table's entry for the device.
       window: vocabulary columns a window of the backward; None takes what the table's constants allow.
       capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
-      functions: what stands for the kernels where there is no GPU (for tests: :mod:`tests.triton_plain`); None
+      functions: what stands for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
         launches them.
     """
 
@@ -112,6 +112,8 @@ class TritonEngine(Engine):
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
+        if call.weight_layout != "vh":
+            return "it takes a weight [V, H], not [H, V]"
         if weight.dtype not in DTYPES:
             return f"it needs a bfloat16 or float16 weight, got {weight.dtype} (the kernels multiply 16-bit operands)"
         if call.spec.fp32_head and hidden.dtype != weight.dtype:

@@ -13,7 +13,7 @@ from jaxlogp.head.triton.tiles import TileConfig
 
 @runtime_checkable
 class TileFunctions(Protocol):
-    """The two functions behind which everything on the GPU happens: this module, or :mod:`tests.triton_plain`."""
+    """The two functions behind which everything on the GPU happens: this module, or :mod:`tests.head.triton_plain`."""
 
     def forward_statistics(self, *operands: Any) -> Array:
         """See :func:`forward_statistics`."""

@@ -1,4 +1,4 @@
-"""The triton engine on a GPU: `pytest -m gpu tests/test_triton_gpu.py`. Everything here is skipped where there is none.
+"""The triton engine on a GPU: `pytest -m gpu tests/head/test_triton_gpu.py`. Everything here is skipped where there is none.
 
 JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py hides the GPU.
 """
@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import linear_log_probs
-from jaxlogp.head.projection import HeadOptions
-from jaxlogp.head.triton import TritonEngine, launch
+from jaxlogp import HeadSpec, TritonEngine, linear_log_probs
+from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.availability import device_capability, why_not_device, why_not_installed
 from jaxlogp.head.triton.tiles import TABLE
-from jaxlogp.targets import LocalTargets
-from tests import hopper_case
-from tests import triton_plain as plain
-from tests.test_hopper_gpu import SHAPES, both, check_values_gradients_and_repeatability, inputs
+from tests.head import cases
+from tests.head import triton_plain as plain
+from tests.head.test_hopper_gpu import SHAPES, both, check_values_gradients_and_repeatability, inputs
 
 reason = why_not_device() or why_not_installed()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -34,13 +32,11 @@ def test_values_gradients_and_repeatability(tokens, hidden_size, vocab):
 @pytest.mark.parametrize("hidden_size, vocab", [(128, 1), (72, 257), (64, 600), (1000, 5003)])
 @pytest.mark.parametrize("extra", [{}, ALL_OPTIONS], ids=["plain", "all options"])
 def test_odd_shapes_match_the_oracle(dtype, hidden_size, vocab, extra):
-    data = hopper_case.case(333, hidden_size, vocab, bias=bool(extra))
-    data.update(hidden=data["hidden"].astype(dtype), weight=data["weight"].astype(dtype))
+    data = cases.case((333,), hidden_size, vocab, dtypes=dtype, bias=jnp.float32 if extra else None)
     data["mask"] = jnp.arange(333) % 4 != 2
     data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
-    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
-    result, gradients = hopper_case.run(data, hopper_case.local_targets(data), TritonEngine(window=256), options)
-    hopper_case.check(result, gradients, hopper_case.expected(data, options), VALUE_ERROR, GRADIENT_ERROR)
+    result, gradients = cases.run(data, TritonEngine(window=256), **extra)
+    cases.check(result, gradients, cases.expected(data, **extra), VALUE_ERROR, GRADIENT_ERROR)
 
 
 @pytest.mark.parametrize("extra", [{}, ALL_OPTIONS], ids=["plain", "all options"])
@@ -48,12 +44,12 @@ def test_the_kernels_compute_what_their_specification_says(extra):
     hidden, weight, column, g, g_entropy = inputs(512, 256, 1500)
     bias = jnp.linspace(-2.0, 2.0, 1500).at[700].set(-jnp.inf) if extra else None
     column = jnp.where(column == 700, 5, column).at[7].set(-1)
-    options = HeadOptions(with_entropy=True, vocab_size=1500, **extra)
+    spec = HeadSpec(**extra)
     config = TABLE[device_capability()].forward
     # The last row tile is not live, and the last 100 columns are padding.
     bounds = jnp.asarray([0, 1400, 384], jnp.int32)
     column = jnp.where(column < 1400, column, -1)
-    operands = hidden, weight, bias, column, bounds, options, config, None
+    operands = hidden, weight, bias, column, bounds, spec, True, config, None
     actual, wanted = (np.asarray(x.forward_statistics(*operands))[:, :, :384] for x in (launch, plain))
     np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
     maximum = jnp.max(jnp.asarray(wanted)[:, 0], axis=0)
@@ -65,7 +61,7 @@ def test_the_kernels_compute_what_their_specification_says(extra):
     )  # fmt: skip
     bounds = jnp.asarray([600, 1400, 384], jnp.int32)
     config = TABLE[device_capability()].gradient
-    operands = hidden, weight, bias, scalars, bounds, 900, options, config, None
+    operands = hidden, weight, bias, scalars, bounds, 900, spec, True, config, None
     actual, wanted = (np.asarray(x.window_gradient(*operands), np.float32) for x in (launch, plain))
     assert np.linalg.norm(actual - wanted) < 2e-3 * np.linalg.norm(wanted)
     assert not actual[384:].any() and not actual[:, 800:].any()
@@ -73,13 +69,13 @@ def test_the_kernels_compute_what_their_specification_says(extra):
 
 def test_tile_statistics_are_bitwise_invariant():
     hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
-    options, config = HeadOptions(with_entropy=True), TABLE[device_capability()].forward
+    spec, config = HeadSpec(), TABLE[device_capability()].forward
     tile = config.columns
 
     @jax.jit
     def statistics(hidden, weight, column):
         bounds = jnp.asarray([0, weight.shape[0], hidden.shape[0]], jnp.int32)
-        return launch.forward_statistics(hidden, weight, None, column, bounds, options, config, None)
+        return launch.forward_statistics(hidden, weight, None, column, bounds, spec, True, config, None)
 
     whole = np.asarray(statistics(hidden, weight, column))
     for shards in (2, 4):
@@ -96,19 +92,15 @@ def test_tile_statistics_are_bitwise_invariant():
 def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(extra):
     tokens, vocab = 12500, 131072 + 8
     hidden, weight, targets, g, g_entropy = inputs(tokens, 512, vocab)
-    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
 
     @jax.jit
     def forward(hidden, weight, targets, mask):
-        return TritonEngine().log_probs(
-            hidden, weight, None, LocalTargets(targets, mask, None, jnp.int32(vocab)), options
-        )
+        options = {"mask": mask, "with_entropy": True, "engine": TritonEngine(), **extra}
+        return linear_log_probs(hidden, weight, targets, **options)
 
     mask = jnp.ones(tokens, bool)
     whole = forward(hidden, weight, targets, mask)
-    with_backward, _ = jax.jit(lambda *x: both(TritonEngine(), options, *x))(
-        hidden, weight, targets, mask, g, g_entropy
-    )
+    with_backward, _ = jax.jit(lambda *x: both(TritonEngine(), extra, *x))(hidden, weight, targets, mask, g, g_entropy)
     part = slice(2001, 4501)
     some = forward(hidden[part], weight, targets[part], mask[part])
     third = jnp.arange(tokens) % 3 == 0
@@ -133,9 +125,8 @@ def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(ex
 
 def test_memory_beside_inputs_and_gradients():
     tokens, hidden_size, vocab = 8192, 4096, 151936
-    options = HeadOptions(with_entropy=True, vocab_size=vocab)
     shapes = [((tokens, hidden_size), jnp.bfloat16), ((vocab, hidden_size), jnp.bfloat16), ((tokens,), jnp.int32)]
     shapes += [((tokens,), bool), ((tokens,), jnp.float32), ((tokens,), jnp.float32)]
     operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    compiled = jax.jit(lambda *x: both(TritonEngine(), options, *x)).lower(*operands).compile()
+    compiled = jax.jit(lambda *x: both(TritonEngine(), {}, *x)).lower(*operands).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * 2**30

@@ -6,7 +6,7 @@ It takes the operands of :mod:`jaxlogp.head.triton.launch`, stores the logits of
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.projection import HeadOptions, dot, finish_logits
+from jaxlogp.head.projection import HeadSpec, dot, finish_logits
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.tiles import TileConfig
 
@@ -14,10 +14,10 @@ LN_2 = 0.6931471805599453
 MASKED = -1e30
 
 
-def _logits(hidden: Array, weight: Array, bias: Array | None, columns: Array, options: HeadOptions) -> Array:
+def _logits(hidden: Array, weight: Array, bias: Array | None, columns: Array, spec: HeadSpec) -> Array:
     """Final logits of some rows of the weight; rows past its end are its last one."""
     sources = jnp.minimum(columns, weight.shape[0] - 1)
-    logits = finish_logits(dot(hidden, weight[sources], (1, 1)), None if bias is None else bias[sources], options)
+    logits = finish_logits(dot(hidden, weight[sources], (1, 1)), None if bias is None else bias[sources], spec)
     return jnp.where(logits < MASKED, MASKED, logits)
 
 
@@ -27,7 +27,8 @@ def forward_statistics(
     bias: Float[Array, " vocab"] | None,
     column: Int[Array, " tokens"],
     bounds: Int[Array, "3"],
-    options: HeadOptions,
+    spec: HeadSpec,
+    with_slope: bool,
     config: TileConfig,
     capability: int | None,
 ) -> Float[Array, "tiles 4 tokens"]:
@@ -35,7 +36,7 @@ def forward_statistics(
     del capability
     tokens, tiles = hidden.shape[0], -(-weight.shape[0] // config.columns)
     columns = jnp.arange(tiles * config.columns, dtype=jnp.int32)
-    logits = _logits(hidden, weight, bias, columns, options)
+    logits = _logits(hidden, weight, bias, columns, spec)
     selected = jnp.where(columns[None, :] == column[:, None], logits, 0.0)
     selected = jnp.where(selected <= MASKED, -jnp.inf, selected)
     logits = jnp.where(columns[None, :] < bounds[1], logits, MASKED)
@@ -44,7 +45,7 @@ def forward_statistics(
     shift = logits - maximum[..., None]
     exp = jnp.exp(shift)
     unwritten = jnp.full(maximum.shape, jnp.nan)
-    shifted = jnp.sum(exp * shift, axis=-1) if options.with_entropy else unwritten
+    shifted = jnp.sum(exp * shift, axis=-1) if with_slope else unwritten
     statistics = jnp.stack([maximum, jnp.sum(exp, axis=-1), shifted, jnp.sum(selected, axis=-1)])
     row_tile = jnp.arange(tokens, dtype=jnp.int32) // config.rows * config.rows
     return jnp.where(row_tile[None, :, None] < bounds[2], statistics, jnp.nan).transpose(2, 0, 1)
@@ -57,22 +58,23 @@ def window_gradient(
     scalars: RowScalars,
     bounds: Int[Array, "3"],
     window: int,
-    options: HeadOptions,
+    spec: HeadSpec,
+    with_slope: bool,
     config: TileConfig,
     capability: int | None,
 ) -> Float[Array, "tokens window"]:
     """As :func:`jaxlogp.head.triton.launch.window_gradient`."""
     del config, capability
     columns = bounds[0] + jnp.arange(window, dtype=jnp.int32)
-    logits = _logits(hidden, weight, bias, columns, options)
+    logits = _logits(hidden, weight, bias, columns, spec)
     shift = logits - scalars.maximum[:, None]
     probs = jnp.exp(shift - scalars.log2_sum[:, None] * LN_2)
-    slope = scalars.slope[:, None] * shift if options.with_entropy else 0.0
+    slope = scalars.slope[:, None] * shift if with_slope else 0.0
     gradient = probs * (scalars.constant[:, None] + slope)
     chosen = columns[None, :] == scalars.target[:, None]
     gradient = jnp.where(chosen, gradient + scalars.onehot[:, None], gradient)
-    if options.softcap is not None:
-        capped = logits * (options.temperature / options.softcap)
+    if spec.softcap is not None:
+        capped = logits * (spec.temperature / spec.softcap)
         gradient = gradient * (1.0 - capped * capped)
     alive = (scalars.constant != 0.0) | (scalars.slope != 0.0) | (scalars.onehot != 0.0)
     alive &= jnp.arange(hidden.shape[0], dtype=jnp.int32) < bounds[2]

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlogp import sharded_linear_log_probs
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.triton import TritonEngine, availability
 from jaxlogp.head.triton.launch import kernel_constants
 from jaxlogp.head.triton.tiles import TABLE
-from tests import triton_case
+from tests.head import triton_case
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SUITES = ("tests/head/test_engines.py", "tests/head/test_triton_engine.py")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -33,9 +34,9 @@ pytestmark = [
 ]
 # Bytes of shared memory that a program may have.
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-PLAIN = HeadOptions(with_entropy=True)
+PLAIN = HeadSpec()
 # Spilled bytes where bias, soft cap and entropy meet: outside of the loop over the hidden size.
-ALL, ALL_SPILLS = HeadOptions(with_entropy=True, temperature=0.7, logit_scale=1.3, softcap=30.0), 512
+ALL, ALL_SPILLS = HeadSpec(temperature=0.7, logit_scale=1.3, softcap=30.0), 512
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +48,13 @@ def fused(monkeypatch):
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_every_test_of_the_engine_passes_with_the_kernels_in_the_interpreter(which):
     # In a process of its own: Triton reads the switch when it is imported.
-    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "-m", which, "tests/test_triton.py"]
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "-m", which, "-k", "triton", *SUITES]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
 
 
-def compiled(name, config, capability, options, hidden_size, bias, window=None, dtype="bf16"):
+def compiled(name, config, capability, spec, hidden_size, bias, window=None, dtype="bf16"):
     """(Triton's compiled kernel, what the assembler says of registers and spills)."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -63,7 +64,7 @@ def compiled(name, config, capability, options, hidden_size, bias, window=None, 
     operand = f"*{dtype}"
     types = {"hidden": operand, "weight": operand, "bias": "*fp32", "target": "*i32", "scalars": "*fp32"}
     types |= {"bounds": "*i32", "tokens": "i32", "vocab": "i32", "out": "*fp32" if window is None else operand}
-    constants = {**kernel_constants(options, config), "HIDDEN": hidden_size, "HAS_BIAS": bias}
+    constants = {**kernel_constants(spec, True, config), "HIDDEN": hidden_size, "HAS_BIAS": bias}
     if window is not None:
         constants["WINDOW"] = window
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
@@ -105,8 +106,8 @@ def test_kernels_compile_and_do_not_spill(tmp_path, monkeypatch, capability, nam
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = TABLE[capability].forward if name == "forward_kernel" else TABLE[capability].gradient
     window = None if name == "forward_kernel" else 15360
-    options = ALL if all_options else PLAIN
-    kernel, report = compiled(name, config, capability, options, 4096, all_options, window)
+    spec = ALL if all_options else PLAIN
+    kernel, report = compiled(name, config, capability, spec, 4096, all_options, window)
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     stored, loaded = (int(re.search(rf"(\d+) bytes spill {way}", report).group(1)) for way in ("stores", "loads"))
     print(f"{name} sm_{capability} registers {registers} spills {stored} {loaded} shared {kernel.metadata.shared}")

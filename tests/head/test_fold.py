@@ -72,7 +72,7 @@ def test_shards(shards):
     def local(stats):
         column = jnp.where(jax.lax.axis_index("tensor") == shards - 1, 0, -1) + jnp.zeros(TOKENS, jnp.int32)
         maximum = jax.lax.pmax(jnp.max(stats[:, 0], axis=0), "tensor")
-        sums = sum_shards(sum_tiles(stats, maximum, column, True), "tensor")
+        sums = sum_shards(sum_tiles(stats, maximum, column, True), "tensor", jnp.ones(TOKENS, jnp.int32))
         return finish_sums(sums, jnp.ones(TOKENS, bool), 24 * 256, None)[0]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=jax.P("tensor"), out_specs=jax.P())

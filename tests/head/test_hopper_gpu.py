@@ -10,13 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, GradientFilter, linear_log_probs, linear_policy_gradients, policy_loss
-from jaxlogp.head.hopper import HopperEngine
+from jaxlogp import (
+    ChunkedEngine,
+    GradientFilter,
+    HeadSpec,
+    HopperEngine,
+    linear_log_probs,
+    linear_policy_loss,
+    policy_loss,
+    skipped_tiles,
+)
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
-from jaxlogp.head.projection import HeadOptions
-from jaxlogp.targets import LocalTargets
+from jaxlogp.losses import grpo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +53,8 @@ def inputs(tokens, hidden_size, vocab, spread=2.0):
 
 
 def both(engine, options, hidden, weight, targets, mask, g, g_entropy):
-    local = LocalTargets(targets, mask, None, jnp.int32(weight.shape[0]))
-    out, pull = jax.vjp(lambda h, w: engine.log_probs(h, w, None, local, options), hidden, weight)
+    options = {"mask": mask, "with_entropy": g_entropy is not None, "engine": engine, **options}
+    out, pull = jax.vjp(lambda h, w: linear_log_probs(h, w, targets, **options), hidden, weight)
     return out, pull(type(out)(g, g_entropy))
 
 
@@ -82,8 +89,7 @@ def check_values_gradients_and_repeatability(engine, tokens, hidden_size, vocab)
     """Against float64 where four of five tokens have a label, and bit by bit against a second run."""
     hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
     mask = jnp.arange(tokens) % 5 != 1
-    options = HeadOptions(with_entropy=True, vocab_size=vocab)
-    run = jax.jit(lambda *args: both(engine, options, *args))
+    run = jax.jit(lambda *args: both(engine, {}, *args))
     rest = weight, targets, mask, g, g_entropy
     args = jnp.where(mask[:, None], hidden, jnp.nan), *rest
     out, (d_hidden, d_weight) = run(*args)
@@ -109,10 +115,9 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     tokens, vocab, threshold = 600, 129920, 0.05
     hidden, weight, targets, g, g_entropy = inputs(tokens, 1024, vocab, spread=4.0)
     mask = jnp.ones(tokens, bool)
-    options = HeadOptions(with_entropy=with_entropy, vocab_size=vocab)
     args = hidden, weight, targets, mask, g, g_entropy if with_entropy else None
     hopper, portable, off = (
-        jax.jit(functools.partial(both, engine, options))
+        jax.jit(functools.partial(both, engine, {}))
         for engine in (
             HopperEngine(gradient_filter=GradientFilter(threshold)),
             ChunkedEngine(128, 256, GradientFilter(threshold)),
@@ -122,9 +127,8 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     out, gradients = hopper(*args)
     _, again = hopper(*args)
     _, wanted = portable(*args)
-    counted = HopperEngine(gradient_filter=GradientFilter(threshold)).skipped_tiles(
-        hidden, weight, None, LocalTargets(targets, mask, None, jnp.int32(vocab)), options
-    )
+    filtered = HopperEngine(gradient_filter=GradientFilter(threshold))
+    counted = skipped_tiles(hidden, weight, targets, mask=mask, engine=filtered)
     assert 0.1 < float(counted.mean()) < 0.99
     for actual, same, portable_gradient in zip(gradients, again, wanted, strict=True):
         assert relative(actual, portable_gradient) < GRADIENT_ERROR
@@ -133,7 +137,7 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
     touched = [np.asarray(jnp.any(x[1] != 0, axis=1)) for x in (gradients, wanted)]
     assert (touched[0] != touched[1]).sum() <= 2 * 256
     # With the same tiles: the table's sum the hidden gradient in two parts.
-    unfiltered = jax.jit(functools.partial(both, HopperEngine(tiles=FILTERED), options))
+    unfiltered = jax.jit(functools.partial(both, HopperEngine(tiles=FILTERED), {}))
     exact_out, exact = unfiltered(*args)
     assert bool((out.log_probs == exact_out.log_probs).all())
     for actual, value in zip(off(*args)[1], exact, strict=True):
@@ -142,12 +146,11 @@ def test_the_filtered_gradient_is_that_of_the_portable_engine(with_entropy):
 
 def test_tile_statistics_are_bitwise_invariant():
     hidden, weight, column, _, _ = inputs(2048, 1024, 131072)
-    options = HeadOptions(with_entropy=True)
 
     @jax.jit
     def statistics(hidden, weight, column):
         width = jnp.int32(weight.shape[0])
-        return forward_statistics(hidden, weight, None, column, width, options, ALTERNATE, 132)
+        return forward_statistics(hidden, weight, None, column, width, HeadSpec(), True, ALTERNATE, 132)
 
     whole = np.asarray(statistics(hidden, weight, column))
     for shards in (2, 4):
@@ -165,23 +168,18 @@ def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(ex
     # 512 tiles and a tail; the whole batch takes several blocks of statistics, the part of it one.
     tokens, vocab = 12500, 131072 + 8
     hidden, weight, targets, g, g_entropy = inputs(tokens, 512, vocab)
-    options = HeadOptions(with_entropy=True, vocab_size=vocab, **extra)
+    options = {"with_entropy": True, "engine": HopperEngine(), **extra}
 
     @jax.jit
     def forward(hidden, weight, targets, mask):
-        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
-        return HopperEngine().log_probs(hidden, weight, None, local, options)
+        return linear_log_probs(hidden, weight, targets, mask=mask, **options)
 
     mask = jnp.ones(tokens, bool)
     whole = forward(hidden, weight, targets, mask)
-    _, (d_hidden, _) = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
-        hidden, weight, targets, mask, g, g_entropy
-    )
-    with_backward, _ = jax.jit(lambda *x: both(HopperEngine(), options, *x))(
-        hidden, weight, targets, mask, g, g_entropy
-    )
+    _, (d_hidden, _) = jax.jit(lambda *x: both(HopperEngine(), extra, *x))(hidden, weight, targets, mask, g, g_entropy)
+    with_backward, _ = jax.jit(lambda *x: both(HopperEngine(), extra, *x))(hidden, weight, targets, mask, g, g_entropy)
     part = slice(2001, 4501)
-    partly = jax.jit(lambda *x: both(HopperEngine(), options, *x))
+    partly = jax.jit(lambda *x: both(HopperEngine(), extra, *x))
     some, (d_some, _) = partly(
         *(x[part] if x is not weight else x for x in (hidden, weight, targets, mask, g, g_entropy))
     )
@@ -189,12 +187,9 @@ def test_log_probs_are_bitwise_invariant_to_programs_shards_masks_and_batches(ex
     masked = forward(hidden, weight, targets, third)
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=auto, devices=jax.devices()[:1])
-    sharded_options = HeadOptions(with_entropy=True, vocab_size=vocab, axis_name="tensor", **extra)
 
     def local_forward(hidden, weight, targets, mask):
-        local = LocalTargets(targets, mask, None, jnp.int32(vocab))
-        hidden = jax.lax.pcast(hidden, "tensor", to="varying")
-        return HopperEngine().log_probs(hidden, weight, None, local, sharded_options)
+        return linear_log_probs(hidden, weight, targets, mask=mask, axis_name="tensor", **options)
 
     p = jax.P
     sharded = jax.shard_map(local_forward, mesh=mesh, in_specs=(p(), p("tensor"), p(), p()), out_specs=p())
@@ -230,28 +225,34 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
     mask = jnp.arange(tokens) % 5 != 1
     engine = HopperEngine()
     here = linear_log_probs(hidden, weight, targets, mask=mask, engine=engine).log_probs
+    loss, known = grpo(entropy_coefficient=0.01 if way == "entropy bonus" else 0.0), {}
     if way != "on policy":
-        old, extra = here + 0.2 * noise, {"entropy_coefficient": 0.01 if way == "entropy bonus" else 0.0}
+        old = here + 0.2 * noise
         if way == "a token far off":
             # A ratio of about e^-70 that counts: dz is computed once more.
             old, advantages = old.at[5].add(70.0), advantages.at[5].set(1e30)
     else:
-        # log Σ e^z in float64: of the target's logit, less its log-prob.
-        with jax.enable_x64(True):
-            chosen = jnp.sum(hidden.astype(jnp.float64) * weight[targets].astype(jnp.float64), axis=1)
-        old, extra = here, {"lse": chosen.astype(jnp.float32) - here}
+        old = here
+        known = {"lse": linear_log_probs(hidden, weight, targets, mask=mask, with_lse=True, engine=engine).lse}
 
     def objective(hidden, weight):
         out = linear_log_probs(hidden, weight, targets, mask=mask, with_entropy=True, engine=engine)
-        bonus = extra.get("entropy_coefficient", 0.0) * jnp.sum(out.entropy)
-        return (policy_loss(out.log_probs, old, advantages, mask).sum - bonus) / 7.0, out.log_probs
+        return policy_loss(
+            out.log_probs, old, advantages, mask, loss=loss, entropy=out.entropy
+        ).sum / 7.0, out.log_probs
 
     wanted, log_probs = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(hidden, weight)
-    one_pass = jax.jit(lambda *x: linear_policy_gradients(*x, denominator=7.0, engine=engine, **extra))
-    got = one_pass(hidden, weight, targets, old, advantages, mask)
-    again = one_pass(hidden, weight, targets, old, advantages, mask)
-    np.testing.assert_array_equal(np.asarray(got.values.log_probs), np.asarray(log_probs))
-    for actual, same, value in zip((got.hidden, got.weight), (again.hidden, again.weight), wanted, strict=True):
+
+    def at_once(hidden, weight):
+        total, values = linear_policy_loss(
+            hidden, weight, targets, old, advantages, mask, loss=loss, engine=engine, **known
+        )
+        return total.sum / 7.0, values.log_probs
+
+    one_pass = jax.jit(jax.grad(at_once, (0, 1), has_aux=True))
+    (got, values), (again, _) = one_pass(hidden, weight), one_pass(hidden, weight)
+    np.testing.assert_array_equal(np.asarray(values)[np.asarray(mask)], np.asarray(log_probs)[np.asarray(mask)])
+    for actual, same, value in zip(got, again, wanted, strict=True):
         assert relative(actual, value) < GRADIENT_ERROR
         assert bool((actual == same).all())
-    assert not np.asarray(got.hidden.astype(jnp.float32))[~np.asarray(mask)].any()
+    assert not np.asarray(got[0].astype(jnp.float32))[~np.asarray(mask)].any()

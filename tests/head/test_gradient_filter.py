@@ -15,7 +15,8 @@ from jaxlogp import (
     GradientFilter,
     VocabOrder,
     linear_log_probs,
-    linear_policy_gradients,
+    linear_policy_loss,
+    record_head_runs,
     skipped_tiles,
     vocab_order_by_count,
     vocab_order_by_mean_logit,
@@ -377,6 +378,14 @@ def test_an_order_that_is_no_permutation_is_refused(order, words):
         VocabOrder(order)
 
 
+def test_a_policy_loss_is_filtered_in_two_steps():
+    data = case()
+    operands = (data[name] for name in ("hidden", "weight", "targets", "g_lp", "g_entropy", "mask"))
+    with record_head_runs() as runs:
+        jax.eval_shape(lambda *x: linear_policy_loss(*x, engine=engine())[0].sum, *operands)
+    assert runs[0].gradient == "in two steps: its gradient filter needs the maxima of all tiles first"
+
+
 REFUSED = {
     "an order of a traced value": (lambda: jax.jit(lambda x: VocabOrder(x).place)(jnp.arange(3)), "order: .*jax.jit"),
     "a weight of another length": (lambda: VocabOrder(np.arange(3)).rows(jnp.ones((4, 2))), "weight: expected 3 rows"),
@@ -405,14 +414,6 @@ REFUSED = {
     "counting with a name": (
         lambda: skipped_tiles(jnp.ones((2, 4)), jnp.ones((5, 4)), jnp.zeros(2, int), engine="chunked"),
         "engine: expected an engine object with a gradient_filter",
-    ),
-    "the pass that has no filter": (
-        lambda: linear_policy_gradients(
-            *(jnp.ones((2, 4)), jnp.ones((5, 4)), jnp.zeros(2, int)),
-            *(jnp.zeros(2), jnp.ones(2), jnp.ones(2, bool)),
-            engine=engine(),
-        ),
-        "engine: expected an engine without a gradient_filter",
     ),
 }
 

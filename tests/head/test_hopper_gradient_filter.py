@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import GradientFilter, linear_log_probs, skipped_tiles
-from jaxlogp.head.hopper import HopperEngine
+from jaxlogp import GradientFilter, HopperEngine, linear_log_probs, skipped_tiles
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED, SHARED_PAIR, HeadTiles
-from jaxlogp.head.projection import HeadOptions
-from tests import hopper_case, oracle
-from tests.test_gradient_filter import numpy_filter
+from tests import oracle
+from tests.head import cases
+from tests.head.test_gradient_filter import numpy_filter
 
 pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
 
@@ -33,7 +32,7 @@ def engine(threshold=THRESHOLD, **changes):
 
 def case(tokens, vocab, block=64, seed=0, bias=True):
     """Each block of tokens looks at few tiles: its hidden states point at one direction, which rows of those tiles share."""
-    data = hopper_case.case(tokens, HIDDEN, vocab, bias=bias, spread=0.5, seed=seed)
+    data = cases.case((tokens,), HIDDEN, vocab, bias=jnp.float32 if bias else None, spread=0.5, seed=seed)
     rng = np.random.default_rng(seed)
     weight, hidden = oracle.f64(data["weight"]), oracle.f64(data["hidden"])
     tiles = -(-vocab // COLUMNS)
@@ -51,10 +50,9 @@ def case(tokens, vocab, block=64, seed=0, bias=True):
     return data
 
 
-def check(data, settings, block, run_with=None, **numpy_options):
-    options = tuple((name, getattr(settings, name)) for name in oracle.Head._fields)
-    wanted, omitted, skipped = numpy_filter(data, options, chunk=block, tile=COLUMNS, near=1e-3, **numpy_options)
-    _, gradients = hopper_case.run(data, hopper_case.local_targets(data), run_with or engine(), settings)
+def check(data, block, run_with=None, with_entropy=True, **options):
+    wanted, _, skipped = numpy_filter(data, options, chunk=block, tile=COLUMNS, near=1e-3)
+    _, gradients = cases.run(data, run_with or engine(), with_entropy=with_entropy, **options)
     for name, gradient in zip(("hidden", "weight", "bias"), gradients, strict=True):
         if gradient is not None:
             error = oracle.relative_error(gradient, getattr(wanted, name))
@@ -66,10 +64,6 @@ def check(data, settings, block, run_with=None, **numpy_options):
     return gradients, skipped
 
 
-def options(vocab, **changes):
-    return HeadOptions(**{"vocab_size": vocab, "with_entropy": True, **changes})
-
-
 @pytest.mark.parametrize(
     "with_entropy", [pytest.param(False, marks=pytest.mark.slow), True], ids=["log-probs", "entropy"]
 )
@@ -78,18 +72,14 @@ def test_the_filtered_gradient_is_the_oracles(with_entropy):
     data = case(150, 1544)
     if not with_entropy:
         data["g_entropy"] = jnp.zeros(150)
-    _, skipped = check(data, options(1544, with_entropy=with_entropy), 64)
+    _, skipped = check(data, 64, with_entropy=with_entropy)
     assert skipped > 8
 
 
 def test_threshold_zero_is_the_unfiltered_gradient():
     # With the same tiles: others may sum the hidden gradient in two parts.
     data = case(5, 264, bias=False)
-    settings, local = options(264), hopper_case.local_targets(data)
-    filtered = hopper_case.run(data, local, engine(0.0), settings)
-    plain = hopper_case.run(data, local, engine(None, tiles=FILTERED), settings)
-    for left, right in zip(jax.tree.leaves(filtered), jax.tree.leaves(plain), strict=True):
-        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+    cases.same_bits(cases.run(data, engine(0.0)), cases.run(data, engine(None, tiles=FILTERED)))
 
 
 def test_shared_tiles_one_block_and_the_soft_cap():
@@ -97,22 +87,19 @@ def test_shared_tiles_one_block_and_the_soft_cap():
     # Without a filter these tiles would sum the hidden gradient in two parts.
     tiles = HeadTiles(ALTERNATE, logit_gradient=shared, d_hidden=shared, d_weight=shared, d_hidden_parts=2)
     data = case(200, 1024, block=128, seed=1)
-    settings = options(1024, softcap=40.0, temperature=0.8, logit_scale=1.1)
-    check(data, settings, 128, engine(tiles=tiles, num_sms=1, chunk=1024))
+    check(data, 128, engine(tiles=tiles, num_sms=1, chunk=1024), softcap=40.0, temperature=0.8, logit_scale=1.1)
 
 
 def test_more_blocks_than_tiles_that_count():
     data = case(64, 512, seed=2, bias=False)
-    check(data, options(512), 64, engine(num_sms=5, chunk=256))
+    check(data, 64, engine(num_sms=5, chunk=256))
 
 
 def test_masked_tokens_keep_no_tile_and_nothing_kept_is_all_zeros():
     data = case(140, 768, seed=3)
-    local = hopper_case.local_targets
-    settings = options(768, with_entropy=False)
     data["mask"] = jnp.arange(140) % 2 == 0
     data["hidden"] = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
-    _, gradients = hopper_case.run(data, local(data), engine(), settings)
+    _, gradients = cases.run(data, engine(), with_entropy=False)
     # Live tokens are packed together: 70 of them, two blocks.
     live = np.flatnonzero(np.asarray(data["mask"]))
     packed = {**data, **{name: data[name][live] for name in ("hidden", "targets", "mask", "g_lp")}}
@@ -123,11 +110,12 @@ def test_masked_tokens_keep_no_tile_and_nothing_kept_is_all_zeros():
     assert oracle.relative_error(gradients[1], wanted.weight) < GRADIENT_ERROR
     assert oracle.relative_error(gradients[2], wanted.bias) < GRADIENT_ERROR
     assert not np.asarray(gradients[0], np.float32)[1::2].any()
-    counted = engine().skipped_tiles(data["hidden"], data["weight"], data["bias"], local(data), settings)
+    operands = data["hidden"], data["weight"], data["targets"]
+    counted = skipped_tiles(*operands, mask=data["mask"], bias=data["bias"], engine=engine())
     # The third block has no live token: it is not computed without a filter either.
     assert (float(counted.sum), int(counted.count)) == (skipped, 6)
     nobody = {**data, "mask": jnp.zeros(140, bool)}
-    _, zeros = hopper_case.run(nobody, local(nobody), engine(), settings)
+    _, zeros = cases.run(nobody, engine(), with_entropy=False)
     assert not any(np.asarray(x, np.float32).any() for x in zeros)
 
 
@@ -136,22 +124,24 @@ def test_tiles_that_do_not_line_up_are_refused():
     data = case(64, 512)
     refused = engine(tiles=HeadTiles(logit_gradient=narrow))
     with pytest.raises(ValueError, match="tiles: expected columns of the forward that divide 128 columns"):
-        hopper_case.run(data, hopper_case.local_targets(data), refused, options(512))
+        cases.run(data, refused)
 
 
 def test_the_filtered_kernels_lower_for_cuda_without_a_gpu():
-    data = hopper_case.case(300, 1024, 1032, bias=True)
-    local = hopper_case.local_targets(data)
-    chosen = HopperEngine(gradient_filter=GradientFilter(), chunk=512)
-    traced = hopper_case.run.trace(data, local, chosen, options(1032))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    data = cases.case((300,), 1024, 1032, bias=jnp.float32)
+    chosen = HopperEngine(gradient_filter=GradientFilter(), chunk=512, check_device=False)
+    text = cases.lowered_for_cuda(data, chosen)
     # One fewer than without: the weight's gradient starts from zeros.
     assert text.count("custom_call @mosaic_gpu") == 4
 
 
 def test_the_filtered_kernels_have_the_types_that_shard_map_checks():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    rows, columns, chosen = P("data"), P("tensor"), HopperEngine(gradient_filter=GradientFilter(), chunk=512)
+    rows, columns, chosen = (
+        P("data"),
+        P("tensor"),
+        HopperEngine(gradient_filter=GradientFilter(), chunk=512, check_device=False),
+    )
 
     def local(hidden, weight, bias, targets):
         def total(hidden, weight, bias):

@@ -1,4 +1,4 @@
-"""The hopper engine with the vocabulary over several GPUs: `pytest -m gpu tests/test_hopper_tensor_parallel_gpu.py`.
+"""The hopper engine with the vocabulary over several GPUs: `pytest -m gpu tests/head/test_hopper_tensor_parallel_gpu.py`.
 
 Everything here is skipped where there are fewer than two Hopper GPUs. JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py
 hides them.
@@ -13,10 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs, linear_policy_gradients
-from jaxlogp.head.hopper import HopperEngine
+from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss
 from jaxlogp.head.hopper._pallas_compat import why_not_available
-from tests.test_hopper_gpu import float64, inputs, relative
+from tests.head.test_hopper_gpu import float64, inputs, relative
 
 
 def why_not():
@@ -147,9 +146,8 @@ def test_the_gradient_taken_outside_of_the_shard_map(size):
     check(*jax.device_put((values, *d_operands), jax.devices()[0]))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_one_pass_policy_gradients_with_the_samplers_log_sum_exp(size, check_vma):
+def test_a_policy_loss_with_the_samplers_log_sum_exp(size):
     shards = whole_tiles(size)
     mask = jnp.ones(TOKENS, bool)
 
@@ -159,29 +157,16 @@ def test_one_pass_policy_gradients_with_the_samplers_log_sum_exp(size, check_vma
         return out, *pull(TokenLogProbs(-advantages, jnp.zeros_like(noise)))
 
     def one_pass(hidden, weight, targets, advantages, noise):
-        # log Σ e^z is the target's logit less its log-prob.
-        out = head(shards, HopperEngine())(hidden, weight, targets)
-        rank = jax.lax.axis_index("tensor")
-        starts, widths = (jnp.asarray(x, jnp.int32) for x in (shards.starts, shards.widths))
-        row = targets - starts[rank]
-        owned = (row >= 0) & (row < widths[rank])
-        rows = weight[jnp.where(owned, row, 0)].astype(jnp.float32)
-        logit = jax.lax.psum(jnp.where(owned, jnp.sum(rows * hidden.astype(jnp.float32), axis=1), 0.0), "tensor")
-        result = linear_policy_gradients(
-            hidden,
-            weight,
-            targets,
-            out.log_probs,
-            advantages,
-            mask,
-            lse=logit - out.log_probs,
-            axis_name="tensor",
-            vocab=shards,
-            engine=HopperEngine(),
-        )
-        return out, result.hidden, result.weight
+        options = {"axis_name": "tensor", "vocab": shards, "engine": HopperEngine()}
+        scored = linear_log_probs(hidden, weight, targets, with_lse=True, **options)
 
-    _, d_hidden, d_weight = over_shards(one_pass, shards, check_vma=check_vma)
+        def total(hidden, weight):
+            labels = targets, scored.log_probs, advantages, mask
+            return linear_policy_loss(hidden, weight, *labels, lse=scored.lse, **options)[0].sum
+
+        return scored, *jax.grad(total, (0, 1))(hidden, weight)
+
+    _, d_hidden, d_weight = over_shards(one_pass, shards)
     _, wanted_hidden, wanted_weight = over_shards(two_steps, shards)
     with jax.enable_x64(True):
         assert relative(d_hidden, wanted_hidden.astype(jnp.float64)) < GRADIENT_ERROR

@@ -1,0 +1,43 @@
+"""The front door of the head, whatever the engine: layouts of tokens, the record of what ran, and logits themselves."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlogp import ChunkedEngine, head_logits, linear_log_probs, record_head_runs
+from tests import oracle
+from tests.head import cases
+
+CHUNKED = ChunkedEngine(token_chunk=7, vocab_tile=64)
+
+
+def test_token_shapes_are_a_matter_of_layout():
+    data = cases.case(dtypes=jnp.float32)
+    result, gradients = cases.run(data, CHUNKED)
+    tokens = ("hidden", "targets", "mask", "g_lp", "g_entropy")
+    flat = {**data, **{key: data[key].reshape(20, *data[key].shape[2:]) for key in tokens}}
+    flat_result, flat_gradients = cases.run(flat, CHUNKED)
+    assert flat_result.log_probs.shape == (20,) and flat_gradients.hidden.shape == (20, cases.HIDDEN)
+    # The same arithmetic; only what the compiler fuses around it may differ, a few 2^-24.
+    for seen, wanted in zip(
+        *map(jax.tree.leaves, ((result, gradients[:2]), (flat_result, flat_gradients[:2]))), strict=True
+    ):
+        assert oracle.relative_error(seen.reshape(wanted.shape), wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "engine, name", [("auto", "chunked"), ("chunked", "chunked"), ("reference", "reference"), (CHUNKED, "chunked")]
+)
+def test_the_engine_that_ran_is_recorded(engine, name):
+    data = cases.case()
+    with record_head_runs() as runs:
+        jax.eval_shape(lambda h: linear_log_probs(h, data["weight"], data["targets"], engine=engine), data["hidden"])
+    assert [(run.path, run.engine, run.num_vocab_shards) for run in runs] == [("linear_log_probs", name, 1)]
+
+
+def test_head_logits_are_the_logits_before_the_temperature():
+    data = cases.case(dtypes=jnp.float32, bias=jnp.float32, seed=14)
+    logits = head_logits(data["hidden"], data["weight"], bias=data["bias"], logit_scale=1.3, softcap=5.0)
+    wanted = oracle.head_logits(data["hidden"], data["weight"], data["bias"], oracle.Head(1.0, 1.3, 5.0))
+    assert logits.dtype == jnp.float32
+    assert oracle.scaled_error(logits, wanted) < cases.VALUE_ERROR

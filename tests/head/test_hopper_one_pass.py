@@ -1,0 +1,175 @@
+"""What is particular to linear_policy_loss by the Hopper kernels: chunks of tokens, windows, estimates that are lost.
+
+On the CPU through JAX's Mosaic GPU interpreter, against the two steps by the reference engine.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp import HopperEngine, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp.head.hopper import one_pass as hopper_one_pass
+from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.head.hopper.tiles import head_tiles
+from jaxlogp.losses import grpo
+from tests import oracle
+from tests.head.cases import GRADIENT_ERROR, hopper
+from tests.head.policy_problem import HEAD, compare, differentiated, one_call, problem, two_calls
+
+needs_interpreter = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
+# The kernels of one pass take no soft cap.
+OPTIONS = {"temperature": 0.7, "logit_scale": 1.3}
+BONUS = pytest.mark.parametrize("coefficient", [0.1, 0.0], ids=["entropy bonus", "none"])
+
+
+def bf16_problem(tokens, vocab=600, bias=False, seed=0):
+    options = OPTIONS if bias else {}
+    return problem((tokens,), 64, vocab, options=options, bias=bias, dtype=jnp.bfloat16, seed=seed), options
+
+
+def program(function, loss, engine, options):
+    """Compiled anew: sizes of chunks are read where a call is traced."""
+    return jax.jit(lambda data: differentiated(data, functools.partial(function, loss=loss, engine=engine, **options)))
+
+
+def check(data, engine, loss, **options):
+    with record_head_runs() as runs:
+        actual = program(one_call, loss, engine, options)(data)
+    assert {run.gradient for run in runs} == {"in one pass"}
+    wanted = program(two_calls, loss, "reference", {x: y for x, y in options.items() if x != "with_entropy"})(data)
+    compare(actual, wanted, gradient_error=GRADIENT_ERROR)
+    assert not np.asarray(actual[2].hidden, np.float32)[~np.asarray(data["mask"])].any()
+    return actual, wanted
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "chunk_rows, bias, coefficient", [(64, False, 0.1), (64, True, 0.0), (1024, True, 0.1), (1024, False, 0.0)]
+)
+def test_chunks_of_tokens(monkeypatch, chunk_rows, bias, coefficient):
+    fp32_weight = 4 * 768 * 64
+    several = chunk_rows * 2 * 768 - (fp32_weight if chunk_rows > 300 else 0)
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", several)
+    data, options = bf16_problem(300, bias=bias, seed=1)
+    # The windows of the vocabulary do not divide it.
+    engine = hopper(chunk=512)
+    (_, values, _), _ = check(data, engine, grpo(entropy_coefficient=coefficient), with_entropy=True, **options)
+    operands = data["hidden"], data["weight"], data["targets"]
+    alone = linear_log_probs(
+        *operands, mask=data["mask"], bias=data["bias"], with_entropy=True, engine=engine, **options
+    )
+    for name in ("log_probs", "entropy"):
+        np.testing.assert_array_equal(np.asarray(getattr(values, name)), np.asarray(getattr(alone, name)))
+
+
+@needs_interpreter
+@BONUS
+def test_windows_of_the_vocabulary_that_are_summed_apart(monkeypatch, coefficient):
+    # Three windows of 384 columns, and 128 more that make no step of each. Chunks of 256 tokens; the last one is short.
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 256 * (2 * 1280 + 4 * 64 * 3))
+    data, options = bf16_problem(500, vocab=1200, bias=True, seed=5)
+    assert 256 < int(data["mask"].sum()) <= 384
+    tiles = head_tiles(2304)
+    assert tiles.windows_apart
+    engine = hopper(tiles=tiles, chunk=512)
+    assert hopper_one_pass.windows(1200, 1280, tiles, engine) == (1152, 3)
+    check(data, engine, grpo(entropy_coefficient=coefficient), **options)
+
+
+@needs_interpreter
+def test_a_sampler_that_is_far_from_the_policy(monkeypatch):
+    # A ratio of about e^-80, and an advantage that makes it count: exponentials against such an estimate are cut off.
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 64 * 2 * 768)
+    data, options = bf16_problem(500, bias=True, seed=3)
+    # The second of four chunks holds the token; the third has no label.
+    data["mask"] = data["mask"].at[300:].set(False)
+    token = int(np.flatnonzero(np.asarray(data["mask"]))[140])
+    assert 140 < int(data["mask"].sum()) < 256
+    data["old"], data["advantages"] = data["old"].at[token].add(80.0), data["advantages"].at[token].set(5e34)
+    check(data, hopper(chunk=512), grpo(), **options)
+
+
+@needs_interpreter
+@BONUS
+def test_a_confident_target_keeps_its_small_gradient(coefficient):
+    data, _ = bf16_problem(40, vocab=256, seed=4)
+    mask = data["mask"]
+    # z_target is about 11, the other logits 0.2 at most; and a target that no column owns.
+    weight = (0.02 * data["weight"].astype(jnp.float32)).at[7].set(1.0)
+    data["weight"] = weight.astype(jnp.bfloat16)
+    data["hidden"] = jnp.where(mask[:, None], jnp.full_like(data["hidden"], 11 / 64), jnp.nan)
+    data["targets"] = jnp.full_like(data["targets"], 7).at[1].set(999)
+    operands = data["hidden"], data["weight"], data["targets"]
+    values = linear_log_probs(*operands, mask=mask, out_of_vocab="zero", engine="reference")
+    assert np.exp(values.log_probs[0]) > 1 - 2.0**-7, "p must be near 1"
+    data["old"] = jnp.where(mask, values.log_probs, jnp.nan)
+    options = {"out_of_vocab": "zero", "with_entropy": True}
+    actual, wanted = check(data, hopper(), grpo(entropy_coefficient=coefficient), **options)
+    sure = np.asarray(mask) & (np.asarray(data["targets"]) == 7)
+    error = oracle.relative_error(actual[2].hidden[sure], oracle.f64(wanted[2].hidden)[sure])
+    assert error < GRADIENT_ERROR
+
+
+@needs_interpreter
+def test_no_label_at_all():
+    data, _ = bf16_problem(6)
+    data["mask"] = jnp.zeros_like(data["mask"])
+    _, values, gradients = program(one_call, grpo(), hopper(), {})(data)
+    for x in (*jax.tree.leaves(gradients), values.log_probs):
+        assert not np.asarray(x, np.float32).any()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "temperature, scale, bias"])
+def test_on_policy(bias):
+    data, options = bf16_problem(300, bias=bias, seed=2)
+    operands = data["hidden"], data["weight"], data["targets"]
+    call = {"mask": data["mask"], "bias": data["bias"], "with_lse": True, "engine": hopper(), **options}
+    values = linear_log_probs(*operands, **call)
+    data = {**data, "old": values.log_probs}
+    known = {**options, "lse": jnp.where(data["mask"], values.lse, jnp.nan)}
+    actual = program(one_call, grpo(), hopper(), known)(data)
+    compare(actual, program(two_calls, grpo(), "reference", options)(data), gradient_error=GRADIENT_ERROR)
+
+
+@pytest.mark.parametrize(
+    "hidden_size, parts, tokens, rows",
+    [(2304, 2, 8192, 1792), (2304, 10, 8192, 2048), (1024, 2, 8192, 2048), (2304, 2, 1500, 1536)],
+)
+def test_chunks_of_tokens_fill_the_blocks(hidden_size, parts, tokens, rows):
+    # 132 blocks; tiles of dH are 128 tokens by 256 columns: 9 columns of them or 4, each in parts.
+    size = hopper_one_pass.chunk_rows(tokens, 2560, 256, hidden_size, head_tiles(hidden_size), parts, 132)
+    assert size == rows
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tokens, coefficient", [(300, 0.0), (9000, 0.0), (9000, 0.1)])
+def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens, coefficient):
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(tokens, 256), (129920, 256)]]
+    per_token = [jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)]
+
+    def total(*x):
+        loss, engine = grpo(entropy_coefficient=coefficient), HopperEngine(check_device=False)
+        return linear_policy_loss(*x, loss=loss, engine=engine)[0].sum
+
+    traced = jax.jit(jax.grad(total, (0, 1))).trace(*operands, *per_token)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"softcap": 5.0}, "in two steps: it keeps exponentials"),
+        ({"lse": jnp.zeros(8)}, "from the known log-sum-exp"),
+        ({}, "in one pass"),
+    ],
+)
+def test_where_the_pass_lacks_something_two_steps_are_taken(changes, words):
+    data, _ = bf16_problem(8, vocab=256)
+    with record_head_runs() as runs:
+        jax.eval_shape(lambda x: one_call({**data, **x}, grpo(), hopper(), **changes), {x: data[x] for x in HEAD})
+    assert runs[0].engine == "hopper" and runs[0].gradient.startswith(words)

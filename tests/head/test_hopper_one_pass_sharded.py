@@ -1,0 +1,192 @@
+"""The Hopper kernels' one pass inside of shard_map: on simulated devices against float64, and as it is lowered for GPUs."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp import (
+    HopperEngine,
+    VocabShards,
+    linear_log_probs,
+    linear_policy_loss,
+    record_head_runs,
+)
+from jaxlogp.head.hopper import one_pass as hopper_one_pass
+from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.losses import grpo
+from tests import oracle
+from tests.head import cases
+
+pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
+
+# The first shard is a tile of 256 columns; the second has a tail.
+TOKENS, HIDDEN, SHARDS = 40, 64, VocabShards.from_ranges([(0, 256), (256, 528)], 528)
+ARITHMETIC = {"temperature": 0.7, "logit_scale": 1.3}
+BONUS = 0.1
+
+
+def mesh_of(data, tensor):
+    count = data * tensor
+    return jax.make_mesh(
+        (data, tensor), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count]
+    )
+
+
+def train_head(mesh, **options):
+    """(sum, values, gradients) of global operands, differentiated inside of the shard_map as a train step does it."""
+
+    def local(hidden, weight, bias, per_token):
+        def total(*operands):
+            operands, bias = operands[:2], operands[2]
+            loss, values = linear_policy_loss(*operands, *per_token, bias=bias, axis_name="tensor", **options)
+            return loss.psum("data").sum, values
+
+        operands = hidden, weight, bias
+        argnums = (0, 1) if bias is None else (0, 1, 2)
+        (loss, values), gradients = jax.value_and_grad(total, argnums, has_aux=True)(*operands)
+        return loss, values, gradients
+
+    rows, columns = P("data"), P("tensor")
+
+    def run(hidden, weight, bias, *per_token):
+        blocks = (columns, columns) if bias is not None else (columns,)
+        in_specs = rows, columns, None if bias is None else columns, rows
+        outs = P(), rows, (rows, *blocks)
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=outs)(hidden, weight, bias, per_token)
+
+    return jax.jit(run)
+
+
+@functools.cache
+def problem(tokens=TOKENS):
+    """A case with a third of its tokens masked, the sampler's log-probs, advantages, and what float64 says."""
+    data = cases.case((tokens,), HIDDEN, SHARDS.vocab_size, bias=jnp.float32, seed=3)
+    data["mask"] = jnp.arange(tokens) % 3 != 0
+    rng = np.random.default_rng(4)
+    (log_probs, _), _ = cases.expected(data, **ARITHMETIC)
+    old = jnp.asarray(log_probs + rng.normal(0.0, 0.3, tokens), jnp.float32)
+    return data, old, jnp.asarray(rng.normal(size=tokens), jnp.float32)
+
+
+def expected(data, old, advantages, coefficient):
+    """(loss sum, values, gradients) in float64; the loss is summed, not divided."""
+    (log_probs, entropy), _ = cases.expected(data, **ARITHMETIC)
+    loss = oracle.grpo(log_probs, old, advantages, data["mask"], num_labels=1)
+    g_entropy = np.where(data["mask"], -coefficient, 0.0)
+    values, gradients = cases.expected({**data, "g_lp": loss.gradient, "g_entropy": g_entropy}, **ARITHMETIC)
+    return loss.loss + float((g_entropy * entropy).sum()), values, gradients
+
+
+def run(mesh, data, old, advantages, engine, coefficient):
+    """Values and gradients of the whole vocabulary by the kernels, and how they were made."""
+    options = {"loss": grpo(entropy_coefficient=coefficient), "vocab": SHARDS, "with_entropy": True, **ARITHMETIC}
+    operands = data["hidden"], SHARDS.shard_rows(data["weight"]), SHARDS.shard_rows(data["bias"])
+    # Hidden states without a label may hold anything.
+    hidden = jnp.where(data["mask"][:, None], operands[0], jnp.nan)
+    per_token = data["targets"], old, advantages, data["mask"]
+    with cases.interpreted_together(), record_head_runs() as record:
+        out = jax.block_until_ready(train_head(mesh, engine=engine, **options)(hidden, *operands[1:], *per_token))
+    loss, values, (d_hidden, d_weight, d_bias) = out
+    gradients = oracle.HeadGradients(d_hidden, SHARDS.unshard_rows(d_weight), SHARDS.unshard_rows(d_bias))
+    return loss, values, gradients, {one.gradient for one in record}
+
+
+def check(out, wanted):
+    loss, values, gradients, how = out
+    assert how == {"in one pass"}
+    np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
+    cases.check(values, gradients, wanted[1:])
+
+
+@pytest.mark.parametrize("coefficient", [0.0, BONUS], ids=["policy alone", "entropy bonus"])
+def test_one_pass_over_vocabulary_shards(coefficient):
+    data, old, advantages = problem()
+    out = run(mesh_of(1, 2), data, old, advantages, cases.hopper(), coefficient)
+    check(out, expected(data, old, advantages, coefficient))
+    masked = ~np.asarray(data["mask"])
+    assert not np.asarray(out[2].hidden, np.float32)[masked].any()
+
+
+def test_the_weights_gradient_is_summed_over_the_data_axis():
+    data, old, advantages = problem()
+    check(run(mesh_of(2, 2), data, old, advantages, cases.hopper(), 0.0), expected(data, old, advantages, 0.0))
+
+
+def test_chunks_over_shards_and_an_estimate_that_is_far_off(monkeypatch):
+    # Two chunks of 128 tokens, the second of which has few labels; one token's ratio is about e^-80.
+    data, old, advantages = problem(tokens=250)
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 128 * (2 * 512 + 4 * HIDDEN * 2))
+    token = int(np.flatnonzero(np.asarray(data["mask"]))[140])
+    old, advantages = old.at[token].add(80.0), advantages.at[token].set(5e34)
+    out = run(mesh_of(1, 2), data, old, advantages, cases.hopper(), 0.0)
+    check(out, expected(data, old, advantages, 0.0))
+
+
+# --- lowered for NVIDIA GPUs ----------------------------------------------------------------------------------------
+
+ENGINE = HopperEngine(check_device=False, num_sms=132, chunk=512)
+N, H, V = 256, 1024, 4096
+
+
+def abstract_operands():
+    """hidden, weight, targets, two fp32 vectors, mask."""
+    shapes = [((N, H), jnp.bfloat16), ((V, H), jnp.bfloat16), ((N,), jnp.int32)]
+    return [jax.ShapeDtypeStruct(*x) for x in (*shapes, ((N,), jnp.float32), ((N,), jnp.float32), ((N,), jnp.bool_))]
+
+
+def two_steps(mesh, with_backward):
+    """linear_log_probs, and its gradients for given cotangents."""
+
+    def local(hidden, weight, targets, g, g_entropy, mask):
+        def head(hidden, weight):
+            options = {"mask": mask, "with_entropy": True, "axis_name": "tensor", "engine": ENGINE}
+            return linear_log_probs(hidden, weight, targets, **options)
+
+        if not with_backward:
+            return head(hidden, weight), None
+        out, pull = jax.vjp(head, hidden, weight)
+        return out, pull(out._replace(log_probs=g, entropy=g_entropy))
+
+    specs, outs = (P(), P("tensor"), *[P()] * 4), (P(), (P(), P("tensor")) if with_backward else None)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs))
+
+
+def lowered(run, *operands):
+    """Shapes of the all-reduces, in their order, and the number of kernels, of a program for NVIDIA GPUs."""
+    text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r'"stablehlo.all_reduce".*?\) : \(tensor<(\S+)>\) -> tensor', text, flags=re.DOTALL)
+    assert not re.search("all_gather|reduce_scatter|all_to_all|collective_permute", text)
+    return found, text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("with_backward, kernels", [(False, 1), (True, 5)])
+def test_the_two_steps_lower_for_gpus_inside_of_a_shard_map(size, with_backward, kernels):
+    found = lowered(two_steps(mesh_of(1, size), with_backward), *abstract_operands())
+    # Maxima, then integers that hold everything else; and dH, in fp32 where there is something to add.
+    gradient = [f"{N}x{H}x{'f32' if size > 1 else 'bf16'}"] if with_backward else []
+    assert found == ([f"{N}xf32", f"9x{N}xi32", *gradient], kernels)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "options, values, kernels",
+    [
+        ({}, [f"{N}xf32", f"{N}xf32", f"6x{N}xi32"], 7),
+        ({"loss": grpo(entropy_coefficient=BONUS)}, [f"{N}xf32", f"9x{N}xi32"], 7),
+        ({"lse": np.zeros(N, np.float32)}, [], 4),
+    ],
+    ids=["one pass", "one pass, bonus", "known lse"],
+)
+def test_the_policy_loss_lowers_for_gpus_inside_of_a_shard_map(size, options, values, kernels):
+    hidden, weight, *per_token = abstract_operands()
+    found = lowered(train_head(mesh_of(1, size), engine=ENGINE, **options), hidden, weight, None, *per_token)
+    # The estimate of log Σ e^z without a bonus, maxima, integers; the loss; dH over the vocabulary axis, dW over data.
+    gradients = [f"{N}x{H}x{'f32' if size > 1 else 'bf16'}", f"{V // size}x{H}xbf16"]
+    assert found == ([*values, "f32", *gradients], kernels)

@@ -1,0 +1,363 @@
+"""linear_policy_loss equals policy_loss of linear_log_probs, costs one product less, and owns each of its psums once."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp import VocabShards, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp.head.chunked import one_pass as chunked_one_pass
+from jaxlogp.losses import cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, sapo
+from tests import oracle
+from tests.head import policy_problem
+from tests.head.policy_problem import (
+    DOCUMENTS,
+    LENGTH,
+    OPTIONS,
+    ROWS,
+    VOCAB,
+    compare,
+    one_call,
+    problem,
+    run,
+    two_calls,
+)
+
+SLOW = pytest.mark.slow
+LOSSES = {
+    "grpo": grpo(),
+    "grpo, entropy, k3": grpo(entropy_coefficient=0.1, kl_coefficient=0.2),
+    "dapo": dapo(),
+    "dr_grpo": dr_grpo(length=9),
+    "grpo_paper, k1": grpo_paper(kl_coefficient=0.2, kl_estimator="k1"),
+    "cispo": cispo(),
+    "sapo, k2": sapo(kl_coefficient=0.2, kl_estimator="k2"),
+    "reinforce": reinforce(),
+    "gspo, entropy": gspo(entropy_coefficient=0.1),
+    "gspo by length, wide bounds": gspo(weighting="length", epsilon=0.2, epsilon_high=0.3),
+}
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    """Chunks of 20 tokens: three of 16 of them in the case of 48."""
+    monkeypatch.setattr(chunked_one_pass, "CHUNK_ELEMENTS", 20 * VOCAB)
+
+
+# --- one call equals two ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradients_are_those_of_the_two_steps(name):
+    data = problem()
+    actual = run(one_call, data, LOSSES[name], **OPTIONS)
+    compare(actual, run(two_calls, data, LOSSES[name], **OPTIONS))
+    assert np.isfinite(actual[0].sum) and np.abs(np.asarray(actual[2].weight)).max() > 0
+    masked = ~np.asarray(data["mask"])
+    assert not np.asarray(actual[2].hidden)[masked].any() and not np.asarray(actual[1].log_probs)[masked].any()
+
+
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.1])
+def test_grpo_against_float64(entropy_coefficient):
+    data = problem()
+    loss, values, gradients = run(one_call, data, grpo(entropy_coefficient=entropy_coefficient), **OPTIONS)
+    mask, head = np.asarray(data["mask"]), oracle.Head(**OPTIONS)
+    arguments = data["hidden"], data["weight"], data["targets"]
+    log_probs, entropy = oracle.head_log_probs(*arguments, mask, data["bias"], head)
+    wanted = oracle.grpo(log_probs, data["old"], data["advantages"], mask)
+    g_entropy = np.where(mask, -entropy_coefficient / mask.sum(), 0.0)
+    of_head = oracle.head_gradients(*arguments, 3 * wanted.gradient, 3 * g_entropy, mask, data["bias"], head)
+    assert abs(float(loss.mean()) - (wanted.loss - entropy_coefficient * entropy.sum() / mask.sum())) < 1e-5
+    assert oracle.scaled_error(values.log_probs, log_probs) < 1e-5
+    for name, gradient in gradients._asdict().items():
+        assert oracle.relative_error(gradient, getattr(of_head, name)) < 2e-5, name
+
+
+def test_a_document_in_two_rows_against_float64():
+    data = problem()
+    loss, _, gradients = run(one_call, data, gspo(weighting="length", epsilon=0.2, epsilon_high=0.2), **OPTIONS)
+    mask, head = np.asarray(data["mask"]), oracle.Head(**OPTIONS)
+    arguments = data["hidden"], data["weight"], data["targets"]
+    log_probs, _ = oracle.head_log_probs(*arguments, mask, data["bias"], head)
+    wanted = oracle.gspo(log_probs, data["old"], data["advantages"], mask, data["ids"], len(DOCUMENTS))
+    of_head = oracle.head_gradients(*arguments, 3 * wanted.gradient, None, mask, data["bias"], head)
+    assert abs(float(loss.mean()) - wanted.loss) < 1e-5
+    for name, gradient in gradients._asdict().items():
+        assert oracle.relative_error(gradient, getattr(of_head, name)) < 2e-5, name
+
+
+def test_bf16_operands():
+    data = problem(dtype=jnp.bfloat16, bias=False, seed=1)
+    loss = grpo(entropy_coefficient=0.1)
+    # Both round dz and the gradients to bf16, in different places.
+    compare(run(one_call, data, loss, **OPTIONS), run(two_calls, data, loss, **OPTIONS), gradient_error=5e-3)
+
+
+def test_without_jit():
+    data = problem()
+    compare(
+        policy_problem.differentiated(data, lambda x: one_call(x, grpo(), **OPTIONS)),
+        run(one_call, data, grpo(), **OPTIONS),
+    )
+
+
+def test_no_label_at_all():
+    data = problem()
+    loss, values, gradients = run(one_call, {**data, "mask": jnp.zeros_like(data["mask"])}, grpo(), **OPTIONS)
+    assert float(loss.sum) == 0.0 and int(loss.count) == 0
+    for x in (*gradients, values.log_probs):
+        assert not np.asarray(x).any()
+
+
+@pytest.mark.parametrize("loss", [grpo_paper(), gspo()], ids=lambda loss: loss.name)
+def test_a_label_with_a_wrong_document_makes_its_loss_and_gradient_nan(loss):
+    data = problem()
+    place = tuple(np.argwhere(np.asarray(data["mask"]))[0])
+    data["ids"] = data["ids"].at[place].set(99)
+    total, _, gradients = run(one_call, data, loss, **OPTIONS)
+    assert np.isnan(total.sum) and np.isnan(np.asarray(gradients.hidden)[place]).all()
+
+
+# --- how it is computed -------------------------------------------------------------------------------------------
+
+
+def products(function, data):
+    """Matrix products in the program, one in a loop counted once."""
+    return str(jax.make_jaxpr(function)(data)).count("dot_general")
+
+
+def test_three_products_with_the_gradient_and_one_without():
+    data = problem()
+    loss = grpo()
+    assert products(lambda x: one_call(x, loss)[0].sum, data) == 1
+    assert products(lambda x: policy_problem.differentiated(x, lambda y: one_call(y, loss)), data) == 3
+    assert products(lambda x: policy_problem.differentiated(x, lambda y: two_calls(y, loss, "chunked")), data) == 4
+    known = jnp.zeros((ROWS, LENGTH))
+    assert products(lambda x: policy_problem.differentiated(x, lambda y: one_call(y, loss, lse=known)), data) == 3
+    assert products(lambda x: one_call(x, loss, lse=known)[0].sum, data) == 0
+
+
+@pytest.mark.parametrize("cotangent", [0.0, -2.5, 1e-6])
+def test_the_gradient_is_scaled_by_the_cotangent_of_the_sum(cotangent):
+    data = problem()
+
+    def pulled_back(data, cotangent):
+        total, pull = jax.vjp(
+            lambda h, w: one_call({**data, "hidden": h, "weight": w}, grpo())[0].sum, data["hidden"], data["weight"]
+        )
+        return pull(jnp.asarray(cotangent, total.dtype))
+
+    for actual, one in zip(jax.jit(pulled_back)(data, cotangent), jax.jit(pulled_back)(data, 1.0), strict=True):
+        np.testing.assert_allclose(actual, cotangent * np.asarray(one), rtol=3e-7)
+
+
+def test_the_values_are_constants():
+    data = problem()
+    for loss in (grpo(), gspo()):
+
+        def of_values(weight, loss=loss):
+            values = one_call({**data, "weight": weight}, loss, with_entropy=True, with_lse=True)[1]
+            return sum(jnp.sum(x) for x in values)
+
+        assert not np.asarray(jax.grad(of_values)(data["weight"])).any()
+
+
+@pytest.mark.parametrize(
+    "loss, changes, words",
+    [
+        (grpo(), {}, "in one pass"),
+        (grpo(entropy_coefficient=0.1), {}, "in one pass"),
+        (grpo(), {"lse": jnp.zeros((ROWS, LENGTH))}, "from the known log-sum-exp"),
+        (gspo(), {}, "in two steps: the ratio of a document needs"),
+        (grpo(), {"engine": "reference"}, "in two steps: it has no pass"),
+        (grpo(), {"engine": "fixed_order"}, "in two steps: it sums gradients over mesh axes in its own order"),
+    ],
+)
+def test_the_way_to_the_gradient_is_recorded(loss, changes, words):
+    data = problem()
+    with record_head_runs() as runs:
+        jax.eval_shape(lambda x: one_call(x, loss, **changes)[0].sum, data)
+    assert len(runs) == 1 and runs[0].path == "linear_policy_loss" and runs[0].gradient.startswith(words)
+
+
+def test_fp16_operands_take_two_steps():
+    data = problem(dtype=jnp.float16, bias=False)
+    with record_head_runs() as runs:
+        actual = run(one_call, data, grpo(), temperature=0.7)
+    assert "fp16" in runs[0].gradient
+    compare(actual, run(two_calls, data, grpo(), temperature=0.7), gradient_error=5e-3)
+
+
+# --- on policy ----------------------------------------------------------------------------------------------------
+
+
+def on_policy(data, **options):
+    """The case with old log-probs that the head itself gives, and its log-sum-exp, garbage where masked."""
+    operands = data["hidden"], data["weight"], data["targets"]
+    values = linear_log_probs(
+        *operands, mask=data["mask"], bias=data["bias"], with_lse=True, engine="chunked", **options
+    )
+    return {**data, "old": values.log_probs}, jnp.where(data["mask"], values.lse, jnp.nan)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, OPTIONS], ids=["plain", "soft cap", "all options"])
+def test_on_policy_with_the_log_sum_exp(options):
+    data, lse = on_policy(problem(options=options), **options)
+
+    def known(x):
+        return one_call({**data, **x}, grpo(), lse=x["lse"], **options)
+
+    actual = jax.jit(lambda x: policy_problem.differentiated(x, known))({**data, "lse": lse})
+    compare(actual, run(two_calls, data, grpo(), **options))
+    assert not np.asarray(actual[2].hidden)[~np.asarray(data["mask"])].any()
+
+
+def test_on_policy_stores_no_logits():
+    tokens, vocab = 1024, 32768
+    floats, ids = jax.ShapeDtypeStruct((tokens,), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct((rows, 64), jnp.float32) for rows in (tokens, vocab)]
+    arguments = *operands, ids, floats, floats, jax.ShapeDtypeStruct((tokens,), jnp.bool_), floats
+
+    def mean(*x):
+        return linear_policy_loss(*x[:-1], lse=x[-1], engine="chunked")[0].mean()
+
+    memory = jax.jit(jax.grad(mean, (0, 1))).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert memory < 0.2 * 4 * tokens * vocab, memory
+
+
+# --- vocabulary shards and data ranks -----------------------------------------------------------------------------
+
+
+def sharded(data, loss, sizes, check_vma=True, outside=False, lse=None, **options):
+    """(loss sum, log-probs, gradients) over a mesh (data, tensor): tokens by rows, the vocabulary in uneven shards."""
+    shards = VocabShards.even(VOCAB, sizes[1])
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    options |= {"axis_name": "tensor", "vocab": shards}
+    if loss.needs_documents:
+        options["document_axis_name"] = "data"
+
+    def total(hidden, weight, bias, labels):
+        known = {} if lse is None else {"lse": labels.pop("lse")}
+        loss_sum, values = one_call(
+            {**labels, **dict(zip(policy_problem.HEAD, (hidden, weight, bias), strict=True))}, loss, **options, **known
+        )
+        # Documents that data ranks share are counted once by the loss itself.
+        return 3.0 * loss_sum.psum("data").mean(), (loss_sum.psum("data"), values)
+
+    labels = {name: data[name] for name in policy_problem.LABELS} | ({} if lse is None else {"lse": lse})
+    split, rows = P("data"), P("tensor")
+    head_specs = split, rows, rows
+    local = total if outside else jax.grad(total, (0, 1, 2), has_aux=True)
+    first = P() if outside else head_specs
+    specs = {"mesh": mesh, "in_specs": (*head_specs, split), "out_specs": (first, (P(), split)), "check_vma": check_vma}
+    mapped = jax.shard_map(local, **specs)
+
+    def run(hidden, weight, bias, labels):
+        def whole(hidden, weight, bias):
+            return mapped(hidden, shards.shard_rows(weight), shards.shard_rows(bias), labels)
+
+        if outside:
+            return jax.grad(whole, (0, 1, 2), has_aux=True)(hidden, weight, bias)
+        (d_hidden, *rest), aux = whole(hidden, weight, bias)
+        return (d_hidden, *map(shards.unshard_rows, rest)), aux
+
+    gradients, (loss_sum, values) = jax.jit(run)(*(data[name] for name in policy_problem.HEAD), labels)
+    return loss_sum, values, oracle.HeadGradients(*gradients)
+
+
+@pytest.mark.parametrize(
+    "name, sizes, outside",
+    [
+        ("grpo, entropy, k3", (2, 4), False),
+        ("grpo, entropy, k3", (1, 3), True),
+        ("gspo by length, wide bounds", (2, 3), True),
+        pytest.param("gspo, entropy", (2, 4), False, marks=SLOW),
+        pytest.param("grpo_paper, k1", (2, 3), False, marks=SLOW),
+        pytest.param("dr_grpo", (4, 2), True, marks=SLOW),
+    ],
+)
+def test_vocabulary_shards_and_data_ranks_give_the_unsharded_result(name, sizes, outside):
+    data = problem()
+    compare(
+        sharded(data, LOSSES[name], sizes, outside=outside, **OPTIONS), run(two_calls, data, LOSSES[name], **OPTIONS)
+    )
+
+
+@pytest.mark.parametrize("outside", [False, pytest.param(True, marks=SLOW)])
+def test_on_policy_over_shards(outside):
+    data, lse = on_policy(problem(options={}))
+    compare(sharded(data, grpo(), (2, 3), outside=outside, lse=lse), run(two_calls, data, grpo()))
+
+
+@pytest.mark.bad_input
+def test_differentiation_without_replication_types_is_refused():
+    with pytest.raises(ValueError, match="check_vma=True"):
+        sharded(problem(), grpo(), (2, 3), check_vma=False)
+
+
+def all_reduces(text):
+    """Result types of the all-reduces of a lowered module; a type of scalars is left out."""
+    found = re.findall(r'"stablehlo.all_reduce".*?\) : \(.*?\) -> \(?(tensor<\S+?>)', text, flags=re.DOTALL)
+    return sorted(x for x in found if re.search(r"<\d", x))
+
+
+def test_collectives_of_a_step():
+    """Forward: the maximum and one sum of everything else. Backward: dHidden over the vocabulary, dWeight over the data."""
+    data = problem(bias=False)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
+    shards = VocabShards.even(VOCAB, 4)
+
+    def local(hidden, weight, labels, gradient):
+        def mean(hidden, weight):
+            problem = {**labels, "hidden": hidden, "weight": weight, "bias": None}
+            return one_call(problem, grpo(), axis_name="tensor", vocab=shards)[0].psum("data").mean()
+
+        return jax.grad(mean, (0, 1))(hidden, weight) if gradient else mean(hidden, weight)
+
+    labels = {name: data[name] for name in policy_problem.LABELS}
+    specs = P("data"), P("tensor"), P("data")
+
+    def lowered(gradient):
+        out_specs = specs[:2] if gradient else P()
+        mapped = jax.shard_map(lambda *x: local(*x, gradient), mesh=mesh, in_specs=specs, out_specs=out_specs)
+        return jax.jit(mapped).lower(data["hidden"], shards.shard_rows(data["weight"]), labels)
+
+    tokens, columns = ROWS * LENGTH // 2, shards.max_width
+    forward, both = all_reduces(lowered(False).as_text()), all_reduces(lowered(True).as_text())
+    added = [f"tensor<{tokens}x{policy_problem.HIDDEN}xf32>", f"tensor<{columns}x{policy_problem.HIDDEN}xf32>"]
+    assert len(forward) == 2, forward
+    assert [x for x in both if x in added] == sorted(added) and len(both) == 4, both
+    # What XLA makes of them: no collective more.
+    compiled = lowered(True).compile().as_text()
+    assert not re.search("all-gather|reduce-scatter|all-to-all|collective-permute", compiled)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lse": jnp.zeros((ROWS, LENGTH)), "with_entropy": True}, "lse: expected None along with entropy"),
+        ({"lse": jnp.zeros(ROWS * LENGTH)}, "lse: expected a floating-point array of shape"),
+        ({"lse": jnp.zeros((ROWS, LENGTH)), "engine": "reference"}, "lse: expected None with an engine"),
+        ({"engine": "none such"}, "engine: expected"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        one_call(problem(), grpo(), **changes)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name, argument", [("old", "old_log_probs"), ("advantages", "advantages")])
+def test_arrays_of_another_shape_are_refused(name, argument):
+    data = problem()
+    with pytest.raises(ValueError, match=f"{argument}: expected"):
+        one_call({**data, name: data[name].reshape(-1)}, grpo())

@@ -1,0 +1,136 @@
+"""Relation I, over programs: what surrounds the head (jax.checkpoint, jax.vmap, a scan, no jit) decides no bit."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from jaxlogp import linear_log_probs
+from jaxlogp.head.fixed_order import engine, stats
+from jaxlogp.head.fixed_order.stats import sum_columns
+from jaxlogp.invariance.exact import one_minus_square, product
+from jaxlogp.invariance.order import fold_halves, fold_tree
+from tests.invariance.harness import FIXED, Setting, assert_same_bytes, broken, case, program, run
+
+TOKENS = 40
+SMALL, MEDIUM = Setting(FIXED, 257), Setting(FIXED, 1027)
+RNG = np.random.default_rng(2)
+TERMS = (RNG.random((64, 352)) * np.exp2(-RNG.integers(0, 40, (64, 352)))).astype(np.float32)
+
+
+def check(setting, size, around, dtype=jnp.float32):
+    data = case(setting.vocab, TOKENS, dtype)
+    assert_same_bytes(run(setting._replace(around=around), size, data), run(setting, size, data))
+
+
+@pytest.mark.parametrize("setting, size", [(MEDIUM, 1), (SMALL, 4)], ids=["V=1027, TP 1", "V=257, TP 4"])
+def test_vmap_around_the_head_changes_no_bit(setting, size):
+    check(setting, size, "vmap")
+
+
+def narrow_results(around):
+    """Values and gradients outside of shard_map, with 24 features: there a backward that recomputes a plain sum breaks."""
+    data = case(257, TOKENS)
+
+    def head(hidden, weight, bias):
+        return linear_log_probs(
+            hidden, weight, data["targets"], mask=data["mask"], bias=bias, with_entropy=True, engine=FIXED
+        )
+
+    def total(hidden, weight, bias):
+        found = around(head)(hidden, weight, bias)
+        return jnp.sum(found.log_probs * data["g_lp"] + found.entropy * data["g_entropy"]), found
+
+    run = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+    gradients, found = run(data["hidden"][:, :24], data["weight"][:, :24], data["bias"])
+    names = ("hidden", "weight", "bias", "log_probs", "entropy")
+    return {name: np.asarray(x) for name, x in zip(names, (*gradients, *found), strict=True)}
+
+
+def test_checkpoint_around_the_head_changes_no_bit():
+    assert_same_bytes(narrow_results(jax.checkpoint), narrow_results(lambda head: head))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("around", ["checkpoint", "vmap", "scan"])
+@pytest.mark.parametrize("setting", [SMALL, MEDIUM], ids=["V=257", "V=1027"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_surrounds_the_head_changes_no_bit_in_the_whole_grid(setting, size, around, dtype):
+    check(setting, size, around, dtype)
+
+
+@pytest.fixture
+def plain_sums(monkeypatch):
+    """The fixed order with float sums in place of its own inside of a tile."""
+    monkeypatch.setattr(stats, "sum_columns", lambda terms: jnp.sum(terms, axis=-1))
+    monkeypatch.setattr(engine, "fold_halves", lambda x: jnp.sum(x, axis=0))
+    for clear in (program.cache_clear, jax.clear_caches):
+        clear()
+    yield
+    for clear in (program.cache_clear, jax.clear_caches):
+        clear()
+
+
+def test_plain_sums_over_a_tile_break_under_vmap(plain_sums):
+    """The negative control: the order of a float sum is the surrounding program's."""
+    data = case(MEDIUM.vocab, TOKENS)
+    found = broken(run(MEDIUM._replace(around="vmap"), 1, data), run(MEDIUM, 1, data))
+    assert {"entropy", "weight"} <= set(found), found
+
+
+@pytest.mark.slow
+def test_values_without_entropy_and_without_gradients_are_the_same():
+    """Another compiled program, forward only, down to one operation at a time outside of jit."""
+    data = case(257, TOKENS)
+    wanted = run(SMALL, 1, data)["log_probs"]
+    args = data["hidden"], data["weight"], data["targets"]
+    options = {"mask": data["mask"], "bias": data["bias"], "engine": FIXED}
+    for function in (jax.jit(linear_log_probs, static_argnames="engine"), linear_log_probs):
+        assert np.asarray(function(*args, **options).log_probs).tobytes() == wanted.tobytes()
+
+
+# --- the parts: with and without jit, one at a time and many -----------------------------------------------
+
+
+PARTS = {
+    "sum_columns": (sum_columns, (TERMS,)),
+    "fold_halves": (fold_halves, (TERMS,)),
+    "fold_tree": (lambda x: fold_tree(x, jnp.add), (TERMS[:37],)),
+    "product before an addition": (lambda x, y: product(x, y) + y, (TERMS, TERMS[::-1])),
+    "one_minus_square": (one_minus_square, (TERMS,)),
+}
+
+
+class Parts(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    @parameterized.named_parameters((name, *part) for name, part in PARTS.items())
+    def test_no_program_changes_a_bit(self, function, arrays):
+        wanted = jax.jit(function)(*arrays)
+        mapped = jax.vmap(function)(*(jnp.stack([x, x[::-1], 2 * x]) for x in arrays))[0]
+        for seen in (self.variant(function)(*arrays), self.variant(lambda: mapped)()):
+            chex.assert_trees_all_equal(seen, wanted)
+            assert np.asarray(seen).tobytes() == np.asarray(wanted).tobytes()
+
+
+def test_a_sum_over_columns_has_no_order():
+    wanted = np.asarray(sum_columns(TERMS))
+    orders = [RNG.permutation(TERMS.shape[1]) for _ in range(5)]
+    for order in orders:
+        assert np.asarray(sum_columns(TERMS[:, order])).tobytes() == wanted.tobytes()
+    floats = [np.add.accumulate(TERMS[:, order], axis=1)[:, -1] for order in orders]
+    assert any(x.tobytes() != floats[0].tobytes() for x in floats), "a sum of floats must show its order here"
+
+
+@pytest.mark.parametrize("columns", [1, 16, 352, 1024, 4096])
+def test_a_sum_over_columns_is_accurate_and_does_not_overflow(columns):
+    rng = np.random.default_rng(columns)
+    rows = [np.ones(columns), -np.ones(columns), np.exp(-rng.exponential(4.0, columns)), -rng.random(columns)]
+    terms = np.asarray(rows, np.float32)
+    seen, wanted = np.asarray(sum_columns(terms)), terms.astype(np.float64).sum(axis=1)
+    # Two conversions and an addition; a term is rounded at 2^-2 bits, where 2^(30 - bits) columns fit into int32.
+    bits = 30 - (columns - 1).bit_length()
+    assert (np.abs(seen - wanted) <= 3 * 2.0**-24 * np.abs(wanted) + columns * 2.0 ** (-2 * bits - 1)).all()
+    assert seen[0] == columns == -seen[1]

@@ -1,0 +1,143 @@
+"""Documents with clipped, unclipped, masked and unlabelled tokens, and every policy loss of `PolicyLoss` in float64.
+
+The formulas are written label by label in NumPy; from the library come only the numbers that a loss is made of.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxlogp import losses
+
+SHAPE = (4, 6)
+LENGTHS = (5, 1, 7, 4, 7)
+DOCUMENTS = len(LENGTHS)
+DRIFT = (-0.05, 0.6, 0.6, 0.0, -0.6)  # mean log-ratio: inside the bounds, above them, below them
+ADVANTAGES = (1.0, -1.0, 1.0, 1.0, -1.0)
+UNLABELLED = 3  # a document of which every token is masked
+
+# fp32 rounds a log-ratio of size 1 by 6e-8 and each of at most 24 additions by as much; relative to the largest entry.
+ERROR = 3e-6
+
+
+class Case(NamedTuple):
+    """Inputs of a policy loss, with garbage at masked places."""
+
+    new: np.ndarray
+    old: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+    ids: np.ndarray
+    ref: np.ndarray
+    entropy: np.ndarray
+
+
+def case(seed=0, dtype=np.float32):
+    """The formulas below start from the same numbers, those of fp32."""
+    rng = np.random.default_rng(seed)
+    new = rng.normal(-2.0, 1.0, SHAPE).astype(np.float32)
+    ids = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), LENGTHS).reshape(SHAPE)
+    drift = np.array(DRIFT)[ids]
+    old = (new - drift + rng.normal(0.0, 0.15, SHAPE)).astype(np.float32)
+    advantages = rng.normal(np.array(ADVANTAGES)[ids], 0.3).astype(np.float32)
+    advantages[0, 2] = 0.0
+    mask = (rng.random(SHAPE) < 0.7) & (ids != UNLABELLED)
+    mask[0, :3] = mask[0, 5] = True  # the latter is the one label of document 1, whose ratio is far above 1
+    ref = (new + rng.normal(0.1, 0.5, SHAPE)).astype(np.float32)
+    entropy = rng.uniform(0.0, 3.0, SHAPE).astype(np.float32)
+    arrays = [x.astype(dtype) for x in (new, old, advantages, ref, entropy)]
+    for values in arrays:
+        values[~mask] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38, -3e38]), int((~mask).sum()))
+    new, old, advantages, ref, entropy = arrays
+    return Case(new, old, advantages, mask, ids, ref, entropy)
+
+
+def with_labels(given, **changes):
+    """`given` with the values of the first three labels of document 0 changed: none may be masked."""
+    assert given.mask[0, :3].all()
+    changed = {name: getattr(given, name).copy() for name in changes}
+    for name, value in changes.items():
+        changed[name][0, 1] = value
+    return given._replace(**changed)
+
+
+def expected_losses(loss, given, base=None):
+    """w_t m_t (-objective + kl_coefficient KL_t - entropy_coefficient H_t) of each label, [..., labels], in float64.
+
+    `given.new` and `given.entropy` may have more axes in front. `base` holds the log-probs that gradients stop at: those in
+    the importance weight of `StopGradientWeight`.
+    """
+    base = given.new if base is None else base
+    new, old, base, advantages, ref, entropy = (
+        np.asarray(x, np.float64)[..., given.mask]
+        for x in (given.new, given.old, base, given.advantages, given.ref, given.entropy)
+    )
+    ids, result = given.ids[given.mask], []
+    for i, document in enumerate(ids):
+        labels = np.flatnonzero(ids == document)
+        group = labels if loss.ratio == "sequence" else [i]
+        n, o, frozen, a = (x[..., group].mean(axis=-1) for x in (new, old, base, advantages))
+        label = -_objective(loss.objective, np.exp(n - o), np.exp(frozen - o), n, a)
+        if loss.kl_coefficient:
+            label = label + loss.kl_coefficient * _kl(loss.kl_estimator, ref[..., i] - new[..., i])
+        if loss.entropy_coefficient:
+            label = label - loss.entropy_coefficient * entropy[..., i]
+        weights = {"labels": 1.0, "documents": 1.0, "document_mean": 1.0 / len(labels)}
+        weights |= {} if loss.length is None else {"constant_length": 1.0 / loss.length}
+        result.append(weights[loss.reduction] * label)
+    return np.stack(result, axis=-1)
+
+
+def expected_sum(loss, given, base=None):
+    return expected_losses(loss, given, base).sum(axis=-1)
+
+
+def sum_error(actual, loss, given):
+    """Error of a sum relative to the largest of its terms: the sum itself may cancel."""
+    terms = expected_losses(loss, given)
+    return abs(float(actual) - terms.sum()) / np.max(np.abs(terms))
+
+
+def expected_count(loss, given):
+    return int(given.mask.sum()) if loss.reduction == "labels" else DOCUMENTS
+
+
+def expected_gradient(loss, given, name="new", step=1e-5):
+    """Central differences of `expected_sum`: what a gradient means, without any condition of a pass.
+
+    Their truncation error is about step² and their rounding error 1e-16 / step, both below 1e-9. No label may lie within
+    `step` of a bound.
+    """
+    base, labels = np.array(given.new, np.float64), np.argwhere(given.mask)
+    sums = []
+    for sign in (1, -1):
+        shifted = np.repeat(np.array(getattr(given, name), np.float64)[None], len(labels), axis=0)
+        shifted[np.arange(len(labels)), labels[:, 0], labels[:, 1]] += sign * step
+        sums.append(expected_sum(loss, given._replace(**{name: shifted}), base))
+    gradient = np.zeros(given.mask.shape)
+    gradient[given.mask] = (sums[0] - sums[1]) / (2 * step)
+    return gradient
+
+
+def scaled_error(actual, expected):
+    return np.max(np.abs(np.asarray(actual, np.float64) - expected)) / np.max(np.abs(expected))
+
+
+def _objective(objective, r, frozen, log_prob, a):
+    match objective:
+        case losses.Clipped(low, high, delta):
+            bounded = np.clip(r, 1 - low, 1 + (low if high is None else high))
+            value = np.minimum(r * a, bounded * a)
+            return np.maximum(value, delta * a) if delta is not None and a < 0 else value
+        case losses.StopGradientWeight(largest):
+            return np.minimum(frozen, largest) * a * log_prob
+        case losses.SoftGate(positive, negative):
+            tau = positive if a > 0 else negative
+            return 4 / tau / (1 + np.exp(-tau * (r - 1))) * a
+        case losses.LogLikelihood():
+            return a * log_prob
+    raise AssertionError(objective)
+
+
+def _kl(estimator, x):
+    return {"k1": -x, "k2": x * x / 2, "k3": np.exp(x) - x - 1}[estimator]

@@ -1,0 +1,262 @@
+"""The losses of the field: values by hand, slopes in float64, pairs that must coincide, and a loss of one's own."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp import losses
+from jaxlogp.losses import PRESETS, Clipped, PolicyLoss, policy_loss, register_loss
+from jaxlogp.policy.metrics import policy_metrics
+from tests.losses.policy_case import ERROR, SHAPE, case, expected_gradient, scaled_error, sum_error
+
+# Document 0 has two labels with A = 1 and the ratios 1.5 and 0.5, document 1 one label with A = -2 and the ratio 0.5;
+# document 2 has none. The logarithms of 0.6, 0.1 and 0.2 are -0.510826, -2.302585 and -1.609438.
+PROBABILITIES = np.log(np.float32([[0.6, 0.1, 0.9, 0.2]]))
+BY_HAND = {
+    "log_probs": PROBABILITIES,
+    "old_log_probs": PROBABILITIES - np.log(np.float32([[1.5, 0.5, 7.0, 0.5]])),
+    "advantages": np.float32([[1.0, 1.0, 9.0, -2.0]]),
+    "mask": np.array([[True, True, False, True]]),
+    "document_ids": np.array([[0, 0, 2, 1]]),
+    "num_documents": 2,
+}
+# What the step's mean is: three labels, two documents.
+HAND_COMPUTED = {
+    # min(1.5, 1.2) + min(0.5, 0.8) - 2 max(0.5, 0.8) = 1.2 + 0.5 - 1.6 = 0.1
+    "grpo": (losses.grpo(), -0.1 / 3),
+    "bnpo": (losses.bnpo(), -0.1 / 3),
+    "grpo_paper": (losses.grpo_paper(), -((1.2 + 0.5) / 2 - 1.6) / 2),
+    "dapo": (losses.dapo(), -(1.28 + 0.5 - 1.6) / 3),
+    "dr_grpo": (losses.dr_grpo(length=4), -0.1 / 4 / 2),
+    # R_0 = sqrt(1.5 * 0.5) = 0.866025, unclipped; R_1 = 0.5, clipped from below: 2 * 0.9997, or 2 * 0.8
+    "gspo": (losses.gspo(), -(0.866025 - 1.9994) / 2),
+    "gspo by length": (losses.gspo(weighting="length"), -(2 * 0.866025 - 1.6) / 2),
+    # 1.5 log 0.6 + 0.5 log 0.1 - 2 * 0.5 log 0.2 = -0.766238 - 1.151293 + 1.609438 = -0.308093
+    "cispo": (losses.cispo(), 0.308093 / 3),
+    # the first weight limited to 1: -0.510826 - 1.151293 + 1.609438 = -0.052681
+    "cispo limited": (losses.cispo(max_weight=1.0), 0.052681 / 3),
+    # 4 σ(0.5) = 2.489837, 4 σ(-0.5) = 1.510163, their mean 2; -2 * 4 / 1.05 σ(-0.525) = -2.831877
+    "sapo": (losses.sapo(), -(2.0 - 2.831877) / 2),
+    # log 0.6 + log 0.1 - 2 log 0.2 = 0.405465
+    "reinforce": (losses.reinforce(), -0.405465 / 2),
+    "rloo": (losses.rloo(), -0.405465 / 2),
+    # With A_1 = -2 a delta changes nothing here; with the ratios turned round it does, see below.
+    "grpo with delta": (losses.grpo(delta=1.3), -0.1 / 3),
+}
+
+
+@pytest.mark.parametrize("name", HAND_COMPUTED)
+def test_the_value_is_the_one_computed_by_hand(name):
+    loss, expected = HAND_COMPUTED[name]
+    # The constants above have six digits.
+    np.testing.assert_allclose(policy_loss(**BY_HAND, loss=loss).mean(), expected, atol=2e-6)
+
+
+def test_every_preset_is_computed_by_hand_and_has_its_name():
+    assert {loss.name for loss, _ in HAND_COMPUTED.values()} == set(PRESETS)
+    for name, function in PRESETS.items():
+        needed = {"length": 8} if "length" in inspect.signature(function).parameters else {}
+        loss = function(**needed, kl_coefficient=0.1, kl_estimator="k2", entropy_coefficient=0.2, grad_divisor=3.0)
+        assert loss.name == name
+        assert (loss.kl_coefficient, loss.kl_estimator, loss.entropy_coefficient) == (0.1, "k2", 0.2)
+        assert loss.grad_divisor == 3.0
+
+
+def test_delta_limits_a_ratio_with_a_negative_advantage_by_hand():
+    # r = 3 with A = -2: without delta -6, with delta 1.5 -3 and no gradient; r = 1.4 keeps its own.
+    new = jnp.log(jnp.float32([3.0, 1.4]))
+    zeros, advantages, mask = np.zeros(2, np.float32), np.float32([-2.0, -2.0]), np.ones(2, bool)
+    for delta, value, gradient in ((None, 8.8, [6.0, 2.8]), (1.5, 5.8, [0.0, 2.8])):
+        loss = losses.grpo(delta=delta)
+        result = jax.value_and_grad(lambda x, loss=loss: policy_loss(x, zeros, advantages, mask, loss=loss).sum)(new)
+        np.testing.assert_allclose(result[0], value, rtol=1e-6)
+        np.testing.assert_allclose(result[1], gradient, rtol=1e-6)
+
+
+def test_the_kl_and_the_entropy_bonus_by_hand():
+    # ref - new = log 2 at each label: k1 = -0.693147, k2 = 0.240227, k3 = 2 - 0.693147 - 1 = 0.306853. Entropies 1, 2, 3.
+    given = {**BY_HAND, "ref_log_probs": PROBABILITIES + np.float32(np.log(2.0)), "entropy": np.float32([[1, 2, 9, 3]])}
+    for estimator, kl in (("k1", -0.693147), ("k2", 0.240227), ("k3", 0.306853)):
+        parts = {"kl_coefficient": 0.5, "kl_estimator": estimator, "entropy_coefficient": 0.1}
+        by_labels = policy_loss(**given, loss=losses.grpo(**parts)).mean()
+        np.testing.assert_allclose(by_labels, -0.1 / 3 + 0.5 * kl - 0.1 * (1 + 2 + 3) / 3, atol=2e-6)
+        # Documents alike: the entropy of document 0 is (1 + 2) / 2.
+        by_documents = policy_loss(**given, loss=losses.grpo_paper(**parts)).mean()
+        np.testing.assert_allclose(by_documents, 0.375 + 0.5 * kl - 0.1 * (1.5 + 3) / 2, atol=2e-6)
+
+
+def sum_and_gradient(loss, given, document_ids=None):
+    """The mean, the sum, and the gradient of the mean."""
+
+    def total(new):
+        ids = given.ids if document_ids is None else document_ids
+        number = int(ids.max()) + 1
+        options = {"ref_log_probs": given.ref, "entropy": given.entropy, "document_ids": ids, "num_documents": number}
+        result = policy_loss(new, given.old, given.advantages, given.mask, loss=loss, **options)
+        return result.mean(), result.sum
+
+    (mean, total), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(given.new))
+    return float(mean), total, np.asarray(gradient)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_in_float64_the_value_and_the_slope_are_those_of_the_formula(name):
+    options = {"length": 8} if name == "dr_grpo" else {}
+    # A wider GSPO has documents inside of its bounds.
+    options |= {"epsilon": 0.2} if name == "gspo" else {}
+    loss = PRESETS[name](**options, kl_coefficient=0.05, entropy_coefficient=0.02, grad_divisor=1.0)
+    given = case(seed=1, dtype=np.float64)
+    with jax.enable_x64(True):
+        _, total, gradient = sum_and_gradient(loss, given)
+        assert total.dtype == np.float64
+        assert sum_error(total, loss, given) < 1e-14  # some 30 roundings of 1e-16
+    # Central differences with step 1e-5: truncation step² and rounding 1e-16 / step.
+    assert scaled_error(gradient, expected_gradient(loss, given)) < 1e-9
+
+
+def assert_same(one, other, given, **options):
+    (left, _, left_gradient), (right, _, right_gradient) = (
+        sum_and_gradient(loss, given, **options) for loss in (one, other)
+    )
+    np.testing.assert_allclose(left, right, rtol=ERROR, atol=ERROR)
+    np.testing.assert_allclose(left_gradient, right_gradient, rtol=ERROR, atol=ERROR)
+
+
+def test_pairs_that_are_one_loss():
+    given = case(seed=2)
+    assert inspect.signature(policy_loss).parameters["loss"].default == losses.grpo()
+    assert dataclasses.replace(losses.bnpo(), name="grpo") == losses.grpo()
+    assert dataclasses.replace(losses.rloo(), name="reinforce") == losses.reinforce()
+    assert_same(losses.dapo(epsilon=0.15, epsilon_high=0.15), losses.grpo(epsilon=0.15), given)
+    assert_same(losses.grpo(delta=1e9), losses.grpo(), given)
+    with pytest.raises(AssertionError):
+        assert_same(losses.dapo(), losses.grpo(), given)
+
+
+def test_documents_of_one_length_or_one_label_make_reductions_and_ratios_coincide():
+    given = case(seed=3)._replace(mask=np.ones(SHAPE, bool))
+    finite = {
+        name: np.nan_to_num(getattr(given, name), posinf=-1.0, neginf=-1.0) for name in ("new", "old", "advantages")
+    }
+    given = given._replace(**{name: np.clip(values, -3, 3) for name, values in finite.items()}, ref=None, entropy=None)
+    rows = np.repeat(np.arange(4), 6).reshape(SHAPE)
+    assert_same(losses.grpo_paper(), losses.grpo(), given, document_ids=rows)
+    assert_same(losses.dr_grpo(length=6), losses.grpo(), given, document_ids=rows)
+    tokens = np.arange(24).reshape(SHAPE)
+    assert_same(losses.gspo(), losses.grpo_paper(epsilon=3e-4, epsilon_high=4e-4), given, document_ids=tokens)
+    assert_same(losses.gspo(weighting="length"), losses.grpo(), given, document_ids=tokens)
+    with pytest.raises(AssertionError):
+        assert_same(losses.grpo_paper(), losses.grpo(), given, document_ids=given.ids)
+    with pytest.raises(AssertionError):
+        assert_same(losses.gspo(weighting="length"), losses.gspo(epsilon=0.2), given, document_ids=given.ids)
+
+
+@pytest.mark.parametrize("reduction", ["labels", "documents", "document_mean"])
+def test_on_policy_every_objective_has_the_gradient_of_reinforce(reduction):
+    given = case(seed=4)
+    given = given._replace(old=given.new)
+    expected = sum_and_gradient(dataclasses.replace(losses.reinforce(), reduction=reduction), given)[2]
+    for loss in (losses.grpo(), losses.grpo(delta=3.0), losses.cispo(), losses.sapo()):
+        gradient = sum_and_gradient(dataclasses.replace(loss, reduction=reduction), given)[2]
+        np.testing.assert_allclose(gradient, expected, rtol=ERROR, atol=ERROR)
+
+
+def test_on_policy_gspo_by_length_has_the_gradient_of_rloo_where_a_document_has_one_advantage():
+    given = case(seed=4)
+    given = given._replace(old=given.new, advantages=np.float32([1.0, -0.5, 2.0, 0.3, -1.0])[given.ids])
+    expected = sum_and_gradient(losses.rloo(), given)[2]
+    gradient = sum_and_gradient(losses.gspo(weighting="length"), given)[2]
+    np.testing.assert_allclose(gradient, expected, rtol=ERROR, atol=ERROR)
+
+
+def test_the_defaults_of_gspo_follow_its_weighting():
+    assert losses.gspo().objective == Clipped(3e-4, 4e-4) and losses.gspo().reduction == "document_mean"
+    by_length = losses.gspo(weighting="length")
+    assert by_length.objective == Clipped(0.2, 0.2) and by_length.reduction == "documents"
+    assert losses.gspo(epsilon=0.1).objective == Clipped(0.1)
+    assert losses.gspo(epsilon_high=0.1).objective == Clipped(3e-4, 0.1)
+    assert losses.gspo(weighting="length", epsilon_high=0.3).objective == Clipped(0.2, 0.3)
+
+
+def test_a_loss_of_ones_own_is_a_small_class_and_one_registration():
+    @dataclasses.dataclass(frozen=True)
+    class Squared:
+        """A - (r - 1 - A)² / 2: pulls the ratio to 1 + A."""
+
+        def value(self, log_ratio, log_prob, advantages):
+            return advantages - (jnp.expm1(log_ratio) - advantages) ** 2 / 2
+
+        def clipped(self, ratio):
+            return ratio > 1.4
+
+    def squared(**parts):
+        """Documents alike."""
+        return PolicyLoss("squared", objective=Squared(), reduction="document_mean", **parts)
+
+    register_loss("squared", squared)
+    try:
+        loss = PRESETS["squared"](kl_coefficient=0.0)
+        # Document 0: 1 - (0.5 - 1)² / 2 and 1 - (-0.5 - 1)² / 2; document 1: -2 - (-0.5 + 2)² / 2.
+        expected = -((0.875 - 0.125) / 2 - 3.125) / 2
+        np.testing.assert_allclose(policy_loss(**BY_HAND, loss=loss).mean(), expected, rtol=1e-6)
+        metrics = policy_metrics(**BY_HAND, loss=loss)
+        np.testing.assert_allclose(metrics["clipped_ratio_fraction"], 0.25)  # one of two labels, one of two documents
+        sequence = policy_metrics(**BY_HAND, loss=dataclasses.replace(loss, ratio="sequence"))
+        assert float(sequence["clipped_ratio_fraction"]) == 0.0 and int(sequence["num_segments"]) == 2
+    finally:
+        del PRESETS["squared"]
+
+
+ALREADY, NOT_CALLABLE = lambda: register_loss("grpo", losses.grpo), lambda: register_loss("mine", losses.grpo())
+BAD = {
+    "epsilon 0": (lambda: losses.grpo(epsilon=0.0), "epsilon", "0.0"),
+    "epsilon 1": (lambda: losses.dapo(epsilon=1.0), "epsilon", "1.0"),
+    "epsilon NaN": (lambda: losses.gspo(epsilon=float("nan")), "epsilon", "nan"),
+    "epsilon_high negative": (lambda: losses.grpo(epsilon_high=-0.1), "epsilon_high", "-0.1"),
+    "epsilon_high infinite": (lambda: losses.grpo(epsilon_high=np.inf), "epsilon_high", "inf"),
+    "delta inside of the bounds": (lambda: losses.grpo(delta=1.2), "delta", "1.2"),
+    "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
+    "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
+    "length missing": (lambda: PolicyLoss("x", reduction="constant_length"), "length", "None"),
+    "length 0": (lambda: losses.dr_grpo(length=0), "length", "0"),
+    "length without its reduction": (lambda: PolicyLoss("x", length=4), "length", "4"),
+    "unknown weighting": (lambda: losses.gspo(weighting="equal"), "weighting", "'equal'"),
+    "unknown ratio": (lambda: PolicyLoss("x", ratio="gspo"), "ratio", "'gspo'"),
+    "unknown reduction": (lambda: PolicyLoss("x", reduction="mean"), "reduction", "'mean'"),
+    "unknown estimator": (lambda: losses.grpo(kl_estimator="k4"), "kl_estimator", "'k4'"),
+    "KL negative": (lambda: losses.grpo(kl_coefficient=-0.1), "kl_coefficient", "-0.1"),
+    "entropy NaN": (lambda: losses.grpo(entropy_coefficient=float("nan")), "entropy_coefficient", "nan"),
+    "grad_divisor 0": (lambda: losses.grpo(grad_divisor=0.0), "grad_divisor", "0.0"),
+    "grad_divisor negative": (lambda: losses.grpo(grad_divisor=-2), "grad_divisor", "-2"),
+    "grad_divisor an array": (lambda: losses.grpo(grad_divisor=jnp.float32(2)), "grad_divisor", "Array(2."),
+    "objective a name": (lambda: PolicyLoss("x", objective="clipped"), "objective", "'clipped'"),
+    "no name": (lambda: PolicyLoss(""), "name", "''"),
+    "a name that is taken": (ALREADY, "name", "'grpo'"),
+    "a name with a space": (lambda: register_loss("my loss", losses.grpo), "name", "'my loss'"),
+    "a loss in place of a function": (NOT_CALLABLE, "function", "PolicyLoss("),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.bad_input
+def test_a_wrong_choice_is_named(name):
+    call, argument, seen = BAD[name]
+    with pytest.raises(ValueError) as raised:
+        call()
+    message = str(raised.value)
+    assert message.startswith(f"{argument}: expected ") and seen in message.partition(", got ")[2], message
+
+
+def test_a_loss_is_hashable_and_may_be_a_static_argument():
+    assert len({losses.grpo(), losses.grpo(), losses.dapo()}) == 2
+    given = case()
+
+    def total(new, loss):
+        return policy_loss(new, given.old, given.advantages, given.mask, loss=loss).sum
+
+    first, second = (jax.jit(total, static_argnames="loss")(given.new, loss=x) for x in (losses.grpo(), losses.cispo()))
+    assert float(first) != float(second)
