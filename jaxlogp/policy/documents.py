@@ -71,6 +71,8 @@ class Document:
             require(False, "prompt_length", f"a number in [0, {tokens.size}]", self.prompt_length)
         self._check_column("old_log_probs", old)
         for name, values in self.columns.items():
+            if name in ("old_log_probs", "advantages"):
+                require(False, "columns", "names other than old_log_probs and advantages", repr(name))
             self._check_column(name, values)
         self._check_numbers()
 
