@@ -3,8 +3,8 @@
     python -m benchmarks.hopper.gradient_filter [H,V ...]
 
 Policies are those of experiments/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token drawn
-from them), made on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are relative, in norm, against
-the unfiltered gradient. "shuffled" is a vocabulary in no order, "ordered" one by mean logit, renumbered beforehand.
+from them), made on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are relative, in norm,
+against the unfiltered gradient. "shuffled" is a vocabulary in no order, "ordered" one by mean logit, renumbered beforehand.
 """
 
 import dataclasses
