@@ -131,7 +131,14 @@ def normaliser_program(name, size):
 
 
 @pytest.mark.parametrize(
-    "name, size", [("fp32 V=257", 3), ("fp32 V=257", 8), ("bf16 V=4099", 6), ("fp32 V=258, 8 granules", 8)]
+    "name, size",
+    [
+        ("fp32 V=257", 8),
+        *(
+            pytest.param(name, size, marks=pytest.mark.slow)
+            for name, size in (("fp32 V=257", 3), ("bf16 V=4099", 6), ("fp32 V=258, 8 granules", 8))
+        ),
+    ],
 )
 def test_the_log_sum_exp_has_the_bytes_of_one_shard(name, size):
     setting, _, _ = SETTINGS[name]
