@@ -41,7 +41,7 @@ def test_a_number_of_micro_batches_makes_a_step_and_metrics_may_be_off(tmp_path)
     schedule = {"steps": 2, "docs_per_step": 0, "micro_batches": 3, "rows": 3}
     result = train(short(tmp_path, "none", schedule=schedule, loss={"metrics": "none"}))
     for record in train_records(result):
-        assert record["micro_batches"] == 3 and 0 < record["num_documents"] <= 3 * 9
+        assert record["micro_batches"] == 3 and 0 < record["num_documents"] < 64, "less than a rollout"
         assert "entropy" not in record and "ratio_new_old" not in record
         assert record["update_applied"] == 1 and record["loss"] != 0.0
 
@@ -69,19 +69,15 @@ def test_rescored_log_probs_are_the_trainers_and_their_log_sum_exp_spares_the_fo
 def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     options = {"loss": {"kl_coefficient": 0.5, "metrics": "basic"}, "invariant": invariant}
     schedule = {"rows": 16, "row_length": None}
-    whole = train(short(tmp_path, "whole", schedule={"steps": 3, **schedule}, **options))
-    broken = train(short(tmp_path, "broken", schedule={"steps": 2, **schedule}, **options))
-    resumed = train(Config(resume=str(broken.run.path), quiet=True, schedule=replace(Config().schedule, steps=3)))
+    whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options))
+    broken = train(short(tmp_path, "broken", schedule={"steps": 1, **schedule}, **options))
+    resumed = train(Config(resume=str(broken.run.path), quiet=True, schedule=replace(Config().schedule, steps=2)))
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
     reference = jax.tree.leaves(whole.trainer.reference)
     for mine, other in zip(jax.tree.leaves(resumed.trainer.reference), reference, strict=True):
         np.testing.assert_array_equal(mine, other)
     assert any((np.asarray(x) != y).any() for x, y in zip(reference, jax.tree.leaves(whole.params), strict=True))
-    without = train(short(tmp_path, "without", schedule={"steps": 3, **schedule}, invariant=invariant))
-    # At the first step policy and reference are the same, so is the loss; later the KL is not 0.
-    losses, plain = ([record["loss"] for record in train_records(run)] for run in (whole, without))
-    assert abs(losses[0] - plain[0]) <= 1e-5 and losses[2] != plain[2]
 
 
 def sums(loss):
