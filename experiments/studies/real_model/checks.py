@@ -26,9 +26,9 @@ from jaxlogp import (
     linear_log_probs,
     skipped_tiles,
     vocab_order_by_mean_logit,
+    why_not,
 )
 from jaxlogp.head.hopper.tiles import head_tiles
-from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.registry import ENGINES
 
 REFERENCE_BLOCK = 1024
@@ -84,9 +84,7 @@ class Filtered:
 
 def available_engines(hidden: jax.Array, weight: jax.Array) -> dict[str, str | None]:
     """Every engine's name, with the reason why it cannot run here or None."""
-    options = HeadOptions(with_entropy=True)
-    asked = {name: getattr(engine, "why_not", None) for name, engine in ENGINES.items()}
-    return {name: None if ask is None else ask(hidden, weight, None, options) for name, ask in asked.items()}
+    return {name: why_not(engine, hidden, weight) for name, engine in ENGINES.items()}
 
 
 # ---- drift ----
