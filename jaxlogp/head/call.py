@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ class HeadGradients(NamedTuple):
     bias: Float[Array, " vocab"] | None
 
 
+# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+@no_type_check
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["hidden", "weight", "bias", "targets"],
