@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 AnyArray = jax.Array | np.ndarray
 """What functions take: JAX arrays, traced or not, and NumPy arrays. What they return is a `jax.Array`."""
@@ -14,11 +14,12 @@ def compute_dtype(*values: Float[AnyArray, "*shape"]) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if any(jnp.result_type(x) == jnp.float64 for x in values) else jnp.float32)
 
 
-def as_int32(ids: Int[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
-    """Ids of any integer dtype as int32, before they are compared with anything; -1 for those that int32 cannot hold.
+def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
+    """Ids or counts of any integer dtype as int32, before they are compared with anything; -1 where int32 cannot hold one.
 
     A comparison in a narrow dtype would wrap the other side, and a cast from a wide one would wrap the ids.
     """
+    ids = np.asarray(ids, np.int64) if isinstance(ids, int) else ids
     # NumPy's 64 bits are narrowed in NumPy: without x64 jnp.asarray would wrap them.
     xp = np if isinstance(ids, np.ndarray | np.generic) else jnp
     top = np.iinfo(np.int32).max

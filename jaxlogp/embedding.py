@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxlogp._arrays import as_int32
 from jaxlogp._compat import (
@@ -34,7 +34,7 @@ _WORD_BITS = 16
 
 def embedding_lookup(
     table: Float[Array, "vocab hidden"],
-    token_ids: Int[Array, "*tokens"],
+    token_ids: Integer[Array, "*tokens"],
     *,
     axis_name: AxisName | None = None,
     vocab: VocabShards | None = None,
@@ -158,7 +158,7 @@ _owned_rows.defvjp(_owned_rows_forward, _owned_rows_backward)
 
 def sharded_embedding_lookup(
     table: Float[Array, "vocab hidden"],
-    token_ids: Int[Array, "*tokens"],
+    token_ids: Integer[Array, "*tokens"],
     *,
     mesh: Mesh,
     vocab_axis: str = "tensor",

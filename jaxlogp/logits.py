@@ -5,7 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from jaxlogp._compat import (
     AxisName,
@@ -36,7 +36,7 @@ def check_temperature(temperature: float) -> None:
 
 def log_probs_from_logits(
     logits: Float[Array, "*tokens vocab"],
-    targets: Int[Array, "*tokens"],
+    targets: Integer[Array, "*tokens"],
     *,
     mask: Bool[Array, "*tokens"] | None = None,
     temperature: float = 1.0,

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import as_int32
 from jaxlogp.agreement import id_codes
@@ -35,7 +35,7 @@ class LocalTargets(NamedTuple):
 
 
 def check_targets(
-    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None, tokens: tuple[int, ...], vocab_size: int
+    targets: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None, tokens: tuple[int, ...], vocab_size: int
 ) -> Bool[Array, "*tokens"]:
     """Checks shape and dtype, and ids where they are concrete; returns the mask (all True when it is None).
 
@@ -52,7 +52,7 @@ def check_targets(
 
 
 def localise(
-    targets: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
+    targets: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
 ) -> LocalTargets:
     """Translates global target ids into columns of the local shard."""
     targets = as_int32(targets)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jaxlogp._arrays import as_int32
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, resized_spec
@@ -99,7 +99,7 @@ class VocabShards:
         return tuple(end - start for start, end in self.ranges)
 
     def owners(
-        self, token_ids: Int[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None = None
+        self, token_ids: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None = None
     ) -> Int[Array, "*tokens"]:
         """Rank that owns each token id, int32; -1 where masked or outside of [0, vocab_size).
 

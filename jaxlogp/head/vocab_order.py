@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._compat import automatic_axes, leading_spec
@@ -122,7 +122,7 @@ class VocabOrder:
       ([2.0, 0.0, 1.0], [0, 2, -100])
     """
 
-    order: Int[AnyArray, " vocab"]
+    order: Integer[AnyArray, " vocab"]
     place: Int[AnyArray, " vocab"] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class VocabOrder:
         """
         return self._gathered(weight, self.place)
 
-    def places(self, token_ids: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
+    def places(self, token_ids: Integer[Array, "*tokens"]) -> Int[Array, "*tokens"]:
         """Token ids in the new numbering, int32; ids outside of [0, V), such as -100, stay what they are.
 
         An id that int32 cannot hold becomes -1, which is outside as well.
@@ -167,11 +167,11 @@ class VocabOrder:
         """
         return self._translate(token_ids, self.place)
 
-    def tokens(self, places: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
+    def tokens(self, places: Integer[Array, "*tokens"]) -> Int[Array, "*tokens"]:
         """Undoes :meth:`places`: what was sampled, as ids of the tokenizer."""
         return self._translate(places, self.order)
 
-    def _translate(self, ids: Int[Array, "*tokens"], table: np.ndarray) -> Int[Array, "*tokens"]:
+    def _translate(self, ids: Integer[Array, "*tokens"], table: np.ndarray) -> Int[Array, "*tokens"]:
         require_integer(ids, "token_ids")
         require_tokens(ids, "token_ids")
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, is_concrete, require, require_integer
 from jaxlogp.losses.inputs import flat, is_array
@@ -107,19 +107,6 @@ def document_layout(
     # A count that a psum over the axes of the tokens shall add up has to vary over them.
     total = vary_over(total, union_of_varying_axes(mask, ids))
     return DocumentLayout(clamped, outside, labels, total, axis_name)
-
-
-def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
-    """Ids or counts as int32; -1, which is never a valid one, for those that int32 cannot hold."""
-    if not is_array(ids):
-        ids = np.asarray(ids, np.int64)
-    # NumPy's 64 bits are narrowed here, in NumPy: without x64 jnp.asarray would wrap them.
-    xp = np if isinstance(ids, np.ndarray | np.generic) else jnp
-    if np.iinfo(ids.dtype).max > _INT32_MAX:
-        ids = xp.where(
-            (ids < 0) | (ids > xp.asarray(_INT32_MAX, ids.dtype)), xp.asarray(-1, np.int32), ids.astype(np.int32)
-        )
-    return jnp.asarray(ids.astype(np.int32))
 
 
 def _check_document_values(
