@@ -1,17 +1,22 @@
 """Calls beside one cuBLAS product of the same operands: what the programs under ``benchmarks`` compile, time and print."""
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from benchmarks.cases import MODELS, Case, make_case
 from benchmarks.clock import SETTLE_SECONDS, time_in_turns
 
 TOKENS = 8192
 PRODUCT = "one product"
+# Programs that are compiled at a time.
+THREADS = 8
 BEGUN = time.perf_counter()
 
 
@@ -65,24 +70,42 @@ class Timed(NamedTuple):
     repeats: int = 1
 
 
-def compiled(function: Callable, *operands: Any) -> Timed:
-    """A jitted function of operands, compiled, with the memory of its temporaries."""
-    program = jax.jit(function).lower(*operands).compile()
-    memory = program.memory_analysis().temp_size_in_bytes / 2**30
-    return Timed(functools.partial(program, *operands), f"temp {memory:.3f} GiB")
+def memory_note(program: Compiled) -> str:
+    """Temporaries of a compiled program, without arguments and results."""
+    return f"temp {program.memory_analysis().temp_size_in_bytes / 2**30:.3f} GiB"
+
+
+def compile_or_say(programs: Mapping[str, tuple[Callable, tuple]]) -> dict[str, Compiled]:
+    """Every (function, operands), lowered in turn and compiled side by side; what fails is said and left out."""
+
+    def outcome(stage: Callable[[], Any]) -> Any:
+        try:
+            return stage()
+        except Exception as error:  # One program must not end the run.
+            return error
+
+    lowered = {
+        name: outcome(functools.partial(jax.jit(f).lower, *operands)) for name, (f, operands) in programs.items()
+    }
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        stages = (functools.partial(_compiled, one) for one in lowered.values())
+        found = dict(zip(lowered, pool.map(outcome, stages), strict=True))
+    for name in [name for name, one in found.items() if isinstance(one, Exception)]:
+        say(f"  {name} failed: {str(found.pop(name))[:600]}")
+    say(f"  {len(found)} of {len(programs)} programs compiled")
+    return found
+
+
+def _compiled(lowered: Lowered | Exception) -> Compiled:
+    if isinstance(lowered, Exception):
+        raise lowered
+    return lowered.compile()
 
 
 def compiled_or_said(functions: Mapping[str, Callable], *operands: Any) -> dict[str, Timed]:
-    """Every function by name, compiled and run once; what fails is said and left out: it must not end the run."""
-    found = {}
-    for name, function in functions.items():
-        try:
-            found[name] = compiled(function, *operands)
-            jax.block_until_ready(found[name].call())
-        except Exception as error:
-            say(f"  {name} failed: {str(error)[:600]}")
-            found.pop(name, None)
-    return found
+    """Every function of the same operands by name, compiled; what fails is said and left out."""
+    programs = compile_or_say({name: (function, operands) for name, function in functions.items()})
+    return {name: Timed(functools.partial(one, *operands), memory_note(one)) for name, one in programs.items()}
 
 
 def print_times(

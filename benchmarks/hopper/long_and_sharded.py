@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.beside_product import cases, compiled, say
+from benchmarks.beside_product import cases, compiled_or_said, say
 from benchmarks.clock import settled_seconds
 from benchmarks.engines import operands, programs
 from jaxlogp import HopperEngine, linear_log_probs
@@ -46,7 +46,7 @@ def long() -> None:
     """Time and memory of few and of many tokens."""
     for tokens in (8192, 131072):
         (case,) = cases(["4096,151936"], tokens)
-        both = compiled(programs(ENGINE)["fwd+bwd"], *operands(case))
+        both = compiled_or_said(programs(ENGINE), *operands(case))["fwd+bwd"]
         milliseconds = settled_seconds(both.call) * 1e3
         finite = np.isfinite(np.asarray(both.call()[0].log_probs)).all()
         say(f"N {tokens}: forward + backward {milliseconds:.0f} ms, {both.note}, finite {bool(finite)}")

@@ -8,8 +8,8 @@ two steps it is about 4.2 x.
 
 "every slot" has a label on every token. "packed" has four rows of documents, a quarter of each a prompt without labels;
 its product is still that of all tokens. "4 micro-batches" are calls of a quarter of the tokens, whose gradients are added up
-in fp32. A program's line says by which path it went, and whether the multiplication of the weight's gradient by the
-cotangent of the loss, which is 1, is in the compiled module, and which collectives are.
+in fp32. A program's line says how often the compiled module multiplies the weight's gradient by the cotangent of the loss,
+which is 1 (never, if the compiler takes it out), and its collectives.
 """
 
 import functools
@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
-from benchmarks.beside_product import TOKENS, Timed, cases, print_times, say
+from benchmarks.beside_product import TOKENS, Timed, cases, compile_or_say, memory_note, print_times, say
 from benchmarks.cases import ENTROPY_BONUS, Case
 from benchmarks.module_text import collectives, multiplications
 from jaxlogp import linear_log_probs, linear_policy_loss, policy_loss, record_head_runs
@@ -87,15 +88,10 @@ def operands(case: Case, packed: bool) -> tuple[jax.Array, ...]:
     return hidden, case.weight, *(x.reshape(shape) for x in (case.targets, old, case.g_log_probs, mask))
 
 
-def compiled(step: Callable, arguments: tuple[jax.Array, ...]) -> Timed:
-    """The compiled step with its memory, its path, its collectives, and what became of the cotangent."""
-    with record_head_runs() as runs:
-        program = jax.jit(step).lower(*arguments).compile()
-    paths = ", ".join(sorted({f"{run.engine} {run.gradient}" for run in runs}))
-    memory, text = program.memory_analysis().temp_size_in_bytes / 2**30, program.as_text()
-    scaled = f"{multiplications(text, arguments[1].shape)} multiplications of dW"
-    note = f"temp {memory:.3f} GiB; {paths}; {scaled}; {collectives(text)}"
-    return Timed(functools.partial(program, *arguments), note)
+def said_of(program: Compiled, weight: jax.Array) -> str:
+    """Memory, collectives, and what became of the cotangent."""
+    text = program.as_text()
+    return f"{memory_note(program)}; {multiplications(text, weight.shape)} multiplications of dW; {collectives(text)}"
 
 
 def programs(case: Case, engine: str) -> dict[str, tuple[Callable, tuple[jax.Array, ...]]]:
@@ -118,14 +114,14 @@ def main() -> None:
     named = dict(word[2:].split("=") for word in sys.argv[1:] if word.startswith("--"))
     shapes = [word for word in sys.argv[1:] if "," in word] or QWEN3_0_6B
     for case in cases(shapes, int(named.get("tokens", TOKENS))):
-        calls = {}
-        for name, (step, arguments) in programs(case, named.get("engine", "hopper")).items():
-            try:
-                calls[name] = compiled(step, arguments)
-                jax.block_until_ready(calls[name].call())
-            except Exception as error:  # One program without room must not end the run.
-                say(f"  {name} failed: {str(error)[:600]}")
-                calls.pop(name, None)
+        steps = programs(case, named.get("engine", "hopper"))
+        with record_head_runs() as runs:
+            found = compile_or_say(steps)
+        say(f"  paths: {', '.join(sorted({f'{run.path} by {run.engine} {run.gradient}' for run in runs}))}")
+        calls = {
+            name: Timed(functools.partial(one, *steps[name][1]), said_of(one, case.weight))
+            for name, one in found.items()
+        }
         print_times(case, calls, turns=4)
 
 
