@@ -54,7 +54,8 @@ class LeafSums:
     @property
     def num_compilations(self) -> int:
         """See `GradientSums`; 1 for each data rank, whatever the number of leaves."""
-        return self._loss._cache_size()
+        compiled: Any = self._loss
+        return compiled._cache_size()
 
     def place(self, tree: Any) -> Any:
         """Whole, on the first device."""

@@ -56,7 +56,8 @@ class MicroBatchSums:
     @property
     def num_compilations(self) -> int:
         """How many shapes of micro-batch have been compiled; 1, whatever their number."""
-        return self._sums._cache_size()
+        compiled: Any = self._sums
+        return compiled._cache_size()
 
     def place(self, tree: Any) -> Any:
         """Parameters, or an optimizer's state for them, where this program wants them."""

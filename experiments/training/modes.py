@@ -49,7 +49,9 @@ class Mode(Protocol):
 class PlainMode:
     """Whole micro-batches under GSPMD, and a sampler with a cache."""
 
-    order, block, share_rows = None, 1, True
+    order: ReductionOrder | None = None
+    block = 1
+    share_rows = True
 
     def __init__(self, config: Config, decoder: DecoderConfig) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))

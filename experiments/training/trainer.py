@@ -20,7 +20,7 @@ from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Task, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import scoring
-from experiments.training.modes import InvariantMode, Mode, PlainMode, replicated_embedding
+from experiments.training.modes import InvariantMode, PlainMode, replicated_embedding
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.update import AppliedStep, TrainState, Update, adamw
 from experiments.training.warm_start import WorkedExamples, warm_start
@@ -69,7 +69,7 @@ class Trainer:
         self.task = make_task(config.task, seed=config.seed) if task is None else task
         self.tokenizer = tokenizer_for(self.task)
         decoder = config.model.decoder(self.tokenizer.vocab_size, config.invariant)
-        self._mode: Mode = InvariantMode(config, decoder) if config.invariant else PlainMode(config, decoder)
+        self._mode = InvariantMode(config, decoder) if config.invariant else PlainMode(config, decoder)
         self.mesh = self._mode.mesh
         self.sizes = sizes_for(self.task, config.rollout, config.schedule, ranks, self._mode.block)
         temperature = config.rollout.temperature

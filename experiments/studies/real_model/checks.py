@@ -20,6 +20,7 @@ from jaxlogp import (
     ChunkedEngine,
     DriftReport,
     GradientFilter,
+    TritonEngine,
     VocabOrder,
     VocabShards,
     drift_report,
@@ -113,11 +114,12 @@ def _run(engine: str, tokens: TokenSet, weight: np.ndarray) -> tuple[np.ndarray,
     function = jax.jit(functools.partial(linear_log_probs, with_entropy=True, engine=engine))
     count = len(tokens.targets)
     block = REFERENCE_BLOCK if engine == "reference" else count
-    weight = jnp.asarray(weight)
+    head = jnp.asarray(weight)
     pieces = []
     for start in range(0, count, block):
         hidden, targets = (jnp.asarray(x[start : start + block]) for x in (tokens.hidden, tokens.targets))
-        pieces.append([np.asarray(x) for x in function(hidden, weight, targets)])
+        values = function(hidden, head, targets)
+        pieces.append([np.asarray(x) for x in (values.log_probs, values.entropy)])
     log_probs, entropies = (np.concatenate(x) for x in zip(*pieces, strict=True))
     return log_probs, entropies
 
@@ -131,7 +133,7 @@ def rows_computed(engine: str, live: int, tokens: int, hidden_size: int) -> int:
         config = head_tiles(hidden_size).forward
         grain = config.rows * config.cluster
     elif engine == "triton":
-        grain = ENGINES["triton"].head_tiles().forward.rows
+        grain = TritonEngine().head_tiles().forward.rows
     else:
         return tokens
     return -(-live // grain) * grain
