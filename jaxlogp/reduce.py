@@ -11,6 +11,7 @@ where a sum in fp32 would round them, lists, and arrays without any element.
 import dataclasses
 import functools
 import math
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from jaxlogp.errors import describe, is_concrete, require, require_floating, req
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
+# JAX rebuilds it of what is no array (sentinels, shapes); what functions take of it is checked there.
+@no_type_check
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sum", "count"], meta_fields=["grad_divisor"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedSum:
