@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 AnyArray = jax.Array | np.ndarray
 """What functions take: JAX arrays, traced or not, and NumPy arrays. What they return is a `jax.Array`."""
@@ -27,3 +27,12 @@ def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, 
         held = (ids >= 0) & (ids <= xp.asarray(top, ids.dtype))
         ids = xp.where(held, ids, xp.asarray(0, ids.dtype)).astype(np.int32) - (~held).astype(np.int32)
     return jnp.asarray(ids.astype(np.int32))
+
+
+@jax.jit
+def nan_where(condition: Bool[Array, "*#shape"], x: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
+    """x, and NaN where the condition holds.
+
+    One program also outside of jit: with ``jax_debug_nans`` a NaN that is made before it is selected raises on clean data.
+    """
+    return jnp.where(condition, jnp.asarray(jnp.nan, x.dtype), x)

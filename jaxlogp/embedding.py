@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from jaxlogp._arrays import as_int32
+from jaxlogp._arrays import as_int32, nan_where
 from jaxlogp._compat import (
     AxisName,
     automatic_axes,
@@ -104,7 +104,7 @@ def _lookup(table: Array, token_ids: Array, shard: LocalShard, axis_name: AxisNa
         table = vary_over(table, axes)
     codes = id_codes(token_ids, jnp.ones_like(valid)) if shard.num_shards > 1 else None
     rows = _owned_rows(table, _Rows(jnp.where(owned, local, 0), owned, codes), axis_name, fixed_order)
-    return jnp.where(valid[..., None], rows, jnp.array(jnp.nan, table.dtype))
+    return nan_where(~valid[..., None], rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -123,7 +123,7 @@ def _owned_rows(table: Array, tokens: _Rows, axis_name: AxisName | None, fixed_o
     rows = lax.bitcast_convert_type(bits[..., : rows.shape[-1]], table.dtype)
     words = jnp.moveaxis(bits[..., rows.shape[-1] :].astype(jnp.int32), -1, 0)
     same = same_ids(words, axis_name, _WORD_BITS)
-    return jnp.where(same[..., None], rows, jnp.array(jnp.nan, table.dtype))
+    return nan_where(~same[..., None], rows)
 
 
 def _owned_rows_forward(

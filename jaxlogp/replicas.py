@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxlogp._arrays import nan_where
 from jaxlogp._compat import AxisName, vary_over
 from jaxlogp.errors import describe, require, require_floating
 
@@ -38,4 +39,4 @@ def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> 
     bits = lax.bitcast_convert_type(lax.stop_gradient(x), _BITS[x.dtype.itemsize]).astype(jnp.int32)
     bits = vary_over(bits, {axis_name})
     equal = jnp.all(lax.pmax(bits, axis_name) == lax.pmin(bits, axis_name), axis=-1, keepdims=True)
-    return jnp.where(equal, x, jnp.array(jnp.nan, x.dtype))
+    return nan_where(~equal, x)

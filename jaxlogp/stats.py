@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import nan_where
 from jaxlogp._compat import AxisName
 from jaxlogp.agreement import counters, same_ids
 from jaxlogp.errors import require
@@ -171,12 +172,12 @@ def finish(
       invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     counted = (stats.owners == 0) | (stats.owners == 1)
-    log_sum_exp = jnp.where(counted, jnp.log(stats.sum_exp), jnp.nan)
+    log_sum_exp = nan_where(~counted, jnp.log(stats.sum_exp))
     live = mask | ~counted
     # Rounding may push a log-prob just above 0 or an entropy just outside of [0, log V].
     log_probs = jnp.minimum(_distance(stats.target, stats.max) - log_sum_exp, 0.0)
-    log_probs = jnp.where(stats.owners == 0, 0.0 if invalid is None else jnp.nan, log_probs)
-    log_probs = jnp.where(live, log_probs, 0.0)
+    log_probs = jnp.where(live & (stats.owners != 0), log_probs, 0.0)
+    log_probs = log_probs if invalid is None else nan_where(live & (stats.owners == 0), log_probs)
     lse = jnp.where(live, stats.max + log_sum_exp, 0.0)
     if stats.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None, lse), Normaliser(stats.max, log_sum_exp, None)

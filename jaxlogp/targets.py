@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import as_int32
+from jaxlogp._arrays import as_int32, nan_where
 from jaxlogp.agreement import id_codes
 from jaxlogp.errors import require, require_integer, require_mask
 from jaxlogp.stats import TokenLogProbs
@@ -70,5 +70,5 @@ def mask_cotangents(
     """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is an error."""
     g_log_probs = jnp.where(targets.mask, g.log_probs, 0.0)
     if targets.invalid is not None:
-        g_log_probs = jnp.where(targets.invalid, jnp.nan, g_log_probs)
+        g_log_probs = nan_where(targets.invalid, g_log_probs)
     return g_log_probs, None if g.entropy is None else jnp.where(targets.mask, g.entropy, 0.0)

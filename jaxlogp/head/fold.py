@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import nan_where
 from jaxlogp._compat import AxisName, vary_over
 from jaxlogp.agreement import counters, same_ids
 from jaxlogp.errors import require
@@ -44,7 +45,7 @@ class TileSums(NamedTuple):
       sum_exp_shifted: int32 [3, tokens], Σ e^(z - max) (z - max), or None when entropy is not wanted.
       broken: int32, how many terms were not finite.
       target: int32, the bits of the target's logit where a tile owns it, else 0.
-      owners: int32, number of tiles that own the target; -1 where a target, anywhere, is not the same on all shards.
+      owners: int32, number of tiles that own the target; -1 where the target is not the same on all shards.
     """
 
     max: Float[Array, " tokens"]
@@ -137,8 +138,7 @@ def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, " t
     Args:
       sums: of the tiles of this shard.
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      codes: ``LocalTargets.codes``; None over one shard. One that is not the same on all shards makes all owners -1:
-        tokens may have been packed by their masks, so where one mask differs others have met the wrong tokens.
+      codes: ``LocalTargets.codes``; where they are not the same on all shards, owners becomes -1. None over one shard.
     """
     if axis_name is None:
         return sums
@@ -151,9 +151,16 @@ def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, " t
         rows.append(counters(codes, axis_name, _WORD_BITS))
     total = lax.psum(jnp.concatenate(rows), axis_name)
     first = 6 if sums.sum_exp_shifted is None else 9
-    same = jnp.all(same_ids(total[first:], axis_name, _WORD_BITS)) if several else True
-    owners = jnp.where(same, total[5], -1)
+    owners = jnp.where(same_ids(total[first:], axis_name, _WORD_BITS), total[5], -1) if several else total[5]
     return TileSums(sums.max, total[:3], total[6:9] if first == 9 else None, total[3], total[4], owners)
+
+
+def spoiled_together(sums: TileSums) -> TileSums:
+    """Sums of packed tokens: where one token's target is not the same on all shards, no token's is taken to be.
+
+    Each shard packs tokens by its own mask: where one mask differs, the tokens behind it have met those of other shards.
+    """
+    return sums._replace(owners=jnp.where(jnp.any(sums.owners < 0), -1, sums.owners))
 
 
 def finish_sums(
@@ -172,15 +179,15 @@ def finish_sums(
     live = mask | ~counted
     whole = (sums.broken == 0) & (sum_exp > 0) & counted
     # The selections part a last product inside of log or of the division from what is subtracted.
-    log_sum_exp = jnp.where(whole, jnp.log(sum_exp), jnp.nan)
+    log_sum_exp = nan_where(~whole, jnp.log(sum_exp))
     target = lax.bitcast_convert_type(sums.target, jnp.float32)
     log_probs = jnp.minimum((target - sums.max) - log_sum_exp, 0.0)
-    log_probs = jnp.where(sums.owners == 0, 0.0 if invalid is None else jnp.nan, log_probs)
-    log_probs = jnp.where(live, log_probs, 0.0)
+    log_probs = jnp.where(live & (sums.owners != 0), log_probs, 0.0)
+    log_probs = log_probs if invalid is None else nan_where(live & (sums.owners == 0), log_probs)
     lse = jnp.where(live, sums.max + log_sum_exp, 0.0)
     if sums.sum_exp_shifted is None:
         return TokenLogProbs(log_probs, None, lse), Normaliser(sums.max, log_sum_exp, None)
-    mean = jnp.where(whole, from_limbs(sums.sum_exp_shifted) / sum_exp, jnp.nan)
+    mean = nan_where(~whole, from_limbs(sums.sum_exp_shifted) / sum_exp)
     entropy = jnp.clip(log_sum_exp - mean, 0.0, _below(math.log(vocab_size)))
     return TokenLogProbs(log_probs, jnp.where(live, entropy, 0.0), lse), Normaliser(sums.max, log_sum_exp, mean)
 
@@ -232,5 +239,5 @@ def fold_blocks(
         found = lax.map(step, jnp.arange(rows.padded // block, dtype=jnp.int32) * block)
         sums, maxima = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1), found)
     sums = jax.tree.map(lambda x: jnp.moveaxis(rows.unpack(jnp.moveaxis(x, -1, 0)), 0, -1), sums)
-    sums = sum_shards(sums, call.axis_name, targets.codes)
+    sums = spoiled_together(sum_shards(sums, call.axis_name, targets.codes))
     return *finish_sums(sums, targets.mask, call.vocab_size, targets.invalid), maxima

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxlogp._compat import vary_over
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import LossCotangents
-from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
+from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
 from jaxlogp.head.hopper.exponentials import (
     estimate_log_sum_exp,
     exp_to_gradient,
@@ -307,7 +307,7 @@ class _OnePass:
         if call.axis_name is not None:
             maximum = lax.pmax(maximum, call.axis_name)
         sums = sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy)
-        sums = sum_shards(sums, call.axis_name, chunk.targets.codes)
+        sums = spoiled_together(sum_shards(sums, call.axis_name, chunk.targets.codes))
         values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
         g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)
