@@ -13,6 +13,7 @@ from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
     HeadGradients,
+    HeadWeight,
     check_operands,
     head_call,
     require_checked_axes,
@@ -30,7 +31,7 @@ from jaxlogp.vocab import VocabShards
 
 def linear_log_probs(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     *,
     mask: Bool[Array, "*tokens"] | None = None,
@@ -167,7 +168,7 @@ def cotangents_of(call: HeadCall, gradients: HeadGradients) -> HeadCall:
 
 def head_logits(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     *,
     bias: Float[Array, " vocab"] | None = None,
     logit_scale: float = 1.0,

@@ -24,6 +24,9 @@ from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.vocab import VocabShards, local_shard
 
+HeadWeight = Float[Array, "vocab hidden"] | Float[Array, "hidden vocab"]
+"""A head in either layout; see :data:`WEIGHT_LAYOUTS`."""
+
 WEIGHT_LAYOUTS = ("vh", "hv")
 """[V, H], rows of an embedding table; [H, V], a kernel of a Flax ``Linear``."""
 
@@ -38,7 +41,7 @@ class HeadGradients(NamedTuple):
     """
 
     hidden: Float[Array, "tokens hidden"]
-    weight: Float[Array, "vocab hidden"]
+    weight: HeadWeight
     bias: Float[Array, " vocab"] | None
 
 
@@ -78,7 +81,7 @@ class HeadCall:
     """
 
     hidden: Float[Array, "tokens hidden"]
-    weight: Float[Array, "vocab hidden"]
+    weight: HeadWeight
     bias: Float[Array, " vocab"] | None
     targets: LocalTargets
     spec: HeadSpec = HeadSpec()
@@ -166,7 +169,7 @@ class HeadCall:
 
 def head_call(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     bias: Float[Array, " vocab"] | None,
     targets: Any,
     mask: Bool[Array, "*tokens"] | None,

@@ -15,6 +15,7 @@ from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_grad
 from jaxlogp.head.call import (
     HeadCall,
     HeadGradients,
+    HeadWeight,
     check_operands,
     head_call,
     require_checked_axes,
@@ -34,7 +35,7 @@ ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "i
 
 def linear_policy_loss(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     old_log_probs: Float[Array, "*tokens"],
     advantages: Float[Array, "*tokens"],
