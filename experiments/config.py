@@ -1,6 +1,7 @@
 """Every option of a run as nested frozen dataclasses; ``python -m experiments.grpo --help`` prints these lines."""
 
 import dataclasses
+import inspect
 import math
 from dataclasses import dataclass, field
 
@@ -10,11 +11,12 @@ from experiments.models.decoder import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
+from jaxlogp.losses import PRESETS, PolicyLoss
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder; see experiments/model.py."""
+    """The decoder; see experiments/models/decoder.py."""
 
     hidden_size: int = 64
     """Features of the residual stream."""
@@ -34,6 +36,12 @@ class ModelConfig:
     """Biases on queries, keys and values (Qwen2)."""
     tie_embeddings: bool = True
     """Use the embedding table as head."""
+    logit_scale: float = 1.0
+    """Multiplier of the logits (MuP output scale)."""
+    logit_softcap: float | None = None
+    """Soft cap of the logits, cap tanh(logits / cap); None for none."""
+    fp32_head: bool = False
+    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
@@ -41,9 +49,9 @@ class ModelConfig:
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
 
-    def decoder(self, vocab_size: int) -> DecoderConfig:
+    def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """The configuration of the model for a vocabulary of ``vocab_size`` tokens."""
-        return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved()))
+        return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved(invariant)))
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply.
@@ -86,6 +94,9 @@ class RolloutConfig:
     """Longest prompt in tokens; None takes the task's own bound."""
     max_new_tokens: int | None = None
     """Longest completion in tokens, end token included; None takes the task's own bound."""
+    rescore: bool = False
+    """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then spares a step
+    that is strictly on policy the forward pass of the head."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,11 @@ class ScheduleConfig:
     """Documents of all data ranks that end a step; 0 takes micro_batches of them instead, whatever they hold."""
     micro_batches: int = 4
     """Micro-batches per step and data rank where docs_per_step is 0."""
-    rows: int = 32
-    """Packed rows of one micro-batch on one data rank."""
+    rows: int | None = None
+    """Packed rows of one micro-batch on one data rank. None cuts a step into equal ones of at most about 1024 tokens on
+    a CPU, 16384 elsewhere."""
     row_length: int | None = None
-    """Tokens of one packed row; no document may be longer. None takes 64, or the task's longest document if longer."""
+    """Tokens of one packed row; no document may be longer. None takes the task's longest document."""
     max_empty_micro_batches: int = 16
     """Micro-batches in a row without any document on any rank before the run gives up."""
     epochs: int | None = None
@@ -110,24 +122,81 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The policy loss."""
+    """The policy loss: a preset of jaxlogp.losses, and what shall differ from it. None is the preset's own value."""
 
-    kind: str = "grpo"
-    """grpo (token ratios, divided by labels) or gspo (document ratios, divided by documents)."""
-    epsilon: float = 0.2
+    name: str = "grpo"
+    """bnpo, cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, rloo, sapo, or a name given to register_loss."""
+    epsilon: float | None = None
     """Lower clip range: ratios below 1 - epsilon are clipped."""
     epsilon_high: float | None = None
-    """Upper clip range: ratios above 1 + epsilon_high are clipped; None means epsilon."""
-    document_weighting: str = "length"
-    """gspo only: length (documents count by their labels) or document (all alike)."""
-    scale_rewards: str = "group"
-    """group divides the advantages by the group's standard deviation; none does not."""
+    """Upper clip range: ratios above 1 + epsilon_high are clipped."""
+    delta: float | None = None
+    """Largest ratio where the advantage is negative (dual clip)."""
+    max_weight: float | None = None
+    """cispo: largest importance weight."""
+    weighting: str | None = None
+    """gspo: document (all alike) or length (documents count by their labels)."""
+    length: int | None = None
+    """dr_grpo, and reduction constant_length: the divisor in tokens; None takes the longest completion."""
+    reduction: str | None = None
+    """labels, documents, document_mean or constant_length: which labels weigh what, and what divides the sum."""
+    kl_coefficient: float | None = None
+    """Weight of the KL to a frozen reference, the policy after the warm start."""
+    kl_estimator: str | None = None
+    """k1, k2 or k3."""
+    entropy_coefficient: float | None = None
+    """Weight of an entropy bonus."""
+    grad_divisor: float | None = None
+    """Divisor of the gradient where it differs from that of the reported loss."""
+    advantages: str = "group"
+    """group (less the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
-    """Engine of the head: auto, chunked, hopper, reference or triton."""
-    fp32_head: bool = False
-    """Multiply hidden states and head in fp32 whatever their dtypes."""
+    """Engine of the head: auto, chunked, hopper, reference, triton, or a name given to register_engine."""
+
+    def policy_loss(self, longest_completion: int) -> PolicyLoss:
+        """The loss object.
+
+        Args:
+          longest_completion: tokens, the default of `length`.
+
+        Raises:
+          ValueError: an unknown preset, an option that it does not have, or a value out of range.
+        """
+        require(self.name in PRESETS, "--loss.name", f"one of {', '.join(sorted(PRESETS))}", self.name)
+        preset = PRESETS[self.name]
+        parameters = inspect.signature(preset).parameters
+        shared = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        known = {*parameters, *(_SHARED_LOSS_OPTIONS if shared else ())}
+        given = {name: getattr(self, name) for name in _LOSS_OPTIONS if getattr(self, name) is not None}
+        length = given.pop("length", longest_completion)
+        for name, value in given.items():
+            require(
+                name in known,
+                f"--loss.{_dashed(name)}",
+                f"None for loss {self.name!r}, which has no such option",
+                value,
+            )
+        if "length" in parameters:
+            given["length"] = length
+        try:
+            loss = preset(**given)
+            if self.reduction is not None:
+                length = length if self.reduction == "constant_length" else None
+                loss = dataclasses.replace(loss, reduction=self.reduction, length=length)
+        except ValueError as error:
+            argument, _, rest = str(error).partition(":")
+            raise ValueError(f"--loss.{_dashed(argument)}:{rest}") from None
+        return loss
+
+
+_SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
+_LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "weighting", "length", *_SHARED_LOSS_OPTIONS)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -189,7 +258,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """GRPO or GSPO on a verifiable task, from a warm-started small decoder."""
+    """A policy loss on a verifiable task, from a warm-started small decoder."""
 
     task: str = "addition"
     """addition, comparison, letter_counting, reversal or sorting (with :SIZE), reasoning_gym:NAME, or jsonl:PATH."""
@@ -198,7 +267,7 @@ class Config:
     out: str = "runs"
     """Folder that run folders are made in."""
     name: str | None = None
-    """Name of the run folder; None makes one of task, kind, seed and time."""
+    """Name of the run folder; None makes one of task, loss, seed and time."""
     resume: str | None = None
     """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given beside it."""
     mesh: str = "data=1,tensor=1"
@@ -237,7 +306,7 @@ def validate(config: Config) -> MeshSpec:
     require(
         0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
     )
-    require(config.loss.epsilon < 1.0, "--loss.epsilon", "a number below 1", config.loss.epsilon)
+    config.loss.policy_loss(1)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
         _validate_invariant(config, completions)
@@ -249,7 +318,7 @@ def validate(config: Config) -> MeshSpec:
 
 def _validate_invariant(config: Config, completions: int) -> None:
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
-    require(rows % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
+    require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
     # Another number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
     expected = f"{completions} with --invariant, the documents of a rollout"
     require(
@@ -297,17 +366,12 @@ _LOWEST = {
 _POSITIVE = (
     "warm-start.learning-rate",
     "rollout.temperature",
-    "loss.epsilon",
-    "loss.epsilon-high",
     "optimizer.learning-rate",
     "optimizer.max-grad-norm",
 )
 _CHOICES = {
-    "loss.kind": ("grpo", "gspo"),
-    "loss.document-weighting": ("length", "document"),
-    "loss.scale-rewards": ("group", "none"),
+    "loss.advantages": ("group", "centred", "leave_one_out"),
     "loss.metrics": ("none", "basic", "with_entropy"),
-    "loss.engine": ("auto", "chunked", "hopper", "reference", "triton"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
 }

@@ -11,6 +11,7 @@ where a sum in fp32 would round them, lists, and arrays without any element.
 import dataclasses
 import functools
 import math
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from jaxlogp.errors import describe, is_concrete, require, require_floating, req
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
+# JAX rebuilds it of what is no array (sentinels, shapes); what functions take of it is checked there.
+@no_type_check
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sum", "count"], meta_fields=["grad_divisor"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedSum:
@@ -80,12 +83,12 @@ class WeightedSum:
     def mean(self) -> Float[Array, "*shape"]:
         """sum / count, and 0.0 where count is 0. With ``grad_divisor`` the gradient is d(sum) / grad_divisor."""
         count = jnp.maximum(self.count, 1).astype(self.sum.dtype)
-        mean = jnp.where(self.count == 0, jnp.zeros_like(self.sum), self.sum / count)
+        mean = jnp.where(self.count == 0, jnp.zeros((), self.sum.dtype), self.sum / count)
         if self.grad_divisor is None:
             return mean
         no_value = self.sum - lax.stop_gradient(self.sum)
         divisor = jnp.asarray(self.grad_divisor, self.sum.dtype)
-        return lax.stop_gradient(mean) + jnp.where(self.count == 0, jnp.zeros_like(no_value), no_value / divisor)
+        return lax.stop_gradient(mean) + jnp.where(self.count == 0, jnp.zeros((), no_value.dtype), no_value / divisor)
 
 
 def _checked_mask(values: Shaped[AnyArray, "*shape"], mask: Bool[AnyArray, "*shape"] | None) -> Bool[Array, "*shape"]:

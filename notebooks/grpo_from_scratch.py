@@ -36,7 +36,7 @@ if importlib.util.find_spec("jaxlogp") is None:
 # %% [markdown]
 # ## The run
 #
-# The same `main(config)` that `python -m experiments.grpo` calls. `JAXLOGP_NOTEBOOK_STEPS` makes a short run of it, for
+# The same run that `python -m experiments.grpo` calls. `JAXLOGP_NOTEBOOK_STEPS` makes a short run of it, for
 # tests of this notebook; without it the run is the default one.
 
 # %%
@@ -46,8 +46,7 @@ import tempfile
 
 from IPython.display import Image, display
 
-from experiments.config import Config
-from experiments.grpo import main
+from experiments import Config, train
 
 config = Config(out=tempfile.mkdtemp(), name="notebook")
 steps = os.environ.get("JAXLOGP_NOTEBOOK_STEPS")
@@ -59,7 +58,7 @@ if steps is not None:
         evaluation=dataclasses.replace(config.evaluation, num_prompts=32, every=0),
     )
 
-result = main(config)
+result = train(config)
 
 # %% [markdown]
 # ## What it learned
@@ -92,7 +91,7 @@ for title, step in (("before", min(steps_sampled)), ("after", max(steps_sampled)
 # and the one that the trainer computes from packed rows. With one update per rollout the ratio is 1 up to that drift.
 
 # %%
-train = [record for record in result.metrics if record["kind"] == "train"]
-print(f"largest drift of any step: {max(record['drift_max'] for record in train):.1e} nats")
-print(f"ratio of the first step: {train[0]['ratio_new_old']:.7f}")
-print(f"head: {train[0]['head_path']}, engine {train[0]['head_engine']}")
+steps = [record for record in result.metrics if record["kind"] == "train"]
+print(f"largest drift of any step: {max(record['drift_max'] for record in steps):.1e} nats")
+print(f"ratio of the first step: {steps[0]['ratio_new_old']:.7f}")
+print(f"head: {steps[0]['head_path']}, engine {steps[0]['head_engine']}")

@@ -41,8 +41,8 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
-    """The library never relies on implicit dtype or rank promotion; optimisers and models of others may."""
-    if "experiments" in request.path.parts:
+    """The library never relies on implicit dtype or rank promotion; programs that use it may."""
+    if not {"experiments", "benchmarks"}.isdisjoint(request.path.parts):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

@@ -84,7 +84,7 @@ def micro_sums(table, batch, kind, weighting, grad_divisor=None):
         else gspo(weighting=weighting, epsilon=0.2, grad_divisor=grad_divisor)
     )
     options = {"loss": loss, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
-    tokens = (batch.old_log_probs, batch.advantages, batch.mask)
+    tokens = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
 
     def loss_of(parameters):
         log_probs = -1.0 + parameters[batch.tokens, batch.targets]

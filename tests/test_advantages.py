@@ -76,6 +76,7 @@ BAD = {
     "one generation": (np.zeros((4, 1), np.float32), {}, "rewards", "(4, 1)"),
     "no group": (np.zeros((0, 4), np.float32), {}, "rewards", "(0, 4)"),
     "ints": (np.zeros((2, 4), np.int32), {}, "rewards", "int32"),
+    "a list": ([[1.0, 0.0]], {}, "rewards", "list"),
     "NaN": (np.float32([[0, 1], [2, np.nan]]), {}, "rewards", "nan at position (1, 1)"),
     "infinite": (np.float32([[0, 1], [-np.inf, 1]]), {}, "rewards", "-inf at position (1, 0)"),
     "scale": (rewards_of(), {"scale_rewards": "std"}, "scale_rewards", "'std'"),

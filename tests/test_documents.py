@@ -31,10 +31,11 @@ def documents(lengths, prompts):
 
 
 def test_every_field_of_a_small_pack():
-    first = Document(np.array([5, 6, 7, 8]), 2, np.float32([-0.5, -0.25]), 1.5, reward=1.0, model_version=40)
-    second = Document(np.array([9, 10]), 1, np.float32([-0.125]), -1.0, reward=0.0, model_version=41)
-    third = Document(np.array([11, 12, 13]), 1, np.float32([-1.0, -2.0]), 0.5, reward=0.5, model_version=42)
-    batch, rest = pack_documents([first, second, third], rows=3, row_length=7, pad_id=99)
+    lse = [{"lse": np.float32(values)} for values in ([3, 4], [5], [6, 7])]
+    first = Document(np.array([5, 6, 7, 8]), 2, np.float32([-0.5, -0.25]), 1.5, 1.0, 40, lse[0])
+    second = Document(np.array([9, 10]), 1, np.float32([-0.125]), -1.0, 0.0, 41, lse[1])
+    third = Document(np.array([11, 12, 13]), 1, np.float32([-1.0, -2.0]), 0.5, 0.5, 42, lse[2])
+    batch, rest = pack_documents([first, second, third], rows=3, row_length=7, pad_id=99, columns=("lse",))
     assert rest == ()
     expected = {
         "tokens": [[5, 6, 7, 8, 9, 10, 99], [11, 12, 13, 99, 99, 99, 99], [99] * 7],
@@ -43,13 +44,19 @@ def test_every_field_of_a_small_pack():
         "document_ids": [[0, 0, 0, 0, 1, 1, 1], [2] * 7, [2] * 7],
         "segment_ids": [[0, 0, 0, 0, 1, 1, -1], [2, 2, 2, -1, -1, -1, -1], [-1] * 7],
         "mask": [[0, 1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [0] * 7],
-        "old_log_probs": [[0, -0.5, -0.25, 0, -0.125, 0, 0], [-1, -2, 0, 0, 0, 0, 0], [0] * 7],
-        "advantages": [[0, 1.5, 1.5, 0, -1, 0, 0], [0.5, 0.5, 0, 0, 0, 0, 0], [0] * 7],
         "rewards": [1.0, 0.0, 0.5] + [0.0] * 18,
         "model_versions": [40, 41, 42] + [0] * 18,
         "num_documents": 3,
     }
-    assert expected.keys() == {field.name for field in dataclasses.fields(MicroBatch)}
+    per_token = {
+        "old_log_probs": [[0, -0.5, -0.25, 0, -0.125, 0, 0], [-1, -2, 0, 0, 0, 0, 0], [0] * 7],
+        "advantages": [[0, 1.5, 1.5, 0, -1, 0, 0], [0.5, 0.5, 0, 0, 0, 0, 0], [0] * 7],
+        "lse": [[0, 3, 4, 0, 5, 0, 0], [6, 7, 0, 0, 0, 0, 0], [0] * 7],
+    }
+    assert {*expected, "per_token"} == {field.name for field in dataclasses.fields(MicroBatch)}
+    assert batch.per_token.keys() == per_token.keys()
+    for name, values in per_token.items():
+        np.testing.assert_array_equal(batch.per_token[name], values, err_msg=name)
     for name, values in expected.items():
         np.testing.assert_array_equal(getattr(batch, name), values, err_msg=name)
     np.testing.assert_array_equal(batch.document_mask, [True] * 3 + [False] * 18)
@@ -84,9 +91,9 @@ def test_labels_are_the_completion_tokens_and_carry_their_own_log_probs():
         start = max(original.prompt_length, 1)
         np.testing.assert_array_equal(batch.targets[here], original.tokens[start:])
         np.testing.assert_array_equal(
-            batch.old_log_probs[here], original.old_log_probs[start - original.prompt_length :]
+            batch.per_token["old_log_probs"][here], original.old_log_probs[start - original.prompt_length :]
         )
-        assert (batch.advantages[here] == np.float32(original.advantage)).all()
+        assert (batch.per_token["advantages"][here] == np.float32(original.advantage)).all()
         if original.tokens.size == 1:
             assert not here.any()
 
@@ -117,6 +124,27 @@ def test_a_document_as_long_as_a_row_fits_and_a_longer_one_is_an_error():
     assert not rest and int(batch.num_documents) == 2
     with pytest.raises(ValueError, match="^documents: expected at most 4 tokens each, got 5 in document 1"):
         pack_documents([document(4), document(5)], rows=2, row_length=4)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"lse": np.zeros(3, np.float32)}, "lse: expected shape"),
+        ({"lse": np.zeros(2, np.int32)}, "lse: expected a floating dtype"),
+        ({"lse": np.float32([0, np.nan])}, "lse: expected finite values"),
+        ({"advantages": np.zeros(2, np.float32)}, "columns: expected names other than"),
+    ],
+)
+def test_a_further_column_is_checked_like_the_first(columns, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Document(np.array([3, 4, 5]), 1, np.zeros(2, np.float32), 1.0, columns=columns)
+
+
+@pytest.mark.bad_input
+def test_documents_of_one_micro_batch_have_the_same_columns():
+    with pytest.raises(ValueError, match="^columns: expected .* of document 1, got"):
+        pack_documents([document(4), document(4, columns={"lse": np.zeros(2, np.float32)})], rows=2, row_length=4)
 
 
 def test_a_micro_batch_passes_through_jit():

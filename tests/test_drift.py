@@ -102,6 +102,15 @@ def test_what_is_not_finite_is_counted_and_comes_first(bad, side):
     assert str(report).startswith("NOT FINITE: 1 active tokens") and str(where) in str(report).splitlines()[0]
 
 
+def test_active_tokens_of_which_none_is_finite_are_no_small_error():
+    reference = np.full(3, -1.0, np.float32)
+    report = drift_report(np.full_like(reference, NAN), reference, np.arange(3), vocab=VOCAB)
+    assert report.num_non_finite == report.active_count == 3 and report.worst_index is None
+    errors = (report.max_abs_error, report.mean_abs_error, report.max_rel_error, report.mean_rel_error)
+    assert np.isnan([*errors, *report.abs_error_quantiles, report.share_outside]).all()
+    assert not report.max_abs_error < 1.0 and "max nan" in str(report)
+
+
 def test_a_mean_hides_what_the_quantiles_show():
     reference = np.full(1000, -1.0)
     candidate = reference.copy()

@@ -4,7 +4,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxlogp
 from benchmarks.head_speed import __main__ as head_speed
@@ -66,13 +69,15 @@ def test_the_engines_of_the_table_are_the_engines():
 
 
 def test_the_python_examples_run(capsys):
-    first = re.search(r"```python\n(import jax\n.*?)```", README, re.DOTALL)
-    second = re.search(r"```python\n(out = linear_policy_gradients.*?)```", README, re.DOTALL)
-    assert first and second
-    names = re.findall(r"from jaxlogp import (.*)", first[1])[0].split(", ")
+    values, gradients, local = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = re.findall(r"from jaxlogp import (.*)", values)[0].split(", ")
     assert all(hasattr(jaxlogp, name) for name in names)
-    exec(compile(first[1] + second[1], "README.md", "exec"), {})
-    printed = capsys.readouterr().out.split("\n")
-    assert float(printed[0]) < 0.0
-    # The same loss by the other way.
-    assert printed[1] == f"{printed[0]} (2, 8, 64) (1000, 64)"
+    found = {}
+    exec(compile(values + gradients + local, "README.md", "exec"), found)
+    assert float(capsys.readouterr().out) < 0.0
+    assert [gradient.shape for gradient in found["gradients"]] == [(2, 8, 64), (1000, 64)]
+    arrays = (found[name] for name in ("hidden", "weight", "targets", "old_log_probs", "advantages", "mask"))
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = (P("data"), P("tensor"), *[P("data")] * 4)
+    loss = jax.shard_map(found["local"], mesh=mesh, in_specs=specs, out_specs=P())(*arrays)
+    np.testing.assert_allclose(loss, found["step_loss"](found["hidden"], found["weight"]), rtol=1e-5)

@@ -48,8 +48,8 @@ CASES = {
         lambda z, t, m: jaxlogp.log_probs_from_logits(z, t, mask=m, with_entropy=True, temperature=0.7),
         (HIDDENS @ WEIGHT.T, TARGETS, MASK),
     ),
-    "linear_policy_gradients": (
-        lambda h, w, t, old, a, m: jaxlogp.linear_policy_gradients(h, w, t, old, a, m, with_entropy=True),
+    "linear_policy_loss": (
+        lambda h, w, t, old, a, m: jaxlogp.linear_policy_loss(h, w, t, old, a, m, with_entropy=True),
         (HIDDENS, WEIGHT, TARGETS, OLD, ADVANTAGES, MASK),
     ),
     "head_logits": (jaxlogp.head_logits, (HIDDENS, WEIGHT)),

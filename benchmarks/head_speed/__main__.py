@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from benchmarks.head_speed.cases import MODELS
-from benchmarks.head_speed.clock import SETTLE_SECONDS
+from benchmarks.cases import MODELS
+from benchmarks.clock import SETTLE_SECONDS
 from benchmarks.head_speed.peers import versions
 from benchmarks.head_speed.programs import Program, engine_program, materialised
 from benchmarks.head_speed.report import NotRun, ShapeRow, plot_ratios, shapes_markdown

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.head_speed.cases import Case, Outputs
+from benchmarks.cases import Case, Outputs
 from benchmarks.head_speed.programs import BOTH, NO_ENTROPY, JaxProgram, Prepared, differentiated
 
 

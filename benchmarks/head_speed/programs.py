@@ -1,4 +1,4 @@
-"""What ``benchmarks.head_speed`` measures of JAX: the product, programs that store the logits, our engines, one pass.
+"""What ``benchmarks.head_speed`` measures of JAX: programs that store the logits, our engines, the policy loss in one pass.
 
 A program is compiled for one case, all of a case's programs at the same time in threads, and then run once, so that its
 errors are known before its time is taken.
@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled, Lowered
 
-from benchmarks.head_speed.cases import ENTROPY_BONUS, Case, Exact, Outputs
-from jaxlogp import linear_log_probs, linear_policy_gradients
+from benchmarks.cases import ENTROPY_BONUS, Case, Exact, Outputs
+from jaxlogp import linear_log_probs, linear_policy_loss
 from jaxlogp.head.registry import ENGINES
+from jaxlogp.losses import grpo
 
 Program = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
 BOTH, NO_ENTROPY, GRADIENTS = "log-probs, entropy", "log-probs, no entropy", "gradients alone"
@@ -65,11 +66,6 @@ class JaxProgram:
     through_entropy: bool = True
 
 
-def product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """One product hidden · weightᵀ, in the dtype of its operands: what every ratio refers to."""
-    return jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
-
-
 def materialised(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What a trainer without a fused head does: fp32 logits, log_softmax, gather, entropy."""
     dimensions = (((1,), (1,)), ((), ()))
@@ -102,19 +98,30 @@ def differentiated(program: Program, gives: str = BOTH) -> JaxProgram:
     return JaxProgram(program, both, gives)
 
 
-def _one_pass(hidden, weight, targets, g_log_probs, g_entropy, old_log_probs, lse, bonus):
-    """The loss whose upstream gradients are the case's: every ratio is 1 up to rounding, advantages are -g."""
-    mask = jnp.ones(targets.shape, bool)
-    out = linear_policy_gradients(
-        hidden, weight, targets, old_log_probs, -g_log_probs, mask, entropy_coefficient=bonus, with_entropy=True
-    )
-    return (out.values.log_probs, out.values.entropy), (out.hidden, out.weight)
+def policy_loss_program(gives: str, bonus: float | None = None, known_lse: bool = False) -> JaxProgram:
+    """:func:`jaxlogp.linear_policy_loss` of the loss whose upstream gradients are the case's.
 
+    Every ratio is 1 up to rounding, and advantages are -g.
 
-def _on_policy(hidden, weight, targets, g_log_probs, g_entropy, old_log_probs, lse):
-    mask = jnp.ones(targets.shape, bool)
-    out = linear_policy_gradients(hidden, weight, targets, old_log_probs, -g_log_probs, mask, lse=lse)
-    return (None, None), (out.hidden, out.weight)
+    Args:
+      gives: what it computes, for tables.
+      bonus: coefficient of an entropy bonus; None is none, so that the entropy has no share in the gradients.
+      known_lse: the sampler's log Σ e^z is given, and nothing computed but the gradients.
+    """
+    loss = grpo(entropy_coefficient=bonus or 0.0)
+
+    def both(hidden, weight, targets, g_log_probs, g_entropy, old_log_probs, lse):
+        def total(hidden, weight):
+            options = {"lse": lse} if known_lse else {"with_entropy": True}
+            mask = jnp.ones(targets.shape, bool)
+            operands = hidden, weight, targets, old_log_probs, -g_log_probs, mask
+            part, values = linear_policy_loss(*operands, loss=loss, **options)
+            return part.sum, (None, None) if known_lse else (values.log_probs, values.entropy)
+
+        gradients, values = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, weight)
+        return values, gradients
+
+    return JaxProgram(None, both, gives, through_entropy=bonus is not None)
 
 
 def our_programs() -> dict[str, JaxProgram]:
@@ -122,11 +129,9 @@ def our_programs() -> dict[str, JaxProgram]:
     return {
         "materialised": differentiated(materialised),
         **{name: differentiated(engine_program(name)) for name in ENGINES},
-        "policy_gradients": JaxProgram(
-            None, functools.partial(_one_pass, bonus=0.0), "log-probs, entropy without gradient", through_entropy=False
-        ),
-        "policy_gradients, bonus": JaxProgram(None, functools.partial(_one_pass, bonus=ENTROPY_BONUS), BOTH),
-        "policy_gradients, lse=": JaxProgram(None, _on_policy, GRADIENTS),
+        "one pass": policy_loss_program("log-probs, entropy without gradient"),
+        "one pass, bonus": policy_loss_program(BOTH, bonus=ENTROPY_BONUS),
+        "known lse": policy_loss_program(GRADIENTS, known_lse=True),
     }
 
 
@@ -205,20 +210,3 @@ def _require_room(compiled: Compiled) -> None:
     need = sizes.temp_size_in_bytes + sizes.output_size_in_bytes
     if stats and need > (room := stats["bytes_limit"] - stats["bytes_in_use"]):
         raise MemoryError(f"it needs {need / 2**30:.0f} GiB, {room / 2**30:.0f} GiB are free")
-
-
-def compile_product(hidden: jax.Array, weight: jax.Array) -> tuple[Callable[[], jax.Array], str]:
-    """The product of these operands, by cuBLAS where the device is a GPU, and what the compiler chose for it.
-
-    Compiled by itself: the compiler picks its algorithm by timing, which nothing may run beside.
-    """
-    lowered = jax.jit(product).lower(hidden, weight)
-    if jax.devices()[0].platform != "gpu":
-        return functools.partial(lowered.compile(), hidden, weight), "XLA"
-    try:
-        compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
-    except Exception as error:  # An option of the compiler may go; what was chosen is said in either case.
-        print(f"  the product is not forced to be cuBLAS: {type(error).__name__}", flush=True)
-        compiled = lowered.compile()
-    chosen = "cuBLAS" if "__cublas" in compiled.as_text() else "XLA's own kernel"
-    return functools.partial(compiled, hidden, weight), chosen

@@ -9,7 +9,7 @@ import jax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.head_speed.cases import ENTROPY_BONUS, SPREAD
+from benchmarks.cases import ENTROPY_BONUS, SPREAD
 
 COLUMNS = (
     " program ",

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import jax
 
-from benchmarks.head_speed.cases import Case, errors, exact, make_case
-from benchmarks.head_speed.clock import SETTLE_SECONDS, Timing, time_in_turns
+from benchmarks.beside_product import compile_product
+from benchmarks.cases import Case, errors, exact, make_case
+from benchmarks.clock import SETTLE_SECONDS, Timing, time_in_turns
 from benchmarks.head_speed.peers import PEERS, JaxPeer, TorchPeer
-from benchmarks.head_speed.programs import Prepared, compile_all, compile_product, operands, our_programs, prepare_jax
+from benchmarks.head_speed.programs import Prepared, compile_all, operands, our_programs, prepare_jax
 from benchmarks.head_speed.report import NotRun, ShapeRow, product_dtype
-from jaxlogp.head.projection import HeadOptions
+from jaxlogp import why_not
 from jaxlogp.head.registry import ENGINES
 
 EVERY = "every program"
@@ -52,7 +53,7 @@ Rows = tuple[list[ShapeRow], tuple[NotRun, ...]]
 
 
 def our_names() -> list[str]:
-    """Names of the baseline, our engines and the one-pass functions, in the order of tables."""
+    """Names of the baseline, our engines and the policy losses, in the order of tables."""
     return list(our_programs())
 
 
@@ -118,11 +119,7 @@ def _merged(not_run: list[NotRun], begun: int) -> tuple[NotRun, ...]:
 
 def _left_out(case: Case, names: Sequence[str]) -> dict[str, str]:
     """Why programs cannot or shall not run on the case."""
-    options = HeadOptions(with_entropy=True, vocab_size=case.weight.shape[0])
-    reasons: dict[str, str | None] = {}
-    for name, engine in ENGINES.items():
-        why_not = getattr(engine, "why_not", None)
-        reasons[name] = None if why_not is None else why_not(case.hidden, case.weight, None, options)
+    reasons = {name: why_not(engine, case.hidden, case.weight) for name, engine in ENGINES.items()}
     reasons.update({peer.name: peer.why_not() for peer in PEERS})
     reasons.update({name: "left out by an option" for name in (*our_names(), *peer_names()) if name not in names})
     return {name: reason for name, reason in reasons.items() if reason is not None}

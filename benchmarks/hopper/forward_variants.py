@@ -1,24 +1,23 @@
 """Times variants of the forward kernel beside one cuBLAS product, interleaved, with the error against float64.
 
-python benchmarks/hopper/forward_variants.py
+python -m benchmarks.hopper.forward_variants [H,V ...]
 """
 
-import functools
-import statistics
 import sys
-import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.beside_product import cases, compiled_or_said, print_times, say
+from benchmarks.cases import Case, Outputs, errors, exact
+from jaxlogp import HeadSpec
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadOptions
 
-TOKENS = 8192
-SHAPES = [(4096, 151936), (2304, 256000), (1024, 151936)]
-OPTIONS = HeadOptions(with_entropy=True)
+SHAPES = ("4096,151936", "2304,256000", "1024,151936")
+SMS = 132
 VARIANTS = {
     "shared": TileConfig(),
     "alternate": TileConfig(64, 256, 64, 5, 16, True),
@@ -28,15 +27,8 @@ VARIANTS = {
 }
 
 
-def seconds(call, repeats):
-    start = time.perf_counter()
-    for _ in range(repeats):
-        out = call()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / repeats
-
-
-def fold(stats):
+def fold(stats: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies of tile statistics, in plain fp32."""
     maximum = stats[:, 0].max(0)
     factor = jnp.exp(stats[:, 0] - maximum)
     total = (factor * stats[:, 1]).sum(0)
@@ -44,58 +36,27 @@ def fold(stats):
     return stats[:, 3].sum(0) - maximum - jnp.log(total), jnp.log(total) - mean
 
 
-def main():
-    print(jax.devices(), jax.__version__)
-    for hidden_size, vocab in SHAPES:
-        keys = jax.random.split(jax.random.key(0), 3)
-        hidden = jax.random.normal(keys[0], (TOKENS, hidden_size), jnp.bfloat16)
-        weight = (jax.random.normal(keys[1], (vocab, hidden_size), jnp.bfloat16) * (3.0 / hidden_size**0.5)).astype(
-            jnp.bfloat16
-        )
-        column = jax.random.randint(keys[2], (TOKENS,), 0, vocab, jnp.int32)
-        width = jnp.int32(vocab)
-        gemm = jax.jit(lambda h, w: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))))
-        calls = {"cuBLAS": functools.partial(gemm, hidden, weight)}
-        with jax.enable_x64(True):
-            rows = np.arange(0, TOKENS, 128)
-            logits = hidden[rows].astype(jnp.float64) @ weight.astype(jnp.float64).T
-            lse = jax.nn.logsumexp(logits, axis=1)
-            wanted = np.asarray(jnp.take_along_axis(logits, column[rows][:, None], 1)[:, 0] - lse)
-            entropy = np.asarray(lse - (jax.nn.softmax(logits, axis=1) * logits).sum(1))
-        for name, config in VARIANTS.items():
+def variant(case: Case, config: TileConfig) -> Callable:
+    """The forward with these tiles."""
+    width = jnp.int32(case.weight.shape[0])
 
-            @jax.jit
-            def run(h, w, c, config=config):
-                return fold(forward_statistics(h, w, None, c, width, OPTIONS, config, 132))
+    def run(hidden, weight, targets):
+        return fold(forward_statistics(hidden, weight, None, targets, width, HeadSpec(), True, config, SMS))
 
-            try:
-                got = jax.block_until_ready(run(hidden, weight, column))
-            except Exception as error:
-                print(name, "failed:", str(error)[:300], flush=True)
-                continue
-            again = run(hidden, weight, column)
-            same = all(bool((a == b).all()) for a, b in zip(got, again, strict=True))
-            print(
-                f"  {name}: error {abs(np.asarray(got[0])[rows] - wanted).max():.2e}"
-                f" {abs(np.asarray(got[1])[rows] - entropy).max():.2e} bitwise {same}",
-                flush=True,
-            )
-            calls[name] = functools.partial(run, hidden, weight, column)
-        times = {name: [] for name in calls}
-        jax.block_until_ready(gemm(hidden, weight))
-        for _ in range(8):
-            for name, call in calls.items():
-                times[name].append(seconds(call, 3))
-        base = statistics.median(times["cuBLAS"])
-        for name, values in times.items():
-            median = statistics.median(values)
-            flops = 2 * TOKENS * hidden_size * vocab
-            print(
-                f"H {hidden_size} V {vocab} {name:12s} {median * 1e3:7.2f} ms {median / base:.3f} x"
-                f" {flops / median / 1e12:.0f} TFLOP/s",
-                flush=True,
-            )
+    return run
+
+
+def main() -> None:
+    for case in cases([word for word in sys.argv[1:] if "," in word] or SHAPES):
+        functions = {name: variant(case, config) for name, config in VARIANTS.items()}
+        calls, wanted = compiled_or_said(functions, case.hidden, case.weight, case.targets), exact(case)
+        for name, one in calls.items():
+            first, second = one.call(), one.call()
+            same = all(bool((a == b).all()) for a, b in zip(first, second, strict=True))
+            found = errors(Outputs(*map(np.asarray, first), None, None, True), wanted)
+            say(f"  {name}: error {found.log_prob:.2e} {found.entropy:.2e} bitwise {same}")
+        print_times(case, calls, turns=8)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

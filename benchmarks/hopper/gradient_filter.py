@@ -1,34 +1,36 @@
 """The gradient filter of the hopper engine on peaked policies, beside the unfiltered backward and one cuBLAS product.
 
-    python benchmarks/hopper/gradient_filter.py [H,V ...]
+    python -m benchmarks.hopper.gradient_filter [H,V ...]
 
-Policies are those of experiments/gradient_filter.py (Zipf frequencies, hidden states that point at a token drawn from them),
-made on the GPU. Times are medians of interleaved turns, each at settled clocks (see head.py). Errors are relative, in norm,
+Policies are those of experiments/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token drawn
+from them), made on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are relative, in norm,
 against the unfiltered gradient. "shuffled" is a vocabulary in no order, "ordered" one by mean logit, renumbered beforehand.
 """
 
+import dataclasses
 import functools
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-from head import SHAPES, TOKENS, seconds
 
-from jaxlogp import GradientFilter, VocabOrder, linear_log_probs, skipped_tiles, vocab_order_by_mean_logit
-from jaxlogp.head.hopper import HopperEngine
+from benchmarks.beside_product import TOKENS, Timed, cases, print_times, say
+from benchmarks.hopper.one_pass import relative
+from jaxlogp import (
+    GradientFilter,
+    HopperEngine,
+    VocabOrder,
+    linear_log_probs,
+    skipped_tiles,
+    vocab_order_by_mean_logit,
+)
 
 THRESHOLDS = (2.0**-8, 2.0**-12, 2.0**-16)
 ENTROPY = 0.5
 LEVER = 8.0
 # Tokens that stand for all in the search for a mean entropy.
 SAMPLE = 1024
-
-
-def relative(a, b):
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
 def policy(hidden_size, vocab):
@@ -94,47 +96,36 @@ def compile_all(arguments):
     return {threshold: (done[threshold, "run"], done.get((threshold, "count"))) for threshold, _ in done}
 
 
-def main():
-    print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
-    shapes = [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:] if "," in a] or SHAPES
-    for hidden_size, vocab in shapes:
-        hidden, weight, targets, entropy = policy(hidden_size, vocab)
-        g = jax.random.normal(jax.random.key(1), (TOKENS,))
+def filtered(name, arguments):
+    """Timed calls of every threshold, by label; what they leave out, and their errors, are said."""
+    calls, exact = {}, None
+    for threshold, (run, count) in compile_all(arguments).items():
+        label = f"{name}, {'off' if threshold is None else f'{threshold:.1e}'}"
+        result = jax.block_until_ready(run(*arguments))
+        note = f"temp {run.memory_analysis().temp_size_in_bytes / 2**30:.3f} GiB"
+        if threshold is None:
+            exact = result
+        else:
+            errors = [relative(a, b) for a, b in zip(result, exact, strict=True)]
+            note += f"  left out {float(count(*arguments).mean()):.1%}"
+            note += f"  dH, dW differ by {errors[0]:.1e} {errors[1]:.1e}"
+        calls[label] = Timed(functools.partial(run, *arguments), note)
+        say(f"  {label}: {note}")
+    return calls
+
+
+def main() -> None:
+    for case in cases(sys.argv[1:]):
+        hidden, weight, targets, entropy = policy(case.hidden.shape[1], case.weight.shape[0])
+        case = dataclasses.replace(case, hidden=hidden, weight=weight, targets=targets)
         order = VocabOrder(vocab_order_by_mean_logit(hidden, weight))
-        operands = {
-            "shuffled": (hidden, weight, targets, g),
-            "ordered": (hidden, order.rows(weight), order.places(targets), g),
-        }
-        print(f"H {hidden_size} V {vocab} mean entropy {entropy:.2f} nat", flush=True)
-        gemm = jax.jit(lambda h, w: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))))
-        calls = {"cuBLAS product": functools.partial(gemm, hidden, weight)}
-        notes = {"cuBLAS product": ""}
+        say(f"{case.label}: mean entropy {entropy:.2f} nat")
         forward = jax.jit(lambda h, w, t: linear_log_probs(h, w, t, with_entropy=True, engine=HopperEngine()))
-        calls["forward"], notes["forward"] = functools.partial(forward, hidden, weight, targets), ""
-        for name, arguments in operands.items():
-            compiled, exact = compile_all(arguments), None
-            for threshold, (run, count) in compiled.items():
-                label = f"{name}, {'off' if threshold is None else f'{threshold:.1e}'}"
-                result = jax.block_until_ready(run(*arguments))
-                memory = run.memory_analysis().temp_size_in_bytes / 2**30
-                calls[label], notes[label] = functools.partial(run, *arguments), f"temp {memory:.3f} GiB"
-                if threshold is None:
-                    exact = result
-                else:
-                    errors = [relative(a, b) for a, b in zip(result, exact, strict=True)]
-                    notes[label] += f"  left out {float(count(*arguments).mean()):.1%}"
-                    notes[label] += f"  dH, dW differ by {errors[0]:.1e} {errors[1]:.1e}"
-                print(f"  {label}: {notes[label]}", flush=True)
-            del exact, result
-        times = {name: [] for name in calls}
-        for _ in range(3):
-            for name, call in calls.items():
-                times[name].append(seconds(call))
-        base = statistics.median(times["cuBLAS product"])
-        for name, values in times.items():
-            median = statistics.median(values)
-            print(f"  {name:20s} {median * 1e3:7.2f} ms  {median / base:.3f} x  {notes[name]}", flush=True)
+        calls = {"forward": Timed(functools.partial(forward, hidden, weight, targets))}
+        calls |= filtered("shuffled", (hidden, weight, targets, case.g_log_probs))
+        calls |= filtered("ordered", (hidden, order.rows(weight), order.places(targets), case.g_log_probs))
+        print_times(case, calls, turns=3)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
 """Which kernels the head's time goes to, by name, and how long the GPU waits between them; from JAX's profiler.
 
-    python benchmarks/hopper/kernel_times.py [H,V ...]
+    python -m benchmarks.hopper.kernel_times [H,V ...]
 
-Each program runs at settled clocks (see head.py) and then four times under the profiler, during whose start they recover:
+Each program runs at settled clocks and then four times under the profiler, during whose start they recover:
 shares are what this shows, not ratios to the product. "wall" is from the first kernel's begin to the last one's end, "busy"
 what kernels took of it: the rest is a GPU that waits for the host.
 """
@@ -17,11 +17,10 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
-from head import SHAPES, TOKENS, inputs, seconds
-from loss_aware import BONUS, forward, one_pass, two_steps
 
-from jaxlogp import linear_log_probs
-from jaxlogp.head.hopper import HopperEngine
+from benchmarks.beside_product import cases, product
+from benchmarks.clock import settled_seconds
+from benchmarks.hopper.one_pass import PROGRAMS, operands
 
 REPEATS = 4
 # Kernels that take less than so many microseconds a call are added up.
@@ -30,7 +29,7 @@ LEAST = 8.0
 
 def gpu_events(call):
     """Complete events of the GPU's streams while ``call`` runs REPEATS times, in microseconds."""
-    seconds(call)
+    settled_seconds(call)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(REPEATS):
@@ -64,23 +63,13 @@ def show(name, events):
     print(f"    {rest / 1e3:8.3f} ms  rest", flush=True)
 
 
-def main():
-    print(jax.devices()[0].device_kind, "JAX", jax.__version__, flush=True)
-    for hidden_size, vocab in [tuple(int(x) for x in a.split(",")) for a in sys.argv[1:]] or SHAPES:
-        hidden, weight, targets, advantages, noise = inputs(hidden_size, vocab)
-        old = linear_log_probs(hidden, weight, targets, engine=HopperEngine()).log_probs + noise
-        arguments = hidden, weight, targets, old, advantages, jnp.ones(TOKENS, bool)
-        print(f"H {hidden_size} V {vocab}", flush=True)
-        programs = {
-            "product": lambda h, w, *_: jax.lax.dot_general(h, w, (((1,), (1,)), ((), ()))),
-            "forward": forward,
-            "two steps": two_steps,
-            "one pass": one_pass,
-            "one pass, bonus": functools.partial(one_pass, bonus=BONUS),
-        }
-        for name, program in programs.items():
+def main() -> None:
+    for case in cases(sys.argv[1:]):
+        arguments = operands(case, jnp.ones(case.targets.shape, bool))
+        print(case.label, flush=True)
+        for name, program in ({"product": lambda h, w, *_: product(h, w)} | PROGRAMS).items():
             show(name, gpu_events(functools.partial(jax.jit(program), *arguments)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

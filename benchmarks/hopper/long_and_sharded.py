@@ -1,66 +1,55 @@
 """Two checks on one GPU: 131072 tokens run with memory linear in N; the engine inside of shard_map over one device.
 
-python benchmarks/hopper/long_and_sharded.py
+python -m benchmarks.hopper.long_and_sharded
 """
 
-import time
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp._compat import vary_over
-from jaxlogp.head.hopper import HopperEngine
-from jaxlogp.head.projection import HeadOptions
-from jaxlogp.targets import LocalTargets
+from benchmarks.beside_product import cases, compiled_or_said, say
+from benchmarks.clock import settled_seconds
+from benchmarks.engines import operands, programs
+from jaxlogp import HopperEngine, linear_log_probs
 
 ENGINE = HopperEngine()
 
 
-def both(hidden, weight, targets, options):
-    local = LocalTargets(targets, targets >= 0, None, jnp.int32(weight.shape[0]))
-    out, pull = jax.vjp(lambda h, w: ENGINE.log_probs(h, w, None, local, options), hidden, weight)
-    return out, pull(jax.tree.map(jnp.ones_like, out))
+def sharded() -> None:
+    """Values and gradients over a mesh of one device are those of the plain call, to the bit."""
+    (case,) = cases(["256,1024"], tokens=300)
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 
+    def both(forward, hidden, weight):
+        out, pull = jax.vjp(forward, hidden, weight)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
 
-def sharded():
-    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-    options = HeadOptions(with_entropy=True, vocab_size=1024, axis_name="tensor")
-    hidden = jax.random.normal(jax.random.key(0), (300, 256), jnp.bfloat16)
-    weight = jax.random.normal(jax.random.key(1), (1024, 256), jnp.bfloat16) * 0.1
-    targets = jnp.arange(300, dtype=jnp.int32)
+    def head(hidden, weight, targets, **options):
+        return linear_log_probs(hidden, weight, targets, with_entropy=True, engine=ENGINE, **options)
 
-    def local(hidden, weight, targets):
-        hidden, weight, targets = (vary_over(x, {"tensor"}) for x in (hidden, weight, targets))
-        out, (d_hidden, d_weight) = both(hidden, weight, targets, options)
-        return out.log_probs[None], d_hidden[None], d_weight
-
-    specs = (P(), P("tensor"), P())
-    outs = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("tensor"),) * 3))(
-        hidden, weight, targets
+    mapped = jax.shard_map(
+        functools.partial(head, axis_name="tensor"), mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P()
     )
-    plain, (d_hidden, d_weight) = jax.jit(lambda *a: both(*a, HeadOptions(with_entropy=True, vocab_size=1024)))(
-        hidden, weight, targets
-    )
-    same = [
-        bool((a.reshape(b.shape) == b).all()) for a, b in zip(outs, (plain.log_probs, d_hidden, d_weight), strict=True)
+    found = [
+        jax.jit(functools.partial(both, lambda h, w, f=function: f(h, w, case.targets)))(case.hidden, case.weight)
+        for function in (mapped, head)
     ]
-    print("shard_map over one device equals the plain call, bitwise:", same, flush=True)
+    pairs = zip(*map(jax.tree.leaves, found), strict=True)
+    say(f"shard_map over one device equals the plain call, bitwise: {[bool((a == b).all()) for a, b in pairs]}")
 
 
-def long():
+def long() -> None:
+    """Time and memory of few and of many tokens."""
     for tokens in (8192, 131072):
-        options = HeadOptions(with_entropy=True, vocab_size=151936)
-        hidden = jax.random.normal(jax.random.key(0), (tokens, 4096), jnp.bfloat16)
-        weight = (jax.random.normal(jax.random.key(1), (151936, 4096), jnp.bfloat16) * 0.03).astype(jnp.bfloat16)
-        targets = jax.random.randint(jax.random.key(2), (tokens,), 0, 151936, jnp.int32)
-        run = jax.jit(lambda *a: both(*a, options)).lower(hidden, weight, targets).compile()
-        jax.block_until_ready(run(hidden, weight, targets))
-        start = time.perf_counter()
-        out, _ = jax.block_until_ready(run(hidden, weight, targets))
-        took, memory = time.perf_counter() - start, run.memory_analysis().temp_size_in_bytes / 2**30
-        finite = bool(jnp.isfinite(out.log_probs).all())
-        print(f"N {tokens}: forward + backward {took * 1e3:.0f} ms, temp {memory:.2f} GiB, finite {finite}", flush=True)
+        (case,) = cases(["4096,151936"], tokens)
+        both = compiled_or_said(programs(ENGINE), *operands(case))["fwd+bwd"]
+        milliseconds = settled_seconds(both.call) * 1e3
+        finite = np.isfinite(np.asarray(both.call()[0].log_probs)).all()
+        say(f"N {tokens}: forward + backward {milliseconds:.0f} ms, {both.note}, finite {bool(finite)}")
 
 
 if __name__ == "__main__":

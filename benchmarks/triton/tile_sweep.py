@@ -1,17 +1,20 @@
-"""The triton engine's parts one by one, and its two kernels with other tiles; run by `benchmarks/triton/head.py --sweep`.
+"""The triton engine's parts one by one, and its two kernels with other tiles: `python -m benchmarks.triton.head --sweep`.
 
 A part is what one call of the engine spends on it, all windows of the backward together: the forward kernel without the fold
 behind it, dz, dH += dz · W and dW = dzᵀ · H. Every time stands beside the product's, taken in turns with it.
 """
 
 import concurrent.futures
-import statistics
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlogp.head.projection import HeadOptions, dot
+from benchmarks.beside_product import Timed, print_times, say
+from benchmarks.cases import Case
+from jaxlogp import HeadSpec
+from jaxlogp.head.projection import dot
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig, window_columns
@@ -31,31 +34,31 @@ TILES = {
 THREADS = 4
 
 
-def forward_kernel(hidden, weight, targets, options, config):
+def forward_kernel(case: Case, config: TileConfig):
     """Tile statistics of the whole vocabulary."""
 
     def run(hidden, weight, targets):
         bounds = jnp.asarray([0, weight.shape[0], hidden.shape[0]], jnp.int32)
-        return launch.forward_statistics(hidden, weight, None, targets, bounds, options, config, None)
+        return launch.forward_statistics(hidden, weight, None, targets, bounds, HeadSpec(), True, config, None)
 
-    return jax.jit(run), (hidden, weight, targets)
+    return jax.jit(run), (case.hidden, case.weight, case.targets)
 
 
-def dz_kernel(hidden, weight, targets, g, g_entropy, options, config, window):
+def dz_kernel(case: Case, config: TileConfig):
     """dz of every window, one after the other in one place."""
+    window, g = window_columns(case.hidden.shape[0], case.weight.shape[0]), case.g_log_probs
     # A largest logit and log2 Σ e^(z - max) as logits of standard deviation 2 have them: dz is of the usual size.
-    scalars = jnp.full(g.shape, 9.0), jnp.full(g.shape, 7.0), -g, -g_entropy, g, targets
+    scalars = RowScalars(jnp.full(g.shape, 9.0), jnp.full(g.shape, 7.0), -g, -case.g_entropy, g, case.targets)
 
     def run(hidden, weight, scalars):
         def step(index, _):
             start = jnp.minimum(index * window, weight.shape[0] - window)
             bounds = jnp.stack([start, jnp.int32(weight.shape[0]), jnp.int32(hidden.shape[0])]).astype(jnp.int32)
-            here = RowScalars(*scalars)
-            return launch.window_gradient(hidden, weight, None, here, bounds, window, options, config, None)
+            return launch.window_gradient(hidden, weight, None, scalars, bounds, window, HeadSpec(), True, config, None)
 
         return windows(step, jnp.zeros((hidden.shape[0], window), weight.dtype), weight, window)
 
-    return jax.jit(run), (hidden, weight, scalars)
+    return jax.jit(run), (case.hidden, case.weight, scalars)
 
 
 def d_hidden_product(dz, weight):
@@ -89,7 +92,7 @@ def windows(step, start, weight, window):
     return lax.fori_loop(0, -(-weight.shape[0] // window), step, start)
 
 
-def compiled(part):
+def compiled(part: tuple) -> Callable | Exception:
     """A call that has run once, or what went wrong."""
     try:
         function, operands = part
@@ -100,44 +103,43 @@ def compiled(part):
     return lambda: call(*operands)
 
 
-def timed(name, call, gemm, seconds, say):
-    """Milliseconds beside the product, or None where the part failed."""
-    if isinstance(call, Exception):
-        say(f"  {name} failed: {str(call)[:300]}")
-        return None
-    bases, values = zip(*((seconds(gemm), seconds(call)) for _ in range(2)), strict=True)
-    took, base = statistics.median(values), statistics.median(bases)
-    say(f"  {name:40s} {took * 1e3:7.2f} ms  {took / base:.3f} x")
-    return took / base
+def print_parts(case: Case, calls: Mapping[str, Callable | Exception]) -> dict[str, float]:
+    """Times beside the product of the calls that did not fail; what the others raised is said."""
+    for name, call in calls.items():
+        if isinstance(call, Exception):
+            say(f"  {name} failed: {str(call)[:300]}")
+    working = {name: Timed(call) for name, call in calls.items() if not isinstance(call, Exception)}
+    return print_times(case, working, turns=2)
 
 
-def sweep(hidden, weight, targets, g, g_entropy, table, gemm, seconds, say, only_forward=False):
+def sweep(case: Case, table: HeadTiles, with_backward: bool = True) -> HeadTiles:
     """Measures the parts and the variants; the fastest tiles of each kernel."""
-    window = window_columns(hidden.shape[0], weight.shape[0])
-    options = HeadOptions(with_entropy=True, vocab_size=weight.shape[0])
-    kinds = {"forward": lambda config: forward_kernel(hidden, weight, targets, options, config)}
-    if not only_forward:
-        operands = hidden, weight, targets, g, g_entropy, options
-        kinds["dz"] = lambda config: dz_kernel(*operands, config, window)
-        dz = compiled(kinds["dz"](table.gradient))
-        if isinstance(dz, Exception):
-            say(f"  dz failed: {str(dz)[:300]}")
-        else:
-            dz = dz()
-            # One at a time: XLA times its candidates for a product while it compiles.
-            for name, part in (("dH", d_hidden_product(dz, weight)), ("dW", d_weight_product(dz, hidden, weight))):
-                timed(f"{name}, windows of {window}", compiled(part), gemm, seconds, say)
-        del dz
-    best = {"forward": table.forward, "dz": table.gradient}
-    for kind, build in kinds.items():
-        variants = {"table": best[kind]} | {name: tiles for name, tiles in TILES.items() if tiles != best[kind]}
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            calls = list(pool.map(lambda config: compiled(build(config)), variants.values()))  # noqa: B023
-        say(f"  {kind}: {len(calls)} kernels compiled")
-        least = None
-        for (name, config), call in zip(variants.items(), calls, strict=True):
-            took = timed(f"{kind} {name}", call, gemm, seconds, say)
-            if took is not None and (least is None or took < least):
-                least, best[kind] = took, config
-        say(f"  {kind}: fastest {best[kind]}")
-    return HeadTiles(best["forward"], best["dz"])
+    if with_backward:
+        _print_products(case, table.gradient)
+    forward = _fastest(case, "forward", forward_kernel, table.forward)
+    gradient = _fastest(case, "dz", dz_kernel, table.gradient) if with_backward else table.gradient
+    return HeadTiles(forward, gradient)
+
+
+def _print_products(case: Case, config: TileConfig) -> None:
+    """Times of the two products behind dz."""
+    dz = compiled(dz_kernel(case, config))
+    if isinstance(dz, Exception):
+        say(f"  dz failed: {str(dz)[:300]}")
+        return
+    dz = dz()
+    products = {"dH": d_hidden_product(dz, case.weight), "dW": d_weight_product(dz, case.hidden, case.weight)}
+    # One at a time: XLA times its candidates for a product while it compiles.
+    print_parts(case, {f"{name}, windows of {dz.shape[1]}": compiled(part) for name, part in products.items()})
+
+
+def _fastest(case: Case, kind: str, build: Callable, table: TileConfig) -> TileConfig:
+    """The tiles of one kernel with the least time."""
+    variants = {f"{kind} table": table} | {f"{kind} {name}": tiles for name, tiles in TILES.items() if tiles != table}
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        calls = list(pool.map(lambda config: compiled(build(case, config)), variants.values()))
+    say(f"  {kind}: {len(calls)} kernels compiled")
+    ratios = print_parts(case, dict(zip(variants, calls, strict=True)))
+    best = min((name for name in variants if name in ratios), key=ratios.get, default=f"{kind} table")
+    say(f"  {kind}: fastest {variants[best]}")
+    return variants[best]

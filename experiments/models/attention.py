@@ -34,6 +34,12 @@ class KVCache(NamedTuple):
         shape = (layers, rows, slots, kv_heads, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows, slots), jnp.bool_))
 
+    def repeat_rows(self, copies: int) -> "KVCache":
+        """Every row `copies` times, side by side."""
+        return KVCache(
+            *(jnp.repeat(x, copies, axis=1) for x in (self.keys, self.values)), jnp.repeat(self.valid, copies, axis=0)
+        )
+
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
     """fp32 operands are multiplied as fp32 (never TF32); narrower ones go to the matrix units as they are."""

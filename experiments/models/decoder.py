@@ -1,7 +1,10 @@
 """A decoder-only language model in Flax NNX that covers the Qwen3 and Llama-3 architectures.
 
-The model ends at the final norm. Its head, `head_weight()`, is applied by whoever needs it: the trainer through
-`jaxlogp.linear_log_probs`, the sampler through `jaxlogp.head_logits`.
+The model ends at the final norm. Its head, `head()`, is applied by whoever needs it: the trainer through
+`jaxlogp.linear_policy_loss`, the sampler through `jaxlogp.head_logits`. What trainer and sampler ask of any model:
+
+    hidden = model.hidden_states(tokens, positions, segment_ids)
+    spec, weight = model.head()
 
 Parameters carry the names of Hugging Face checkpoints. Those of the layers are stacked, the layer first, and one layer
 is traced and compiled for all. Matrices map the left index to the right one: `q_proj` is [layers, hidden, heads,
@@ -22,8 +25,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import KVCache, attend, mask_bias, packed_mask, precision_of
+from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
 from experiments.models.rope import RopeScaling, rope_frequencies, rope_tables, rotate
-from jaxlogp import embedding_lookup, sharded_embedding_lookup
+from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
 DTYPES = ("float32", "bfloat16")
@@ -49,6 +53,9 @@ class DecoderConfig:
         qk_norm: RMSNorm over each head's queries and keys before the rotation (Qwen3).
         attention_bias: biases on queries, keys and values, none on the output (Qwen2).
         tie_embeddings: the head is the embedding table.
+        logit_scale: multiplier of the logits.
+        logit_softcap: the head's soft cap, cap · tanh(logits / cap), or None.
+        fp32_head: multiply hidden states and head as fp32 whatever their dtype.
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
         remat: keep one residual per layer for the backward pass and recompute the rest.
@@ -76,6 +83,9 @@ class DecoderConfig:
     qk_norm: bool = False
     attention_bias: bool = False
     tie_embeddings: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    fp32_head: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool = False
@@ -95,8 +105,20 @@ class DecoderConfig:
         require(0.0 < self.rms_norm_eps < 1.0, "rms_norm_eps", "a number between 0 and 1", self.rms_norm_eps)
         is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
         require(is_scaling, "rope_scaling", "a RopeScaling or None", repr(self.rope_scaling))
+        # Made once, for its checks.
+        _ = self.head_spec
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
+
+    @property
+    def head_spec(self) -> HeadSpec:
+        """The head's arithmetic at temperature 1."""
+        return HeadSpec(logit_scale=self.logit_scale, softcap=self.logit_softcap, fp32_head=self.fp32_head)
+
+    @property
+    def head_name(self) -> str:
+        """Name of the parameter that is the head's weight."""
+        return "embed_tokens" if self.tie_embeddings else "lm_head"
 
     @classmethod
     def qwen3(cls, **changes) -> "DecoderConfig":
@@ -211,7 +233,7 @@ class Decoder(nnx.Module):
         >>> model = Decoder(DecoderConfig.qwen3(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2,
         ...                                     num_heads=4, num_kv_heads=2, head_dim=8), rngs=nnx.Rngs(0))
         >>> tokens = jnp.zeros((1, 5), jnp.int32)
-        >>> model(tokens, jnp.arange(5)[None], tokens).shape
+        >>> model.hidden_states(tokens, jnp.arange(5)[None], tokens).shape
         (1, 5, 32)
     """
 
@@ -227,15 +249,15 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.lm_head = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], document_ids: Int[Array, "B T"]
+    def hidden_states(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T H"]:
         """Hidden states after the final norm, each token reading its own document up to itself.
 
         Args:
             tokens: int32 [B, T], all in [0, V), padding too.
             positions: int32 [B, T], counted from the start of each document.
-            document_ids: int32 [B, T]; equal ids in one row are one document. Padding has an id of its own or the
+            segment_ids: int32 [B, T]; equal ids in one row are one document. Padding has an id of its own or the
                 last document's.
 
         Returns:
@@ -246,14 +268,17 @@ class Decoder(nnx.Module):
         """
         require(tokens.ndim == 2, "tokens", "shape [B, T]", tokens.shape)
         require(positions.shape == tokens.shape, "positions", f"shape {tokens.shape}", positions.shape)
-        require(document_ids.shape == tokens.shape, "document_ids", f"shape {tokens.shape}", document_ids.shape)
-        hidden, _, _ = self._forward(tokens, positions, document_ids, keep_keys_values=False)
+        require(segment_ids.shape == tokens.shape, "segment_ids", f"shape {tokens.shape}", segment_ids.shape)
+        hidden, _, _ = self._forward(tokens, positions, segment_ids, keep_keys_values=False)
         return hidden
 
-    def head_weight(self) -> Float[Array, "V H"]:
-        """The head [V, H] in the activations' dtype; with tied embeddings it is the embedding table."""
-        weight = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return weight[...].astype(self.config.dtype)
+    def head(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
+        """The head's arithmetic at temperature 1, and its weight [V, H] in the activations' dtype.
+
+        With tied embeddings the weight is the embedding table.
+        """
+        config = self.config
+        return config.head_spec, getattr(self, config.head_name)[...].astype(config.dtype)
 
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """A cache for `rows` sequences of up to `slots` tokens, prompt padding included."""
@@ -324,9 +349,9 @@ class Decoder(nnx.Module):
         (x, keys, values), _ = lax.scan(step, carry, layer_inputs, unroll=self._unroll())
         return self._final_norm(x)[:, 0], KVCache(keys, values, valid)
 
-    def _forward(self, tokens, positions, document_ids, *, keep_keys_values):
+    def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         tables = self._rope_tables(positions)
-        bias = mask_bias(packed_mask(document_ids))
+        bias = mask_bias(packed_mask(segment_ids))
         graph, stacked = nnx.split(self.layers)
 
         def step(x, state):
@@ -341,9 +366,9 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens):
         table = self.embed_tokens[...]
-        tensor = self.mesh.shape.get("tensor", 1) if self.mesh is not None else 1
+        tensor = self.mesh.shape.get(TENSOR_AXIS, 1) if self.mesh is not None else 1
         if tensor > 1 and self.config.vocab_size % tensor == 0:
-            token_axes = tuple(axis for axis in ("data",) if axis in self.mesh.shape)
+            token_axes = tuple(axis for axis in (DATA_AXIS,) if axis in self.mesh.shape)
             embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, token_axes=token_axes)
         else:
             embedded = embedding_lookup(table, tokens)

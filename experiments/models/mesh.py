@@ -8,7 +8,11 @@ import numpy as np
 
 from jaxlogp.errors import require
 
-AXIS_NAMES = ("data", "tensor")
+DATA_AXIS = "data"
+"""Splits the documents."""
+TENSOR_AXIS = "tensor"
+"""Splits vocabulary, heads and SwiGLU features."""
+AXIS_NAMES = (DATA_AXIS, TENSOR_AXIS)
 
 
 @dataclass(frozen=True)

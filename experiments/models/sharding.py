@@ -5,9 +5,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.models.mesh import TENSOR_AXIS
 from jaxlogp.errors import require
-
-TENSOR_AXIS = "tensor"
 
 SHARDED_DIMENSION = {
     "embed_tokens": 0,

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from experiments.models.decoder import Decoder
-from jaxlogp import head_logits, log_probs_from_logits
+from jaxlogp import HeadSpec, head_logits, log_probs_from_logits
 from jaxlogp.errors import require
 
 
@@ -55,7 +55,6 @@ def sample(
     greedy: bool = False,
     eos_id: int,
     pad_id: int,
-    fp32_head: bool = False,
     row_ids: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Samples:
     """Draws one completion for every prompt: y_i ~ softmax(logits_i / temperature), until EOS or `max_new_tokens`.
@@ -74,7 +73,6 @@ def sample(
             softmax(logits / temperature), which a trainer can recompute, not the 0.0 of a certain choice.
         eos_id: token that ends a completion.
         pad_id: token behind the end; may equal `eos_id`.
-        fp32_head: multiply head and hidden states as fp32 whatever their dtype.
         row_ids: int32 [B], names of the rows for the random numbers; default 0, 1, 2 … Pass global ids when a batch is
             drawn in pieces, and the pieces equal the whole.
 
@@ -93,7 +91,6 @@ def sample(
         greedy=greedy,
         eos_id=eos_id,
         pad_id=pad_id,
-        fp32_head=fp32_head,
     )
     return draw(state, prompts, prompt_lengths, key, row_ids)
 
@@ -106,7 +103,7 @@ def make_sampler(
     greedy: bool = False,
     eos_id: int,
     pad_id: int,
-    fp32_head: bool = False,
+    copies: int = 1,
 ) -> Callable[..., Samples]:
     """Builds `draw(state, prompts, prompt_lengths, key, row_ids=None) -> Samples`, compiled once per shape.
 
@@ -119,7 +116,7 @@ def make_sampler(
         greedy: see `sample`.
         eos_id: see `sample`.
         pad_id: see `sample`.
-        fp32_head: see `sample`.
+        copies: completions of every prompt, in rows side by side; the prompts are read once.
 
     Returns:
         The function; it checks the values of its arguments, then runs the compiled sampler.
@@ -127,7 +124,7 @@ def make_sampler(
     Raises:
         ValueError: an option out of range.
     """
-    options = SamplerOptions(max_new_tokens, temperature, greedy, eos_id, pad_id, fp32_head)
+    options = SamplerOptions(max_new_tokens, temperature, greedy, eos_id, pad_id, copies)
 
     def draw(state, prompts, prompt_lengths, key, row_ids=None):
         vocab_size = nnx.merge(graph, state).config.vocab_size
@@ -137,7 +134,7 @@ def make_sampler(
         check_prompts(prompts, prompt_lengths, vocab_size)
         is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
         require(is_key, "key", "one key from jax.random.key", f"{key.dtype} of shape {key.shape}")
-        rows = prompts.shape[0]
+        rows = prompts.shape[0] * options.copies
         if row_ids is None:
             row_ids = jnp.arange(rows, dtype=jnp.int32)
         require(row_ids.shape == (rows,), "row_ids", f"shape ({rows},)", row_ids.shape)
@@ -155,10 +152,11 @@ class SamplerOptions:
     greedy: bool
     eos_id: int
     pad_id: int
-    fp32_head: bool
+    copies: int
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
+        require(self.copies >= 1, "copies", "at least 1", self.copies)
         is_divisor = 0.0 < self.temperature < math.inf
         require(is_divisor, "temperature", "a positive, finite number", self.temperature)
 
@@ -166,20 +164,23 @@ class SamplerOptions:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(graph, options, state, prompts, prompt_lengths, key, row_ids):
     model = nnx.merge(graph, state)
-    weight = model.head_weight()
+    head = model.head()
     rows, width = prompts.shape
     row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
     # The last token drawn is never read, so it needs no slot.
     cache = model.empty_cache(rows, width + options.max_new_tokens - 1)
     hidden, cache = model.prefill(prompts, prompt_lengths, cache)
     hidden = jnp.take_along_axis(hidden, (prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
-    done = jnp.zeros(rows, jnp.bool_)
-    first = _pick(options, hidden, weight, row_keys, 0, done)
+    if options.copies > 1:
+        hidden, prompt_lengths = (jnp.repeat(x, options.copies, axis=0) for x in (hidden, prompt_lengths))
+        cache = cache.repeat_rows(options.copies)
+    done = jnp.zeros(hidden.shape[0], jnp.bool_)
+    first = _pick(options, hidden, head, row_keys, 0, done)
 
     def extend(carry, step):
         tokens, done, cache = carry
         hidden, cache = model.decode_step(tokens, prompt_lengths + step, cache, width + step)
-        tokens, log_probs = _pick(options, hidden, weight, row_keys, step + 1, done)
+        tokens, log_probs = _pick(options, hidden, head, row_keys, step + 1, done)
         return (tokens, done | (tokens == options.eos_id), cache), (tokens, log_probs, done)
 
     carry = (first[0], first[0] == options.eos_id, cache)
@@ -191,9 +192,9 @@ def _run(graph, options, state, prompts, prompt_lengths, key, row_ids):
     return Samples(tokens, log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
 
 
-def _pick(options, hidden, weight, row_keys, step, done):
+def _pick(options, hidden, head, row_keys, step, done):
     """One token a row and its log-prob, from the same logits; the pad and 0.0 for rows that are done."""
-    logits = head_logits(hidden, weight, fp32_head=options.fp32_head)
+    logits = logits_of(hidden, *head)
     if options.greedy:
         drawn = jnp.argmax(logits, axis=-1)
     else:
@@ -202,6 +203,11 @@ def _pick(options, hidden, weight, row_keys, step, done):
     drawn = drawn.astype(jnp.int32)
     scored = log_probs_from_logits(logits, drawn, mask=~done, temperature=options.temperature)
     return jnp.where(done, options.pad_id, drawn), scored.log_probs
+
+
+def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:
+    """Logits before the temperature, by the arithmetic of the trainer's head."""
+    return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
 
 
 def check_prompts(

@@ -70,10 +70,10 @@ def programs(engine, config: CostConfig, shards: int, arrays: tuple) -> tuple:
 
         return jax.value_and_grad(objective, argnums=(0, 1))(hidden, weight)
 
-    specs = {"mesh": mesh, "in_specs": (P(), P("tensor"), P())}
+    in_specs = P(), P("tensor"), P()
     mapped = (
-        jax.shard_map(forward, out_specs=P(), **specs),
-        jax.shard_map(both, out_specs=(P(), (P(), P("tensor"))), **specs),
+        jax.shard_map(forward, mesh=mesh, in_specs=in_specs, out_specs=P()),
+        jax.shard_map(both, mesh=mesh, in_specs=in_specs, out_specs=(P(), (P(), P("tensor")))),
     )
     return tuple(jax.jit(function).lower(*arrays).compile() for function in mapped)
 

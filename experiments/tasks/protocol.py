@@ -64,7 +64,56 @@ class Task(Protocol):
         """
 
     def reward(self, example: Example, completion: str) -> float:
-        """1.0 when the completion answers the example, else 0.0."""
+        """How good the completion is, a finite number: for our own tasks 1.0 when it answers the example, else 0.0."""
+
+
+Reward = Callable[[Example, str], float]
+"""Scores a completion of an example, by any finite number."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """A task with another reward.
+
+    Args:
+        task: gives the examples.
+        score: scores completions in the task's place.
+    """
+
+    task: Task
+    score: Reward
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return self.task.name
+
+    @property
+    def alphabet(self) -> str | None:
+        """The task's."""
+        return self.task.alphabet
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The task's."""
+        return self.task.max_prompt_tokens
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """The task's."""
+        return self.task.max_answer_tokens
+
+    def num_examples(self, split: Split) -> int | None:
+        """The task's."""
+        return self.task.num_examples(split)
+
+    def example(self, index: int, split: Split) -> Example:
+        """The task's."""
+        return self.task.example(index, split)
+
+    def reward(self, example: Example, completion: str) -> float:
+        """The other one."""
+        return float(self.score(example, completion))
 
 
 def split_of(family: str, prompt: str) -> Split:

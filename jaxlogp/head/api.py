@@ -5,13 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
     HeadGradients,
+    HeadWeight,
     check_operands,
     head_call,
     require_checked_axes,
@@ -29,7 +31,7 @@ from jaxlogp.vocab import VocabShards
 
 def linear_log_probs(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     *,
     mask: Bool[Array, "*tokens"] | None = None,
@@ -104,12 +106,17 @@ def linear_log_probs(
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy}
-    call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
-    chosen, reason = choose_engine(engine, call)
-    report(HeadRun("linear_log_probs", chosen.name, reason, call.num_shards))
-    values = head_values(chosen, call)
-    lse = jax.lax.stop_gradient(values.lse) if with_lse else None
-    return jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values._replace(lse=lse))
+
+    def run(hidden, weight, bias, targets, mask):
+        call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
+        chosen, reason = choose_engine(engine, call)
+        report(HeadRun("linear_log_probs", chosen.name, reason, call.num_shards))
+        values = head_values(chosen, call)
+        lse = jax.lax.stop_gradient(values.lse) if with_lse else None
+        return jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values._replace(lse=lse))
+
+    check_operands(hidden, weight, bias, weight_layout)
+    return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,7 +168,7 @@ def cotangents_of(call: HeadCall, gradients: HeadGradients) -> HeadCall:
 
 def head_logits(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     *,
     bias: Float[Array, " vocab"] | None = None,
     logit_scale: float = 1.0,
@@ -253,8 +260,13 @@ def skipped_tiles(
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": "vh"}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": False}
-    call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
-    chosen, reason = choose_engine(engine, call)
-    report(HeadRun("skipped_tiles", chosen.name, reason, call.num_shards))
-    call = operands_of(chosen, jax.tree.map(jax.lax.stop_gradient, call))
-    return chosen.skipped_tiles(call).psum(axis_name)
+
+    def run(hidden, weight, bias, targets, mask):
+        call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
+        chosen, reason = choose_engine(engine, call)
+        report(HeadRun("skipped_tiles", chosen.name, reason, call.num_shards))
+        call = operands_of(chosen, jax.tree.map(jax.lax.stop_gradient, call))
+        return chosen.skipped_tiles(call).psum(axis_name)
+
+    check_operands(hidden, weight, bias)
+    return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=PartitionSpec())

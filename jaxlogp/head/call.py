@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.vocab import VocabShards, local_shard
 
+HeadWeight = Float[Array, "vocab hidden"] | Float[Array, "hidden vocab"]
+"""A head in either layout; see :data:`WEIGHT_LAYOUTS`."""
+
 WEIGHT_LAYOUTS = ("vh", "hv")
 """[V, H], rows of an embedding table; [H, V], a kernel of a Flax ``Linear``."""
 
@@ -38,10 +41,12 @@ class HeadGradients(NamedTuple):
     """
 
     hidden: Float[Array, "tokens hidden"]
-    weight: Float[Array, "vocab hidden"]
+    weight: HeadWeight
     bias: Float[Array, " vocab"] | None
 
 
+# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+@no_type_check
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["hidden", "weight", "bias", "targets"],
@@ -76,7 +81,7 @@ class HeadCall:
     """
 
     hidden: Float[Array, "tokens hidden"]
-    weight: Float[Array, "vocab hidden"]
+    weight: HeadWeight
     bias: Float[Array, " vocab"] | None
     targets: LocalTargets
     spec: HeadSpec = HeadSpec()
@@ -164,7 +169,7 @@ class HeadCall:
 
 def head_call(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     bias: Float[Array, " vocab"] | None,
     targets: Any,
     mask: Bool[Array, "*tokens"] | None,

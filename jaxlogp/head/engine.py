@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards
 
@@ -54,6 +55,10 @@ class Engine(Protocol):
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
         """The vocabulary shards that this engine wants where the caller names none."""
         return VocabShards.even(vocab_size, num_shards)
+
+    def skipped_tiles(self, call: HeadCall) -> WeightedSum:
+        """How many blocks of this rank a gradient filter leaves out, and of how many; for engines that have one."""
+        raise NotImplementedError
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
         """Why :meth:`one_pass` cannot take a call that :meth:`forward` takes, or None when it can."""

@@ -6,16 +6,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_gradients
-from jaxlogp.head.call import HeadCall, HeadGradients, head_call, require_checked_axes, scaled_cotangents
+from jaxlogp.head.call import (
+    HeadCall,
+    HeadGradients,
+    HeadWeight,
+    check_operands,
+    head_call,
+    require_checked_axes,
+    scaled_cotangents,
+)
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
-from jaxlogp.losses import LossTokens, PolicyLoss, grpo, loss_tokens, weighted_losses
+from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
+from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards
@@ -25,7 +35,7 @@ ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "i
 
 def linear_policy_loss(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     old_log_probs: Float[Array, "*tokens"],
     advantages: Float[Array, "*tokens"],
@@ -110,35 +120,43 @@ def linear_policy_loss(
       Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
     loss = grpo() if loss is None else loss
-    tokens, count = loss_tokens(
-        loss,
-        old_log_probs,
-        advantages,
-        mask,
-        ref_log_probs=ref_log_probs,
-        document_ids=document_ids,
-        num_documents=num_documents,
-        document_axis_name=document_axis_name,
-    )
-    wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
-    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout}
-    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": wants_entropy}
-    call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
-    lse = _checked_lse(lse, call, hidden.shape[:-1])
+    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
+
+    def run(hidden, weight, bias, targets, mask, lse, given):
+        tokens, count = loss_tokens(loss, mask=mask, document_axis_name=document_axis_name, **given)
+        wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
+        call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
+        total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, hidden.shape[:-1]), engine)
+        # Said here, and not only by the rule of the gradient: none flows through the values.
+        values = jax.lax.stop_gradient(values)
+        values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
+        values = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values)
+        return WeightedSum(total, count, loss.grad_divisor), values
+
+    check_operands(hidden, weight, bias, weight_layout)
+    given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
+    if isinstance(num_documents, int | np.integer):
+        # A static number: how many documents there may be.
+        loss_tokens = functools.partial(make_loss_tokens, num_documents=num_documents)
+    else:
+        loss_tokens, given = make_loss_tokens, given | {"num_documents": num_documents}
+    given |= {"document_ids": document_ids}
+    specs = PartitionSpec(), leading_spec(hidden, hidden.ndim - 1)
+    return automatic_axes(run, hidden, weight, bias, targets, mask, lse, given, out_specs=specs)
+
+
+def _evaluate(
+    loss: PolicyLoss, call: HeadCall, tokens: LossTokens, lse: Array | None, engine: EngineChoice
+) -> tuple[Array, TokenLogProbs]:
+    """The loss sum and the values, by the engine and the way that suit the call; both are reported."""
     chosen, reason = choose_engine(engine, call)
     gradient = _how(chosen, call, loss, lse is not None)
     report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
     if gradient in (ONE_PASS, KNOWN_LSE):
-        total, values = _loss_sum(_Static(chosen, loss), call, tokens, lse)
-    else:
-        values = head_values(chosen, call)
-        total = _total(loss, values, tokens)
-    # Said here, and not only by the rule below: no gradient flows through the values.
-    values = jax.lax.stop_gradient(values)
-    values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
-    values = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values)
-    return WeightedSum(total, count, loss.grad_divisor), values
+        return _loss_sum(_Static(chosen, loss), call, tokens, lse)
+    values = head_values(chosen, call)
+    return _total(loss, values, tokens), values
 
 
 class _Static(NamedTuple):

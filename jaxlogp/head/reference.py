@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxlogp.head.call import HeadCall, HeadGradients, weight_gradient
+from jaxlogp.head.call import HeadCall, HeadGradients, HeadWeight, weight_gradient
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec, dot, finish_logits, product_gradient
 from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
@@ -49,7 +49,7 @@ class ReferenceEngine(Engine):
 
 def materialised_logits(
     hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     bias: Float[Array, " vocab"] | None,
     spec: HeadSpec,
     weight_layout: str = "vh",

@@ -144,7 +144,7 @@ def check_invariance(
       sharded: the function for a vocabulary over that many devices, by number; for numbers that are missing, `function`
         itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler cuts it.
       num_shards: numbers of devices to shard the vocabulary over; one that the machine lacks is reported as not run.
-      chunk: tokens of a piece for the change "in chunks".
+      chunk: tokens of a chunk for the change "in chunks".
       path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
         simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None leaves this change out.
 
@@ -175,10 +175,10 @@ def check_invariance(
         seen = values(compiled, batch.hidden, batch.targets)
         differences.append(compare_bits(change, seen[batch.places], wanted[batch.sources], batch.sources))
     everyone = np.arange(len(targets))
-    pieces = [
+    chunks = [
         values(compiled, hidden[at : at + chunk], targets[at : at + chunk]) for at in range(0, len(targets), chunk)
     ]
-    differences.append(compare_bits(f"in chunks of {chunk}", np.concatenate(pieces), wanted, everyone))
+    differences.append(compare_bits(f"in chunks of {chunk}", np.concatenate(chunks), wanted, everyone))
     differences.append(compare_bits("without jit", values(function, hidden, targets), wanted, everyone))
     differences.append(_under_vmap(function, hidden, weight, targets, wanted))
     differences.append(_under_checkpoint(function, hidden, weight, targets))
@@ -201,7 +201,7 @@ def check_invariance(
 def _under_vmap(
     function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, wanted: np.ndarray
 ) -> Difference:
-    """The batch beside its reverse, both at a time."""
+    """The batch and its reverse, both at a time."""
     mapped = jax.jit(jax.vmap(function, in_axes=(0, None, 0)))
     batches, ids = (jnp.asarray(np.stack([x, x[::-1]])) for x in (hidden, targets))
     try:
@@ -248,7 +248,7 @@ def _checked(hidden: AnyArray, weight: AnyArray, targets: AnyArray, chunk: int) 
 
 
 def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
-    """The changes of the batch. What stands beside the compared tokens is real data, taken from the batch itself."""
+    """The changes of the batch. The other tokens of a batch are real data, taken from the batch itself."""
     count = len(targets)
     everyone, half = np.arange(count), np.arange(count // 2)
     order = np.random.default_rng(0).permutation(count)
@@ -256,15 +256,15 @@ def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
     def rows(selected: np.ndarray) -> _Batch:
         return _Batch(hidden[selected], targets[selected], np.arange(len(selected)), selected)
 
-    def beside(others: np.ndarray, other_targets: np.ndarray) -> _Batch:
+    def among(others: np.ndarray, other_targets: np.ndarray) -> _Batch:
         changed, ids = hidden.copy(), targets.copy()
         changed[count // 2 :], ids[count // 2 :] = others, other_targets
         return _Batch(changed, ids, half, half)
 
-    def padded(front: int, behind: int) -> _Batch:
-        before, after = (np.zeros((size, hidden.shape[1]), hidden.dtype) for size in (front, behind))
-        ids = np.pad(targets, [(front, behind)])
-        return _Batch(np.concatenate([before, hidden, after]), ids, everyone + front, everyone)
+    def padded(before: int, after: int) -> _Batch:
+        zeros = [np.zeros((size, hidden.shape[1]), hidden.dtype) for size in (before, after)]
+        ids = np.pad(targets, [(before, after)])
+        return _Batch(np.concatenate([zeros[0], hidden, zeros[1]]), ids, everyone + before, everyone)
 
     rest = hidden[count // 2 :], targets[count // 2 :]
     return {
@@ -278,9 +278,9 @@ def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
         "every token twice": rows(np.tile(everyone, 2)),
         "zeros after": padded(0, 5),
         "zeros before": padded(3, 0),
-        "others 1000 times larger": beside(rest[0] * np.asarray(1000, hidden.dtype), rest[1]),
-        "others the same token": beside(np.broadcast_to(hidden[0], rest[0].shape), np.full_like(rest[1], targets[0])),
-        "others NaN": beside(np.full_like(rest[0], np.nan), rest[1]),
+        "others 1000 times larger": among(rest[0] * np.asarray(1000, hidden.dtype), rest[1]),
+        "others the same token": among(np.broadcast_to(hidden[0], rest[0].shape), np.full_like(rest[1], targets[0])),
+        "others NaN": among(np.full_like(rest[0], np.nan), rest[1]),
     }
 
 

@@ -22,8 +22,8 @@ class DriftReport(NamedTuple):
     """Candidate against reference log-probs, over the active tokens, errors in float64.
 
     Errors, quantiles and the worst token are over the tokens where both values are finite; the others are counted in
-    `num_non_finite`, and `first_non_finite` says where the first of them is. Without a finite active token errors are 0.0
-    and everything about the worst token is None.
+    `num_non_finite`, and `first_non_finite` says where the first of them is. Without an active token errors are 0.0;
+    where there are some and none is finite, errors are NaN. In both cases everything about the worst token is None.
 
     Attributes:
       max_abs_error: largest |candidate - reference|, nats.
@@ -142,13 +142,14 @@ def drift_report(
     error = np.abs(signed)[finite]
     relative = error / np.maximum(np.abs(theirs[finite]), SMALLEST_REFERENCE)
     some = error.size > 0
+    nothing = float("nan") if active.any() else 0.0
     worst = int(np.flatnonzero(finite)[np.argmax(error)]) if some else None
     shape = np.shape(targets)
     return DriftReport(
-        max_abs_error=float(error.max(initial=0.0)),
-        mean_abs_error=float(error.mean()) if some else 0.0,
-        max_rel_error=float(relative.max(initial=0.0)),
-        mean_rel_error=float(relative.mean()) if some else 0.0,
+        max_abs_error=float(error.max()) if some else nothing,
+        mean_abs_error=float(error.mean()) if some else nothing,
+        max_rel_error=float(relative.max()) if some else nothing,
+        mean_rel_error=float(relative.mean()) if some else nothing,
         active_count=int(active.sum()),
         **_worst_token(worst, shape, np.asarray(targets).reshape(-1), ours, theirs, vocab),
         tp_size=vocab.num_shards,
@@ -158,8 +159,8 @@ def drift_report(
         reference_dtype=str(reference.dtype),
         num_non_finite=len(broken),
         first_non_finite=_index(int(broken[0]), shape) if len(broken) else None,
-        abs_error_quantiles=tuple(float(q) for q in np.quantile(error, QUANTILES)) if some else (0.0, 0.0, 0.0),
-        share_outside=_share_outside(signed[finite]) if some else 0.0,
+        abs_error_quantiles=tuple(float(q) for q in np.quantile(error, QUANTILES)) if some else (nothing,) * 3,
+        share_outside=_share_outside(signed[finite]) if some else nothing,
     )
 
 

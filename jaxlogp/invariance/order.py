@@ -215,15 +215,15 @@ def segment_tree_sum(
     segments, values = segments[order], values[order]
     place = jnp.arange(items, dtype=jnp.int32)
     first = jnp.searchsorted(segments, segments, side="left").astype(jnp.int32)
-    turn = place - first
+    number = place - first
     end = jnp.searchsorted(segments, segments, side="right").astype(jnp.int32)
     step = 1
     while step < items:
-        # After the round, a value whose turn is a multiple of 2 * step stands for as many of its segment.
-        pairs = (turn % (2 * step) == 0) & (place + step < end)
+        # After the round, a value whose number in its segment is a multiple of 2 * step stands for as many of its segment.
+        pairs = (number % (2 * step) == 0) & (place + step < end)
         values = jnp.where(pairs[:, None], values + jnp.roll(values, -step, axis=0), values)
         step *= 2
-    heads = jnp.where((turn == 0) & (segments >= 0), segments, num_segments)
+    heads = jnp.where((number == 0) & (segments >= 0), segments, num_segments)
     zeros = vary_over(jnp.zeros((num_segments, values.shape[1]), jnp.float32), union_of_varying_axes(values, segments))
     return zeros.at[heads].set(values, mode="drop")
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jaxlogp.losses.inputs import flat, is_array
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
+# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+@no_type_check
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["document_ids", "outside", "labels", "num_documents"],

@@ -8,6 +8,7 @@ log-probs and entropies alone.
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,8 @@ class PolicyLoss:
             require(self.length is None, "length", f"None for reduction {self.reduction!r}", repr(self.length))
 
 
+# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+@no_type_check
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["old_log_probs", "advantages", "ref_log_probs", "mask", "weights", "layout"],

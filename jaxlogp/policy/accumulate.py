@@ -130,7 +130,7 @@ class DocumentSchedule:
         stream that raises ends the step on every process.
 
         Args:
-            streams: one iterator per local data rank.
+            streams: one iterator per local data rank, or a single one of the stacked micro-batches of all of them.
             padding: a micro-batch without documents, for example `pack_documents([], ...)[0]`.
             all_reduce: sums an int64 vector over processes; called once per round by every process. None for one
                 process.
@@ -152,7 +152,7 @@ class DocumentSchedule:
             (2, 4, False)
         """
         require(len(streams) > 0, "streams", "at least one stream", len(streams))
-        require(int(padding.num_documents) == 0, "padding", "a micro-batch without documents", padding.num_documents)
+        require(not np.any(padding.num_documents), "padding", "a micro-batch without documents", padding.num_documents)
         rounds: list[tuple[MicroBatch, ...]] = []
         documents, empty_rounds, waited = 0, 0, 0.0
         while not self._complete(documents, len(rounds)):
@@ -198,7 +198,7 @@ def _agree(
     """Documents of this round over all processes, and whether any stream still had data."""
     present = [item for item in taken if item is not None]
     local = np.array(
-        [sum(int(item.num_documents) for item in present), len(present), failure is not None], dtype=np.int64
+        [sum(int(np.sum(item.num_documents)) for item in present), len(present), failure is not None], dtype=np.int64
     )
     documents, alive, failures = (int(value) for value in (local if all_reduce is None else all_reduce(local)))
     if failure is not None:

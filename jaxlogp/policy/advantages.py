@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import is_concrete, require
+from jaxlogp.errors import is_concrete, require, require_floating
 
 SCALE_REWARDS = ("group", "none")
 
@@ -89,11 +89,11 @@ def _above_lowest(
     rewards: Float[AnyArray, "num_groups num_generations"],
 ) -> tuple[Float[Array, "num_groups num_generations"], Bool[Array, " num_groups"]]:
     """Checked rewards less the lowest of their group, and whether all of the group are equal."""
-    shape, dtype = jnp.shape(rewards), jnp.result_type(rewards)
+    require_floating(rewards, "rewards")
+    shape = rewards.shape
     require(len(shape) == 2, "rewards", "shape [num_groups, num_generations]", shape)
     require(shape[0] > 0, "rewards", "at least one group", shape)
     require(shape[1] >= 2, "rewards", "at least two generations per group", shape)
-    require(jnp.issubdtype(dtype, jnp.floating), "rewards", "a floating dtype", dtype)
     if is_concrete(rewards):
         host = np.asarray(rewards, dtype=np.float64)
         bad = np.argwhere(~np.isfinite(host))

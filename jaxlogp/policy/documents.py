@@ -6,8 +6,8 @@ therefore has no target, its first token is nobody's target, and a document of o
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -40,6 +40,7 @@ class Document:
         advantage: the advantage of every token of the completion.
         reward: the reward, for the metrics.
         model_version: documents seen by the trainer when the sampler's weights were taken, for the metrics.
+        columns: further values of each completion token by name, [length - prompt_length] each, such as "ref_log_probs".
 
     Raises:
         ValueError: a wrong length, dtype or range, or a value that is not finite.
@@ -51,6 +52,7 @@ class Document:
     advantage: float
     reward: float = 0.0
     model_version: int = 0
+    columns: Mapping[str, Float[np.ndarray, " completion"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # A trainer makes hundreds a step: what a message says is worked out only where something is wrong.
@@ -67,13 +69,20 @@ class Document:
             require(False, "tokens", f"ids in [0, {largest}]", (tokens.min(), tokens.max()))
         if not 0 <= self.prompt_length <= tokens.size:
             require(False, "prompt_length", f"a number in [0, {tokens.size}]", self.prompt_length)
-        if old.shape != (completion := (tokens.size - self.prompt_length,)):
-            require(False, "old_log_probs", f"shape {completion} of the completion", old.shape)
-        if old.dtype.kind != "f":
-            require(False, "old_log_probs", "a floating dtype", old.dtype)
-        if not np.logical_and.reduce(np.isfinite(old)):
-            require(False, "old_log_probs", "finite values", old[~np.isfinite(old)][:1])
+        self._check_column("old_log_probs", old)
+        for name, values in self.columns.items():
+            if name in ("old_log_probs", "advantages"):
+                require(False, "columns", "names other than old_log_probs and advantages", repr(name))
+            self._check_column(name, values)
         self._check_numbers()
+
+    def _check_column(self, name: str, values: np.ndarray) -> None:
+        if values.shape != (completion := (self.tokens.size - self.prompt_length,)):
+            require(False, name, f"shape {completion} of the completion", values.shape)
+        if values.dtype.kind != "f":
+            require(False, name, "a floating dtype", values.dtype)
+        if not np.logical_and.reduce(np.isfinite(values)):
+            require(False, name, "finite values", values[~np.isfinite(values)][:1])
 
     def _check_numbers(self) -> None:
         for name in ("advantage", "reward"):
@@ -92,8 +101,7 @@ class Document:
         "document_ids",
         "segment_ids",
         "mask",
-        "old_log_probs",
-        "advantages",
+        "per_token",
         "rewards",
         "model_versions",
         "num_documents",
@@ -115,8 +123,8 @@ class MicroBatch:
         segment_ids: int32 [rows, row_length], as `document_ids` with -1 in the padding: tokens may attend to each other
             only where their row and their segment are equal.
         mask: bool [rows, row_length], true where the target is a label.
-        old_log_probs: fp32 [rows, row_length], the sampler's log-prob of the target in nats; 0 where masked.
-        advantages: fp32 [rows, row_length], the document's advantage at its labels; 0 where masked.
+        per_token: what a loss reads at each label, by name, fp32 [rows, row_length], 0 where masked: "old_log_probs", the
+            sampler's log-prob of the target in nats; "advantages", the document's; and the documents' further columns.
         rewards: fp32 [rows * row_length], reward of each document, in order; 0 behind the last one.
         model_versions: int32 [rows * row_length], likewise.
         num_documents: int32 scalar.
@@ -128,8 +136,7 @@ class MicroBatch:
     document_ids: Int[AnyArray, "*ranks rows row_length"]
     segment_ids: Int[AnyArray, "*ranks rows row_length"]
     mask: Bool[AnyArray, "*ranks rows row_length"]
-    old_log_probs: Float[AnyArray, "*ranks rows row_length"]
-    advantages: Float[AnyArray, "*ranks rows row_length"]
+    per_token: dict[str, Float[AnyArray, "*ranks rows row_length"]]
     rewards: Float[AnyArray, "*ranks documents"]
     model_versions: Int[AnyArray, "*ranks documents"]
     num_documents: Int[AnyArray, "*ranks"]
@@ -141,7 +148,13 @@ class MicroBatch:
 
 
 def pack_documents(
-    documents: Iterable[Document], *, rows: int, row_length: int, pad_id: int = 0, share_rows: bool = True
+    documents: Iterable[Document],
+    *,
+    rows: int,
+    row_length: int,
+    pad_id: int = 0,
+    share_rows: bool = True,
+    columns: Sequence[str] = (),
 ) -> tuple[MicroBatch, tuple[Document, ...]]:
     """Packs documents in their order, as many as fit, never splitting one.
 
@@ -154,12 +167,14 @@ def pack_documents(
         row_length: tokens per row.
         pad_id: token id of the padding.
         share_rows: whether a document may follow another one in its row; False gives each a row of its own.
+        columns: names of the documents' further columns; every document has these and no others.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
 
     Raises:
-        ValueError: a document longer than a row, or a size that is not positive.
+        ValueError: a document longer than a row or with other columns, among those that are packed, or a size that is
+            not positive.
 
     Example:
         >>> import numpy as np
@@ -175,35 +190,34 @@ def pack_documents(
     require(row_length > 0, "row_length", "a number above 0", row_length)
     require(pad_id >= 0, "pad_id", "a token id of at least 0", pad_id)
     documents = tuple(documents)
-    for index, document in enumerate(documents):
-        length = document.tokens.size
-        require(length <= row_length, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
-
-    lengths = [document.tokens.size if share_rows else row_length for document in documents]
-    starts = _row_starts(lengths, rows, row_length)
+    starts = _row_starts([document.tokens.size for document in documents], rows, row_length, share_rows)
     packed, rest = documents[: len(starts)], documents[len(starts) :]
-    batch = _empty(rows, row_length, pad_id)
+    batch = _empty(rows, row_length, pad_id, columns)
     flat_ids = batch.document_ids.reshape(-1)
     for index, (document, (row, start)) in enumerate(zip(packed, starts, strict=True)):
+        if document.columns.keys() != set(columns):
+            require(False, "columns", f"{sorted(document.columns)} of document {index}", sorted(columns))
         _place(batch, index, document, row, start)
         flat_ids[row * row_length + start :] = index
     batch.num_documents[...] = len(packed)
     return batch, rest
 
 
-def _row_starts(lengths: Sequence[int], rows: int, row_length: int) -> list[tuple[int, int]]:
+def _row_starts(lengths: Sequence[int], rows: int, row_length: int, share_rows: bool) -> list[tuple[int, int]]:
     starts, row, end = [], 0, 0
-    for length in lengths:
+    for index, length in enumerate(lengths):
+        if length > row_length:
+            require(False, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
         if end + length > row_length:
             row, end = row + 1, 0
         if row == rows:
             break
         starts.append((row, end))
-        end += length
+        end += length if share_rows else row_length
     return starts
 
 
-def _empty(rows: int, row_length: int, pad_id: int) -> MicroBatch:
+def _empty(rows: int, row_length: int, pad_id: int, columns: Sequence[str]) -> MicroBatch:
     shape = (rows, row_length)
     capacity = rows * row_length
     return MicroBatch(
@@ -213,8 +227,7 @@ def _empty(rows: int, row_length: int, pad_id: int) -> MicroBatch:
         document_ids=np.zeros(shape, np.int32),
         segment_ids=np.full(shape, PADDING_SEGMENT, np.int32),
         mask=np.zeros(shape, np.bool_),
-        old_log_probs=np.zeros(shape, np.float32),
-        advantages=np.zeros(shape, np.float32),
+        per_token={name: np.zeros(shape, np.float32) for name in ("old_log_probs", "advantages", *columns)},
         rewards=np.zeros(capacity, np.float32),
         model_versions=np.zeros(capacity, np.int32),
         num_documents=np.zeros((), np.int32),
@@ -232,7 +245,8 @@ def _place(batch: MicroBatch, index: int, document: Document, row: int, start: i
     first = max(document.prompt_length, 1)
     labels = slice(start + first - 1, end - 1)
     batch.mask[row, labels] = True
-    batch.old_log_probs[row, labels] = document.old_log_probs[first - document.prompt_length :]
-    batch.advantages[row, labels] = document.advantage
+    for name, values in {"old_log_probs": document.old_log_probs, **document.columns}.items():
+        batch.per_token[name][row, labels] = values[first - document.prompt_length :]
+    batch.per_token["advantages"][row, labels] = document.advantage
     batch.rewards[index] = document.reward
     batch.model_versions[index] = document.model_version

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import grpo
 from experiments.config import Config, validate
-from experiments.training.invariant_step import TreeFold, split_rows
+from experiments.training.leaf_sums import TreeFold, split_rows
+from experiments.training.run import train
 from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
 
@@ -35,7 +35,7 @@ def run(out, mesh, rows, **changes):
     schedule = {"steps": 4, "rows": rows, "row_length": None}
     options = {"mesh": mesh, "invariant": True, "schedule": schedule, "warm_start": {"max_steps": 4}, **changes}
     name = "-".join([mesh.replace(",", "-"), str(rows), *changes])
-    return grpo.main(tiny(out, name, **options))
+    return train(tiny(out, name, **options))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_the_plain_run_does_break(runs):
 
 @pytest.mark.slow
 def test_the_document_ratio_too(runs):
-    loss = {"kind": "gspo", "document_weighting": "document"}
+    loss = {"name": "gspo"}
     results = [run(runs, mesh, rows, loss=loss) for mesh, rows in (("data=1,tensor=1", 32), ("data=3,tensor=2", 8))]
     assert state_bytes(results[0]) == state_bytes(results[1])
 
@@ -93,7 +93,7 @@ def test_a_resumed_run_has_the_same_bits(single, runs):
     schedule = {"steps": 2, "rows": 16, "row_length": None}
     broken = run(runs, "data=1,tensor=1", 16, schedule=schedule)
     steps = Config().schedule.__class__(steps=4)
-    resumed = grpo.main(Config(resume=str(broken.run.path), quiet=True, schedule=steps))
+    resumed = train(Config(resume=str(broken.run.path), quiet=True, schedule=steps))
     assert state_bytes(resumed) == state_bytes(single)
 
 
@@ -130,8 +130,10 @@ def test_a_micro_batch_splits_into_what_its_documents_would_pack_into(count):
     for index, leaf in enumerate(split_rows(batch, 4)):
         wanted, _ = pack_documents(documents(count)[4 * index : 4 * index + 4], rows=4, row_length=6, share_rows=False)
         np.testing.assert_array_equal(leaf.num_documents, [wanted.num_documents])
-        for name in ("tokens", "targets", "positions", "mask", "old_log_probs", "advantages", "rewards"):
+        for name in ("tokens", "targets", "positions", "mask", "rewards"):
             np.testing.assert_array_equal(getattr(leaf, name), getattr(wanted, name), err_msg=name)
+        for name, values in wanted.per_token.items():
+            np.testing.assert_array_equal(leaf.per_token[name], values, err_msg=name)
         np.testing.assert_array_equal(leaf.segment_ids, wanted.segment_ids)
         np.testing.assert_array_equal(leaf.model_versions, wanted.model_versions)
         # Only the padding behind the last document may be numbered differently.
@@ -162,4 +164,4 @@ def test_options_that_would_break_it_are_refused(tmp_path, option):
 @pytest.mark.bad_input
 def test_tensor_ranks_that_split_a_granule_are_refused(tmp_path):
     with pytest.raises(ValueError, match="^--mesh: expected tensor ranks that divide the 24 granules"):
-        grpo.main(tiny(tmp_path, "bad", invariant=True, mesh="tensor=5"))
+        train(tiny(tmp_path, "bad", invariant=True, mesh="tensor=5"))

@@ -7,12 +7,12 @@ fails this test.
 
 import numpy as np
 
-from experiments import grpo
+from experiments.training.run import train
 from tests.experiments.tiny import tiny, train_records
 
 
 def test_the_reward_rises(tmp_path):
-    result = grpo.main(
+    result = train(
         tiny(
             tmp_path,
             "learning",

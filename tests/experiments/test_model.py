@@ -47,7 +47,7 @@ def decoder(name, **changes):
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(graph, state, token_ids, positions, document_ids):
-    return nnx.merge(graph, state)(token_ids, positions, document_ids)
+    return nnx.merge(graph, state).hidden_states(token_ids, positions, document_ids)
 
 
 # ---- float64 forward of one document ----
@@ -197,7 +197,9 @@ def test_padding_with_the_last_documents_id_changes_no_real_token():
 def loss_and_gradient(state, graph_free_tokens):
     def loss(state):
         model = nnx.merge(decoder("qwen3")[0], state)
-        return jnp.sum(jnp.square(model(graph_free_tokens, jnp.asarray(POSITIONS), jnp.asarray(DOCUMENT_IDS))))
+        return jnp.sum(
+            jnp.square(model.hidden_states(graph_free_tokens, jnp.asarray(POSITIONS), jnp.asarray(DOCUMENT_IDS)))
+        )
 
     return jax.value_and_grad(loss)(state)
 
@@ -213,7 +215,7 @@ def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatc
 
     def gradient(graph):
         def loss(state):
-            return jnp.sum(jnp.sin(nnx.merge(graph, state)(tokens(), POSITIONS, DOCUMENT_IDS)))
+            return jnp.sum(jnp.sin(nnx.merge(graph, state).hidden_states(tokens(), POSITIONS, DOCUMENT_IDS)))
 
         return jax.jit(jax.grad(loss))(state)
 
@@ -257,7 +259,7 @@ def test_bf16_activations_over_fp32_parameters():
     hidden = forward(graph, state, tokens(), POSITIONS, DOCUMENT_IDS)
     wide = np.asarray(forward(decoder("qwen3")[0], state, tokens(), POSITIONS, DOCUMENT_IDS))
     assert hidden.dtype == jnp.bfloat16
-    assert nnx.merge(graph, state).head_weight().dtype == jnp.bfloat16
+    assert nnx.merge(graph, state).head()[1].dtype == jnp.bfloat16
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
     error = np.linalg.norm(np.asarray(hidden, np.float32) - wide) / np.linalg.norm(wide)
     assert 1e-4 < error < 0.03  # a bf16 rounding is up to 2^-9, and about ten follow each other
@@ -265,10 +267,10 @@ def test_bf16_activations_over_fp32_parameters():
 
 def test_the_head_is_the_embedding_table_when_tied_and_a_matrix_of_its_own_when_not():
     tied, untied = (nnx.merge(*decoder(name)) for name in ("qwen3", "llama3"))
-    np.testing.assert_array_equal(tied.head_weight(), tied.embed_tokens[...])
-    np.testing.assert_array_equal(untied.head_weight(), untied.lm_head[...])
+    np.testing.assert_array_equal(tied.head()[1], tied.embed_tokens[...])
+    np.testing.assert_array_equal(untied.head()[1], untied.lm_head[...])
     assert not hasattr(tied, "lm_head")
-    assert np.abs(np.asarray(untied.head_weight()) - np.asarray(untied.embed_tokens[...])).max() > 0.1
+    assert np.abs(np.asarray(untied.head()[1]) - np.asarray(untied.embed_tokens[...])).max() > 0.1
 
 
 def mesh_of(data, tensor):
@@ -285,7 +287,7 @@ def test_the_sharded_forward_and_gradient_equal_the_single_device_ones(name):
     inputs = [np.repeat(array, 2, axis=0)[:4] for array in (tokens(), POSITIONS, DOCUMENT_IDS)]
 
     def loss(state, graph, *inputs):
-        hidden = nnx.merge(graph, state)(*inputs)
+        hidden = nnx.merge(graph, state).hidden_states(*inputs)
         return jnp.sum(jnp.sin(hidden)), hidden
 
     both = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
@@ -339,7 +341,7 @@ def test_a_wrong_field_is_named_with_its_value(field, value):
 def test_inputs_of_different_shapes_and_a_small_cache_are_refused():
     model = nnx.merge(*decoder("qwen3"))
     with pytest.raises(ValueError, match="positions"):
-        model(jnp.asarray(tokens()), jnp.asarray(POSITIONS[:2]), jnp.asarray(DOCUMENT_IDS))
+        model.hidden_states(jnp.asarray(tokens()), jnp.asarray(POSITIONS[:2]), jnp.asarray(DOCUMENT_IDS))
     with pytest.raises(ValueError, match="cache"):
         model.prefill(jnp.asarray(tokens()), jnp.ones(3, jnp.int32), model.empty_cache(3, 11))
     with pytest.raises(ValueError, match="high_freq_factor"):

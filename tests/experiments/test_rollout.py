@@ -1,9 +1,11 @@
 """Documents dealt to data ranks: in turn, in blocks, and a whole rollout a step on any number of ranks."""
 
+import json
+
 import numpy as np
 import pytest
 
-from experiments.sampling.rollout import RolloutStreams, deal
+from experiments.sampling.stream import Packing, RoundStream
 from jaxlogp import Document, DocumentSchedule
 
 
@@ -22,21 +24,24 @@ def documents(count, first=0):
     ],
 )
 def test_blocks_are_dealt_in_turn(count, ranks, block, wanted):
-    assert deal(list(range(count)), ranks, block) == wanted
+    packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, block=block)
+    assert [list(queue) for queue in packing.deal(range(count))] == wanted
 
 
 def stream_of(rollouts, ranks, **options):
     waiting = [documents(count, first=100 * i) for i, count in enumerate(rollouts)]
-    return RolloutStreams(lambda: waiting.pop(0) if waiting else [], ranks, rows=2, row_length=4, pad_id=0, **options)
+    packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, **options)
+    return RoundStream(lambda: waiting.pop(0) if waiting else [], packing), packing
 
 
-def step(streams, target):
-    collected = DocumentSchedule(docs_per_step=target).collect(streams.streams(), padding=streams.padding())
+def step(source, target):
+    stream, packing = source
+    collected = DocumentSchedule(docs_per_step=target).collect([stream], padding=packing.padding())
     found = [
-        int(batch.tokens[row, 1]) - 4
-        for ranks in collected.micro_batches
-        for batch in ranks
-        for row in range(int(batch.num_documents))
+        int(batch.tokens[rank, row, 1]) - 4
+        for (batch,) in collected.micro_batches
+        for rank, count in enumerate(batch.num_documents)
+        for row in range(count)
     ]
     return sorted(found), collected.exhausted
 
@@ -53,3 +58,25 @@ def test_a_step_of_one_rollout_holds_this_rollout_on_any_number_of_ranks(ranks):
 def test_the_end_of_the_data_ends_every_rank():
     streams = stream_of([3], 4, block=1, share_rows=False)
     assert step(streams, 100) == ([0, 1, 2], True)
+
+
+@pytest.mark.bad_input
+def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
+    packing = Packing(2, rows=1, row_length=8, vocab_size=10, pad_id=0)
+    good, bad = (Document(np.array([3, token, 5]), 1, np.zeros(2), 1.0) for token in (9, 10))
+    packing.rounds([good] * 4)
+    message = r"^documents: expected token ids in \[0, 10\), got 10 in document 1 of a micro-batch, position 1$"
+    with pytest.raises(ValueError, match=message):
+        packing.rounds([good, good, good, bad])
+
+
+def test_queued_documents_come_back_with_their_columns():
+    columns = {"ref_log_probs": np.float32([-0.1, -1 / 3])}
+    document = Document(np.array([3, 4, 5], np.int32), 1, np.float32([-2 / 3, -1.0]), 1.0, columns=columns)
+    packing = Packing(1, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("ref_log_probs",))
+    stream, other = (RoundStream(lambda: [], packing) for _ in range(2))
+    stream.queues[0].append(document)
+    other.restore(json.loads(json.dumps(stream.queued())))
+    before, after = next(stream), next(other)
+    np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
+    assert after.per_token["ref_log_probs"][0, 0, :2].tolist() == columns["ref_log_probs"].tolist()

@@ -40,8 +40,8 @@ def prompts(seed=0):
 def trainer_log_probs(state, row, positions, document_ids, temperature=1.0):
     """Log-prob of every token but the first of one packed row, by the path that the trainer takes."""
     model = nnx.merge(nnx.split(decoder())[0], state)
-    hidden = model(row[None], positions[None], document_ids[None])[0]
-    return linear_log_probs(hidden[:-1], model.head_weight(), row[1:], temperature=temperature).log_probs
+    hidden = model.hidden_states(row[None], positions[None], document_ids[None])[0]
+    return linear_log_probs(hidden[:-1], model.head()[1], row[1:], temperature=temperature).log_probs
 
 
 def packed(prompt_ids, lengths, samples):
@@ -104,8 +104,10 @@ def test_greedy_takes_the_likeliest_token_whatever_the_key():
     model = decoder()
     row = np.concatenate([ids[2, : lengths[2]], np.asarray(samples.tokens)[2, : samples.lengths[2]]])[None]
     document_ids = np.zeros_like(row)
-    hidden = np.asarray(model(jnp.asarray(row), jnp.arange(row.shape[1])[None], jnp.asarray(document_ids)))[0]
-    likeliest = (hidden @ np.asarray(model.head_weight()).T).argmax(axis=-1)
+    hidden = np.asarray(
+        model.hidden_states(jnp.asarray(row), jnp.arange(row.shape[1])[None], jnp.asarray(document_ids))
+    )[0]
+    likeliest = (hidden @ np.asarray(model.head()[1]).T).argmax(axis=-1)
     np.testing.assert_array_equal(row[0, lengths[2] :], likeliest[lengths[2] - 1 : -1])
 
 
@@ -159,8 +161,8 @@ def test_frequencies_follow_the_distribution():
 def next_logits(context):
     model = decoder()
     row = jnp.asarray([context], jnp.int32)
-    hidden = model(row, jnp.arange(len(context))[None], jnp.zeros_like(row))
-    return np.asarray(hidden)[0, -1] @ np.asarray(model.head_weight()).T
+    hidden = model.hidden_states(row, jnp.arange(len(context))[None], jnp.zeros_like(row))
+    return np.asarray(hidden)[0, -1] @ np.asarray(model.head()[1]).T
 
 
 def softmax(logits):

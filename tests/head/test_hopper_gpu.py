@@ -256,3 +256,29 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
         assert relative(actual, value) < GRADIENT_ERROR
         assert bool((actual == same).all())
     assert not np.asarray(got[0].astype(jnp.float32))[~np.asarray(mask)].any()
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_one_pass_inside_of_a_shard_map_gives_the_bits_of_the_plain_call(coefficient):
+    hidden, weight, targets, advantages, noise = inputs(1937, 1024, 151936)
+    mask = jnp.arange(1937) % 5 != 1
+    old = linear_log_probs(hidden, weight, targets, mask=mask, engine=HopperEngine()).log_probs + 0.2 * noise
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=auto, devices=jax.devices()[:1])
+
+    def loss(hidden, weight, *per_token, **options):
+        options |= {"loss": grpo(entropy_coefficient=coefficient), "engine": HopperEngine()}
+        part, values = linear_policy_loss(hidden, weight, *per_token, **options)
+        return (part.psum("data") if "axis_name" in options else part).sum, values.log_probs
+
+    rows = jax.P("data")
+    local = functools.partial(loss, axis_name="tensor")
+    specs = rows, jax.P("tensor"), *[rows] * 4
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(jax.P(), rows))
+    # Differentiated outside of the shard_map, as the trainer does.
+    results = [
+        jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(hidden, weight, targets, old, advantages, mask)
+        for function in (loss, mapped)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        assert bool((one == other).all())

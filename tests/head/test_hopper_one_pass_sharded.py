@@ -165,28 +165,34 @@ def lowered(run, *operands):
     return found, text.count("custom_call @mosaic_gpu")
 
 
+def integers(rows, size):
+    """Type of the psum of integers: sums, and where there are several ranks two rows that compare their targets."""
+    return f"{rows + 2 * (size > 1)}x{N}xi32"
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("with_backward, kernels", [(False, 1), (True, 5)])
 def test_the_two_steps_lower_for_gpus_inside_of_a_shard_map(size, with_backward, kernels):
     found = lowered(two_steps(mesh_of(1, size), with_backward), *abstract_operands())
     # Maxima, then integers that hold everything else; and dH, in fp32 where there is something to add.
     gradient = [f"{N}x{H}x{'f32' if size > 1 else 'bf16'}"] if with_backward else []
-    assert found == ([f"{N}xf32", f"9x{N}xi32", *gradient], kernels)
+    assert found == ([f"{N}xf32", integers(9, size), *gradient], kernels)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "options, values, kernels",
+    "options, vectors, rows, kernels",
     [
-        ({}, [f"{N}xf32", f"{N}xf32", f"6x{N}xi32"], 7),
-        ({"loss": grpo(entropy_coefficient=BONUS)}, [f"{N}xf32", f"9x{N}xi32"], 7),
-        ({"lse": np.zeros(N, np.float32)}, [], 4),
+        ({}, 2, 6, 7),
+        ({"loss": grpo(entropy_coefficient=BONUS)}, 1, 9, 7),
+        ({"lse": np.zeros(N, np.float32)}, 0, 0, 4),
     ],
     ids=["one pass", "one pass, bonus", "known lse"],
 )
-def test_the_policy_loss_lowers_for_gpus_inside_of_a_shard_map(size, options, values, kernels):
+def test_the_policy_loss_lowers_for_gpus_inside_of_a_shard_map(size, options, vectors, rows, kernels):
     hidden, weight, *per_token = abstract_operands()
     found = lowered(train_head(mesh_of(1, size), engine=ENGINE, **options), hidden, weight, None, *per_token)
     # The estimate of log Σ e^z without a bonus, maxima, integers; the loss; dH over the vocabulary axis, dW over data.
+    values = [f"{N}xf32"] * vectors + ([integers(rows, size)] if rows else [])
     gradients = [f"{N}x{H}x{'f32' if size > 1 else 'bf16'}", f"{V // size}x{H}xbf16"]
     assert found == ([*values, "f32", *gradients], kernels)

@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss
+from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss, policy_loss
 from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.losses import grpo
 from tests.head.test_hopper_gpu import float64, inputs, relative
 
 
@@ -168,6 +169,35 @@ def test_a_policy_loss_with_the_samplers_log_sum_exp(size):
 
     _, d_hidden, d_weight = over_shards(one_pass, shards)
     _, wanted_hidden, wanted_weight = over_shards(two_steps, shards)
+    with jax.enable_x64(True):
+        assert relative(d_hidden, wanted_hidden.astype(jnp.float64)) < GRADIENT_ERROR
+        assert relative(d_weight, wanted_weight.astype(jnp.float64)) < GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_policy_loss_in_one_pass(size, coefficient):
+    shards, mask, loss = whole_tiles(size), jnp.ones(TOKENS, bool), grpo(entropy_coefficient=coefficient)
+    options = {"axis_name": "tensor", "vocab": shards, "engine": HopperEngine()}
+
+    def differentiated(total_of):
+        def local(hidden, weight, targets, advantages, noise):
+            scored = head(shards, HopperEngine())(hidden, weight, targets)
+            labels = targets, scored.log_probs + 0.2 * noise, advantages, mask
+            total = lambda h, w: total_of(h, w, *labels)  # noqa: E731
+            return scored, *jax.grad(total, (0, 1))(hidden, weight)
+
+        return over_shards(local, shards)
+
+    def one_pass(hidden, weight, *labels):
+        return linear_policy_loss(hidden, weight, *labels, loss=loss, **options)[0].sum
+
+    def two_steps(hidden, weight, targets, *labels):
+        values = linear_log_probs(hidden, weight, targets, with_entropy=True, **options)
+        return policy_loss(values.log_probs, *labels, loss=loss, entropy=values.entropy).sum
+
+    _, d_hidden, d_weight = differentiated(one_pass)
+    _, wanted_hidden, wanted_weight = differentiated(two_steps)
     with jax.enable_x64(True):
         assert relative(d_hidden, wanted_hidden.astype(jnp.float64)) < GRADIENT_ERROR
         assert relative(d_weight, wanted_weight.astype(jnp.float64)) < GRADIENT_ERROR

@@ -21,7 +21,7 @@ def two(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", "tests.invariance.two_processes"]
     started = [
         subprocess.Popen(

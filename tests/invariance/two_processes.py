@@ -7,6 +7,7 @@ Writes the results of process 0 to OUT (.npz), and to OUT.refusals what the proc
 
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +67,7 @@ def results(data, tensor):
 
 
 def main(rank, processes, port, out):
+    chex.set_n_cpu_devices(4)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank, initialization_timeout=60)
     try:
         ENGINE.order.check_across_processes()

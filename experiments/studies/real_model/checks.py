@@ -20,15 +20,16 @@ from jaxlogp import (
     ChunkedEngine,
     DriftReport,
     GradientFilter,
+    TritonEngine,
     VocabOrder,
     VocabShards,
     drift_report,
     linear_log_probs,
     skipped_tiles,
     vocab_order_by_mean_logit,
+    why_not,
 )
 from jaxlogp.head.hopper.tiles import head_tiles
-from jaxlogp.head.projection import HeadOptions
 from jaxlogp.head.registry import ENGINES
 
 REFERENCE_BLOCK = 1024
@@ -84,9 +85,7 @@ class Filtered:
 
 def available_engines(hidden: jax.Array, weight: jax.Array) -> dict[str, str | None]:
     """Every engine's name, with the reason why it cannot run here or None."""
-    options = HeadOptions(with_entropy=True)
-    asked = {name: getattr(engine, "why_not", None) for name, engine in ENGINES.items()}
-    return {name: None if ask is None else ask(hidden, weight, None, options) for name, ask in asked.items()}
+    return {name: why_not(engine, hidden, weight) for name, engine in ENGINES.items()}
 
 
 # ---- drift ----
@@ -115,11 +114,12 @@ def _run(engine: str, tokens: TokenSet, weight: np.ndarray) -> tuple[np.ndarray,
     function = jax.jit(functools.partial(linear_log_probs, with_entropy=True, engine=engine))
     count = len(tokens.targets)
     block = REFERENCE_BLOCK if engine == "reference" else count
-    weight = jnp.asarray(weight)
+    head = jnp.asarray(weight)
     pieces = []
     for start in range(0, count, block):
         hidden, targets = (jnp.asarray(x[start : start + block]) for x in (tokens.hidden, tokens.targets))
-        pieces.append([np.asarray(x) for x in function(hidden, weight, targets)])
+        values = function(hidden, head, targets)
+        pieces.append([np.asarray(x) for x in (values.log_probs, values.entropy)])
     log_probs, entropies = (np.concatenate(x) for x in zip(*pieces, strict=True))
     return log_probs, entropies
 
@@ -133,7 +133,7 @@ def rows_computed(engine: str, live: int, tokens: int, hidden_size: int) -> int:
         config = head_tiles(hidden_size).forward
         grain = config.rows * config.cluster
     elif engine == "triton":
-        grain = ENGINES["triton"].head_tiles().forward.rows
+        grain = TritonEngine().head_tiles().forward.rows
     else:
         return tokens
     return -(-live // grain) * grain

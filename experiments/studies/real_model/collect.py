@@ -145,8 +145,8 @@ def _forward(graph: nnx.GraphDef[Decoder], state: nnx.State, rows: jax.Array) ->
     model = nnx.merge(graph, state)
     inputs = rows[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
-    hidden = model(inputs, positions, jnp.zeros_like(inputs))
-    result = linear_log_probs(hidden, model.head_weight(), rows[:, 1:])
+    hidden = model.hidden_states(inputs, positions, jnp.zeros_like(inputs))
+    result = linear_log_probs(hidden, model.head()[1], rows[:, 1:])
     return hidden.astype(jnp.bfloat16), result.log_probs
 
 
@@ -200,7 +200,7 @@ def _stored_weight(file: GgufFile, model: Decoder) -> StoredWeight:
 
     tensor = file.tensors["token_embd.weight" if model.config.tie_embeddings else "output.weight"]
     if tensor.tensor_type != gguf.GGMLQuantizationType.Q8_0:
-        return StoredWeight(np.asarray(model.head_weight().astype(jnp.bfloat16)))
+        return StoredWeight(np.asarray(model.head()[1].astype(jnp.bfloat16)))
     vocab_size, hidden_size = model.config.vocab_size, model.config.hidden_size
     # A block is an fp16 scale and 32 integers.
     blocks = np.asarray(tensor.data).reshape(vocab_size, -1, 34)

@@ -108,7 +108,9 @@ class ChunkedEngine(Engine):
         _, kept = self.forward(call)
         g = TokenLogProbs(call.targets.mask.astype(jnp.float32), None)
         counting = _counting_blocks(call, self, kept, g)
-        return WeightedSum(jnp.sum(~counting, dtype=jnp.float32), jnp.int32(counting.size))
+        left_out = jnp.sum(~counting, dtype=jnp.int32)
+        # All of them, as a sum of what is there: a constant has no place on an Explicit mesh.
+        return WeightedSum(left_out.astype(jnp.float32), left_out + jnp.sum(counting, dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,8 +185,8 @@ class _Sums:
 
         def step(node, carry):
             d_hidden, written = carry
-            leaf, written = self.subtree(size, node * size, written)
-            return d_hidden.at[node].set(leaf), written
+            part, written = self.subtree(size, node * size, written)
+            return d_hidden.at[node].set(part), written
 
         carry = jnp.zeros((nodes, *self.operands.hidden.shape), jnp.float32), (d_weight, d_bias)
         carry = jax.tree.map(lambda x: vary_over(x, self.axes), carry)
@@ -204,7 +204,7 @@ class _Sums:
             part, written = self.subtree(half, first + index * half, written)
             return total + part, written
 
-        # Leaves have no -0.0, so to start from zero changes no bit.
+        # A granule has no -0.0, so to start from zero changes no bit.
         return lax.fori_loop(0, 2, step, (self._zeros(self.operands.hidden.shape), written))
 
     def granule(self, granule: Array, written: tuple) -> tuple[Array, tuple]:

@@ -64,7 +64,7 @@ class Plan:
         return max(self.tile - self.vocab_size // self.order.granules, 0)
 
     def blocks(self, x: Array, fill: float | int) -> Array:
-        """[tokens, ...] as [num_blocks, row_block, ...], filled up behind."""
+        """[tokens, ...] as [num_blocks, row_block, ...], filled up at the end."""
         missing = self.num_blocks * self.order.row_block - self.tokens
         padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
         return padded.reshape(self.num_blocks, self.order.row_block, *x.shape[1:])
@@ -90,13 +90,13 @@ class Plan:
         ahead = jnp.minimum(start, x.shape[0] - self.tile)
         return _moved(take_rows(x, ahead, self.tile), (0, self.overhang), start - ahead)
 
-    def write(self, x: Array, rows: Array, start: Array, turn: Array) -> Array:
-        """Writes the rows of a tile for which ``turn`` holds; undoes :meth:`take`."""
+    def write(self, x: Array, rows: Array, start: Array, owned: Array) -> Array:
+        """Writes the rows of a tile that it owns; undoes :meth:`take`."""
         if not self.overhang:
-            return write_rows(x, rows, start, turn)
+            return write_rows(x, rows, start, owned)
         ahead = jnp.minimum(start, x.shape[0] - self.tile)
-        rows, turn = (_moved(part, (self.overhang, 0), self.overhang - (start - ahead)) for part in (rows, turn))
-        return write_rows(x, rows, ahead, turn)
+        rows, owned = (_moved(part, (self.overhang, 0), self.overhang - (start - ahead)) for part in (rows, owned))
+        return write_rows(x, rows, ahead, owned)
 
 
 def _moved(rows: Array, padding: tuple[int, int], first: Array) -> Array:

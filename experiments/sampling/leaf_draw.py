@@ -1,7 +1,7 @@
-"""The sampler of `--invariant`: its log-probs are the trainer's, bit for bit.
+"""The draw of `--invariant`: its log-probs are the trainer's, bit for bit.
 
 It has no key-value cache. Every new token costs the whole row again, by the very program that the trainer runs the body
-with: a row of one document, padding behind it, gives the same bits at a position whatever stands behind that position,
+with: a row of one document, padding after it, gives the same bits at a position whatever stands after that position,
 because a masked key has the probability 0 exactly. The head's numbers do not depend on the batch that a token is in.
 """
 
@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.sampling.rollout import Completions, Sizes, encode_prompt
-from experiments.tasks import Example, Task
+from experiments.sampling.prompts import Sizes
+from experiments.sampling.sampler import Samples, logits_of
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.invariant_step import LeafPrograms, Loaded
-from jaxlogp import head_logits
+from experiments.training.leaf_programs import LeafPrograms, Loaded
 
 
 class _Rows(NamedTuple):
@@ -29,51 +28,42 @@ class _Rows(NamedTuple):
     done: np.ndarray
 
 
-class InvariantSampler:
-    """Completes examples with the current parameters, leaf by leaf; the same draws on every mesh.
+class LeafDraw:
+    """A `Draw`, leaf by leaf; the same draws on every mesh.
 
     Args:
       programs: the leaf's programs, shared with the trainer.
-      task: scores completions.
-      tokenizer: text to tokens and back.
-      sizes: static sizes of prompts, completions and rows.
+      tokenizer: start, end and padding token.
+      sizes: bounds of completions and rows.
       leaf_rows: rows of a leaf.
-      temperature: divisor of the logits.
       greedy: take the likeliest token instead of drawing.
     """
 
     def __init__(
-        self,
-        programs: LeafPrograms,
-        task: Task,
-        tokenizer: Tokenizer,
-        sizes: Sizes,
-        *,
-        leaf_rows: int,
-        temperature: float,
-        greedy: bool = False,
+        self, programs: LeafPrograms, tokenizer: Tokenizer, sizes: Sizes, *, leaf_rows: int, greedy: bool
     ) -> None:
-        self._programs, self._task, self._tokenizer, self._sizes = programs, task, tokenizer, sizes
-        self._temperature, self._greedy, self._leaf_rows = temperature, greedy, leaf_rows
+        self._programs, self._tokenizer, self._sizes = programs, tokenizer, sizes
+        self._greedy, self._leaf_rows = greedy, leaf_rows
         self._group = leaf_rows * len(programs.devices)
         self._draw = jax.jit(self._one_draw)
 
-    def complete(self, params: nnx.State, examples: list[Example], key: jax.Array) -> Completions:
-        """Draws one completion for each example and scores it."""
-        prompts = [encode_prompt(self._tokenizer, example, self._sizes) for example in examples]
-        loaded = self._programs.load(params)
-        rows = [self._complete_group(loaded, prompts, start, key) for start in range(0, len(prompts), self._group)]
-        drawn = np.concatenate([group.drawn for group in rows])[: len(prompts)]
-        log_probs = np.concatenate([group.log_probs for group in rows])[: len(prompts)]
-        ends = np.concatenate([group.lengths for group in rows])[: len(prompts)] - [len(prompt) for prompt in prompts]
-        tokens = [row[:end] for row, end in zip(drawn, ends, strict=True)]
-        scored = [row[:end] for row, end in zip(log_probs, ends, strict=True)]
-        texts = [self._tokenizer.decode(row.tolist()) for row in tokens]
-        rewards = [self._task.reward(example, text) for example, text in zip(examples, texts, strict=True)]
-        return Completions(prompts, tokens, scored, texts, np.array(rewards, np.float32))
+    def __call__(
+        self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
+    ) -> Samples:
+        """See `Draw`."""
+        prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
+        loaded, count = self._programs.load(params), len(prompts)
+        groups = [self._complete_group(loaded, prompts, lengths, start, key) for start in range(0, count, self._group)]
+        drawn, log_probs, ends = (
+            np.concatenate([getattr(group, name) for group in groups])[:count]
+            for name in ("drawn", "log_probs", "lengths")
+        )
+        return Samples(drawn, log_probs, ends - lengths)
 
-    def _complete_group(self, loaded: Loaded, prompts: list[list[int]], start: int, key: jax.Array) -> _Rows:
-        rows = self._start(prompts[start : start + self._group])
+    def _complete_group(
+        self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array
+    ) -> _Rows:
+        rows = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
         row_ids = np.arange(start, start + self._group, dtype=np.int32)
         for step in range(self._sizes.completion):
             if rows.done.all():
@@ -86,13 +76,12 @@ class InvariantSampler:
             rows.done[live] = drawn[live] == self._tokenizer.eos_id
         return rows
 
-    def _start(self, prompts: list[list[int]]) -> _Rows:
+    def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> _Rows:
         """Prompts in rows; rows without one hold the start token and are done."""
         tokens = np.full((self._group, self._sizes.row), self._tokenizer.pad_id, np.int32)
         tokens[:, 0] = self._tokenizer.bos_id
         lengths = np.ones(self._group, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
         shape = (self._group, self._sizes.completion)
         done = np.arange(self._group) >= len(prompts)
         return _Rows(tokens, lengths, np.zeros(shape, np.float32), np.zeros(shape, np.int32), done)
@@ -122,8 +111,9 @@ class InvariantSampler:
     def _one_draw(self, params, hidden, last, row_ids, key):
         """Hidden states at the last token of every row, and the tokens drawn from them."""
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        logits = head_logits(hidden, self._programs.weight_of(params))
+        spec = self._programs.spec
+        logits = logits_of(hidden, spec, self._programs.weight_of(params))
         if self._greedy:
             return hidden, jnp.argmax(logits, axis=-1).astype(jnp.int32)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
-        return hidden, jax.vmap(jax.random.categorical)(keys, logits / self._temperature).astype(jnp.int32)
+        return hidden, jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The clock of ``benchmarks.head_speed``: settled runs, taken in turns, so that what else happens hits all alike.
+"""The clock of the benchmarks: settled runs, taken in turns, so that what else happens hits all alike.
 
 A card lowers its clocks under load, so a call is timed only after the same call has run for as long untimed; and a median
 over turns that are spread over the whole measurement is not moved by what happens in one of them.

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import cases as head_cases
 from benchmarks.head_speed import __main__ as head_speed
-from benchmarks.head_speed import cases as head_cases
 from benchmarks.head_speed import shapes as head_shapes
 from benchmarks.head_speed.__main__ import HeadSpeedConfig
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.head_speed import clock as head_clock
+from benchmarks import clock as head_clock
 
 
 class Clock:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import cases as head_cases
+from benchmarks.clock import Timing
 from benchmarks.head_speed import __main__ as head_speed
-from benchmarks.head_speed import cases as head_cases
 from benchmarks.head_speed import report as head_report
 from benchmarks.head_speed import shapes as head_shapes
 from benchmarks.head_speed.__main__ import HeadSpeedConfig
-from benchmarks.head_speed.clock import Timing
 from benchmarks.head_speed.peers import JaxPeer, TorchPeer
 from benchmarks.head_speed.programs import differentiated, engine_program, materialised
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 SMALL = HeadSpeedConfig(
     base="product", tokens=24, hidden_size=16, vocab_size=96, dtype="float32", repeats=1, settle=1e-4, only=("chunked",)
 )
-OURS = ("materialised", "chunked", "policy_gradients", "policy_gradients, bonus", "policy_gradients, lse=")
+OURS = ("materialised", "chunked", "one pass", "one pass, bonus", "known lse")
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,9 @@ def test_every_program_of_ours_on_every_shape_with_its_errors(shapes):
     config, result = shapes
     assert [(row.program, row.tokens) for row in result.rows] == [(n, t) for t in config.tokens for n in OURS]
     for row in result.rows:
-        assert (row.forward_seconds is None) == row.program.startswith("policy_gradients")
+        assert (row.forward_seconds is None) == (row.program in OURS[2:])
         assert math.isclose(row.forward_backward_ratio, row.forward_backward_seconds / row.product_seconds)
-        if row.program == "policy_gradients, lse=":
+        if row.program == "known lse":
             assert row.log_prob_error is None and row.entropy_error is None
         else:
             # fp32 roundings of logits of size about 6.
@@ -166,8 +166,8 @@ def test_a_program_that_fails_while_it_is_timed_is_a_row_too(monkeypatch):
         return real({**calls, ("chunked", "both"): (fails, lambda out: out)}, *arguments, **options)
 
     monkeypatch.setattr(head_shapes, "time_in_turns", breaks)
-    result = head_speed.main(dataclasses.replace(SMALL, only=("chunked", "policy_gradients")))
-    assert [row.program for row in result.rows] == ["policy_gradients"]
+    result = head_speed.main(dataclasses.replace(SMALL, only=("chunked", "one pass")))
+    assert [row.program for row in result.rows] == ["one pass"]
     assert reasons(result)["chunked"].reason == "failed: RuntimeError: out of memory"
 
 
@@ -259,12 +259,12 @@ def test_files_are_written_after_every_shape_with_plot_and_versions(shapes, tmp_
 
 
 def test_upstream_gradients_are_the_case_s_own():
-    """The one-pass function takes a loss; its gradients must be those that every other program is asked for."""
+    """The policy loss is a loss; its gradients must be those that every other program is asked for."""
     case = head_cases.make_case("", 8, 4, 16, "float32")
     wanted = head_cases.exact(case)
     sampler = jnp.asarray(wanted.log_probs, jnp.float32), jnp.asarray(wanted.lse, jnp.float32)
     arguments = case.hidden, case.weight, case.targets, case.g_log_probs, case.g_entropy, *sampler
     programs = head_shapes.our_programs()
     first = differentiated(engine_program("reference")).both(*arguments)[1]
-    for one, other in zip(first, programs["policy_gradients, bonus"].both(*arguments)[1], strict=True):
+    for one, other in zip(first, programs["one pass, bonus"].both(*arguments)[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Inputs of ``benchmarks.head_speed``: shapes by model name, random operands, and the exact answer in float64."""
+"""Inputs of the benchmarks: shapes by model name, random operands, and the exact answer in float64."""
 
 from dataclasses import dataclass
 from typing import Any

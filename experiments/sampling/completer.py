@@ -1,0 +1,81 @@
+"""Completions of examples: prompts encoded, tokens drawn by one of two draws, texts decoded and rewarded."""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.runs.folder import Sample
+from experiments.sampling.prompts import Sizes, encode_prompt
+from experiments.sampling.sampler import Samples
+from experiments.tasks import Example, Task
+from experiments.tasks.tokenizer import Tokenizer
+
+
+class Draw(Protocol):
+    """Draws completions: `experiments.sampling.cached_draw`, or of whole leaves `experiments.sampling.leaf_draw`."""
+
+    def __call__(
+        self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
+    ) -> Samples:
+        """`copies` completions of every prompt, side by side, as NumPy arrays.
+
+        Args:
+          params: parameters of the decoder.
+          prompts: int32 [B, P], right-padded.
+          lengths: int32 [B].
+          copies: completions of a prompt.
+          key: a JAX random key.
+        """
+
+
+class Completions(NamedTuple):
+    """Sampled completions, one or several of each example side by side."""
+
+    prompts: list[list[int]]
+    tokens: list[np.ndarray]
+    log_probs: list[np.ndarray]
+    texts: list[str]
+    rewards: np.ndarray
+
+    def first(self, number: int) -> "Completions":
+        """The first ones alone."""
+        return Completions(*(column[:number] for column in self))
+
+
+class Completer:
+    """Completes examples with given parameters, and rewards what came of it.
+
+    Args:
+      draw: draws the tokens.
+      task: rewards completions.
+      tokenizer: text to tokens and back.
+      sizes: bounds of prompts and completions.
+    """
+
+    def __init__(self, draw: Draw, task: Task, tokenizer: Tokenizer, sizes: Sizes) -> None:
+        self._draw, self._task, self._tokenizer, self._sizes = draw, task, tokenizer, sizes
+
+    def complete(self, params: nnx.State, examples: list[Example], key: jax.Array, *, copies: int = 1) -> Completions:
+        """Draws `copies` completions for each example and rewards them."""
+        prompts = [encode_prompt(self._tokenizer, example, self._sizes) for example in examples]
+        padded = np.full((len(prompts), self._sizes.prompt), self._tokenizer.pad_id, np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        samples = self._draw(params, padded, lengths, copies, key)
+        ends = samples.lengths.tolist()
+        tokens = [row[:end] for row, end in zip(samples.tokens, ends, strict=True)]
+        scored = [row[:end] for row, end in zip(samples.log_probs, ends, strict=True)]
+        texts = [self._tokenizer.decode(row.tolist()) for row in tokens]
+        repeated = [example for example in examples for _ in range(copies)]
+        rewards = [self._task.reward(example, text) for example, text in zip(repeated, texts, strict=True)]
+        prompts = [prompt for prompt in prompts for _ in range(copies)]
+        return Completions(prompts, tokens, scored, texts, np.array(rewards, np.float32))
+
+
+def readable(examples: list[Example], completions: Completions) -> list[Sample]:
+    """Records for samples.jsonl, of one completion for each example."""
+    rows = zip(examples, completions.texts, completions.rewards.tolist(), strict=True)
+    return [Sample(example.prompt, text, example.answer, reward) for example, text, reward in rows]

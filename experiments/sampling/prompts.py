@@ -1,0 +1,103 @@
+"""Prompts: in which order they come, how long they may be, and the static sizes of everything that follows from it."""
+
+from typing import NamedTuple
+
+import grain
+import jax
+
+from experiments.config import RolloutConfig, ScheduleConfig
+from experiments.tasks import Example, Split, Task
+from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp.errors import require
+
+MICRO_BATCH_TOKENS = {"cpu": 1024}
+"""Tokens of a micro-batch by platform, where its rows are not given. On a CPU intermediate results beyond 32 MB are new
+pages of memory in every call, and the system's work on them costs more than half of a larger micro-batch."""
+MANY_TOKENS = 16_384
+"""The same for all other platforms."""
+
+
+class Sizes(NamedTuple):
+    """Static sizes, in tokens: of prompts (start token included), of completions (end token included) and of packed rows;
+    and the rows of a micro-batch on one data rank."""
+
+    prompt: int
+    completion: int
+    row: int
+    rows: int
+
+
+def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1) -> Sizes:
+    """Bounds of the task, or those of the options; a document has to fit into a packed row.
+
+    A row that is not given is as long as the longest document: attention costs the square. Rows that are not given cut
+    the documents of a step, each as long as a row, into equal micro-batches.
+
+    Args:
+      task: bounds prompts and answers.
+      rollout: bounds of its own, or None.
+      schedule: rows and their length, or None.
+      ranks: data ranks.
+      leaf_rows: what the rows are a multiple of.
+
+    Raises:
+      ValueError: the longest document does not fit into ``schedule.row_length``.
+    """
+    prompt = 1 + (rollout.max_prompt_tokens or task.max_prompt_tokens)
+    completion = rollout.max_new_tokens or task.max_answer_tokens + 1
+    longest = prompt + completion
+    row = schedule.row_length or longest
+    require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
+    return Sizes(prompt, completion, row, schedule.rows or _rows(row, schedule.docs_per_step, ranks, leaf_rows))
+
+
+def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> int:
+    tokens = MICRO_BATCH_TOKENS.get(jax.default_backend(), MANY_TOKENS)
+    documents = -(-docs_per_step // ranks)
+    micro_batches = -(-documents * row_length // tokens)
+    rows = -(-documents // micro_batches) if documents else max(tokens // row_length, 1)
+    return -(-rows // leaf_rows) * leaf_rows
+
+
+def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
+    """Start token and prompt.
+
+    Raises:
+      ValueError: the prompt is longer than the bound.
+    """
+    tokens = [tokenizer.bos_id, *tokenizer.encode(example.prompt)]
+    expected = f"prompts of at most {sizes.prompt - 1} tokens"
+    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, f"{len(tokens) - 1}")
+    return tokens
+
+
+class PromptOrder:
+    """Training prompts in a seeded order; its whole state is one integer, the number of prompts taken.
+
+    A task with a finite number of examples is shuffled anew in every pass; others are read by index.
+    """
+
+    def __init__(self, task: Task, seed: int, epochs: int | None, cursor: int = 0) -> None:
+        self._task, self.cursor = task, cursor
+        count = task.num_examples("train")
+        finite = "a task with a finite number of training prompts, such as jsonl:PATH"
+        require(epochs is None or count is not None, "--schedule.epochs", f"None, or {finite}", epochs)
+        self._order = None if count is None else grain.MapDataset.range(count).seed(seed).shuffle().repeat(epochs)
+        self._end = None if epochs is None else count * epochs
+
+    def take(self, number: int) -> list[Example]:
+        """The next examples; fewer, then none, when the data ends."""
+        stop = self.cursor + number if self._end is None else min(self.cursor + number, self._end)
+        taken = [self._task.example(self._index(position), "train") for position in range(self.cursor, stop)]
+        self.cursor = stop
+        return taken
+
+    def _index(self, position: int) -> int:
+        return position if self._order is None else int(self._order[position])
+
+
+def held_out_examples(task: Task, number: int) -> list[Example]:
+    """The first ``number`` examples of the held-out split, or all there are."""
+    split: Split = "held_out"
+    count = task.num_examples(split)
+    return [task.example(index, split) for index in range(number if count is None else min(number, count))]

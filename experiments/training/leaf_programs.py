@@ -1,0 +1,163 @@
+"""The compiled programs of one leaf, which trainer and sampler of `--invariant` share.
+
+A compiler may turn the same computation into other bits in another program, or in the same program for another number of
+devices. So everything that needs no other rank runs as a program for one device, on the first device of each data rank;
+the head alone runs over the tensor axis, and engine `fixed_order` makes its results independent of it. The body of the
+model is not split over the tensor ranks in this mode.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from jaxlogp import (
+    FixedOrderEngine,
+    HeadRun,
+    ReductionOrder,
+    TokenLogProbs,
+    VocabShards,
+    linear_log_probs,
+    record_head_runs,
+)
+
+
+class Loaded(NamedTuple):
+    """Parameters where the leaf's programs want them: whole on each data rank, the head's rows over the tensor ranks."""
+
+    ranks: list[nnx.State]
+    rows: Float[Array, "blocks H"]
+
+
+class LeafPrograms:
+    """The compiled programs of one leaf on every data rank; trainer and sampler share them.
+
+    Lists hold one item per data rank, arrays on the first device of that rank.
+
+    Args:
+      graph: graph definition of a decoder without a mesh.
+      config: sizes and options of the decoder.
+      mesh: axes "data" and "tensor", of type Auto.
+      order: the numeric identity of the head.
+      temperature: divisor of the logits.
+
+    Attributes:
+      devices: the first device of each data rank.
+      spec: the head's arithmetic.
+      head_run: the head call; None before it is traced.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Decoder],
+        config: DecoderConfig,
+        mesh: Mesh,
+        order: ReductionOrder,
+        *,
+        temperature: float,
+    ) -> None:
+        self.graph, self.config, self.mesh, self.devices = graph, config, mesh, list(mesh.devices[:, 0])
+        self.head_run: HeadRun | None = None
+        self._order, self.spec = order, dataclasses.replace(config.head_spec, temperature=temperature)
+        self._body = jax.jit(self._one_body)
+        self._weight = jax.jit(self.weight_of)
+        self._head = jax.jit(self._all_log_probs)
+        self._head_vjp = jax.jit(self._all_gradients)
+
+    def load(self, params: nnx.State) -> Loaded:
+        """Copies the parameters to where a leaf needs them, once for many leaves."""
+        weight = self._weight(params)
+        rows = self._shards().shard_rows(weight)
+        ranks = [jax.device_put(params, device) for device in self.devices]
+        return Loaded(ranks, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
+
+    def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
+        """The head in the activations' dtype."""
+        return nnx.merge(self.graph, params).head()[1]
+
+    def body(self, loaded: Loaded, inputs: list[tuple]) -> list[Array]:
+        """Hidden states [rows, T, H] of each rank's (tokens, positions, segment_ids)."""
+        return [self._body(params, *each) for params, each in zip(loaded.ranks, inputs, strict=True)]
+
+    def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
+        """Log-probs and entropies of each rank's tokens."""
+        operands = (self._join(hidden), loaded.rows, self._join(targets), self._join(mask))
+        # One program with collectives in flight at a time, as in MicroBatchSums.
+        result = jax.block_until_ready(self._head(*operands))
+        return [TokenLogProbs(*each) for each in zip(*map(self._split, result), strict=True)]
+
+    def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
+        """Gradients of each rank's hidden states, and of the head [1, V, H] by that rank alone.
+
+        Cotangents are those of log-probs and entropies.
+        """
+        joined = tuple(map(self._join, zip(*cotangents, strict=True)))
+        operands = (self._join(hidden), loaded.rows, self._join(targets), self._join(mask), joined)
+        d_hidden, d_weight = jax.block_until_ready(self._head_vjp(*operands))
+        return list(zip(self._split(d_hidden), self._split(d_weight), strict=True))
+
+    def _one_body(self, params, tokens, positions, segment_ids):
+        return nnx.merge(self.graph, params).hidden_states(tokens, positions, segment_ids)
+
+    def body_vjp(self, params, inputs: tuple, d_hidden):
+        """Gradients of the parameters for one rank's inputs; to be compiled by the caller."""
+        _, pull_back = jax.vjp(lambda params: self._one_body(params, *inputs), params)
+        return pull_back(d_hidden)[0]
+
+    def _shards(self) -> VocabShards:
+        return self._order.shards(self.config.vocab_size, self.mesh.shape[TENSOR_AXIS])
+
+    def _local_log_probs(self, hidden, rows, targets, mask) -> TokenLogProbs:
+        layout = {"axis_name": TENSOR_AXIS, "vocab": self._shards(), "engine": FixedOrderEngine(self._order)}
+        options = {"with_entropy": True, "with_lse": True, **self.spec.keywords(), **layout}
+        with record_head_runs() as runs:
+            result = linear_log_probs(hidden, rows, targets, mask=mask, **options)
+        self.head_run = runs[0]
+        return result
+
+    def _all_log_probs(self, hidden, rows, targets, mask):
+        data = P(DATA_AXIS)
+        specs = (data, P(TENSOR_AXIS), data, data)
+        mapped = jax.shard_map(self._local_log_probs, mesh=self.mesh, in_specs=specs, out_specs=data)
+        return mapped(hidden, rows, targets, mask)
+
+    def _all_gradients(self, hidden, rows, targets, mask, cotangents):
+        def local(hidden, rows, targets, mask, cotangents):
+            # Typed as varying over the data ranks: each keeps its own gradient of the head.
+            rows = jax.lax.pcast(rows, DATA_AXIS, to="varying")
+
+            def values(hidden, rows):
+                return self._local_log_probs(hidden, rows, targets, mask)[:2]
+
+            _, pull_back = jax.vjp(values, hidden, rows)
+            d_hidden, d_rows = pull_back(cotangents)
+            return d_hidden, d_rows[None]
+
+        data = P(DATA_AXIS)
+        specs, out_specs = (data, P(TENSOR_AXIS), data, data, data), (data, P(DATA_AXIS, TENSOR_AXIS))
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+        d_hidden, d_rows = mapped(hidden, rows, targets, mask, cotangents)
+        return d_hidden, jax.vmap(self._shards().unshard_rows)(d_rows)
+
+    def _join(self, pieces: Sequence[Array]) -> Array:
+        """One array over the mesh, split over the data ranks and whole on every tensor rank; copies only."""
+        copies = [
+            jax.device_put(piece, device)
+            for piece, row in zip(pieces, self.mesh.devices, strict=True)
+            for device in row
+        ]
+        shape = (len(pieces) * copies[0].shape[0], *copies[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(DATA_AXIS)), copies)
+
+    def _split(self, joined: Array) -> list[Array]:
+        """Each data rank's part, on its first device; copies only."""
+        whole = jax.device_put(joined, NamedSharding(self.mesh, P(DATA_AXIS)))
+        parts = {shard.device: shard.data for shard in whole.addressable_shards}
+        return [parts[device] for device in self.devices]

@@ -1,0 +1,220 @@
+"""Gradient sums of `--invariant`: the same sums, bit for bit, on every mesh and every micro-batch cut.
+
+The unit of computation is the leaf: `leaf_rows` rows with one document each, always of one shape. What a leaf yields
+does not depend on the mesh, and leaves are added in one binary tree over the documents' order, whether they come from
+micro-batches one after the other or from data ranks side by side.
+
+    hidden = body(params)                              each data rank
+    log_probs, entropy = head(hidden, weight)          data, tensor
+    sums, g = objective(log_probs, entropy)            each data rank
+    d_hidden, d_weight = head_vjp(hidden, weight, g)   data, tensor
+    leaf = body_vjp(params, d_hidden), d_weight, sums  each data rank
+
+Leaves then travel to the first device, where they are added and the update is made; see
+`experiments.training.leaf_programs` for why the programs are apart.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from experiments.training.leaf_programs import LeafPrograms, Loaded
+from experiments.training.objectives import Objective
+from experiments.training.sums import MicroSums, Scores, add_sums
+from jaxlogp import HeadRun, MicroBatch, StepSums, TokenLogProbs
+from jaxlogp.errors import require
+
+
+class LeafSums:
+    """Sums of a step in one fixed order; see `experiments.training.sums.GradientSums`.
+
+    Args:
+      programs: the leaf's programs.
+      objective: the loss.
+      leaf_rows: rows of a leaf; a micro-batch is a whole number of leaves.
+    """
+
+    def __init__(self, programs: LeafPrograms, objective: Objective, leaf_rows: int) -> None:
+        self._programs, self._objective, self._leaf_rows = programs, objective, leaf_rows
+        self._home = programs.devices[0]
+        self._loss = jax.jit(self._one_loss)
+        self._leaf = jax.jit(self._one_leaf)
+        self._add = jax.jit(add_sums)
+
+    @property
+    def head_run(self) -> HeadRun | None:
+        """See `GradientSums`."""
+        return self._programs.head_run
+
+    @property
+    def num_compilations(self) -> int:
+        """See `GradientSums`; 1 for each data rank, whatever the number of leaves."""
+        compiled: Any = self._loss
+        return compiled._cache_size()
+
+    def place(self, tree: Any) -> Any:
+        """Whole, on the first device."""
+        return jax.device_put(tree, self._home)
+
+    def trace(self, params: nnx.State, padding: MicroBatch) -> None:
+        """Nothing to find out: the engine is fixed, and takes every call."""
+
+    def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
+        """Every round's leaves in the order of their documents, folded neighbours first."""
+        tree, loaded = TreeFold(self._add), self._programs.load(params)
+        for batch in rounds:
+            for leaves in self._leaves(batch):
+                for leaf in self._sums_of_leaves(loaded, leaves, documents_seen):
+                    tree.push(jax.device_put(leaf, self._home))
+        return tree.total()
+
+    def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
+        """See `GradientSums`. The order of the leaves does not matter: nothing is added."""
+        loaded = self._programs.load(params)
+        scores = [self._scores_of_leaves(loaded, leaves) for leaves in self._leaves(batch)]
+        log_probs, entropy, lse = (np.concatenate(column, axis=1) for column in zip(*scores, strict=True))
+        return Scores(log_probs, entropy, lse)
+
+    def _leaves(self, batch: MicroBatch) -> Iterable[tuple[MicroBatch, ...]]:
+        """One leaf of each data rank at a time."""
+        ranks = [jax.tree.map(lambda x, rank=rank: x[rank], batch) for rank in range(batch.tokens.shape[0])]
+        return zip(*(split_rows(rank, self._leaf_rows) for rank in ranks), strict=True)
+
+    def _scores_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...]) -> tuple[np.ndarray, ...]:
+        _, _, values = self._values_of_leaves(loaded, self._placed(leaves))
+        return tuple(np.stack(jax.device_get(column)) for column in zip(*values, strict=True))
+
+    def _placed(self, leaves: tuple[MicroBatch, ...]) -> list[MicroBatch]:
+        return [jax.device_put(leaf, device) for leaf, device in zip(leaves, self._programs.devices, strict=True)]
+
+    def _values_of_leaves(self, loaded: Loaded, batches: list[MicroBatch]) -> tuple[list, list, list[TokenLogProbs]]:
+        """Inputs of the body, hidden states and head values of each rank's leaf."""
+        inputs = [(batch.tokens, batch.positions, batch.segment_ids) for batch in batches]
+        hidden = self._programs.body(loaded, inputs)
+        targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
+        return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
+
+    def _sums_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...], documents_seen: int) -> list[MicroSums]:
+        """The sums of one leaf of each data rank."""
+        batches = self._placed(leaves)
+        inputs, hidden, values = self._values_of_leaves(loaded, batches)
+        seen = np.int32(documents_seen)
+        parts, cotangents = zip(
+            *(self._loss(value, batch, seen) for value, batch in zip(values, batches, strict=True)), strict=True
+        )
+        targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
+        gradients = self._programs.head_vjp(loaded, hidden, targets, mask, list(cotangents))
+        operands = zip(loaded.ranks, inputs, parts, gradients, strict=True)
+        return [self._leaf(*each, *pair) for *each, pair in operands]
+
+    def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen):
+        """Loss, metric terms and drift of one leaf, and the gradient of the loss sum by log-probs and entropies."""
+
+        def total(log_probs, entropy):
+            parts = self._objective.of_values(TokenLogProbs(log_probs, entropy), batch, documents_seen)
+            return parts.loss.sum, parts
+
+        cotangents, parts = jax.grad(total, argnums=(0, 1), has_aux=True)(values.log_probs, values.entropy)
+        return parts, cotangents
+
+    def _one_leaf(self, params, inputs, parts, d_hidden, d_weight) -> MicroSums:
+        """The gradient of one leaf, the head's part included, with the leaf's other sums."""
+        loss, terms, drift = parts
+        d_params = self._programs.body_vjp(params, inputs, d_hidden)
+        d_params = add_to(d_params, self._programs.config.head_name, d_weight[0])
+        sums = MicroSums(StepSums.of(d_params, loss, terms), drift)
+        # A leaf of padding is a zero of the tree only if no sum is -0.0.
+        return jax.tree.map(_no_negative_zero, sums)
+
+
+def _no_negative_zero(x: Array) -> Array:
+    return jnp.where(x == 0.0, 0.0, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def add_to(state: nnx.State, name: str, extra: Array) -> nnx.State:
+    """`state` with `extra` added to the parameter `name` of its top level."""
+
+    def leaf(path, x):
+        key = path[0]
+        return x + extra.astype(x.dtype) if getattr(key, "key", getattr(key, "name", None)) == name else x
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+class TreeFold:
+    """Adds parts that come one after the other in the binary tree over their order, keeping log2 of them.
+
+    ((p0 p1) (p2 p3)) p4 for five parts; neutral parts at the end change nothing.
+
+    Args:
+      add: adds two neighbours.
+
+    Example:
+      >>> fold = TreeFold(lambda a, b: f"({a}{b})")
+      >>> for part in "abcde":
+      ...     fold.push(part)
+      >>> fold.total()
+      '(((ab)(cd))e)'
+    """
+
+    def __init__(self, add: Callable[[Any, Any], Any]) -> None:
+        self._add = add
+        self._nodes: list[tuple[int, Any]] = []
+
+    def push(self, part: Any) -> None:
+        """The next part."""
+        level = 0
+        while self._nodes and self._nodes[-1][0] == level:
+            part = self._add(self._nodes.pop()[1], part)
+            level += 1
+        self._nodes.append((level, part))
+
+    def total(self) -> Any | None:
+        """All parts together, or None without any."""
+        if not self._nodes:
+            return None
+        _, total = self._nodes.pop()
+        while self._nodes:
+            total = self._add(self._nodes.pop()[1], total)
+        return total
+
+
+def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
+    """A micro-batch of one document a row, as micro-batches of `rows` rows.
+
+    Raises:
+      ValueError: a number of rows that is not a multiple, or two documents in a row.
+    """
+    total = batch.tokens.shape[0]
+    require(total % rows == 0, "rows", f"a multiple of {rows} rows, the leaf", total)
+    documents = int(batch.num_documents)
+    first = np.where(batch.segment_ids[:, 0] < 0, -1, np.arange(total))
+    own_row = (batch.segment_ids == first[:, None]) | (batch.segment_ids < 0)
+    require(bool(own_row.all()), "batch", "one document a row, in order", "documents that share a row")
+    return [_leaf_of(batch, start, rows, documents) for start in range(0, total, rows)]
+
+
+def _leaf_of(batch: MicroBatch, start: int, rows: int, documents: int) -> MicroBatch:
+    here = slice(start, start + rows)
+    count = min(max(documents - start, 0), rows)
+    length = batch.tokens.shape[1]
+    segments = np.where(batch.segment_ids[here] < 0, -1, batch.segment_ids[here] - start)
+    last = np.clip(np.arange(rows), 0, max(count - 1, 0))[:, None]
+    per_document = {
+        name: np.concatenate([getattr(batch, name)[start : start + count], np.zeros(rows * length - count, dtype)])
+        for name, dtype in (("rewards", np.float32), ("model_versions", np.int32))
+    }
+    cut = {name: getattr(batch, name)[here] for name in ("tokens", "targets", "positions", "mask")}
+    return MicroBatch(
+        **cut,
+        per_token={name: values[here] for name, values in batch.per_token.items()},
+        document_ids=np.broadcast_to(last, (rows, length)).astype(np.int32),
+        segment_ids=segments.astype(np.int32),
+        **per_document,
+        num_documents=np.full(1, count, np.int32),
+    )

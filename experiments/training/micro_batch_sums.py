@@ -1,0 +1,137 @@
+"""Gradient sums of a step from micro-batches as they come: one compiled program over the whole mesh.
+
+The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over the data and tensor axes: the head's
+vocabulary is split over the tensor ranks, and every sum is psum'ed over the data ranks there, explicitly. The gradient is
+that of the global loss SUM; `experiments.training.update` divides it when all micro-batches are in.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from experiments.models.decoder import Decoder
+from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.sharding import decoder_shardings
+from experiments.training.objectives import LossParts, Objective
+from experiments.training.sums import MicroSums, Scores, add_sums
+from jaxlogp import HeadRun, MicroBatch, StepSums, VocabShards, linear_log_probs, record_head_runs
+
+
+class MicroBatchSums:
+    """Compiled sums for one model, mesh and objective; see `experiments.training.sums.GradientSums`.
+
+    Args:
+      graph: graph definition of the decoder.
+      mesh: axes "data" and "tensor", of type Auto.
+      objective: the loss.
+      temperature: divisor of the logits.
+      engine: engine of the head.
+
+    Attributes:
+      head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is traced.
+    """
+
+    def __init__(
+        self, graph: nnx.GraphDef[Decoder], mesh: Mesh, objective: Objective, *, temperature: float, engine: str
+    ) -> None:
+        self._graph, self._mesh, self._objective = graph, mesh, objective
+        self._temperature, self._engine = temperature, engine
+        self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._sums = jax.jit(self._of_micro_batch)
+        self._score = jax.jit(self._of_scoring)
+        self._add = jax.jit(add_sums)
+        # A program for each set of columns: a step that is strictly on policy has more of them, and another head call.
+        self._head_runs: dict[frozenset[str], HeadRun] = {}
+        self.head_run: HeadRun | None = None
+
+    @property
+    def num_compilations(self) -> int:
+        """How many shapes of micro-batch have been compiled; 1, whatever their number."""
+        compiled: Any = self._sums
+        return compiled._cache_size()
+
+    def place(self, tree: Any) -> Any:
+        """Parameters, or an optimizer's state for them, where this program wants them."""
+        return jax.device_put(tree, decoder_shardings(tree, self._mesh))
+
+    def trace(self, params: nnx.State, padding: MicroBatch) -> None:
+        """Traces the program without compiling it, so that `head_run` is known and what cannot run raises.
+
+        Raises:
+          ValueError: operands that a named engine does not take.
+        """
+        jax.eval_shape(self._sums, params, self._placed(padding), np.int32(0))
+        self.head_run = self._head_runs[frozenset(padding.per_token)]
+
+    def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
+        """See `GradientSums`."""
+        total = None
+        for batch in rounds:
+            part = self._settled(self._sums(params, self._placed(batch), np.int32(documents_seen)))
+            self.head_run = self._head_runs[frozenset(batch.per_token)]
+            total = part if total is None else self._add(total, part)
+        return total
+
+    def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
+        """See `GradientSums`."""
+        scores = self._settled(self._score(params, self._placed(batch)))
+        return Scores(*(None if x is None else np.asarray(x).reshape(batch.mask.shape) for x in scores))
+
+    def _placed(self, batch: MicroBatch) -> MicroBatch:
+        """Rows of all data ranks in one dimension, each on its rank; from the host to each device directly."""
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
+        return jax.device_put(flat, NamedSharding(self._mesh, P(DATA_AXIS)))
+
+    def _settled(self, result: Any) -> Any:
+        # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each
+        # other's threads until XLA aborts the process.
+        return jax.block_until_ready(result) if self._simulated else result
+
+    def _of_micro_batch(self, params: nnx.State, batch: MicroBatch, documents_seen: Array) -> MicroSums:
+        def global_sum(params):
+            parts = self._with_head(self._local_parts, params, batch, P(), documents_seen)
+            return parts.loss.sum, parts
+
+        gradients, parts = jax.grad(global_sum, has_aux=True)(params)
+        return MicroSums(StepSums.of(gradients, parts.loss, parts.terms), parts.drift)
+
+    def _of_scoring(self, params: nnx.State, batch: MicroBatch) -> Scores:
+        return self._with_head(self._local_scores, params, batch, P(DATA_AXIS))
+
+    def _with_head(self, local, params, batch: MicroBatch, out_specs: P, *replicated):
+        """``local(head keywords, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
+        model = nnx.merge(self._graph, params)
+        hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
+        spec, weight = model.head()
+        shards = VocabShards.even(weight.shape[0], self._mesh.shape[TENSOR_AXIS])
+        spec = dataclasses.replace(spec, temperature=self._temperature)
+        head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
+        data = P(DATA_AXIS)
+        mapped = jax.shard_map(
+            functools.partial(local, head),
+            mesh=self._mesh,
+            in_specs=(data, P(TENSOR_AXIS), data, *(P() for _ in replicated)),
+            out_specs=out_specs,
+        )
+        return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
+
+    def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
+        with record_head_runs() as runs:
+            loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
+        self._head_runs[frozenset(batch.per_token)] = runs[0]
+        return LossParts(loss.psum(DATA_AXIS), terms.psum(DATA_AXIS), lax.pmax(drift, DATA_AXIS))
+
+    def _local_scores(self, head, hidden: Array, weight: Array, batch: MicroBatch) -> Scores:
+        values = linear_log_probs(
+            hidden, weight, batch.targets, mask=batch.mask, with_entropy=True, with_lse=True, **head
+        )
+        return Scores(*values)

@@ -1,0 +1,112 @@
+"""What `--invariant` exchanges: how sums are made and tokens are drawn. All else is one trainer."""
+
+from typing import Protocol
+
+import jax
+from flax import nnx
+
+from experiments.config import Config
+from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
+from experiments.sampling.cached_draw import CachedDraw
+from experiments.sampling.completer import Draw
+from experiments.sampling.leaf_draw import LeafDraw
+from experiments.sampling.prompts import Sizes
+from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.leaf_programs import LeafPrograms
+from experiments.training.leaf_sums import LeafSums
+from experiments.training.micro_batch_sums import MicroBatchSums
+from experiments.training.objectives import Objective
+from experiments.training.sums import GradientSums
+from jaxlogp import ReductionOrder
+from jaxlogp.errors import require
+
+
+class Mode(Protocol):
+    """A way to compute the same run.
+
+    Attributes:
+      mesh: the device mesh.
+      params: the decoder's first parameters.
+      order: the numeric identity of the head, where the mode has one.
+      block: documents that a data rank is dealt at a time.
+      share_rows: whether documents share rows.
+    """
+
+    mesh: jax.sharding.Mesh
+    params: nnx.State
+    order: ReductionOrder | None
+    block: int
+    share_rows: bool
+
+    def sums(self, objective: Objective, temperature: float) -> GradientSums:
+        """Gradient sums of an objective."""
+
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> Draw:
+        """A way to draw completions."""
+
+
+class PlainMode:
+    """Whole micro-batches under GSPMD, and a sampler with a cache."""
+
+    order: ReductionOrder | None = None
+    block = 1
+    share_rows = True
+
+    def __init__(self, config: Config, decoder: DecoderConfig) -> None:
+        self.mesh = make_mesh(parse_mesh(config.mesh))
+        self._engine = config.loss.engine
+        self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
+
+    def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
+        """See `Mode`."""
+        return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, engine=self._engine)
+
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> CachedDraw:
+        """See `Mode`."""
+        return CachedDraw(self._graph, self.mesh, tokenizer, sizes, temperature=temperature, greedy=greedy)
+
+
+class InvariantMode:
+    """Leaves in a fixed order, and a sampler that runs the trainer's own programs."""
+
+    share_rows = False
+
+    def __init__(self, config: Config, decoder: DecoderConfig) -> None:
+        spec = parse_mesh(config.mesh)
+        self.mesh, self.block = make_mesh(spec), config.invariance.leaf_rows
+        dtype = "float32" if decoder.fp32_head else decoder.dtype
+        self.order = config.invariance.order(decoder.vocab_size, dtype)
+        expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
+        require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
+        self.order.check_across_processes()
+        # The body is whole on every tensor rank, the embedding lookup included.
+        self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
+        self._decoder = decoder
+        self._programs: dict[float, LeafPrograms] = {}
+
+    def sums(self, objective: Objective, temperature: float) -> LeafSums:
+        """See `Mode`."""
+        return LeafSums(self._leaf_programs(temperature), objective, self.block)
+
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> LeafDraw:
+        """See `Mode`."""
+        return LeafDraw(self._leaf_programs(temperature), tokenizer, sizes, leaf_rows=self.block, greedy=greedy)
+
+    def _leaf_programs(self, temperature: float) -> LeafPrograms:
+        # One set for each temperature: sampler and trainer must not compile the same thing twice.
+        if temperature not in self._programs:
+            shared = (self._graph, self._decoder, self.mesh, self.order)
+            self._programs[temperature] = LeafPrograms(*shared, temperature=temperature)
+        return self._programs[temperature]
+
+
+def replicated_embedding(decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> str | None:
+    """A warning where tensor ranks do not divide the vocabulary, or None."""
+    ranks = mesh.shape[TENSOR_AXIS]
+    if decoder.vocab_size % ranks == 0:
+        return None
+    return (
+        f"{ranks} tensor ranks do not divide the vocabulary of {decoder.vocab_size}: the embedding table "
+        "is whole on every rank, the head's shards are uneven"
+    )

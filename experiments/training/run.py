@@ -1,0 +1,207 @@
+"""A run from its options to its result; the library's way in, and what the command line calls."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from experiments.config import Config
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.config_file import load_config, save_config, write_json
+from experiments.runs.console import HeldOut, RunConsole
+from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
+from experiments.runs.plots import plot_curves
+from experiments.tasks import Reward, Rewarded, Task, make_task
+from experiments.training.trainer import Scores, Trainer
+from jaxlogp.errors import require
+
+MAY_CHANGE_ON_RESUME = ("resume", "quiet", "schedule")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+      before: held-out exact match after the warm start.
+      after: held-out exact match at the end.
+      run: the run folder.
+      metrics: every record of metrics.jsonl.
+      trainer: the trainer, with parameters and optimizer state.
+    """
+
+    before: Scores
+    after: Scores
+    run: RunFolder
+    metrics: list[dict[str, Any]]
+    trainer: Trainer
+
+    @property
+    def params(self) -> nnx.State:
+        """The trained parameters."""
+        return self.trainer.state.params
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is set up and has not begun; :meth:`finish` begins it."""
+
+    trainer: Trainer
+    folder: RunFolder
+    resumed: bool
+
+    def finish(self) -> Result:
+        """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes."""
+        return _train(self)
+
+
+def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Run:
+    """Makes trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+    if config.resume is None:
+        # What a run began with it keeps, whatever device it is resumed on.
+        config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
+        task = _task_of(config, task, reward)
+        config = dataclasses.replace(config, task=task.name)
+        trainer = Trainer(config, task)
+        folder = RunFolder.create(config.out, config.name or _default_name(config))
+        save_config(folder.config, config)
+        return Run(trainer, folder, False)
+    folder = RunFolder.open(config.resume)
+    config = _resumed_config(config, load_config(folder.config, Config))
+    task = _task_of(config, task, reward)
+    require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
+    return Run(Trainer(config, task), folder, True)
+
+
+def train(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Result:
+    """Trains a policy, from nothing to a run folder.
+
+    Args:
+      config: the options, those of the command line.
+      task: a task of one's own (see `experiments.tasks.Task`); None makes the one that ``config.task`` names.
+      reward: scores a completion of an example, any finite number; None takes the task's own. Held-out scores are means
+        of it too. A run is resumed with the same task and reward that it began with.
+
+    Returns:
+      Scores before and after, the run folder, the log, and the trainer.
+
+    Raises:
+      ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
+    """
+    return set_up(config, task=task, reward=reward).finish()
+
+
+def _task_of(config: Config, task: Task | None, reward: Reward | None) -> Task:
+    task = make_task(config.task, seed=config.seed) if task is None else task
+    return task if reward is None else Rewarded(task, reward)
+
+
+def _train(run: Run) -> Result:
+    started = time.perf_counter()
+    config, trainer = run.trainer.config, run.trainer
+    console = RunConsole(config.quiet)
+    for warning in trainer.warnings:
+        console.warn(warning)
+    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        if run.resumed:
+            before = trainer.restore(checkpoints, console)
+            restored = trainer.progress.step
+            run.folder.record_resume(restored)
+            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored}
+            writer = MetricsWriter(run.folder, {**steps, "held_out": restored})
+            console.say(f"resumed {run.folder.path} at step {restored}")
+        else:
+            writer = MetricsWriter(run.folder)
+            before = None
+        with writer as metrics:
+            if before is None:
+                trainer.warm_start(console, metrics)
+                before = trainer.evaluate(metrics)
+                trainer.save(checkpoints, before)
+                console.say(f"after the warm start: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
+            after = _steps(trainer, console, metrics, checkpoints, before)
+    return _finish(run, console, before, after, time.perf_counter() - started)
+
+
+def _steps(
+    trainer: Trainer, console: RunConsole, metrics: MetricsWriter, checkpoints: Checkpoints, before: Scores
+) -> Scores:
+    config, progress = trainer.config, trainer.progress
+    first, scores, saved = progress.step, before, progress.step
+    label = config.loss.name.upper()
+    with console.progress(label, config.schedule.steps, done=first, lines=False) as advance:
+        exhausted = False
+        while progress.step < config.schedule.steps and not exhausted:
+            values, exhausted = trainer.train_step()
+            if values is None:
+                break
+            step = progress.step
+            metrics.write(step, "train", values)
+            console.step(step, values)
+            if not values["update_applied"]:
+                console.warn(f"step {step}: loss or gradient is not finite, the update was not applied")
+            advance()
+            last = step == config.schedule.steps or exhausted
+            if last or (config.evaluation.every and step % config.evaluation.every == 0):
+                scores = trainer.evaluate(metrics)
+                console.say(f"held-out: sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}")
+            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                trainer.save(checkpoints, before)
+                saved = step
+    if exhausted:
+        console.say(f"the training data ended after step {progress.step}")
+    if progress.step == first or progress.step != saved:
+        # The data ended exactly between two steps, or there was nothing left to do.
+        scores = trainer.evaluate()
+        if progress.step != saved:
+            trainer.save(checkpoints, before)
+    return scores
+
+
+def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
+    log = read_metrics(run.folder.metrics)
+    plot_curves(log.records, run.folder.curves)
+    trainer = run.trainer
+    head = trainer.sums.head_run
+    assert head is not None, "traced at the start"
+    facts = {
+        "task": trainer.task.name,
+        "loss": trainer.config.loss.name,
+        "mesh": trainer.config.mesh,
+        "optimizer steps": trainer.progress.step,
+        "documents seen": trainer.progress.documents_seen,
+        "head": "not run"
+        if head is None
+        else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
+        "seconds": round(seconds, 1),
+    }
+    scores = {"before": before._asdict(), "after": after._asdict()}
+    write_json(run.folder.summary, {**facts, **scores})
+    held_out = {
+        "temperature 1": HeldOut(before.sampled, after.sampled),
+        "greedy": HeldOut(before.greedy, after.greedy),
+    }
+    console.summary(facts, run.folder.path, held_out)
+    return Result(before, after, run.folder, log.records, trainer)
+
+
+def _default_name(config: Config) -> str:
+    task = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.task).strip(".-")[-40:]
+    return f"{task}-{config.loss.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _resumed_config(given: Config, stored: Config) -> Config:
+    plain = Config()
+    for field in dataclasses.fields(Config):
+        if field.name not in MAY_CHANGE_ON_RESUME:
+            same = getattr(given, field.name) == getattr(plain, field.name)
+            expected = "to come from the run folder (only --schedule.steps and --quiet go with --resume)"
+            require(same, f"--{field.name.replace('_', '-')}", expected, "another value")
+    steps = given.schedule.steps
+    rest = dataclasses.replace(given.schedule, steps=plain.schedule.steps) == plain.schedule
+    require(rest, "--schedule", "nothing but --schedule.steps beside --resume", "other options")
+    if steps != plain.schedule.steps:
+        stored = dataclasses.replace(stored, schedule=dataclasses.replace(stored.schedule, steps=steps))
+    return dataclasses.replace(stored, quiet=given.quiet)

@@ -1,0 +1,78 @@
+"""Columns that the trainer's own forward pass gives documents before they are trained on.
+
+`rescored`: old log-probs as the trainer computes them; the sampler's stay for the drift metric, and log-sum-exp and
+entropies are there for a step that is strictly on policy. `with_reference`: log-probs under a frozen reference.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from flax import nnx
+
+from experiments.sampling.stream import Packing
+from experiments.training.sums import GradientSums
+from jaxlogp import Document, MicroBatch
+
+RESCORED_COLUMNS = ("sampler_log_probs", "lse", "entropy")
+REFERENCE_COLUMN = "ref_log_probs"
+ON_POLICY_COLUMNS = ("lse", "entropy")
+
+
+def rescored(documents: list[Document], sums: GradientSums, params: nnx.State, packing: Packing) -> list[Document]:
+    """Documents with the trainer's log-probs as the old ones, and `RESCORED_COLUMNS`."""
+    scores = _scores(documents, sums, params, packing)
+    result = []
+    for document, (log_probs, entropy, lse) in zip(documents, scores, strict=True):
+        columns = {"sampler_log_probs": document.old_log_probs, "lse": lse, "entropy": entropy}
+        result.append(_with(document, columns, old_log_probs=log_probs))
+    return result
+
+
+def with_reference(
+    documents: list[Document], sums: GradientSums, params: nnx.State, packing: Packing
+) -> list[Document]:
+    """Documents with the log-probs of their completions under the reference's parameters."""
+    scores = _scores(documents, sums, params, packing)
+    return [_with(document, {REFERENCE_COLUMN: each[0]}) for document, each in zip(documents, scores, strict=True)]
+
+
+def on_policy(rounds: list[MicroBatch], documents_seen: int) -> bool:
+    """Whether all documents were scored by the very parameters that are to be updated."""
+    return all(
+        bool((batch.model_versions[rank][:count] == documents_seen).all())
+        for batch in rounds
+        for rank, count in enumerate(batch.num_documents.tolist())
+    )
+
+
+def without(batch: MicroBatch, columns: tuple[str, ...]) -> MicroBatch:
+    """The round less some per-token columns."""
+    kept = {name: values for name, values in batch.per_token.items() if name not in columns}
+    return dataclasses.replace(batch, per_token=kept)
+
+
+def _with(document: Document, columns: dict[str, np.ndarray], **changes: np.ndarray) -> Document:
+    return dataclasses.replace(document, columns={**document.columns, **columns}, **changes)
+
+
+def _scores(
+    documents: list[Document], sums: GradientSums, params: nnx.State, packing: Packing
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Log-probs, entropies and log-sum-exps of each document's completion."""
+    packing = dataclasses.replace(packing, columns=tuple(documents[0].columns) if documents else ())
+    ranks: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(packing.ranks)]
+    for batch in packing.rounds(documents):
+        scores = sums.score(params, batch)
+        for rank, count in enumerate(batch.num_documents.tolist()):
+            mask = batch.mask[rank]
+            # Labels in row-major order are in the order of the documents.
+            ends = np.cumsum(np.bincount(batch.document_ids[rank][mask], minlength=count))[:-1]
+            ranks[rank] += zip(*(np.split(column[rank][mask], ends) for column in scores), strict=True) if count else ()
+    in_order = packing.deal(range(len(documents)))
+    by_document = {
+        index: scored
+        for queue, found in zip(in_order, ranks, strict=True)
+        for index, scored in zip(queue, found, strict=True)
+    }
+    return (by_document[index] for index in range(len(documents)))

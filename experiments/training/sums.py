@@ -1,0 +1,56 @@
+"""What both kinds of gradient sums give: unreduced sums of a step, to be divided once by `experiments.training.update`."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxlogp import HeadRun, MicroBatch, StepSums
+
+
+class MicroSums(NamedTuple):
+    """Sums of one or more micro-batches, and the largest |log-prob of the trainer - of the sampler| at a label, in nats."""
+
+    sums: StepSums
+    drift: Float[Array, ""]
+
+
+class Scores(NamedTuple):
+    """Values of every label under some parameters, 0 elsewhere; entropy and log-sum-exp where they are to be had."""
+
+    log_probs: Float[np.ndarray, "ranks rows row_length"]
+    entropy: Float[np.ndarray, "ranks rows row_length"] | None
+    lse: Float[np.ndarray, "ranks rows row_length"] | None
+
+
+class GradientSums(Protocol):
+    """Sums over the rounds of a step for one objective.
+
+    A round is a micro-batch of every data rank, stacked: NumPy arrays with the ranks in front.
+    """
+
+    head_run: HeadRun | None
+
+    @property
+    def num_compilations(self) -> int:
+        """How many shapes of micro-batch have been compiled."""
+
+    def place(self, tree: Any) -> Any:
+        """Parameters, or an optimizer's state for them, where the sums want them."""
+
+    def trace(self, params: nnx.State, padding: MicroBatch) -> None:
+        """Raises ValueError for what cannot run here, before anything is trained."""
+
+    def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
+        """Sums of a step, nothing divided; None without any round."""
+
+    def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
+        """Log-probs of the labels of one round, by the forward pass that the gradients start from."""
+
+
+def add_sums(left: MicroSums, right: MicroSums) -> MicroSums:
+    """Sums of two disjoint parts of a step together."""
+    return MicroSums(left.sums + right.sums, jnp.maximum(left.drift, right.drift))

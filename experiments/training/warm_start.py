@@ -1,0 +1,89 @@
+"""The warm start: supervised learning of worked answers until some sampled ones are right."""
+
+from collections.abc import Callable
+
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments.config import OptimizerConfig, WarmStartConfig
+from experiments.runs.console import RunConsole
+from experiments.runs.folder import MetricsWriter
+from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
+from experiments.sampling.stream import Packing
+from experiments.tasks import Example
+from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.sums import GradientSums
+from experiments.training.update import Update, adamw
+from jaxlogp import Document
+
+MAX_WARM_UP_STEPS = 50
+
+
+def warm_start(
+    params: nnx.State,
+    sums: GradientSums,
+    documents: Callable[[int], list[Document]],
+    packing: Packing,
+    options: WarmStartConfig,
+    score: Callable[[nnx.State, int], float],
+    console: RunConsole,
+    metrics: MetricsWriter,
+) -> nnx.State:
+    """Trains until the score reaches the target, or max_steps.
+
+    Args:
+      params: parameters to begin with.
+      sums: gradient sums of cross-entropy.
+      documents: the next so many worked examples.
+      packing: makes rounds of them.
+      options: of this phase.
+      score: share of right answers of some parameters, at a step.
+      console: shows the progress.
+      metrics: where the records go.
+
+    Returns:
+      The parameters.
+
+    Raises:
+      RuntimeError: a loss that is not finite.
+    """
+    if options.max_steps == 0:
+        return params
+    warm_up = max(1, min(MAX_WARM_UP_STEPS, options.max_steps // 4))
+    schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
+    update = Update(adamw(OptimizerConfig(b2=0.99), schedule), sums.place)
+    state = update.init(params)
+    with console.progress("warm start", options.max_steps) as advance:
+        for step in range(1, options.max_steps + 1):
+            total = sums.sums_of(state.params, packing.rounds(documents(options.batch_size)), 0)
+            assert total is not None, "a warm start step has at least one document"
+            state, applied = update(state, total)
+            values = {"loss": float(applied.loss), "grad_norm": float(applied.grad_norm)}
+            if not bool(applied.finite):
+                raise RuntimeError(f"warm start step {step}: loss {values['loss']} is not finite")
+            if step % options.check_every == 0:
+                values["exact_match_train"] = score(state.params, step)
+            metrics.write(step, "warm_start", values)
+            advance(f"loss {values['loss']:.3f}")
+            if values.get("exact_match_train", -1.0) >= options.target:
+                break
+    console.say(f"warm start: {step} steps, loss {values['loss']:.3f}")
+    return state.params
+
+
+class WorkedExamples:
+    """Prompts with their answers as documents, all of the answer being labels."""
+
+    def __init__(self, prompts: PromptOrder, tokenizer: Tokenizer, sizes: Sizes) -> None:
+        self._prompts, self._tokenizer, self._sizes = prompts, tokenizer, sizes
+
+    def take(self, number: int) -> list[Document]:
+        """The next documents."""
+        return [self._document(example) for example in self._prompts.take(number)]
+
+    def _document(self, example: Example) -> Document:
+        prompt = encode_prompt(self._tokenizer, example, self._sizes)
+        answer = [*self._tokenizer.encode(example.answer), self._tokenizer.eos_id]
+        tokens = np.array(prompt + answer, np.int32)
+        return Document(tokens, len(prompt), np.zeros(len(answer), np.float32), advantage=0.0)

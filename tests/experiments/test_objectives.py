@@ -1,0 +1,167 @@
+"""Gradient sums of both kinds against a loss written out over stored logits, for every part of the loss object."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.config import LossConfig
+from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.sampling.stream import Packing
+from experiments.training.leaf_programs import LeafPrograms
+from experiments.training.leaf_sums import LeafSums
+from experiments.training.micro_batch_sums import MicroBatchSums
+from experiments.training.objectives import CrossEntropy, PolicyObjective
+from jaxlogp import Document, ReductionOrder
+
+VOCAB, LENGTH, ROWS = 24, 8, 8
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16
+)
+COLUMNS = ("ref_log_probs",)
+# fp32 sums of a few dozen labels in another order, relative to the largest entry of a gradient.
+TOLERANCE = 2e-5
+
+
+def documents(count=7):
+    drawn = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        length = int(drawn.integers(2, 6))
+        # Old log-probs apart from the policy's by up to 0.6: ratios on both sides of the clip range.
+        old, reference = np.float32(drawn.uniform(-3.8, -2.6, (2, length)))
+        tokens = drawn.integers(0, VOCAB, length + 2).astype(np.int32)
+        made.append(Document(tokens, 2, old, (-1.0) ** index * (1 + index), columns={"ref_log_probs": reference}))
+    return made
+
+
+def packing(ranks=1):
+    return Packing(ranks, ROWS, LENGTH, VOCAB, pad_id=0, share_rows=False, block=4, columns=COLUMNS)
+
+
+@functools.cache
+def decoder(**changes):
+    config = DecoderConfig(**SIZES, **changes)
+    return config, *nnx.split(Decoder(config, rngs=nnx.Rngs(3)))
+
+
+def written_out(params, graph, batch, temperature, per_label):
+    """Loss sum by stored logits; `per_label(log_prob, entropy, old, reference, advantage)` is the loss of one label."""
+    model = nnx.merge(graph, params)
+    hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
+    spec, weight = model.head()
+    logits = spec.logit_scale * jnp.einsum("rth,vh->rtv", hidden, weight, precision="highest")
+    logits = logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)
+    log_p = jax.nn.log_softmax(logits / temperature)
+    chosen = jnp.take_along_axis(log_p, batch.targets[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    columns = [batch.per_token[name] for name in ("old_log_probs", "ref_log_probs", "advantages")]
+    return jnp.sum(jnp.where(batch.mask, per_label(chosen, entropy, *columns), 0.0))
+
+
+def clipped(log_prob, old, advantage, low, high):
+    ratio = jnp.exp(log_prob - old)
+    return jnp.minimum(ratio * advantage, jnp.clip(ratio, low, high) * advantage)
+
+
+def grpo(log_prob, entropy, old, reference, advantage, low=0.8, high=1.2):
+    return -clipped(log_prob, old, advantage, low, high)
+
+
+def with_kl(log_prob, entropy, old, reference, advantage):
+    distance = reference - log_prob
+    return grpo(log_prob, entropy, old, reference, advantage) + 0.3 * (jnp.exp(distance) - distance - 1)
+
+
+CASES = {
+    "grpo": (LossConfig(), {}, 1.0, grpo),
+    "epsilon_high": (LossConfig(epsilon_high=0.5), {}, 1.0, functools.partial(grpo, high=1.5)),
+    "entropy": (LossConfig(entropy_coefficient=0.7), {}, 1.0, lambda *x: grpo(*x) - 0.7 * x[1]),
+    "kl": (LossConfig(kl_coefficient=0.3), {}, 1.0, with_kl),
+    "temperature": (LossConfig(metrics="none"), {}, 0.6, grpo),
+    "scale and cap": (LossConfig(metrics="basic"), {"logit_scale": 3.0, "logit_softcap": 2.0}, 1.3, grpo),
+}
+
+
+def sums_of_micro_batches(config, graph, objective, temperature):
+    mesh = make_mesh(MeshSpec())
+    return MicroBatchSums(graph, mesh, objective, temperature=temperature, engine="auto")
+
+
+def sums_of_leaves(config, graph, objective, temperature):
+    programs = LeafPrograms(
+        graph, config, make_mesh(MeshSpec()), ReductionOrder(24, 64, 64, "float32"), temperature=temperature
+    )
+    return LeafSums(programs, objective, 4)
+
+
+def check_gradient(make_sums, objective, case_model, temperature, per_label):
+    config, graph, params = decoder(**case_model)
+    (batch,) = packing().rounds(documents())
+    sums = make_sums(config, graph, objective, temperature)
+    result = sums.sums_of(sums.place(params), [batch], 0).sums
+    flat = jax.tree.map(lambda x: x[0], batch)
+    value, gradient = jax.value_and_grad(written_out)(params, graph, flat, temperature, per_label)
+    np.testing.assert_allclose(result.loss.sum, value, rtol=TOLERANCE)
+    assert int(result.loss.count) == batch.mask.sum()
+    for mine, wanted in zip(jax.tree.leaves(result.gradients), jax.tree.leaves(gradient), strict=True):
+        scale = np.abs(np.asarray(wanted)).max()
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(wanted), atol=TOLERANCE * scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batch_sums_are_the_gradient_of_the_loss_written_out(name):
+    loss, model, temperature, per_label = CASES[name]
+    objective = PolicyObjective(loss.policy_loss(LENGTH), loss.metrics)
+    check_gradient(sums_of_micro_batches, objective, model, temperature, per_label)
+
+
+# "entropy" has the gradient by the entropies, "kl" a column, "scale and cap" the head's arithmetic.
+@pytest.mark.parametrize("name", ["entropy", pytest.param("kl", marks=pytest.mark.slow), "scale and cap"])
+def test_leaf_sums_are_too(name):
+    loss, model, temperature, per_label = CASES[name]
+    objective = PolicyObjective(loss.policy_loss(LENGTH), loss.metrics)
+    check_gradient(sums_of_leaves, objective, model, temperature, per_label)
+
+
+def test_cross_entropy_is_an_objective_like_another():
+    check_gradient(sums_of_micro_batches, CrossEntropy(), {}, 1.0, lambda log_prob, *_: -log_prob)
+
+
+def test_a_round_goes_from_the_host_to_each_device():
+    """A detour over the first device would be a copy between devices."""
+    config, graph, params = decoder()
+    (batch,) = packing(ranks=2).rounds(documents())
+    sums = MicroBatchSums(graph, make_mesh(MeshSpec(data=2)), CrossEntropy(), temperature=1.0, engine="auto")
+    with jax.transfer_guard_device_to_device("disallow"):
+        placed = sums._placed(batch)
+    assert {shard.device.id for shard in placed.tokens.addressable_shards} == {0, 1}
+    np.testing.assert_array_equal(placed.tokens, batch.tokens.reshape(2 * ROWS, LENGTH))
+
+
+OPTIONS = {
+    "dapo": (LossConfig(name="dapo"), dict(reduction="labels")),
+    "gspo": (LossConfig(name="gspo", weighting="length"), dict(ratio="sequence", reduction="documents")),
+    "dr_grpo": (LossConfig(name="dr_grpo"), dict(reduction="constant_length", length=9)),
+    "another length": (LossConfig(name="dr_grpo", length=5), dict(length=5)),
+    "another reduction": (LossConfig(reduction="constant_length"), dict(reduction="constant_length", length=9)),
+    "k2": (LossConfig(kl_coefficient=0.1, kl_estimator="k2"), dict(kl_coefficient=0.1, kl_estimator="k2")),
+    "grad_divisor": (LossConfig(grad_divisor=7.0), dict(grad_divisor=7.0)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_reach_the_loss_object(name):
+    config, wanted = OPTIONS[name]
+    loss = config.policy_loss(9)
+    assert {field: getattr(loss, field) for field in wanted} == wanted
+
+
+def test_clip_options_reach_the_objective():
+    clip = LossConfig(epsilon=0.1, epsilon_high=0.4, delta=3.0).policy_loss(9).objective
+    assert (clip.epsilon, clip.epsilon_high, clip.delta) == (0.1, 0.4, 3.0)
+    assert LossConfig(name="cispo", max_weight=2.0).policy_loss(9).objective.max_weight == 2.0

@@ -1,0 +1,213 @@
+"""Options of the trainer in short runs, the guard of its update, and what it says at the start."""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import Config, train
+from experiments.config import LossConfig, OptimizerConfig
+from experiments.models.decoder import DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.sampling import leaf_draw
+from experiments.sampling.prompts import sizes_for
+from experiments.tasks import Example, make_task
+from experiments.training.modes import replicated_embedding
+from experiments.training.run import set_up
+from experiments.training.sums import MicroSums
+from experiments.training.trainer import slower_head
+from experiments.training.update import Update, adamw
+from jaxlogp import ChunkedEngine, HeadRun, PolicyMetricTerms, StepSums, WeightedSum
+from jaxlogp.head import registry
+from tests.experiments.tiny import TINY, tiny, train_records
+
+SHORT = {"max_steps": 4, "check_every": 4}
+
+
+def short(out, name, **changes):
+    return tiny(out, name, warm_start=SHORT, **changes)
+
+
+def leaves(result):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.state)]
+
+
+def test_a_number_of_micro_batches_makes_a_step_and_metrics_may_be_off(tmp_path):
+    schedule = {"steps": 2, "docs_per_step": 0, "micro_batches": 3, "rows": 3}
+    result = train(short(tmp_path, "none", schedule=schedule, loss={"metrics": "none"}))
+    for record in train_records(result):
+        assert record["micro_batches"] == 3 and 0 < record["num_documents"] < 64, "less than a rollout"
+        assert "entropy" not in record and "ratio_new_old" not in record
+        assert record["update_applied"] == 1 and record["loss"] != 0.0
+
+
+def test_rescored_log_probs_are_the_trainers_and_their_log_sum_exp_spares_the_forward(tmp_path):
+    """Half a rollout a step: the first half is strictly on policy, the second is not."""
+    schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}
+    plain, scored = (
+        train(short(tmp_path, f"rescore-{rescore}", schedule=schedule, rollout={"rescore": rescore}))
+        for rescore in (False, True)
+    )
+    first, second = train_records(scored)
+    assert first["head_gradient"] == "from the known log-sum-exp" and second["head_gradient"] == "in one pass"
+    assert first["ratio_new_old"] == 1.0 and first["kl_new_old"] == 0.0
+    assert first["drift_max"] > 0.0, "the sampler's log-probs stay for the drift"
+    # The log-probs differ from the sampler's by the drift, 2e-5 in test_grpo.py; losses and steps of Adam by little more.
+    for mine, other in zip(train_records(scored), train_records(plain), strict=True):
+        assert abs(mine["loss"] - other["loss"]) <= 1e-4 and abs(mine["entropy"] - other["entropy"]) <= 1e-4
+        assert mine["reward_mean"] == other["reward_mean"]
+    for mine, other in zip(leaves(scored), leaves(plain), strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-4)
+
+
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
+    options = {"loss": {"kl_coefficient": 0.5, "metrics": "basic"}, "invariant": invariant}
+    schedule = {"rows": 16, "row_length": None}
+    whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options))
+    broken = train(short(tmp_path, "broken", schedule={"steps": 1, **schedule}, **options))
+    resumed = train(Config(resume=str(broken.run.path), quiet=True, schedule=replace(Config().schedule, steps=2)))
+    for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    reference = jax.tree.leaves(whole.trainer.reference)
+    for mine, other in zip(jax.tree.leaves(resumed.trainer.reference), reference, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert any((np.asarray(x) != y).any() for x, y in zip(reference, jax.tree.leaves(whole.params), strict=True))
+
+
+def sums(loss):
+    gradients = {"w": jnp.full(2, loss, jnp.float32)}
+    parts = StepSums(gradients, WeightedSum(jnp.float32(loss), jnp.int32(1)), PolicyMetricTerms({}))
+    return MicroSums(parts, jnp.float32(0))
+
+
+def test_a_refused_update_leaves_parameters_and_learning_rate():
+    update = Update(adamw(OptimizerConfig(), optax.linear_schedule(0.1, 0.5, 4)), lambda tree: jax.device_put(tree))
+    state = update.init({"w": jnp.ones(2)})
+    rates = []
+    for loss in (1.0, np.nan, 1.0, 1.0):
+        before = state
+        state, applied = update(state, sums(loss))
+        rates.append(float(applied.learning_rate))
+        assert bool(applied.finite) == np.isfinite(loss)
+        same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True))
+        assert same == np.isnan(loss)
+    np.testing.assert_allclose(rates, [0.1, 0.2, 0.2, 0.3], rtol=1e-6)
+
+
+@dataclass(frozen=True)
+class Spy(ChunkedEngine):
+    """The portable engine, with a note of every call that it was asked about."""
+
+    name = "spy"
+    seen = []  # noqa: RUF012
+
+    def why_not(self, call):
+        self.seen.append((str(call.hidden.dtype), str(call.weight.dtype), call.spec.fp32_head, call.num_shards))
+        return super().why_not(call)
+
+
+@pytest.mark.parametrize("engine", ["auto", "chunked", "reference", "spy"])
+def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_path, monkeypatch, engine):
+    """An engine for bf16 operands must see them as they are: a mesh axis of size 1 is no reason to widen them."""
+    monkeypatch.setitem(registry.ENGINES, "spy", Spy())
+    Spy.seen.clear()
+    model = {"dtype": "bfloat16", "fp32_head": True}
+    run = set_up(short(tmp_path, engine, model=model, loss={"engine": engine}, schedule={"steps": 1}))
+    assert run.trainer.sums.head_run.engine == {"auto": "chunked"}.get(engine, engine)
+    if engine == "spy":
+        assert set(Spy.seen) == {("bfloat16", "bfloat16", True, 1)}
+        # Sampler and trainer share the products, so drift is what other shapes of bf16 bodies make it.
+        (record,) = train_records(run.finish())
+        assert record["head_engine"] == "spy" and 0.0 < record["drift_max"] < 0.1
+
+
+def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_path, monkeypatch):
+    specs, plain = [], leaf_draw.logits_of
+    monkeypatch.setattr(leaf_draw, "logits_of", lambda *operands: specs.append(operands[1]) or plain(*operands))
+    model = {"fp32_head": True, "logit_softcap": 5.0}
+    options = {"schedule": {"steps": 0, "rows": 16, "row_length": None}, "rollout": {"temperature": 0.8}}
+    trainer = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).trainer
+    trainer.rollouts.next(trainer.state.params, 0)
+    assert specs and all((s.fp32_head, s.softcap, s.temperature) == (True, 5.0, 0.8) for s in specs)
+
+
+def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
+    slow = HeadRun("linear_policy_loss", "chunked", "auto; hopper not used: JAX 0.10.2 is older than 0.11", 1)
+    assert slower_head(slow) is None, "nothing is faster on a CPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    text = slower_head(slow)
+    assert "hopper not used: JAX 0.10.2" in text and "use JAX 0.11 or newer" in text and "\n" not in text
+    assert slower_head(replace(slow, engine="hopper")) is None
+    assert slower_head(replace(slow, reason="named by the caller")) is None
+
+
+def test_an_embedding_that_is_not_split_is_said(tmp_path, capsys):
+    decoder = DecoderConfig.qwen3(vocab_size=24)
+    assert replicated_embedding(decoder, make_mesh(MeshSpec(tensor=4))) is None
+    assert "5 tensor ranks do not divide the vocabulary of 24" in replicated_embedding(
+        decoder, make_mesh(MeshSpec(tensor=5))
+    )
+    train(tiny(tmp_path, "five", mesh="tensor=5", schedule={"steps": 0}, warm_start={"max_steps": 0}))
+    assert "WARNING: 5 tensor ranks do not divide" in capsys.readouterr().out
+
+
+def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
+    config = Config()
+    sizes = sizes_for(make_task("addition"), config.rollout, config.schedule, ranks=1)
+    # 512 documents of at most 11 tokens: six micro-batches of 86 rows, four rows too many.
+    assert (sizes.row, sizes.rows) == (11, 86)
+    assert sizes_for(make_task("addition"), config.rollout, config.schedule, ranks=4).rows == 64
+    assert sizes_for(make_task("addition"), config.rollout, config.schedule, ranks=1, leaf_rows=8).rows == 88
+    counted = replace(config.schedule, docs_per_step=0)
+    assert sizes_for(make_task("addition"), config.rollout, counted, ranks=1).rows == 1024 // 11
+
+
+def test_the_example_of_a_reward_of_ones_own(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "own_reward.py"
+    code = [line for line in path.read_text().split('"""', 2)[2].splitlines() if line.strip()]
+    assert len(code) <= 15
+    spec = importlib.util.spec_from_file_location("own_reward", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert [example.reward(Example("1+1=", "12"), text) for text in ("12", "32", "1", "")] == [1.0, 0.5, 0.0, 0.0]
+    config = short(tmp_path, "own", task="addition:1", schedule={"steps": 1})
+    (record,) = train_records(train(config, reward=example.reward))
+    assert record["reward_max"] in (0.0, 0.5, 1.0) and record["num_rewards"] == 64
+
+
+class Copying:
+    """A task of one's own: write the digit again."""
+
+    name, alphabet, max_prompt_tokens, max_answer_tokens = "copying", "0123456789", 1, 1
+
+    def num_examples(self, split):
+        return None
+
+    def example(self, index, split):
+        digit = str((2 * index + (split == "held_out")) % 10)
+        return Example(digit, digit)
+
+    def reward(self, example, completion):
+        return float(completion == example.answer)
+
+
+def test_a_task_of_ones_own(tmp_path):
+    result = train(short(tmp_path, "copying", schedule={"steps": 1}), task=Copying())
+    assert result.trainer.task.name == "copying" and train_records(result)[0]["num_documents"] == 64
+    resume = Config(resume=str(result.run.path), quiet=True)
+    with pytest.raises(ValueError, match="^task: expected one of"):
+        train(resume)
+    with pytest.raises(ValueError, match="^task: expected the task of the run, 'copying', got 'addition:2'"):
+        train(resume, task=make_task("addition"))
+
+
+def test_every_preset_is_reachable_by_its_name():
+    for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "grpo_paper", "gspo", "reinforce", "rloo", "sapo"):
+        assert LossConfig(name=name).policy_loss(4).name == name
+    assert TINY.loss == LossConfig()
