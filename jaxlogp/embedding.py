@@ -43,7 +43,8 @@ def embedding_lookup(
     """Rows of ``table`` for model-input ids.
 
     Under ``axis_name`` the owner of an id contributes the bits of its row as integers, the others 0, and one integer psum
-    makes them known to all, so the result equals the unsharded one bitwise, -0.0 and NaN payloads included.
+    makes them known to all, so the result equals the unsharded one bitwise, -0.0 and NaN payloads included. Reverse mode
+    only.
 
     Args:
       table: [V, H], or the local block [V_local, H].
@@ -61,7 +62,7 @@ def embedding_lookup(
     Raises:
       ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
         is NaN, and so is one whose ids differ over ``axis_name``); a table that does not vary over ``axis_name``; a
-        sharded call that is differentiated under ``shard_map(check_vma=False)``, and forward-mode differentiation.
+        sharded call that is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
       >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()

@@ -48,7 +48,9 @@ def log_probs_from_logits(
 
     z = logits / T in fp32; lse = logsumexp(z) over the whole vocabulary; log_prob = z[target] - lse;
     entropy = lse - Σ p z. Inside ``shard_map``, with ``axis_name``, the maximum travels by one pmax and the sums by one
-    psum. The gradient is g (onehot - p) + g_H p (Σ p z - z), cast once to the logits' dtype.
+    psum. The gradient is g (onehot - p) + g_H p (Σ p z - z), cast once to the logits' dtype. Reverse mode only.
+
+    Targets and mask must be the same on all ranks of ``axis_name``; a token whose are not gets NaN.
 
     Args:
       logits: [*tokens, V], or the local block [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16.
@@ -65,7 +67,8 @@ def log_probs_from_logits(
     Raises:
       ValueError: wrong shapes or dtypes, temperature <= 0, a vocabulary that does not fit; an active target outside of
         [0, V) where the values are known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised
-        when a sharded call is differentiated under ``shard_map(check_vma=False)``.
+        for logits that do not vary over ``axis_name``, and when a sharded call is differentiated under
+        ``shard_map(check_vma=False)``.
 
     Example:
       >>> logits = jnp.array([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]])

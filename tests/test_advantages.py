@@ -81,6 +81,8 @@ BAD = {
     "infinite": (np.float32([[0, 1], [-np.inf, 1]]), {}, "rewards", "-inf at position (1, 0)"),
     "scale": (rewards_of(), {"scale_rewards": "std"}, "scale_rewards", "'std'"),
     "epsilon": (rewards_of(), {"epsilon": -1.0}, "epsilon", "-1.0"),
+    "an infinite epsilon": (rewards_of(), {"epsilon": np.inf}, "epsilon", "inf"),
+    "an epsilon that is no number": (rewards_of(), {"epsilon": None}, "epsilon", "None"),
 }
 
 

@@ -144,7 +144,7 @@ def test_a_further_column_is_checked_like_the_first(columns, message):
 @pytest.mark.bad_input
 def test_documents_of_one_micro_batch_have_the_same_columns():
     with pytest.raises(ValueError, match="^columns: expected .* of document 1, got"):
-        pack_documents([document(4), document(4, columns={"lse": np.zeros(2, np.float32)})], rows=2, row_length=4)
+        pack_documents([document(4), document(4, columns={"lse": np.zeros(3, np.float32)})], rows=2, row_length=4)
 
 
 def test_a_micro_batch_passes_through_jit():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import VocabShards
+from jaxlogp import VocabOrder, VocabShards, embedding_lookup
 
 UNEVEN_17 = ((0, 2), (2, 7), (7, 13), (13, 17))
 
@@ -143,3 +143,21 @@ def test_errors_say_what_was_seen(name):
         build()
     missing = [fragment for fragment in fragments if fragment not in str(raised.value)]
     assert not missing, f"{missing} not in {raised.value}"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "function",
+    [
+        VocabShards.even(10, 4).owners,
+        VocabOrder(np.arange(10)).places,
+        VocabOrder(np.arange(10)).tokens,
+        lambda ids: embedding_lookup(jnp.ones((10, 2)), ids),
+    ],
+    ids=["owners", "places", "tokens", "embedding_lookup"],
+)
+def test_no_ids_at_all_and_lists_are_refused(function):
+    with pytest.raises(ValueError, match="^token_ids: expected at least one element, got an empty array"):
+        function(jnp.zeros((0, 3), jnp.int32))
+    with pytest.raises(ValueError, match="^token_ids: expected an array of an integer dtype, got list"):
+        function([1, 2])

@@ -1,5 +1,6 @@
 """Advantages of sampled completions relative to the other completions of the same prompt."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import is_concrete, require, require_floating
+from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating
 
 SCALE_REWARDS = ("group", "none")
 
@@ -50,7 +51,8 @@ def group_advantages(
         DeepSeekMath, arXiv:2402.03300; Understanding R1-Zero-like training (Dr. GRPO), arXiv:2503.20783.
     """
     require(scale_rewards in SCALE_REWARDS, "scale_rewards", f"one of {SCALE_REWARDS}", repr(scale_rewards))
-    require(epsilon >= 0.0, "epsilon", "a number of at least 0", epsilon)
+    ok = is_number(epsilon) and 0.0 <= epsilon < math.inf
+    require(ok, "epsilon", "a finite Python number of at least 0", describe(epsilon))
     rewards, degenerate = _above_lowest(rewards)
     advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
     if scale_rewards == "group":
