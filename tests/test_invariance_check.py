@@ -90,7 +90,7 @@ def test_more_devices_than_there_are_is_said_and_is_no_pass():
 
 def test_a_vector_for_each_token_may_be_compared():
     report = check(lambda h, w, t: h * 2.0)
-    assert report.broken == ()
+    assert report.broken == () and "gradient under jax.checkpoint" not in by_name(report)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])

@@ -91,7 +91,7 @@ def attend(
     kv_heads = keys.shape[2]
     grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     precision = precision_of(values.dtype)
-    scores = jnp.einsum("btkgd,bskd->bktgs", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
-    probabilities = jax.nn.softmax(scores * head_dim**-0.5 + bias[:, None, :, None], axis=-1)
-    mixed = jnp.einsum("bktgs,bskd->btkgd", probabilities.astype(values.dtype), values, precision=precision)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+    probabilities = jax.nn.softmax(scores * head_dim**-0.5 + bias[:, None, None], axis=-1)
+    mixed = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(values.dtype), values, precision=precision)
     return mixed.reshape(rows, length, heads, head_dim)

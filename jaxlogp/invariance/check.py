@@ -131,8 +131,8 @@ def check_invariance(
     reported and never count as equal.
 
     Programs are: without jit; under ``jax.vmap``, two batches at a time; and the gradient of Σ function by the hidden
-    states under ``jax.checkpoint``, against the gradient without it. A function that JAX cannot map or differentiate is
-    reported as not run under these.
+    states under ``jax.checkpoint``, against the gradient without it (only of functions with one value a token: what has
+    more may be a gradient itself). A function that JAX cannot map or differentiate is reported as not run under these.
 
     Args:
       function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
@@ -181,7 +181,8 @@ def check_invariance(
     differences.append(compare_bits(f"in chunks of {chunk}", np.concatenate(chunks), wanted, everyone))
     differences.append(compare_bits("without jit", values(function, hidden, targets), wanted, everyone))
     differences.append(_under_vmap(function, hidden, weight, targets, wanted))
-    differences.append(_under_checkpoint(function, hidden, weight, targets))
+    if wanted.ndim == 1:
+        differences.append(_under_checkpoint(function, hidden, weight, targets))
     for size in num_shards:
         change, available = f"vocabulary over {size} devices", len(jax.devices())
         if size > available:

@@ -137,7 +137,7 @@ def test_a_round_goes_from_the_host_to_each_device():
     config, graph, params = decoder()
     (batch,) = packing(ranks=2).rounds(documents())
     sums = MicroBatchSums(graph, make_mesh(MeshSpec(data=2)), CrossEntropy(), temperature=1.0, engine="auto")
-    with jax.transfer_guard_device_to_device("disallow"):
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
         placed = sums._placed(batch)
     assert {shard.device.id for shard in placed.tokens.addressable_shards} == {0, 1}
     np.testing.assert_array_equal(placed.tokens, batch.tokens.reshape(2 * ROWS, LENGTH))
