@@ -53,11 +53,13 @@ def test_checkpoint_around_the_head_changes_no_bit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("around", ["checkpoint", "vmap", "scan"])
-@pytest.mark.parametrize("setting", [SMALL, MEDIUM], ids=["V=257", "V=1027"])
-@pytest.mark.parametrize("size", [1, 4])
-def test_what_surrounds_the_head_changes_no_bit_in_the_whole_grid(setting, size, around, dtype):
+@pytest.mark.parametrize(
+    "setting, size, dtype",
+    [(SMALL, 1, jnp.float32), (SMALL, 4, jnp.bfloat16), (MEDIUM, 4, jnp.float32)],
+    ids=["fp32 V=257, TP 1", "bf16 V=257, TP 4", "fp32 V=1027, TP 4"],
+)
+def test_what_surrounds_the_head_changes_no_bit_in_the_whole_grid(setting, size, dtype, around):
     check(setting, size, around, dtype)
 
 
