@@ -242,3 +242,8 @@ def test_over_two_mesh_axes_and_the_gradient_is_counted_once():
     value, gradient = jax.jit(jax.value_and_grad(mean))(jnp.asarray(values), jnp.asarray(mask))
     assert oracle.scaled_error(value, oracle.masked_mean(values, mask)) < SUM_ERROR
     np.testing.assert_allclose(gradient, mask / mask.sum(), rtol=1e-6)  # one fp32 division
+
+
+def test_the_mean_of_nothing_is_zero_but_does_not_hide_a_nan():
+    assert WeightedSum(jnp.float32(0.0), jnp.int32(0)).mean() == 0.0
+    assert jnp.isnan(WeightedSum(jnp.float32(jnp.nan), jnp.int32(0)).mean())
