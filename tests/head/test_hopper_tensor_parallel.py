@@ -54,7 +54,7 @@ def interpreted(size, masked=False):
     )
     with cases.interpreted_together():
         out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, cases.hopper(), masked)(*operands))
-    arrays = *out, d_hidden, shards.unshard_rows(d_weight)
+    arrays = out.log_probs, out.entropy, d_hidden, shards.unshard_rows(d_weight)
     return tuple(np.asarray(x.astype(jnp.float32)) for x in arrays)
 
 
