@@ -81,7 +81,7 @@ class WeightedSum:
         return WeightedSum(lax.psum(total, axes), lax.psum(self.count, axes), self.grad_divisor)
 
     def mean(self) -> Float[Array, "*shape"]:
-        """sum / count; 0.0 where count is 0, but a NaN stays. With ``grad_divisor`` the gradient is d(sum) / grad_divisor."""
+        """sum / count; 0.0 where count is 0, but NaN stays. With ``grad_divisor`` the gradient is d(sum) / grad_divisor."""
         count = jnp.maximum(self.count, 1).astype(self.sum.dtype)
         nothing = (self.count == 0) & ~jnp.isnan(self.sum)
         mean = jnp.where(nothing, jnp.zeros((), self.sum.dtype), self.sum / count)
