@@ -30,7 +30,7 @@ import pytest
 chex.set_n_cpu_devices(8)
 
 for name, derandomize in (("the same cases", True), ("random", False)):
-    hypothesis.settings.register_profile(name, derandomize=derandomize, database=None, print_blob=True)
+    hypothesis.settings.register_profile(name, derandomize=derandomize, database=None, deadline=None, print_blob=True)
 
 
 def pytest_configure(config):

@@ -132,7 +132,7 @@ def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> Int[Array
     return jnp.sum(jnp.stack(terms, axis=1), axis=0)
 
 
-def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, " tokens"] | None = None) -> TileSums:
+def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, "*tokens"] | None = None) -> TileSums:
     """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum).
 
     Args:

@@ -96,7 +96,7 @@ REFUSED = {
     "a mesh of five": (lambda: in_shard_map(FIXED, 5, 255), "num_shards"),
     "operands of another dtype": (
         lambda: in_shard_map(FixedOrderEngine(ReductionOrder(dtype="bfloat16")), 2, 256),
-        "weight",
+        "engine",
     ),
     "a weight sharded over the data axis": (
         lambda: sharded(*(case(256, 8)[name] for name in ("hidden", "weight", "targets")), engine=FIXED,
@@ -133,7 +133,7 @@ def test_hidden_states_typed_as_varying_over_the_vocabulary_axis_have_no_fixed_o
         )(hidden)
 
     mapped = jax.shard_map(local, mesh=tensor_mesh(4), in_specs=(P(), P("tensor"), P()), out_specs=P("tensor"))
-    with pytest.raises(ValueError, match="^hidden: expected hidden states that are the same"):
+    with pytest.raises(ValueError, match="^hidden: expected an array that is the same on all vocabulary shards"):
         jax.jit(mapped)(data["hidden"], data["weight"], data["targets"])
 
 
