@@ -108,7 +108,7 @@ def micro_step(data, tensor, kind, weighting):
     def local(table, batch):
         batch = jax.tree.map(lambda x: x[0], batch)
         hidden = embedding_lookup(table, batch.tokens, **vocab)
-        log_probs, entropy = linear_log_probs(hidden, table, batch.targets, mask=batch.mask, **head)
+        log_probs, entropy, _ = linear_log_probs(hidden, table, batch.targets, mask=batch.mask, **head)
         tokens = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
         loss = losses.grpo() if kind == "grpo" else losses.gspo(weighting=weighting, epsilon=0.2)
         options = {"loss": loss, "document_ids": batch.document_ids, "num_documents": batch.num_documents}
