@@ -60,7 +60,7 @@ def random_set(name="text", tokens=24, hidden_size=16, vocab_size=48):
 def test_hidden_states_equal_the_forward_pass_in_the_convention_of_the_file(tiny):
     ids = np.random.default_rng(1).integers(0, len(tiny.vocabulary), 20).astype(np.int32)
     tokens = jnp.asarray(ids)[None]
-    seen = load_decoder(read_gguf(tiny.path))(tokens, jnp.arange(20)[None], jnp.zeros_like(tokens))
+    seen = load_decoder(read_gguf(tiny.path)).hidden_states(tokens, jnp.arange(20)[None], jnp.zeros_like(tokens))
     # Hidden states have a root mean square of about 1; fp32 roundings of two layers.
     np.testing.assert_allclose(np.asarray(seen)[0], oracle_hidden(tiny.tensors, ids), atol=2e-5)
 

@@ -175,7 +175,7 @@ def _values_and_gradients(engine, hidden, weight, targets, g, mask):
         return jnp.sum(result.log_probs * g) + ENTROPY_COTANGENT * jnp.sum(result.entropy), result
 
     (_, result), gradients = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
-    return *result, *gradients
+    return result.log_probs, result.entropy, *gradients
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> float:
