@@ -50,9 +50,7 @@ class DocumentLayout:
         values = values + jnp.where(self.outside, jnp.nan, 0.0).astype(values.dtype)
         sums = jax.ops.segment_sum(values, self.document_ids, num_segments=self.labels.shape[0])
         axes = axis_tuple(self.axis_name)
-        for axis in axes:
-            sums = refuse_unchecked_gradient(sums, axis)
-        return lax.psum(sums, axes) if axes else sums
+        return lax.psum(refuse_unchecked_gradient(sums, axes), axes) if axes else sums
 
     def mean_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
         """Mean of `values`, which are 0 where masked, over the labels of each document; 0 without any."""
