@@ -24,7 +24,18 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention import KVCache, attend, mask_bias, packed_mask, precision_of
+from experiments.models.attention import (
+    IMPLEMENTATIONS,
+    AttentionCall,
+    AttentionRun,
+    KVCache,
+    attend,
+    attend_packed,
+    choose_attention,
+    first_keys,
+    mask_bias,
+    precision_of,
+)
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
 from experiments.models.rope import RopeScaling, rope_frequencies, rope_tables, rotate
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
@@ -59,6 +70,7 @@ class DecoderConfig:
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
         remat: keep one residual per layer for the backward pass and recompute the rest.
+        attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
 
     Raises:
         ValueError: names the field, what was expected and what was seen.
@@ -89,6 +101,7 @@ class DecoderConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -109,11 +122,18 @@ class DecoderConfig:
         _ = self.head_spec
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
+        choices = ("auto", *IMPLEMENTATIONS)
+        require(self.attention in choices, "attention", f"one of {', '.join(choices)}", repr(self.attention))
 
     @property
     def head_spec(self) -> HeadSpec:
         """The head's arithmetic at temperature 1."""
         return HeadSpec(logit_scale=self.logit_scale, softcap=self.logit_softcap, fp32_head=self.fp32_head)
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplier of the products of queries and keys."""
+        return self.head_dim**-0.5
 
     @property
     def head_name(self) -> str:
@@ -257,8 +277,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: int32 [B, T], all in [0, V), padding too.
             positions: int32 [B, T], counted from the start of each document.
-            segment_ids: int32 [B, T]; equal ids in one row are one document. Padding has an id of its own or the
-                last document's.
+            segment_ids: int32 [B, T]; a run of equal ids is one document. Padding has an id of its own or the last
+                document's.
 
         Returns:
             [B, T, H] in the activations' dtype, finite everywhere.
@@ -341,7 +361,8 @@ class Decoder(nnx.Module):
             all_values = lax.dynamic_update_slice(all_values, values[None], (index, 0, slot, 0, 0))
             layer_keys = lax.dynamic_index_in_dim(all_keys, index, keepdims=False)
             layer_values = lax.dynamic_index_in_dim(all_values, index, keepdims=False)
-            x = layer.finish(x, attend(queries, layer_keys, layer_values, bias))
+            attended = attend(queries, layer_keys, layer_values, bias, scale=self.config.attention_scale)
+            x = layer.finish(x, attended)
             return (x, all_keys, all_values), None
 
         carry = (self._embed(tokens[:, None]), cache.keys, cache.values)
@@ -351,13 +372,13 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         tables = self._rope_tables(positions)
-        bias = mask_bias(packed_mask(segment_ids))
+        allowed = self._attention(segment_ids.shape).allow(first_keys(segment_ids))
         graph, stacked = nnx.split(self.layers)
 
         def step(x, state):
             layer = nnx.merge(graph, state)
             queries, keys, values = layer.queries_keys_values(x, tables)
-            x = layer.finish(x, attend(queries, keys, values, bias))
+            x = layer.finish(x, attend_packed(queries, keys, values, allowed, scale=self.config.attention_scale))
             return x, (keys, values) if keep_keys_values else (None, None)
 
         body = jax.checkpoint(step) if self.config.remat else step
@@ -373,6 +394,13 @@ class Decoder(nnx.Module):
         else:
             embedded = embedding_lookup(table, tokens)
         return embedded.astype(self.config.dtype)
+
+    def _attention(self, shape: tuple[int, int]) -> AttentionRun:
+        config = self.config
+        call = AttentionCall(
+            *shape, config.num_heads, config.num_kv_heads, config.head_dim, dtype=config.dtype, mesh=self.mesh
+        )
+        return choose_attention(config.attention, call)
 
     def _rope_tables(self, positions):
         config = self.config
