@@ -37,6 +37,7 @@ from experiments.models.attention import (
     precision_of,
 )
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.remat import POLICIES, named, rematerialised
 from experiments.models.rope import RopeScaling, rope_frequencies, rope_tables, rotate
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
@@ -69,7 +70,7 @@ class DecoderConfig:
         fp32_head: multiply hidden states and head as fp32 whatever their dtype.
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
-        remat: keep one residual per layer for the backward pass and recompute the rest.
+        remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
 
     Raises:
@@ -100,7 +101,7 @@ class DecoderConfig:
     fp32_head: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: bool = False
+    remat: str = "none"
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -122,8 +123,9 @@ class DecoderConfig:
         _ = self.head_spec
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
-        choices = ("auto", *IMPLEMENTATIONS)
-        require(self.attention in choices, "attention", f"one of {', '.join(choices)}", repr(self.attention))
+        for name, choices in (("attention", ("auto", *IMPLEMENTATIONS)), ("remat", tuple(POLICIES))):
+            value = getattr(self, name)
+            require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
 
     @property
     def head_spec(self) -> HeadSpec:
@@ -134,6 +136,15 @@ class DecoderConfig:
     def attention_scale(self) -> float:
         """Multiplier of the products of queries and keys."""
         return self.head_dim**-0.5
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh | None = None) -> AttentionRun:
+        """Which implementation attends over packed rows of this shape here, and why.
+
+        Raises:
+            ValueError: the one that `attention` names cannot.
+        """
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return choose_attention(self.attention, AttentionCall(rows, length, *sizes, dtype=self.dtype, mesh=mesh))
 
     @property
     def head_name(self) -> str:
@@ -216,13 +227,14 @@ class DecoderLayer(nnx.Module):
         flat = jnp.dot(x.reshape(-1, flat_weight.shape[0]), flat_weight, precision=precision_of(x.dtype))
         return flat.reshape(*x.shape[:2], *out_shape)
 
+    @jax.named_scope("projections")
     def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
         config = self.config
         x = rms_norm(x, self.input_layernorm[...], config.rms_norm_eps)
-        queries = self._product(x, self.q_proj, out_axes=2)
-        keys = self._product(x, self.k_proj, out_axes=2)
-        values = self._product(x, self.v_proj, out_axes=2)
+        queries = named("queries", self._product(x, self.q_proj, out_axes=2))
+        keys = named("keys", self._product(x, self.k_proj, out_axes=2))
+        values = named("values", self._product(x, self.v_proj, out_axes=2))
         if config.attention_bias:
             queries = queries + self.q_bias[...].astype(x.dtype)
             keys = keys + self.k_bias[...].astype(x.dtype)
@@ -232,12 +244,13 @@ class DecoderLayer(nnx.Module):
             keys = rms_norm(keys, self.k_norm[...], config.rms_norm_eps)
         return rotate(queries, tables), rotate(keys, tables), values
 
+    @jax.named_scope("feed_forward")
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
         """The residual stream after the attention's output projection and the SwiGLU."""
-        x = x + self._product(attended, self.o_proj)
+        x = named("after_attention", x + self._product(attended, self.o_proj))
         normed = rms_norm(x, self.post_attention_layernorm[...], self.config.rms_norm_eps)
-        gate = self._product(normed, self.gate_proj)
-        up = self._product(normed, self.up_proj)
+        gate = named("gate", self._product(normed, self.gate_proj))
+        up = named("up", self._product(normed, self.up_proj))
         return x + self._product(jax.nn.silu(gate) * up, self.down_proj)
 
 
@@ -372,7 +385,7 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         tables = self._rope_tables(positions)
-        allowed = self._attention(segment_ids.shape).allow(first_keys(segment_ids))
+        allowed = self.config.attention_run(*segment_ids.shape, mesh=self.mesh).allow(first_keys(segment_ids))
         graph, stacked = nnx.split(self.layers)
 
         def step(x, state):
@@ -381,7 +394,7 @@ class Decoder(nnx.Module):
             x = layer.finish(x, attend_packed(queries, keys, values, allowed, scale=self.config.attention_scale))
             return x, (keys, values) if keep_keys_values else (None, None)
 
-        body = jax.checkpoint(step) if self.config.remat else step
+        body = rematerialised(step, self.config.remat)
         x, (keys, values) = lax.scan(body, self._embed(tokens), stacked, unroll=self._unroll())
         return self._final_norm(x), keys, values
 
@@ -394,13 +407,6 @@ class Decoder(nnx.Module):
         else:
             embedded = embedding_lookup(table, tokens)
         return embedded.astype(self.config.dtype)
-
-    def _attention(self, shape: tuple[int, int]) -> AttentionRun:
-        config = self.config
-        call = AttentionCall(
-            *shape, config.num_heads, config.num_kv_heads, config.head_dim, dtype=config.dtype, mesh=self.mesh
-        )
-        return choose_attention(config.attention, call)
 
     def _rope_tables(self, positions):
         config = self.config

@@ -10,6 +10,8 @@ import optax
 from flax import nnx
 
 from experiments.config import Config, validate
+from experiments.models.attention import AttentionRun
+from experiments.models.decoder import DecoderConfig
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -58,6 +60,7 @@ class Trainer:
 
     Attributes:
       warnings: what the console should say before the run.
+      attention_run: the implementation of attention over micro-batches, and why it.
 
     Raises:
       ValueError: an option out of range, an unknown task, a mesh that does not fit, an engine that cannot run here.
@@ -72,6 +75,7 @@ class Trainer:
         self._mode = InvariantMode(config, decoder) if config.invariant else PlainMode(config, decoder)
         self.mesh = self._mode.mesh
         self.sizes = sizes_for(self.task, config.rollout, config.schedule, ranks, self._mode.block)
+        self.attention_run = _attention_run(decoder, ranks * self.sizes.rows, self.sizes.row, self.mesh)
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
@@ -219,6 +223,7 @@ class Trainer:
             "drift_max": float(applied.drift),
             "learning_rate": float(applied.learning_rate),
             "update_applied": int(applied.finite),
+            "attention": self.attention_run.implementation,
             "head_path": head_run.path,
             "head_engine": head_run.engine,
             "head_reason": head_run.reason,
@@ -309,6 +314,15 @@ def slower_head(head_run: HeadRun | None) -> str | None:
         "Hopper GPU use JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16; on one of compute capability "
         '8, pip install -e ".[triton]"'
     )
+
+
+def _attention_run(decoder: DecoderConfig, rows: int, length: int, mesh: jax.sharding.Mesh) -> AttentionRun:
+    """How micro-batches attend; one that was named and cannot run here is refused before anything is trained."""
+    try:
+        return decoder.attention_run(rows, length, mesh)
+    except ValueError as error:
+        require(False, "--model.attention", "an implementation that can run here", f"{decoder.attention}: {error}")
+        raise
 
 
 def _learning_rate(config: Config) -> optax.Schedule:
