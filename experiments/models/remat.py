@@ -23,6 +23,13 @@ def named(name: str, x: Array) -> Array:
     return checkpoint_name(x, name)
 
 
-def rematerialised(layer: Callable, policy: str) -> Callable:
-    """The layer under a policy of POLICIES."""
-    return layer if policy == "none" else jax.checkpoint(layer, policy=POLICIES[policy], prevent_cse=False)
+def rematerialised(layer: Callable, policy: str, *, unrolled: bool) -> Callable:
+    """The layer under a policy of POLICIES.
+
+    Args:
+        layer: a function of arrays.
+        policy: its name.
+        unrolled: the layers are compiled one by one; then the compiler could find what is computed again to be what it
+            has, and keep it, unless it is told not to look. In a loop it cannot.
+    """
+    return layer if policy == "none" else jax.checkpoint(layer, policy=POLICIES[policy], prevent_cse=unrolled)

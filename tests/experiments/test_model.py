@@ -168,6 +168,14 @@ def test_hidden_states_equal_those_of_the_transformers_library(name):
     np.testing.assert_allclose(hidden, golden[f"{name}/last_hidden_state"], atol=5e-5, rtol=0)
 
 
+def test_attention_in_blocks_gives_the_hidden_states_of_the_einsum():
+    graph, state = decoder("qwen3")
+    inputs = (tokens(), POSITIONS, DOCUMENT_IDS)
+    blocks = forward(decoder("qwen3", attention="chunked")[0], state, *inputs)
+    # The same sums in another order.
+    np.testing.assert_allclose(blocks, forward(graph, state, *inputs), atol=2e-5, rtol=0)
+
+
 def test_documents_of_one_row_do_not_see_each_other_nor_the_padding():
     graph, state = decoder("qwen3")
     ids = tokens()
