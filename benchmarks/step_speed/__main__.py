@@ -136,8 +136,6 @@ def line(row: Measured) -> str:
 
 def main(config: StepSpeedConfig) -> list[Measured]:
     """Measures every combination, printing each as it comes."""
-    # A program is compiled for its memory and text, and found again when it is called.
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="step-speed-"))
     if config.profile:
         # A command buffer hides which instruction a kernel belongs to.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
@@ -164,5 +162,7 @@ def main(config: StepSpeedConfig) -> list[Measured]:
 if __name__ == "__main__":
     import tyro
 
-    with errors_in_one_line():
+    # A program is compiled for its memory and text, and found again when it is called.
+    with errors_in_one_line(), tempfile.TemporaryDirectory() as compiled:
+        jax.config.update("jax_compilation_cache_dir", compiled)
         main(tyro.cli(StepSpeedConfig, description=__doc__))

@@ -14,8 +14,8 @@ POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attended"),
     "products": jax.checkpoint_policies.save_only_these_names(*PRODUCTS),
 }
-"""none: the compiler keeps what it wants; full: the layer's input alone; attention: the results of attention too, whose
-kernel is not run again; products: of every product, so that no product is run again."""
+"""none: the compiler keeps what it wants; full: the layer's input alone; attention: the results of attention too, so that
+its forward pass is not run again (hopper and chunked; the others' gradients need more); products: those of every product."""
 
 
 def named(name: str, x: Array) -> Array:
