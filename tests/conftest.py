@@ -39,6 +39,21 @@ def pytest_configure(config):
         hypothesis.settings.load_profile("the same cases")
 
 
+OPTIMIZE_ALL = {"JAXLOGP_TEST_OPTIMIZED", "JAXLOGP_TEST_GPU"}
+OPTIMIZED = {"invariance", "test_invariant.py", "test_learning.py", "test_chunked_memory.py"}
+"""Folders and files whose tests look at bits or at memory, or run for long: compiled as users compile."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_effort(request):
+    """Other programs are compiled with few optimizations, in about 0.6 of the CPU time: tests compile more than they run.
+
+    The lanes on the newest JAX, and `JAXLOGP_TEST_OPTIMIZED=1`, compile all of them as users do.
+    """
+    optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
     """The library never relies on implicit dtype or rank promotion; programs that use it may."""

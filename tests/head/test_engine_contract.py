@@ -1,6 +1,7 @@
 """The contract between the head and its engines: engines of one's own, names, sequences, reasons, layouts, psums."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -143,7 +144,8 @@ def test_the_choice_sees_the_dtype_of_the_hidden_states_over_an_axis_too(tensor)
             return None
 
     hidden, weight = normal(0, N, 64).astype(jnp.bfloat16), normal(1, V, 64).astype(jnp.bfloat16)
-    sharded_linear_log_probs(hidden, weight, TARGETS, mesh=mesh(1, tensor), fp32_head=True, engine=Asked())
+    run = functools.partial(sharded_linear_log_probs, mesh=mesh(1, tensor), fp32_head=True, engine=Asked())
+    jax.eval_shape(run, hidden, weight, TARGETS)
     assert seen == [(jnp.bfloat16, tensor, None)]
 
 
@@ -159,8 +161,9 @@ def test_both_layouts_of_the_weight_give_the_same_bits(engine, dtype):
         return jnp.sum(values.log_probs) + jnp.sum(values.entropy) + one_pass.sum
 
     weight = WEIGHT.astype(dtype)
-    value, gradient = jax.value_and_grad(both)(weight, "vh")
-    other, transposed = jax.value_and_grad(both)(weight.T, "hv")
+    gradients = jax.jit(jax.value_and_grad(both), static_argnums=1)
+    value, gradient = gradients(weight, "vh")
+    other, transposed = gradients(weight.T, "hv")
     np.testing.assert_array_equal(value, other)
     np.testing.assert_array_equal(gradient, transposed.T)
 
@@ -242,7 +245,7 @@ def test_a_weight_that_is_the_same_on_all_shards_is_refused(function):
 def test_over_an_axis_of_one_rank_a_whole_weight_is_right():
     mapped = jax.shard_map(log_prob_sum, mesh=mesh(1, 1), in_specs=(P(), P(), P()), out_specs=P())
     wanted = jnp.sum(linear_log_probs(HIDDEN, WEIGHT, TARGETS, engine="chunked").log_probs)
-    np.testing.assert_array_equal(mapped(HIDDEN, WEIGHT, TARGETS), wanted)
+    np.testing.assert_array_equal(jax.jit(mapped)(HIDDEN, WEIGHT, TARGETS), wanted)
 
 
 def test_hidden_states_that_differ_over_the_vocabulary_axis_are_found():
@@ -252,5 +255,5 @@ def test_hidden_states_that_differ_over_the_vocabulary_axis_are_found():
         return linear_log_probs(hidden, weight, targets, axis_name="tensor", engine="chunked").log_probs
 
     mapped = jax.shard_map(local, mesh=mesh(1, 2), in_specs=(P(), P("tensor"), P()), out_specs=P())
-    found = np.asarray(mapped(HIDDEN, WEIGHT, TARGETS))
+    found = np.asarray(jax.jit(mapped)(HIDDEN, WEIGHT, TARGETS))
     assert np.flatnonzero(np.isnan(found)).tolist() == [5]
