@@ -16,7 +16,7 @@ AxisNames = Hashable | tuple[Hashable, ...]
 
 
 def axis_tuple(axis_name: AxisNames | None) -> tuple[Hashable, ...]:
-    """Mesh axis name(s) as a tuple; None is no axis."""
+    """Mesh axis name(s) as a tuple; empty for None."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple) else (axis_name,)
@@ -59,10 +59,10 @@ def gathered(x: jax.Array) -> jax.Array:
 def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any) -> Any:
     """``function(*operands)``; Explicit mesh axes in the operands' types are Auto ones inside of it.
 
-    Gathers, scatters, reshapes and loops need no sharding by hand there. Without an Explicit axis it is a plain call.
+    Gathers, scatters, reshapes and loops need no explicit sharding there. Without an Explicit axis it is a plain call.
 
     Args:
-      function: of pytrees of arrays to a pytree of arrays.
+      function: maps pytrees of arrays to a pytree of arrays.
       operands: every array that may have an Explicit axis in its type; ``function`` closes over none of them.
       out_specs: PartitionSpecs, a prefix of what ``function`` returns; see :func:`leading_spec`.
     """
@@ -98,15 +98,15 @@ def _explicit_mesh(operands: Any) -> Any:
 
 
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:
-    """All mesh axes over which at least one of ``arrays`` varies (None entries are passed over)."""
+    """All mesh axes over which at least one of ``arrays`` varies (None entries are ignored)."""
     return frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
 
 
 def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
-    """Refuses ``x``, of which each rank of the axis shall hold its own block, if its type says that all hold the same.
+    """Refuses ``x``, of which each rank of the axis must hold its own shard, if its type says that all hold the same.
 
-    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
-    Nothing can be said, and nothing is refused, under ``shard_map(check_vma=False)`` and over an axis of one rank.
+    Every rank would take the whole for its shard, and every log-prob would be too low by the logarithm of the number of
+    ranks. Under ``shard_map(check_vma=False)``, and over an axis of one rank, types say nothing and nothing is refused.
 
     Raises:
       ValueError: naming ``argument``.
@@ -120,8 +120,9 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
 def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisNames | None) -> jax.Array:
     """``x``; differentiating it under ``shard_map(check_vma=False)`` over one of the axes raises.
 
-    Without replication types a psum is its own transpose, and the gradient of a replicated loss comes out too large by
-    the size of the axis, or not, depending on where ``jax.grad`` stands. Refusing is the only answer that is never wrong.
+    Without replication types a psum is its own transpose, and the gradient of a replicated loss is too large by the
+    size of the axis, or not, depending on where ``jax.grad`` is applied. Refusing is the only answer that is never
+    wrong.
     """
     for axis in axis_tuple(axis_name):
         if not tracks_varying_axes(axis):
