@@ -40,8 +40,8 @@ class PolicyLoss:
     the mean A_d of their advantages in place of r_t and A_t. KL and entropy are per token with either ratio and belong
     to the same sum, so they have the weights and the denominator of the reduction.
 
-    `jaxlogp.losses` has the published losses as presets; another combination is `dataclasses.replace(grpo(),
-    ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
+    `jaxlogp.losses` has the published losses as presets; other combinations are made from them, as in
+    `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
 
     Args:
         name: for logs.
