@@ -34,7 +34,7 @@ def load(config: EvaluateConfig) -> Trainer:
     """The trainer of a run with its newest checkpoint.
 
     Raises:
-      ValueError: no run folder, no good checkpoint, or an option out of range.
+      ValueError: no run folder, no intact checkpoint, or an option out of range.
     """
     folder = RunFolder.open(config.run)
     stored = load_config(folder.config, Config)
@@ -50,7 +50,7 @@ def load(config: EvaluateConfig) -> Trainer:
 
 
 def main(config: EvaluateConfig) -> Scores:
-    """Loads and scores. Raises ValueError where :func:`load` does."""
+    """Loads and scores a run. Raises ValueError where :func:`load` does."""
     return _report(load(config))
 
 
@@ -63,7 +63,7 @@ def _report(trainer: Trainer) -> Scores:
 
 
 def run_cli(arguments: list[str] | None = None) -> Scores:
-    """The command line: bad options and files end in one line on stderr and exit code 2."""
+    """The command line: bad options and files give one line on stderr and exit code 2."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m experiments.evaluate", description=__doc__)
     with errors_in_one_line():
         trainer = load(config)

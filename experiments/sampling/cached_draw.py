@@ -15,7 +15,7 @@ from experiments.tasks.tokenizer import Tokenizer
 
 
 class CachedDraw:
-    """A `Draw` of one static shape for each number of prompts and copies.
+    """A `Draw` with one static shape per number of prompts and copies.
 
     Args:
       graph: graph definition of the decoder.
@@ -23,7 +23,7 @@ class CachedDraw:
       tokenizer: end and padding token.
       sizes: bound of completions.
       temperature: divisor of the logits.
-      greedy: take the likeliest token instead of drawing.
+      greedy: take the most likely token instead of drawing.
     """
 
     def __init__(

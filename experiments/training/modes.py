@@ -1,4 +1,4 @@
-"""What `--invariant` exchanges: how sums are made and tokens are drawn. All else is one trainer."""
+"""What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
 from typing import Protocol
 
@@ -29,7 +29,7 @@ class Mode(Protocol):
       mesh: the device mesh.
       params: the decoder's first parameters.
       order: the numeric identity of the head, where the mode has one.
-      block: documents that a data rank is dealt at a time.
+      block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
     """
 
@@ -80,7 +80,7 @@ class InvariantMode:
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
         require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
         self.order.check_across_processes()
-        # The body is whole on every tensor rank, the embedding lookup included.
+        # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
         self._decoder = decoder
         self._programs: dict[float, LeafPrograms] = {}
@@ -94,7 +94,7 @@ class InvariantMode:
         return LeafDraw(self._leaf_programs(temperature), tokenizer, sizes, leaf_rows=self.block, greedy=greedy)
 
     def _leaf_programs(self, temperature: float) -> LeafPrograms:
-        # One set for each temperature: sampler and trainer must not compile the same thing twice.
+        # One set per temperature, so that sampler and trainer share compiled programs.
         if temperature not in self._programs:
             shared = (self._graph, self._decoder, self.mesh, self.order)
             self._programs[temperature] = LeafPrograms(*shared, temperature=temperature)

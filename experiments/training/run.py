@@ -1,4 +1,4 @@
-"""A run from its options to its result; the library's way in, and what the command line calls."""
+"""A run from its options to its result: the entry point from Python, also called by the command line."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ MAY_CHANGE_ON_RESUME = ("resume", "quiet", "schedule")
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       before: held-out exact match after the warm start.
@@ -46,7 +46,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up and has not begun; :meth:`finish` begins it."""
+    """A run that is set up but has not begun; :meth:`finish` runs it."""
 
     trainer: Trainer
     folder: RunFolder
@@ -58,7 +58,7 @@ class Run:
 
 
 def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Run:
-    """Makes trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+    """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
     if config.resume is None:
         # What a run began with it keeps, whatever device it is resumed on.
         config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
@@ -76,13 +76,13 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = 
 
 
 def train(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Result:
-    """Trains a policy, from nothing to a run folder.
+    """Trains a policy from scratch and writes a run folder.
 
     Args:
-      config: the options, those of the command line.
-      task: a task of one's own (see `experiments.tasks.Task`); None makes the one that ``config.task`` names.
-      reward: scores a completion of an example, any finite number; None takes the task's own. Held-out scores are means
-        of it too. A run is resumed with the same task and reward that it began with.
+      config: the options, as on the command line.
+      task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
+      reward: maps an example and its completion to a finite number; None takes the task's own. Held-out scores are
+        means of this reward too. A run must be resumed with the task and reward that it began with.
 
     Returns:
       Scores before and after, the run folder, the log, and the trainer.
@@ -153,7 +153,7 @@ def _steps(
     if exhausted:
         console.say(f"the training data ended after step {progress.step}")
     if progress.step == first or progress.step != saved:
-        # The data ended exactly between two steps, or there was nothing left to do.
+        # The data ended exactly between two steps, or no step was left to do.
         scores = trainer.evaluate()
         if progress.step != saved:
             trainer.save(checkpoints, before)

@@ -1,4 +1,4 @@
-"""The trainer: one state, fed by rollouts, updated once a step; evaluation, checkpoints and resume."""
+"""The trainer: one state, fed by rollouts, updated once per step; evaluation, checkpoints and resuming."""
 
 import time
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with every checkpoint as Python integers."""
+    """The counters of a run, saved with every checkpoint as Python integers."""
 
     step: int = 0
     documents_seen: int = 0
@@ -54,13 +54,13 @@ class Trainer:
 
     Args:
       config: the options.
-      task: a task of one's own instead of the one that ``config.task`` names.
+      task: your own task instead of the one that ``config.task`` names.
 
     Attributes:
       warnings: what the console should say before the run.
 
     Raises:
-      ValueError: an option out of range, an unknown task, a mesh that does not fit, an engine that cannot run here.
+      ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
     """
 
     def __init__(self, config: Config, task: Task | None = None) -> None:
@@ -122,7 +122,7 @@ class Trainer:
         return self.objective.loss.kl_coefficient != 0.0
 
     def _trace(self) -> None:
-        """Refuses an engine that was named and cannot run here, before anything is trained."""
+        """Refuses a named engine that cannot run here, before training starts."""
         padding = self._known_lse([self._stream_packing.padding()])[0]
         engine = self.config.loss.engine
         try:
@@ -154,7 +154,7 @@ class Trainer:
     # Reinforcement learning
 
     def _next_documents(self) -> list[Document]:
-        """The next rollout, with the columns that the loss asks for."""
+        """The next rollout, with the columns that the loss needs."""
         params = self.state.params
         documents = self.rollouts.next(params, self.progress.documents_seen)
         if self.config.rollout.rescore:
@@ -164,7 +164,7 @@ class Trainer:
         return documents
 
     def _known_lse(self, rounds: list[MicroBatch]) -> list[MicroBatch]:
-        """Rounds without the log-sum-exps of other parameters than those that are to be updated."""
+        """Rounds, without log-sum-exps that come from other parameters than those about to be updated."""
         if not self.config.rollout.rescore:
             return rounds
         if self.objective.takes_lse and scoring.on_policy(rounds, self.progress.documents_seen):
@@ -175,7 +175,7 @@ class Trainer:
         """One optimizer step.
 
         Returns:
-          Its metrics (None when the data had ended before it), and whether the data has ended.
+          Its metrics (None if the data had ended before it), and whether the data has ended.
 
         Raises:
           RuntimeError: the fifth step in a row whose loss or gradient is not finite.
@@ -274,7 +274,7 @@ class Trainer:
         checkpoints.save(self.progress.step, self._arrays(), extra)
 
     def restore(self, checkpoints: Checkpoints, console: RunConsole) -> Scores:
-        """Takes over the newest good checkpoint, on this mesh; returns the scores from before training."""
+        """Restores the newest intact checkpoint, on this mesh; returns the scores from before training."""
         if self._with_reference:
             self.reference = self.state.params
         restored = checkpoints.restore(restore_template(self._arrays(), self.mesh))
@@ -299,7 +299,7 @@ class Trainer:
 
 
 def slower_head(head_run: HeadRun | None) -> str | None:
-    """A warning where "auto" ended on an engine that a GPU need not put up with, or None."""
+    """A warning where "auto" ended on a slower engine than a GPU could use, or None."""
     if jax.default_backend() != "gpu" or head_run is None or not head_run.reason.startswith("auto"):
         return None
     if head_run.engine in FASTEST_ON_GPU:
