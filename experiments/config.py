@@ -45,7 +45,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
-    """Dtype of activations and head: float32, bfloat16, or auto, bfloat16 on a GPU (not with --invariant), else float32."""
+    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on a GPU unless --invariant, else float32."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
 

@@ -1,7 +1,7 @@
-"""Head states of a real model: it reads given text, and text that it samples itself, and shows that it was loaded right.
+"""Head states of a real model that reads given text and its own samples, with checks that it was loaded correctly.
 
 Needs the extra `gguf`. The body runs in fp32; hidden states are rounded to bf16 once, at the end, and so is the head's
-weight. Perplexities are of the fp32 model.
+weight. Perplexities are those of the fp32 model.
 """
 
 import functools
@@ -33,7 +33,7 @@ ROWS_AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Reading:
-    """What the fp32 model says of rows of tokens.
+    """The fp32 model's results on rows of tokens.
 
     Attributes:
         hidden: bf16 [N, H].
@@ -62,12 +62,12 @@ def collect_states(
     Args:
         gguf: the model.
         texts: files of text; each gives the same number of tokens, or all that it has.
-        tokens: at most so many, of all texts together.
-        row_length: tokens of a row; each begins without context.
-        prompts: questions to sample answers for, at temperature 1; none for no such set.
-        num_generations: answers to each prompt.
-        new_tokens: at most so many of each answer.
-        seed: of the sampler.
+        tokens: maximum number, over all texts.
+        row_length: tokens per row; each row begins without context.
+        prompts: questions to sample answers for, at temperature 1; without questions there is no such set.
+        num_generations: answers per prompt.
+        new_tokens: maximum number of tokens per answer.
+        seed: seed of the sampler.
 
     Returns:
         The states, with sets "text" and "samples".
@@ -128,7 +128,7 @@ def _read_text(model: Decoder, tokenizer: BpeTokenizer, path: Path, tokens: int,
 
 
 def _read(model: Decoder, rows: Int[np.ndarray, "R T"], wanted: np.ndarray) -> Reading:
-    """Hidden states, targets and log-probs where a token of [R, T - 1] is wanted; padding is behind all that is."""
+    """Hidden states, targets and log-probs where a token of [R, T - 1] is wanted; padding comes last."""
     graph, state = nnx.split(model)
     pieces = []
     for start in range(0, len(rows), ROWS_AT_A_TIME):
@@ -141,7 +141,7 @@ def _read(model: Decoder, rows: Int[np.ndarray, "R T"], wanted: np.ndarray) -> R
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(graph: nnx.GraphDef[Decoder], state: nnx.State, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bf16 hidden states and fp32 log-probs of the next token; causal, so padding behind changes nothing."""
+    """bf16 hidden states and fp32 log-probs of the next token; causal, so trailing padding changes nothing."""
     model = nnx.merge(graph, state)
     inputs = rows[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
@@ -159,7 +159,7 @@ def _greedy(model: Decoder, tokenizer: BpeTokenizer) -> str:
 
 
 def chat_prompt(tokenizer: BpeTokenizer, question: str) -> str:
-    """The question as a turn of a chat, where the vocabulary has ChatML's control tokens; else as it is."""
+    """The question as a chat turn where the vocabulary has ChatML's control tokens; otherwise as it is."""
     if not tokenizer.has_token("<|im_start|>"):
         return question
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -168,7 +168,7 @@ def chat_prompt(tokenizer: BpeTokenizer, question: str) -> str:
 def _samples(
     model: Decoder, tokenizer: BpeTokenizer, prompts: Sequence[str], num_generations: int, new_tokens: int, seed: int
 ) -> tuple[TokenSet, dict[str, Any]]:
-    """Answers at temperature 1, read again by the model: what a policy gradient is made of."""
+    """Answers at temperature 1, read again by the model, as for a policy gradient."""
     encoded = [tokenizer.encode(chat_prompt(tokenizer, prompt)) for prompt in prompts for _ in range(num_generations)]
     lengths = np.array([len(ids) for ids in encoded], np.int32)
     padded = np.full((len(encoded), int(lengths.max())), tokenizer.pad_id, np.int32)
@@ -195,7 +195,7 @@ def _samples(
 
 
 def _stored_weight(file: GgufFile, model: Decoder) -> StoredWeight:
-    """8-bit blocks as they lie in the file, everything else as bf16."""
+    """8-bit blocks as stored in the file, everything else as bf16."""
     import gguf
 
     tensor = file.tensors["token_embd.weight" if model.config.tie_embeddings else "output.weight"]
