@@ -1,4 +1,4 @@
-"""Times the three products of the backward for one chunk, each beside cuBLAS on the same shapes, interleaved.
+"""Times the three products of the backward for one chunk, each against cuBLAS on the same shapes, interleaved.
 
 python -m benchmarks.hopper.backward_parts [H,V ...]
 """
@@ -36,7 +36,7 @@ def cublas(contract: tuple[int, int], dtype: jnp.dtype = jnp.bfloat16) -> Callab
 
 
 def dz(case: Case, config: TileConfig) -> Callable:
-    """The logits of a chunk once more, turned into their gradient."""
+    """The logits of a chunk, recomputed and turned into their gradient."""
     tokens, width = case.hidden.shape[0], jnp.int32(case.weight.shape[0])
     ones = jnp.ones(tokens, jnp.float32)
     rows = RowScalars(5 * ones, 12 * ones, ones, ones, ones, jnp.arange(tokens, dtype=jnp.int32) * 16)

@@ -1,4 +1,4 @@
-"""Times variants of the forward kernel beside one cuBLAS product, interleaved, with the error against float64.
+"""Times variants of the forward kernel against one cuBLAS product, interleaved, with the error against float64.
 
 python -m benchmarks.hopper.forward_variants [H,V ...]
 """

@@ -31,7 +31,7 @@ SMS = 132
 
 
 def statistics(case: Case, tiles: HeadTiles, with_exp: bool) -> Callable:
-    """Tile statistics of a case, with the exponentials or without."""
+    """Tile statistics of a case, with or without the exponentials."""
     config = tiles.exponentials if with_exp else tiles.forward
     width = jnp.int32(case.weight.shape[0])
 
@@ -44,7 +44,7 @@ def statistics(case: Case, tiles: HeadTiles, with_exp: bool) -> Callable:
 
 
 def to_dz(case: Case, exp: jax.Array, maxima: jax.Array) -> Callable:
-    """Exponentials turned into dz where they stand, again and again."""
+    """Exponentials turned into dz in place, repeatedly."""
     tokens = case.targets.shape[0]
     normaliser = Normaliser(jnp.full(tokens, 9.0), jnp.full(tokens, 4.0), jnp.full(tokens, -6.0))
     scalars = RowScalars(
