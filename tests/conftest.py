@@ -1,6 +1,6 @@
 """Eight simulated CPU devices for every test; strict NumPy promotion for the tests of the library.
 
-JAXLOGP_TEST_GPU=1 leaves a GPU in sight, for `pytest -m gpu`.
+JAXLOGP_TEST_GPU=1 leaves a GPU visible, for `pytest -m gpu`.
 """
 
 import atexit
@@ -10,8 +10,8 @@ import tempfile
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Many tests run the same small trainer, and load what one of them has compiled. Each worker has a folder of its own:
-    # JAX writes without a lock. The process that starts the workers removes them all.
+    # Many tests run the same small trainer, and load what one of them has compiled. Each worker has a folder of its
+    # own: JAX writes without a lock. The process that starts the workers removes them all.
     if "PYTEST_XDIST_WORKER" in os.environ:
         cache = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["PYTEST_XDIST_WORKER"])
     else:

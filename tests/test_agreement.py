@@ -1,4 +1,4 @@
-"""Vocabulary shards that do not look at the same tokens: refused by their types, or NaN on all of them, never a number."""
+"""Vocabulary shards with different tokens: refused by type, or NaN on all shards, never a number."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""The README says what is there: its two commands, the options, files and names it mentions, and its Python example."""
+"""The README matches the code: its two commands, the options, files and names it mentions, and its Python examples."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The programs for GPUs, as far as a CPU can tell: what they time is right, and what they launch is lowered."""
+"""The programs for GPUs, as far as a CPU can tell: the timed functions are correct, and what they launch can be lowered."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what went in, on any mesh, or the reason why not."""
+"""Checkpoints: a restore returns what was saved, on any mesh, or the reason why not."""
 
 import contextlib
 import resource

@@ -1,4 +1,4 @@
-"""Configurations on disk: every one comes back as it was, and an edit, a wrong type or a missing key is named."""
+"""Configurations on disk: each is read back unchanged, and an edit, a wrong type or a missing key is named."""
 
 import json
 import math

@@ -1,7 +1,7 @@
-"""A real model's head states: a GGUF file is read right, states survive their file, and each check can fail.
+"""A real model's head states: a GGUF file is read correctly, states survive saving, and each check can fail.
 
-The file is a tiny one that is written here; the forward pass that it is compared with is float64 NumPy in the convention
-of the file, whose rotary pairs are neighbours.
+The file is a tiny one that is written here; the forward pass that it is compared with is float64 NumPy in the file's
+own convention, whose rotary pairs are adjacent.
 """
 
 import dataclasses

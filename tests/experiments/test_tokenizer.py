@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, special and unused ids, refusals, and the trip through a run folder."""
+"""Tokenizers: round trips, special and unused ids, refusals, and saving in a run folder."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Options of the trainer in short runs, the guard of its update, and what it says at the start."""
+"""Options of the trainer in short runs, the guard of its update, and its warnings at the start."""
 
 import importlib.util
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A run small enough for tests: which of two digits is larger, a decoder of a few thousand parameters, seconds a run."""
+"""A run small enough for tests: which of two digits is larger, with a decoder of a few thousand parameters, in seconds."""
 
 import dataclasses
 from pathlib import Path

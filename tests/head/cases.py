@@ -1,7 +1,7 @@
-"""One head call for all engines: operands, the program that runs it, what float64 expects, and what each engine takes.
+"""One head call for all engines: operands, the program that runs it, the float64 result, and what each engine supports.
 
-Only public functions are called. A program is compiled once for its engine, options, shapes and dtypes; cases that differ
-in their numbers alone share it.
+Only public functions are called. A program is compiled once for its engine, options, shapes and dtypes; cases that
+differ only in their numbers share it.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The contract between the head and its engines: engines of one's own, names, sequences, reasons, layouts, psums."""
+"""The contract between the head and its engines: custom engines, names, sequences, reasons, layouts, psums."""
 
 import dataclasses
 import functools

@@ -1,9 +1,9 @@
 """Every engine keeps the same contract: one suite, by engine and capability, against the float64 oracle.
 
-What is particular to an engine (tiles, work lists, availability, what is lowered for a GPU) is in test_<engine>_*.py. The
-Hopper kernels run in JAX's Mosaic GPU interpreter, which needs JAX 0.11; of the Triton kernels a plain stand-in runs here,
-and test_triton_kernels.py runs this file once more with their own source in Triton's interpreter. That calls with and
-without jit agree is in tests/test_variants.py.
+Tests specific to an engine (tiles, work lists, availability, lowering for a GPU) are in test_<engine>_*.py. The
+Hopper kernels run in JAX's Mosaic GPU interpreter, which needs JAX 0.11; for the Triton kernels a plain stand-in runs
+here, and test_triton_kernels.py runs this file again with the kernels' source in Triton's interpreter. That calls with
+and without jit agree is in tests/test_variants.py.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""What is particular to the triton engine: tiles, windows, packed tokens, availability. The common cases: test_engines.py.
+"""Specific to the triton engine: tiles, windows, packed tokens, availability. The common cases are in test_engines.py.
 
-As it is, the kernels' plain stand-in runs, so everything but the kernels is shown; with TRITON_INTERPRET=1 the kernels' own
-source runs in Triton's interpreter (test_triton_kernels.py does so).
+By default the kernels' plain stand-in runs, so everything but the kernels is tested; with TRITON_INTERPRET=1 the
+kernels' source runs in Triton's interpreter (test_triton_kernels.py does so).
 """
 
 import re
