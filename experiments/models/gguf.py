@@ -86,7 +86,7 @@ def read_gguf(path: Path) -> GgufFile:
         import gguf
     except ImportError:
         require(False, "--gguf", 'the extra gguf (pip install -e ".[experiments,gguf]")', "no package gguf")
-    require(path.is_file(), "--gguf", "a file", f"{path.name}, which is none")
+    require(path.is_file(), "--gguf", "a file", f"{path.name}, which is not a file")
     with path.open("rb") as stream:
         magic = stream.read(len(MAGIC))
     require(magic == MAGIC, "--gguf", f"a GGUF file, which begins with {MAGIC!r}", f"{path.name} with {magic!r}")

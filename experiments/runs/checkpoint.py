@@ -71,7 +71,7 @@ class Checkpoints:
         self.wait_until_finished()
         latest = self.latest_step()
         require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
-        require(_survives_json(extra), "extra", "a dict that JSON gives back unchanged", repr(extra)[:200])
+        require(_survives_json(extra), "extra", "a dict that JSON returns unchanged", repr(extra)[:200])
         leaves = _named_leaves(arrays, "arrays")
         for name, leaf in leaves.items():
             _require_array(name, leaf)

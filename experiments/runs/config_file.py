@@ -96,7 +96,7 @@ def _hash(values: Any) -> str:
 def _plain_values(config: Any) -> dict[str, Any]:
     values = to_json(asdict(config))
     rebuilt = _build(values, type(config), "config")
-    require(rebuilt == config, "config", "values that config.json gives back unchanged", repr(config))
+    require(rebuilt == config, "config", "values that config.json returns unchanged", repr(config))
     # The rebuilt configuration, because an int in a float field comes back as a float and must hash the same.
     return to_json(asdict(rebuilt))
 

@@ -108,5 +108,5 @@ def replicated_embedding(decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> str
         return None
     return (
         f"{ranks} tensor ranks do not divide the vocabulary of {decoder.vocab_size}: the embedding table "
-        "is whole on every rank, the head's shards are uneven"
+        "is replicated on every rank, and the head's shards are uneven"
     )

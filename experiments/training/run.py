@@ -197,11 +197,11 @@ def _resumed_config(given: Config, stored: Config) -> Config:
     for field in dataclasses.fields(Config):
         if field.name not in MAY_CHANGE_ON_RESUME:
             same = getattr(given, field.name) == getattr(plain, field.name)
-            expected = "to come from the run folder (only --schedule.steps and --quiet go with --resume)"
+            expected = "to come from the run folder (only --schedule.steps and --quiet may be given with --resume)"
             require(same, f"--{field.name.replace('_', '-')}", expected, "another value")
     steps = given.schedule.steps
     rest = dataclasses.replace(given.schedule, steps=plain.schedule.steps) == plain.schedule
-    require(rest, "--schedule", "nothing but --schedule.steps beside --resume", "other options")
+    require(rest, "--schedule", "no option but --schedule.steps with --resume", "other options")
     if steps != plain.schedule.steps:
         stored = dataclasses.replace(stored, schedule=dataclasses.replace(stored.schedule, steps=steps))
     return dataclasses.replace(stored, quiet=given.quiet)

@@ -63,7 +63,7 @@ class Engine(Protocol):
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
         """Why :meth:`one_pass` cannot take a call that :meth:`forward` takes, or None when it can."""
         del call, entropy_cotangent
-        return "it has no pass that gives gradients at once"
+        return "it has no one-pass gradient"
 
     def one_pass(
         self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None

@@ -181,7 +181,7 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
     """How the gradient is computed, with the reason where it takes two steps."""
     if known_lse:
         refusal = engine.why_not_known_lse(call)
-        expected = "None with an engine, a call and a loss that allow no backward from it"
+        expected = "None where engine, call or loss do not allow a backward from it"
         require(refusal is None, "lse", expected, f"an array, but {engine.name}: {refusal}")
         return KNOWN_LSE
     if loss.ratio == "sequence":

@@ -135,7 +135,7 @@ class VocabOrder:
         require(inside.all(), "order", f"ids in [0, {order.size})", order[~inside][:1].tolist())
         counts = np.bincount(order, minlength=order.size)
         expected = f"a permutation of {order.size} ids"
-        require((counts == 1).all(), "order", expected, f"{int((counts == 0).sum())} ids missing, others twice or more")
+        require((counts == 1).all(), "order", expected, f"{int((counts == 0).sum())} ids missing, others repeated")
         place = np.empty(order.size, np.int32)
         place[order] = np.arange(order.size, dtype=np.int32)
         object.__setattr__(self, "order", order.astype(np.int32))

@@ -257,6 +257,6 @@ def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:
         Clipped(epsilon=0.05, epsilon_high=None, delta=None)
     """
     require(isinstance(name, str) and name.isidentifier(), "name", "an identifier", repr(name))
-    require(name not in PRESETS, "name", f"none of the losses there are, {tuple(PRESETS)}", repr(name))
+    require(name not in PRESETS, "name", f"a name other than {tuple(PRESETS)}", repr(name))
     require(callable(function), "function", "a function that gives a PolicyLoss", repr(function))
     PRESETS[name] = function

@@ -89,7 +89,7 @@ def test_an_engine_of_ones_own_serves_the_policy_loss_in_two_steps():
         loss, _ = linear_policy_loss(HIDDEN, WEIGHT, *arguments, engine=PlainEngine())
     wanted, _ = linear_policy_loss(HIDDEN, WEIGHT, *arguments, engine="chunked")
     np.testing.assert_allclose(loss.sum, wanted.sum, rtol=1e-6)
-    assert runs[0].gradient == "in two steps: it has no pass that gives gradients at once"
+    assert runs[0].gradient == "in two steps: it has no one-pass gradient"
 
 
 def test_a_registered_engine_has_a_name(monkeypatch):

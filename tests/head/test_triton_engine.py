@@ -220,7 +220,7 @@ def test_a_policy_loss_takes_two_steps_and_says_why():
     with record_head_runs() as runs:
         jax.eval_shape(lambda *x: linear_policy_loss(*x, engine=triton()), *operands)
     assert [(x.engine, x.gradient) for x in runs] == [
-        ("triton", "in two steps: it has no pass that gives gradients at once")
+        ("triton", "in two steps: it has no one-pass gradient")
     ]
 
 

@@ -149,7 +149,7 @@ def _states(config: RealModelConfig) -> HeadStates:
     require(len(given) == 1, "--states", "one of --gguf and --states", "both")
     if config.states is not None:
         return load_states(config.states)
-    require(config.gguf.is_file(), "--gguf", HOW_TO_GET, f"{config.gguf.name}, which is no file")
+    require(config.gguf.is_file(), "--gguf", HOW_TO_GET, f"{config.gguf.name}, which is not a file")
     # Imported here, because analysing saved states needs neither the model's code nor the packages that read GGUF
     # files.
     from experiments.studies.real_model.collect import collect_states

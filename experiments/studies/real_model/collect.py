@@ -76,7 +76,7 @@ def collect_states(
         ValueError: a file that cannot be used.
     """
     for text in texts:
-        require(text.is_file(), "--text", "a file", f"{text.name}, which is none")
+        require(text.is_file(), "--text", "a file", f"{text.name}, which is not a file")
     file = read_gguf(gguf)
     tokenizer, model = load_tokenizer(file), load_decoder(file)
     readings = [_read_text(model, tokenizer, text, tokens // len(texts), row_length) for text in texts]

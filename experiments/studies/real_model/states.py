@@ -100,7 +100,7 @@ def load_states(path: Path) -> HeadStates:
     Raises:
         ValueError: no such file, no npz file, an array is missing or has a wrong dtype or shape.
     """
-    require(path.is_file(), "--states", "a file", f"{path.name}, which is none")
+    require(path.is_file(), "--states", "a file", f"{path.name}, which is not a file")
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
