@@ -113,7 +113,7 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     """
     if axis_name is None or lax.axis_size(axis_name) == 1 or not tracks_varying_axes(axis_name):
         return
-    expected = f"the local block of each rank of axis {axis_name!r}"
+    expected = f"the local shard of each rank of axis {axis_name!r}"
     require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
 
 

@@ -103,7 +103,7 @@ def shapes_markdown(
     lines = [
         f"{machine()}, {others}; {dtype} operands, logits of σ = {SPREAD:g}, random upstream gradients of log-probs, "
         f"{ENTROPY_BONUS} of entropies; median of {repeats} settled runs in turns. × is time over one "
-        f"{product_dtype(dtype)} product hidden · weightᵀ of the same turns; memory is beside arguments and results; "
+        f"{product_dtype(dtype)} product hidden · weightᵀ of the same turns; memory excludes arguments and results; "
         "errors are against float64: the largest of log-probs and entropies in nats, of gradients relative in norm on "
         "some rows.",
     ]

@@ -238,7 +238,7 @@ def test_the_backward_has_one_psum_of_each_gradient(function):
 def test_a_weight_that_is_the_same_on_all_shards_is_refused(function):
     """It gave log-probs that were low by the logarithm of the number of shards, without a word."""
     mapped = jax.shard_map(function, mesh=mesh(1, 2), in_specs=(P(), P(), P()), out_specs=P())
-    with pytest.raises(ValueError, match="^weight: expected the local block of each rank of axis 'tensor'"):
+    with pytest.raises(ValueError, match="^weight: expected the local shard of each rank of axis 'tensor'"):
         mapped(HIDDEN, WEIGHT, TARGETS)
 
 
