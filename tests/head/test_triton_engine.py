@@ -219,9 +219,7 @@ def test_a_policy_loss_takes_two_steps_and_says_why():
     operands = data["hidden"], data["weight"], data["targets"], data["g_lp"], data["g_lp"], data["mask"]
     with record_head_runs() as runs:
         jax.eval_shape(lambda *x: linear_policy_loss(*x, engine=triton()), *operands)
-    assert [(x.engine, x.gradient) for x in runs] == [
-        ("triton", "in two steps: it has no one-pass gradient")
-    ]
+    assert [(x.engine, x.gradient) for x in runs] == [("triton", "in two steps: it has no one-pass gradient")]
 
 
 def test_why_not_installed_names_the_package(monkeypatch):
