@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
@@ -16,7 +16,6 @@ from jaxlogp.head.call import (
     HeadWeight,
     check_operands,
     head_call,
-    require_checked_axes,
     scaled_cotangents,
     sum_gradients,
 )

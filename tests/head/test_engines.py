@@ -89,6 +89,24 @@ def test_vocabularies_around_tiles_and_windows(entry, vocab):
     check(entry, entry.case((5,), vocab=vocab, bias=False, seed=3))
 
 
+# --- layouts ------------------------------------------------------------------------------------------------------
+
+
+@engines()
+def test_a_weight_of_the_other_layout(entry):
+    """[H, V]: its gradient comes back as [H, V], and every number is that of [V, H]."""
+    data = entry.case(seed=13)
+    turned = {**data, "weight": data["weight"].T}
+    result, gradients = cases.run(turned, entry.engine, weight_layout="hv", **ALL_OPTIONS)
+    assert gradients.weight.shape == turned["weight"].shape
+    turned_back = result, gradients._replace(weight=gradients.weight.T)
+    wanted = cases.expected(data, **ALL_OPTIONS)
+    cases.check(*turned_back, wanted, gradient_error=cases.gradient_error(data))
+    if entry.name not in ("reference", "triton"):
+        # Products of those are XLA's own, which may sum another layout in another order.
+        cases.same_bits(turned_back, cases.run(data, entry.engine, **ALL_OPTIONS))
+
+
 # --- dtypes -------------------------------------------------------------------------------------------------------
 
 MIXES = {
