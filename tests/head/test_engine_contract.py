@@ -1,6 +1,7 @@
 """The contract between the head and its engines: engines of one's own, names, sequences, reasons, layouts, psums."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -181,6 +182,30 @@ def test_both_layouts_of_the_weight_give_the_same_bits(engine, dtype):
     other, transposed = jax.value_and_grad(both)(weight.T, "hv")
     np.testing.assert_array_equal(value, other)
     np.testing.assert_array_equal(gradient, transposed.T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_both_layouts_of_several_blocks_in_the_fixed_order_give_the_same_bits(dtype):
+    """Loops of one block are unrolled by the compiler; those of three are not."""
+    hidden, weight, targets = normal(2, 150, H), normal(3, V, H).astype(dtype), jnp.arange(150, dtype=jnp.int32) % V
+
+    @functools.partial(jax.jit, static_argnames="layout")
+    def run(hidden, weight, layout):
+        def total(hidden, weight):
+            options = {"with_entropy": True, "engine": FIXED_ORDER, "weight_layout": layout}
+            values = linear_log_probs(hidden, weight, targets[: len(hidden)], **options)
+            return jnp.sum(values.log_probs) + jnp.sum(values.entropy), values
+
+        (_, values), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+        return values, gradients
+
+    values, (d_hidden, d_weight) = run(hidden, weight, "vh")
+    turned, (d_turned, d_weight_turned) = run(hidden, weight.T, "hv")
+    some, (d_some, _) = run(hidden[:5], weight.T, "hv")
+    np.testing.assert_array_equal(d_weight_turned.T, d_weight)
+    for whole, same, part in zip((*values[:2], d_hidden), (*turned[:2], d_turned), (*some[:2], d_some), strict=True):
+        np.testing.assert_array_equal(same, whole)
+        np.testing.assert_array_equal(part, whole[:5])
 
 
 @pytest.mark.parametrize("engine", [ChunkedEngine(64, 512), FIXED_ORDER], ids=str)

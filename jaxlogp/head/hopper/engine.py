@@ -16,8 +16,8 @@ With a gradient filter the forward's tile maxima decide which blocks of dz count
 over lists of them (:mod:`jaxlogp.head.hopper.work_lists`); a row of the hidden gradient then does depend on the rows that
 share its block.
 
-The weight is read, and its gradient written, as it lies: a matrix product takes either operand from either side. Only the
-filter wants [V, H], as its work lists for dW name rows of blocks of the vocabulary.
+The weight is read, and its gradient written, as it lies, [V, H] or [H, V]: products take either operand from either side.
+Only the filter wants [V, H]: its work lists for dW name blocks of the vocabulary as rows.
 """
 
 import dataclasses
