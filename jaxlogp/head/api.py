@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
@@ -16,7 +16,6 @@ from jaxlogp.head.call import (
     HeadWeight,
     check_operands,
     head_call,
-    require_checked_axes,
     scaled_cotangents,
     sum_gradients,
 )
@@ -78,7 +77,8 @@ def linear_log_probs(
         (:meth:`VocabShards.shard_rows`).
       out_of_vocab: for active targets outside of [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
-      weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; nobody transposes it.
+      weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; nobody transposes it. Not
+        by engine ``triton``.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise the same on every mesh and in every
         batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of
