@@ -45,17 +45,6 @@ def place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """``x`` whole on every device where its type says that an Explicit mesh axis splits it; for small arrays.
-
-    A type that says so forbids the reshapes and scatters that an Auto axis leaves to the compiler.
-    """
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
 def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any) -> Any:
     """``function(*operands)``; Explicit mesh axes in the operands' types are Auto ones inside of it.
 
@@ -117,12 +106,29 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
 
 
+def require_checked_axes(axis_name: AxisName | None) -> None:
+    """Refuses to differentiate over a mesh axis under ``shard_map(check_vma=False)``.
+
+    Without replication types the right psum depends on where ``jax.grad`` stands: outside of the ``shard_map`` the boundary
+    has divided the cotangent of a replicated result by the size of the axis, inside nobody has. No rule serves both.
+
+    Raises:
+      ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
+    """
+    if axis_name is not None and not tracks_varying_axes(axis_name):
+        raise _unchecked(axis_name)
+
+
+def _unchecked(axis_name: AxisName) -> ValueError:
+    return ValueError(
+        f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
+    )
+
+
 def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisNames | None) -> jax.Array:
     """``x``; differentiating it under ``shard_map(check_vma=False)`` over one of the axes raises.
 
-    Without replication types a psum is its own transpose, and the gradient of a replicated loss is too large by the
-    size of the axis, or not, depending on where ``jax.grad`` is applied. Refusing is the only answer that is never
-    wrong.
+    See :func:`require_checked_axes`: a psum would be its own transpose, and the gradient too large by the size of the axis.
     """
     for axis in axis_tuple(axis_name):
         if not tracks_varying_axes(axis):
@@ -137,9 +143,7 @@ def _undifferentiable(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _refusal(x: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
-    raise ValueError(
-        f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
-    )
+    raise _unchecked(axis_name)
 
 
 def _no_backward(axis_name: AxisName, residuals: None, g: jax.Array) -> tuple[jax.Array]:

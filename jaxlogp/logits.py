@@ -1,7 +1,6 @@
 """Log-probs and entropy of given logits, whole or sharded over the vocabulary."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,11 @@ from jaxlogp.errors import (
     require,
     require_floating,
     require_ids_in_range,
+    require_positive,
 )
 from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp.targets import LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.vocab import VocabShards, local_shard
-
-
-def check_temperature(temperature: float) -> None:
-    """Raises ``ValueError`` unless ``temperature`` is a finite Python number > 0."""
-    ok = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    require(ok, "temperature", "a Python number > 0", describe(temperature))
-    require(math.isfinite(temperature) and temperature > 0, "temperature", "a finite number > 0", temperature)
 
 
 def log_probs_from_logits(
@@ -80,7 +73,7 @@ def log_probs_from_logits(
     """
     require_floating(logits, "logits")
     require(logits.ndim >= 1 and logits.shape[-1] > 0, "logits", "shape [*tokens, V] with V > 0", describe(logits))
-    check_temperature(temperature)
+    require_positive(temperature, "temperature")
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")
     require_varying(logits, axis_name, "logits")

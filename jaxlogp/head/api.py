@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
@@ -16,7 +16,6 @@ from jaxlogp.head.call import (
     HeadWeight,
     check_operands,
     head_call,
-    require_checked_axes,
     scaled_cotangents,
     sum_gradients,
 )
@@ -79,7 +78,7 @@ def linear_log_probs(
       out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
       weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
-        transposed copy.
+        transposed copy. Engine ``triton`` takes "vh" only.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
         batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of

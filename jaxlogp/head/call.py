@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float
 from jaxlogp._compat import (
     AxisName,
     require_varying,
-    tracks_varying_axes,
     union_of_varying_axes,
     vary_over,
     varying_axes,
@@ -217,22 +216,6 @@ def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh
     if bias is not None:
         require_floating(bias, "bias")
         require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
-
-
-def require_checked_axes(axis_name: AxisName | None) -> None:
-    """Refuses to differentiate over a mesh axis under ``shard_map(check_vma=False)``.
-
-    Without replication types the right psum depends on where ``jax.grad`` is applied: outside the ``shard_map`` the
-    boundary has divided the cotangent of a replicated result by the size of the axis, inside it is undivided. No rule
-    serves both.
-
-    Raises:
-      ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
-    """
-    if axis_name is not None and not tracks_varying_axes(axis_name):
-        raise ValueError(
-            f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
-        )
 
 
 def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:

@@ -132,13 +132,19 @@ def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> Int[Array
     return jnp.sum(jnp.stack(terms, axis=1), axis=0)
 
 
-def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, "*tokens"] | None = None) -> TileSums:
+def sum_shards(
+    sums: TileSums,
+    axis_name: AxisName | None,
+    codes: Int[Array, "*tokens"] | None = None,
+    origin: Int[Array, "*tokens"] | None = None,
+) -> TileSums:
     """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum).
 
     Args:
       sums: of the tiles of this shard.
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
       codes: ``LocalTargets.codes``; where they are not the same on all shards, owners becomes -1. None with one shard.
+      origin: codes of the places that packed tokens come from, compared likewise; None where no mask can differ.
     """
     if axis_name is None:
         return sums
@@ -148,7 +154,7 @@ def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, "*t
     several = lax.axis_size(axis_name) > 1
     if several:
         require(codes is not None, "codes", "LocalTargets.codes over several shards", codes)
-        rows.append(counters(codes, axis_name, _WORD_BITS))
+        rows += [counters(x, axis_name, _WORD_BITS) for x in (codes, origin) if x is not None]
     total = lax.psum(jnp.concatenate(rows), axis_name)
     first = 6 if sums.sum_exp_shifted is None else 9
     owners = jnp.where(same_ids(total[first:], axis_name, _WORD_BITS), total[5], -1) if several else total[5]

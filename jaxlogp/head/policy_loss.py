@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_gradients
 from jaxlogp.head.call import (
@@ -18,7 +18,6 @@ from jaxlogp.head.call import (
     HeadWeight,
     check_operands,
     head_call,
-    require_checked_axes,
     scaled_cotangents,
 )
 from jaxlogp.head.engine import Engine

@@ -245,7 +245,7 @@ def fixed_order_sum(x: Float[Array, "*shape"], axis_name: AxisNames) -> Float[Ar
       axis_name: mesh axis or axes of the surrounding ``shard_map``.
 
     Returns:
-      fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank.
+      fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank. Reverse mode only.
 
     Raises:
       ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.

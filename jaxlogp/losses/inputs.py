@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp._compat import gathered
+from jaxlogp._compat import automatic_axes
 from jaxlogp.errors import describe, is_concrete, require, require_floating
 
 
@@ -55,8 +56,8 @@ def selected(
 
 
 def flat(values: Shaped[AnyArray, "*tokens"]) -> Shaped[Array, " tokens"]:
-    """[tokens], also for an array sharded over Explicit mesh axes."""
-    return jnp.ravel(gathered(jnp.asarray(values)))
+    """[tokens], whole on every device where the array is sharded over Explicit mesh axes."""
+    return automatic_axes(jnp.ravel, jnp.asarray(values), out_specs=PartitionSpec())
 
 
 def constant(

@@ -47,12 +47,14 @@ class FixedOrderEngine(Engine):
 
     def why_not(self, call: HeadCall) -> str | None:
         """Refuses operands or shards that do not match the order, and gradients that need a float psum."""
-        if call.weight_layout != "vh":
-            return "it takes a weight [V, H], not [H, V]"
         dtype = call.operand_dtype.name
         if self.order.dtype not in (None, dtype):
             return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
-        wanted = self.order.shards(call.vocab_size, call.num_shards)
+        try:
+            wanted = self.order.shards(call.vocab_size, call.num_shards)
+            Plan.of(self.order, call)
+        except ValueError as refusal:
+            return f"its order does not fit: {refusal}"
         shards = call.shards or VocabShards.even(call.vocab_size, call.num_shards)
         if shards != wanted:
             return (
@@ -89,7 +91,9 @@ class FixedOrderEngine(Engine):
         d_hidden_nodes, d_weight, d_bias = sums.all_nodes()
         d_hidden = plan.unblock(_sum_nodes(d_hidden_nodes, _missing(call.hidden, axes), call.axis_name))
         d_hidden = jnp.where(call.targets.mask[:, None], d_hidden, 0.0).astype(call.hidden_gradient_dtype)
-        d_weight = _sum_nodes(d_weight[None], weight_axes, None)[: call.weight.shape[0]]
+        d_weight = lax.slice_in_dim(
+            _sum_nodes(d_weight[None], weight_axes, None), 0, call.num_columns, axis=call.vocab_dim
+        )
         if call.bias is not None:
             d_bias = _sum_nodes(d_bias[None], bias_axes, None)[: call.bias.shape[0]]
         return HeadGradients(d_hidden, d_weight.astype(call.weight_gradient_dtype), d_bias)
@@ -217,7 +221,7 @@ class _Sums:
             tile = self.operands.tile(granule, index)
             d_hidden, d_rows, d_entries = self.tile(tile, d_hidden)
             # A tile that overlaps the previous one does not write the rows that they share.
-            d_weight = plan.write(d_weight, d_rows, tile.start, tile.valid)
+            d_weight = plan.write(d_weight, d_rows, tile.start, tile.valid, self.operands.vocab_dim)
             d_bias = None if d_bias is None else plan.write(d_bias, d_entries, tile.start, tile.valid)
             return d_hidden, (d_weight, d_bias)
 

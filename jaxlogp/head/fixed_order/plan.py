@@ -84,26 +84,33 @@ class Plan:
         column = begin + jnp.arange(self.tile, dtype=jnp.int32)
         return start - edges[first] + begin, (column >= tile * self.tile) & (column < width)
 
-    def take(self, x: Array, start: Array) -> Array:
-        """The rows of a tile that starts at ``start``; each row has the same place in the tile wherever the shard ends."""
-        if not self.overhang:
-            return take_rows(x, start, self.tile)
-        ahead = jnp.minimum(start, x.shape[0] - self.tile)
-        return _moved(take_rows(x, ahead, self.tile), (0, self.overhang), start - ahead)
+    def take(self, x: Array, start: Array, dim: int = 0) -> Array:
+        """The columns of a tile that starts at ``start``, as rows, each at the same place wherever the shard ends.
 
-    def write(self, x: Array, rows: Array, start: Array, owned: Array) -> Array:
+        ``dim`` is the dimension of x that counts vocabulary columns.
+        """
+        if not self.overhang:
+            return take_rows(x, start, self.tile, dim)
+        ahead = jnp.minimum(start, x.shape[dim] - self.tile)
+        return _moved(take_rows(x, ahead, self.tile, dim), (0, self.overhang), start - ahead)
+
+    def write(self, x: Array, rows: Array, start: Array, owned: Array, dim: int = 0) -> Array:
         """Writes the rows of a tile that it owns; undoes :meth:`take`."""
         if not self.overhang:
-            return write_rows(x, rows, start, owned)
-        ahead = jnp.minimum(start, x.shape[0] - self.tile)
+            return write_rows(x, rows, start, owned, dim)
+        ahead = jnp.minimum(start, x.shape[dim] - self.tile)
         rows, owned = (_moved(part, (self.overhang, 0), self.overhang - (start - ahead)) for part in (rows, owned))
-        return write_rows(x, rows, ahead, owned)
+        return write_rows(x, rows, ahead, owned, dim)
 
 
 def _moved(rows: Array, padding: tuple[int, int], first: Array) -> Array:
     """Rows from ``first`` on of the padded rows, as many as there were before padding."""
     padded = jnp.pad(rows, [padding] + [(0, 0)] * (rows.ndim - 1))
     return lax.dynamic_slice_in_dim(padded, first, rows.shape[0])
+
+
+def _filled_up(x: Array, missing: int, dim: int) -> Array:
+    return jnp.pad(x, [(0, missing if index == dim else 0) for index in range(x.ndim)])
 
 
 def _logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
@@ -134,21 +141,19 @@ class Operands:
         self.hidden = plan.blocks(kept, 0)
         self.column = plan.blocks(call.targets.column, -1)
         # A shard that is smaller than one tile is padded to it.
-        missing = max(plan.tile - call.weight.shape[0], 0)
-        self.weight, self.bias = (
-            None if x is None else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-            for x in (call.weight, call.bias)
-        )
+        missing, self.vocab_dim = max(plan.tile - call.num_columns, 0), call.vocab_dim
+        self.weight = _filled_up(call.weight, missing, call.vocab_dim)
+        self.bias = None if call.bias is None else _filled_up(call.bias, missing, 0)
 
     def tile(self, granule: Array, tile: Array) -> "Tile":
         start, valid = self.plan.columns(granule, tile)
-        rows = self.plan.take(self.weight, start).astype(self.dtype)
+        rows = self.plan.take(self.weight, start, self.vocab_dim).astype(self.dtype)
         return Tile(self, start, valid, rows, None if self.bias is None else self.plan.take(self.bias, start))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One tile: its first local row, which columns count, and its rows of the weight and the bias."""
+    """One tile: its first local column, which columns count, and their rows of the weight and entries of the bias."""
 
     operands: Operands
     start: Array

@@ -113,6 +113,7 @@ class TritonEngine(Engine):
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
         if call.weight_layout != "vh":
+            # Rows of a tile are read in 16-byte loads; columns of [H, V] are aligned for some V and windows alone.
             return "it takes a weight [V, H], not [H, V]"
         if weight.dtype not in DTYPES:
             return f"it needs a bfloat16 or float16 weight, got {weight.dtype} (the kernels multiply 16-bit operands)"
