@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require

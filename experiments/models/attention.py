@@ -46,18 +46,20 @@ def precision_of(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def packed_mask(document_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """True where query t may read key s: s ≤ t and both in the same document.
+def packed_mask(document_ids: Int[Array, "B T"], window: int | None = None) -> Bool[Array, "B T T"]:
+    """True where query t may read key s: t - window < s ≤ t and both in the same document.
 
     A token always reads itself, so no query is left without a key, not even in a row of padding.
 
     Args:
         document_ids: int [B, T]; equal ids in one row are one document.
+        window: tokens that a query reads at most, itself included; None for no bound.
 
     Returns:
         bool [B, T, T], query then key.
     """
-    return jnp.tril(document_ids[:, :, None] == document_ids[:, None, :])
+    mask = jnp.tril(document_ids[:, :, None] == document_ids[:, None, :])
+    return mask if window is None else jnp.triu(mask, 1 - window)
 
 
 def mask_bias(mask: Bool[Array, "B T S"]) -> Float[Array, "B T S"]:
@@ -73,8 +75,11 @@ def attend(
     keys: Float[Array, "B S K D"],
     values: Float[Array, "B S K D"],
     bias: Float[Array, "B T S"],
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N D"]:
-    """softmax(q·k / √D + bias) · v, query head n reading key-value head n // G.
+    """softmax(cap(q·k · scale) + bias) · v, query head n reading key-value head n // G; cap(s) = c · tanh(s / c).
 
     Scores and softmax are fp32; the probabilities are rounded to the values' dtype before the second product.
 
@@ -83,6 +88,8 @@ def attend(
         keys: [B, S, K, D] with K a divisor of N.
         values: [B, S, K, D].
         bias: fp32 [B, T, S] from `mask_bias`, with at least one allowed key for every query.
+        scale: multiplier of the products.
+        softcap: c, or None for no cap.
 
     Returns:
         [B, T, N, D] in the values' dtype.
@@ -92,6 +99,9 @@ def attend(
     grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     precision = precision_of(values.dtype)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
-    probabilities = jax.nn.softmax(scores * head_dim**-0.5 + bias[:, None, None], axis=-1)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    probabilities = jax.nn.softmax(scores + bias[:, None, None], axis=-1)
     mixed = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(values.dtype), values, precision=precision)
     return mixed.reshape(rows, length, heads, head_dim)

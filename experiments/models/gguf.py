@@ -17,7 +17,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from jaxlogp.errors import require
 
 MAGIC = b"GGUF"

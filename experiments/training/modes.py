@@ -6,7 +6,8 @@ import jax
 from flax import nnx
 
 from experiments.config import Config
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw

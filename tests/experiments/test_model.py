@@ -13,13 +13,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models import decoder as model_module
-from experiments.models.decoder import Decoder, DecoderConfig
-from experiments.models.rope import RopeScaling
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.rope import Llama3Scaling
 from experiments.models.sharding import decoder_shardings
 
 SIZES = dict(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4)
 # Wavelengths of 6, 29 and 135: below the stretch (shorter than 24 / 3), inside it, and beyond (longer than 24 / 0.5).
-SCALING = RopeScaling(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_max_position_embeddings=24)
+SCALING = Llama3Scaling(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_max_position_embeddings=24)
 CONFIGS = {
     "qwen3": DecoderConfig.qwen3(**SIZES, head_dim=8, rope_theta=100.0),
     "llama3": DecoderConfig.llama3(**SIZES, head_dim=6, rope_theta=100.0, tie_embeddings=False, rope_scaling=SCALING),
@@ -127,7 +128,7 @@ GOLDEN_SIZES = dict(
 GOLDEN_CONFIGS = {
     "qwen3": DecoderConfig.qwen3(**GOLDEN_SIZES, rope_theta=1000.0),
     "llama3": DecoderConfig.llama3(
-        **GOLDEN_SIZES, rope_theta=500.0, rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=64)
+        **GOLDEN_SIZES, rope_theta=500.0, rope_scaling=Llama3Scaling(factor=4.0, original_max_position_embeddings=64)
     ),
 }
 
@@ -345,4 +346,4 @@ def test_inputs_of_different_shapes_and_a_small_cache_are_refused():
     with pytest.raises(ValueError, match="cache"):
         model.prefill(jnp.asarray(tokens()), jnp.ones(3, jnp.int32), model.empty_cache(3, 11))
     with pytest.raises(ValueError, match="high_freq_factor"):
-        RopeScaling(low_freq_factor=2.0, high_freq_factor=2.0)
+        Llama3Scaling(low_freq_factor=2.0, high_freq_factor=2.0)

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.sharding import decoder_shardings
 from experiments.sampling import sampler as sampler_module
 from experiments.sampling.sampler import make_sampler, sample

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig, OptimizerConfig
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
