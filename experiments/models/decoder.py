@@ -24,7 +24,18 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention import KVCache, attend, mask_bias, packed_mask, precision_of
+from experiments.models.attention import (
+    AllowedKeys,
+    AttentionCall,
+    AttentionRun,
+    KVCache,
+    attend,
+    attend_packed,
+    choose_attention,
+    first_keys,
+    mask_bias,
+    precision_of,
+)
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
 from experiments.models.rope import rope_frequencies, rope_tables, rotate
@@ -54,11 +65,11 @@ class View(NamedTuple):
 
     Attributes:
         tables: cosine and sine of the rotary angles.
-        bias: fp32 [B, T, S] of `mask_bias`: which keys a query reads.
+        keys: which keys a query reads: of a packed row, or as `mask_bias` [B, 1, S] of the cache's slots.
     """
 
     tables: tuple[Array, Array]
-    bias: Array
+    keys: AllowedKeys | Array
 
 
 class DecoderLayer(nnx.Module):
@@ -129,8 +140,9 @@ class DecoderLayer(nnx.Module):
 
     def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
         """What the queries [B, T, N, D] read of the keys and values [B, S, K, D]."""
-        config = self.config
-        return attend(queries, keys, values, view.bias, scale=config.score_scale, softcap=config.attention_softcap)
+        read = attend_packed if isinstance(view.keys, AllowedKeys) else attend
+        options = {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
+        return read(queries, keys, values, view.keys, **options)
 
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
         """The residual stream after the attention's output projection and the gated products."""
@@ -184,8 +196,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: int32 [B, T], all in [0, V), padding too.
             positions: int32 [B, T], counted from the start of each document.
-            segment_ids: int32 [B, T]; equal ids in one row are one document. Padding has an id of its own or the
-                last document's.
+            segment_ids: int32 [B, T]; a run of equal ids is one document. Padding has an id of its own or the last
+                document's.
 
         Returns:
             [B, T, H] in the activations' dtype, finite everywhere.
@@ -259,7 +271,7 @@ class Decoder(nnx.Module):
 
         def reads(window: int | None) -> Array:
             mask = valid if window is None else valid & (slot_positions > positions[:, None] - window)
-            return mask[:, None]
+            return mask_bias(mask[:, None])
 
         views = self._views(positions[:, None], reads)
         graph, stacked = nnx.split(self.layers)
@@ -283,7 +295,8 @@ class Decoder(nnx.Module):
         return self._final_norm(x)[:, 0], KVCache(keys, values, valid)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
-        views = self._views(positions, lambda window: packed_mask(segment_ids, window))
+        attention = self._attention(segment_ids.shape)
+        views = self._views(positions, lambda window: attention.allow(first_keys(segment_ids, window)))
         graph, stacked = nnx.split(self.layers)
 
         def step(x, layer_input):
@@ -298,21 +311,27 @@ class Decoder(nnx.Module):
         x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=self._unroll())
         return self._final_norm(x), keys, values
 
-    def _views(self, positions: Array, reads: Callable[[int | None], Array]) -> tuple[View, ...]:
+    def _attention(self, shape: tuple[int, int]) -> AttentionRun:
+        config = self.config
+        sizes = (*shape, config.num_heads, config.num_kv_heads, config.head_dim)
+        call = AttentionCall(*sizes, dtype=config.dtype, softcap=config.attention_softcap, mesh=self.mesh)
+        return choose_attention(config.attention, call)
+
+    def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys | Array]) -> tuple[View, ...]:
         """One view where all layers are alike; else that of the full layers and that of the sliding ones.
 
         Args:
             positions: int [B, T] of the queries.
-            reads: the mask [B, T, S] of a window.
+            reads: what the queries read in a window, or without one.
         """
         config, sliding = self.config, self.config.sliding
         full = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         views = []
         if sliding is None or not all(sliding.layers):
-            views.append(View(rope_tables(positions, full), mask_bias(reads(None))))
+            views.append(View(rope_tables(positions, full), reads(None)))
         if sliding is not None:
             own = full if sliding.rope_theta is None else rope_frequencies(config.head_dim, sliding.rope_theta)
-            views.append(View(rope_tables(positions, own), mask_bias(reads(sliding.window))))
+            views.append(View(rope_tables(positions, own), reads(sliding.window)))
         return tuple(views)
 
     def _is_sliding(self) -> Array | None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
+from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.rope import Llama3Scaling, RopeScaling
 from jaxlogp import HeadSpec
 from jaxlogp.errors import require
@@ -52,7 +53,7 @@ class DecoderConfig:
         rope_theta: base of the rotary frequencies.
         rope_scaling: a stretch of the rotary frequencies, or None.
         sliding: layers with a window (Mistral, Gemma), or None.
-        query_scale: multiplier of the scores of attention; None takes 1 / √head_dim.
+        query_scale: multiplier of the products of queries and keys; None takes 1 / √head_dim.
         attention_softcap: soft cap of the scores, cap · tanh(scores / cap), or None (Gemma 2).
         qk_norm: RMSNorm over each head's queries and keys before the rotation (Qwen3, Gemma 3).
         attention_bias: biases on queries, keys and values, none on the output (Qwen2).
@@ -68,6 +69,7 @@ class DecoderConfig:
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
         remat: keep one residual per layer for the backward pass and recompute the rest.
+        attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
 
     Raises:
         ValueError: names the field, what was expected and what was seen.
@@ -105,6 +107,7 @@ class DecoderConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -131,10 +134,12 @@ class DecoderConfig:
         _ = self.head_spec
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
+        choices = ("auto", *IMPLEMENTATIONS)
+        require(self.attention in choices, "attention", f"one of {', '.join(choices)}", repr(self.attention))
 
     @property
-    def score_scale(self) -> float:
-        """Multiplier of the scores of attention."""
+    def attention_scale(self) -> float:
+        """Multiplier of the products of queries and keys."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property

@@ -219,7 +219,8 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
     """Without what is not the model's: dtypes and how it is computed."""
-    return dataclasses.replace(config, dtype="float32", param_dtype="float32", fp32_head=False, remat=False)
+    computed = {"dtype": "float32", "param_dtype": "float32", "fp32_head": False, "remat": False, "attention": "auto"}
+    return dataclasses.replace(config, **computed)
 
 
 def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         values["use_sliding_window"] = sliding is not None
     if family.is_gemma:
         # Taken from the scale, and rounded where that is the inverse root of an integer.
-        scalar = config.score_scale**-2
+        scalar = config.attention_scale**-2
         values["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
         values["attn_logit_softcapping"] = config.attention_softcap
         values["final_logit_softcapping"] = config.logit_softcap
