@@ -16,8 +16,13 @@ from jaxlogp.losses import PRESETS, PolicyLoss
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder; see experiments/models/decoder.py."""
+    """The decoder; see experiments/models/decoder_config.py."""
 
+    path: str | None = None
+    """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
+    the model but the dtypes and fp32_head, and there is no warm start."""
+    chat_template: bool = True
+    """Put prompts through the chat template of the model at path; without, they are text behind its start token."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -50,8 +55,22 @@ class ModelConfig:
     """Dtype of the stored parameters: float32 or bfloat16."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
-        """The configuration of the model for a vocabulary of ``vocab_size`` tokens."""
-        return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved(invariant)))
+        """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
+        options = vars(self.resolved(invariant))
+        return DecoderConfig(vocab_size=vocab_size, **{name: options[name] for name in options if name not in _ON_DISK})
+
+    def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
+        """The configuration of a model from disk, computed as is said here.
+
+        Raises:
+          ValueError: an option that the model on disk has decided.
+        """
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            mine = each.name in (*_ON_DISK, *_OF_ANY_MODEL) or value == each.default
+            require(mine, f"--model.{_dashed(each.name)}", "nothing beside --model.path, which decides it", value)
+        options = vars(self.resolved(invariant))
+        return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply.
@@ -64,9 +83,13 @@ class ModelConfig:
         return dataclasses.replace(self, dtype="bfloat16" if narrow else "float32")
 
 
+_ON_DISK = ("path", "chat_template")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype")
+
+
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase before reinforcement learning. It ends at the target, or after max_steps."""
+    """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
 
     max_steps: int = 400
     """Most optimizer steps; 0 skips the phase."""
@@ -91,7 +114,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divisor of the logits, in the sampler and in the trainer alike."""
     max_prompt_tokens: int | None = None
-    """Longest prompt in tokens; None takes the task's own bound."""
+    """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
     """Longest completion in tokens, end token included; None takes the task's own bound."""
     rescore: bool = False

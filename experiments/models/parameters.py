@@ -6,6 +6,7 @@ by parameter and layer by layer: beside the parameters themselves the host holds
 Shapes: L layers, in and out the inputs and outputs of a matrix.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,13 @@ def parameters_of(config: DecoderConfig) -> list[Parameter]:
 
 def abstract_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None = None) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph of a decoder, and its parameters' shapes and dtypes; no number is drawn."""
+    graph, state = _traced_decoder(config, mesh)
+    # A new state for every caller: states are filled in place.
+    return graph, jax.tree.map(lambda leaf: leaf, state)
+
+
+@functools.lru_cache(maxsize=8)
+def _traced_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh)))
 
 

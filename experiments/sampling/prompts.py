@@ -18,7 +18,7 @@ MANY_TOKENS = 16_384
 
 
 class Sizes(NamedTuple):
-    """Static sizes, in tokens: of prompts (start token included), of completions (end token included) and of packed rows;
+    """Static sizes, in tokens: of prompts (special tokens included), of completions (end token included) and of packed rows;
     and the rows of a micro-batch on one data rank."""
 
     prompt: int
@@ -27,7 +27,9 @@ class Sizes(NamedTuple):
     rows: int
 
 
-def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1) -> Sizes:
+def sizes_for(
+    task: Task, tokenizer: Tokenizer, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1
+) -> Sizes:
     """Bounds of the task, or those of the options; a document has to fit into a packed row.
 
     A row that is not given is as long as the longest document: attention costs the square. Rows that are not given cut
@@ -35,6 +37,7 @@ def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, rank
 
     Args:
       task: bounds prompts and answers.
+      tokenizer: adds to prompts what it adds.
       rollout: bounds of its own, or None.
       schedule: rows and their length, or None.
       ranks: data ranks.
@@ -43,7 +46,7 @@ def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, rank
     Raises:
       ValueError: the longest document does not fit into ``schedule.row_length``.
     """
-    prompt = 1 + (rollout.max_prompt_tokens or task.max_prompt_tokens)
+    prompt = rollout.max_prompt_tokens or tokenizer.longest_prompt(task.max_prompt_tokens)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = schedule.row_length or longest
@@ -60,14 +63,14 @@ def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> in
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
-    """Start token and prompt.
+    """The prompt as the model reads it.
 
     Raises:
       ValueError: the prompt is longer than the bound.
     """
-    tokens = [tokenizer.bos_id, *tokenizer.encode(example.prompt)]
-    expected = f"prompts of at most {sizes.prompt - 1} tokens"
-    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, f"{len(tokens) - 1}")
+    tokens = tokenizer.encode_prompt(example.prompt)
+    expected = f"prompts of at most {sizes.prompt} tokens"
+    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, len(tokens))
     return tokens
 
 

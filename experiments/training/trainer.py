@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from experiments.config import Config, validate
+from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -20,7 +21,7 @@ from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Task, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import scoring
-from experiments.training.modes import InvariantMode, PlainMode, replicated_embedding
+from experiments.training.modes import InvariantMode, PlainMode, placeholders, replicated_embedding
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.update import AppliedStep, TrainState, Update, adamw
 from experiments.training.warm_start import WorkedExamples, warm_start
@@ -55,23 +56,35 @@ class Trainer:
     Args:
       config: the options.
       task: a task of one's own instead of the one that ``config.task`` names.
+      restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
+      pretrained: the model that the run began with, where it is one from disk.
+      decoder: sizes and options of the model.
       warnings: what the console should say before the run.
 
     Raises:
       ValueError: an option out of range, an unknown task, a mesh that does not fit, an engine that cannot run here.
     """
 
-    def __init__(self, config: Config, task: Task | None = None) -> None:
+    def __init__(self, config: Config, task: Task | None = None, *, restored: bool = False) -> None:
         ranks = validate(config).data
         self.config = config
         self.task = make_task(config.task, seed=config.seed) if task is None else task
-        self.tokenizer = tokenizer_for(self.task)
-        decoder = config.model.decoder(self.tokenizer.vocab_size, config.invariant)
-        self._mode = InvariantMode(config, decoder) if config.invariant else PlainMode(config, decoder)
+        model, load = config.model, placeholders if restored else None
+        self.pretrained: Pretrained | None = None
+        if model.path is None:
+            self.tokenizer = tokenizer_for(self.task)
+            decoder = model.decoder(self.tokenizer.vocab_size, config.invariant)
+        else:
+            self.pretrained = open_pretrained(model.path, chat_template=model.chat_template)
+            self.tokenizer = self.pretrained.tokenizer
+            decoder = model.of_pretrained(self.pretrained.config, config.invariant)
+            load = load or self.pretrained.weights().load
+        self.decoder = decoder
+        self._mode = (InvariantMode if config.invariant else PlainMode)(config, decoder, load)
         self.mesh = self._mode.mesh
-        self.sizes = sizes_for(self.task, config.rollout, config.schedule, ranks, self._mode.block)
+        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
@@ -83,7 +96,7 @@ class Trainer:
             ranks,
             self.sizes.rows,
             self.sizes.row,
-            self.tokenizer.vocab_size,
+            decoder.vocab_size,
             self.tokenizer.pad_id,
             block=self._mode.block,
             share_rows=self._mode.share_rows,
@@ -135,7 +148,13 @@ class Trainer:
     # Warm start
 
     def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
-        """Supervised learning of answers until sampled exact match reaches the target, or max_steps."""
+        """Supervised learning of answers until sampled exact match reaches the target, or max_steps.
+
+        A model from disk needs none.
+        """
+        if self.pretrained is not None:
+            self.reference = self.state.params if self._with_reference else None
+            return
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         params = warm_start(

@@ -50,9 +50,18 @@ class SafetensorsDirectory:
         with _opened(self._files[name]) as tensors:
             return tensors.get_tensor(name)
 
-    def drop(self, name: str) -> None:
-        """Takes a tensor out of the account."""
-        del self._shapes[name]
+    def drop_copy(self, name: str, original: str) -> None:
+        """Leaves a tensor out that is stored a second time, such as a tied head.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if name in self._shapes and original in self._shapes:
+            same = np.array_equal(self.read(name), self.read(original))
+            require(
+                same, f"weights, tensor {name}", f"a copy of {original}, as tie_word_embeddings says", "another one"
+            )
+            del self._shapes[name]
 
     def _read_header(self, file: Path) -> None:
         with _opened(file) as tensors:
