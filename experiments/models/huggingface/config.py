@@ -243,7 +243,8 @@ def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         "rope_parameters": _rope_json(config, model_type),
     }
     sliding = config.sliding
-    values["sliding_window"] = None if sliding is None else sliding.window
+    if model_type != "llama":
+        values["sliding_window"] = None if sliding is None else sliding.window
     if model_type not in ("llama", "mistral"):
         kinds = (False,) * config.num_layers if sliding is None else sliding.layers
         values["layer_types"] = [SLIDING if each else FULL for each in kinds]
