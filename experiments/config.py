@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from jaxlogp import ReductionOrder
@@ -53,6 +54,8 @@ class ModelConfig:
     """Dtype of activations and head: float32, bfloat16, or auto, bfloat16 on a GPU (not with --invariant), else float32."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
+    attention: str = "auto"
+    """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
@@ -75,16 +78,16 @@ class ModelConfig:
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply.
 
-        Invariant runs have kernels of their own, and were tested in fp32.
+        Invariant runs have kernels of their own, were tested in fp32, and attend by the einsum, whose order is known.
         """
-        if self.dtype != "auto":
-            return self
         narrow = jax.default_backend() == "gpu" and not invariant
-        return dataclasses.replace(self, dtype="bfloat16" if narrow else "float32")
+        dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
+        fixed = invariant and self.attention == "auto"
+        return dataclasses.replace(self, dtype=dtype, attention="einsum" if fixed else self.attention)
 
 
 _ON_DISK = ("path", "chat_template")
-_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention")
 
 
 @dataclass(frozen=True)
@@ -350,8 +353,9 @@ def _validate_invariant(config: Config, completions: int) -> None:
         expected,
         config.schedule.docs_per_step,
     )
-    engine = config.loss.engine
+    engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
+    require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
 
 
 def _get(config: Config, option: str) -> object:
@@ -397,4 +401,5 @@ _CHOICES = {
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", *IMPLEMENTATIONS),
 }

@@ -255,7 +255,11 @@ def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatc
 
     unrolled = gradient(graph)
     monkeypatch.setattr(model_module, "MAX_UNROLLED_LAYERS", 0)
-    for other in (gradient(graph), gradient(decoder("qwen3", remat=True)[0])):
+    for other in (
+        gradient(graph),
+        gradient(decoder("qwen3", remat="full")[0]),
+        gradient(decoder("qwen3", remat="products")[0]),
+    ):
         # The same sums in another order: rounding of gradients of size up to about 10.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), other, unrolled)
 
@@ -365,6 +369,8 @@ def test_shardings_split_what_the_tensor_axis_divides_and_nothing_else():
         ("rope_scaling", 8.0),
         ("activation", "relu"),
         ("attention_softcap", 0.0),
+        ("remat", "some"),
+        ("attention", "flash"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(field, value):
