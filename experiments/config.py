@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import jax
 
-from experiments.models.decoder import DecoderConfig
+from experiments.models.attention import IMPLEMENTATIONS
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
@@ -16,8 +17,13 @@ from jaxlogp.losses import PRESETS, PolicyLoss
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder; see experiments/models/decoder.py."""
+    """The decoder; see experiments/models/decoder_config.py."""
 
+    path: str | None = None
+    """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
+    the model but the dtypes and fp32_head, and there is no warm start."""
+    chat_template: bool = True
+    """Put prompts through the chat template of the model at path; without, they are text behind its start token."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -48,25 +54,45 @@ class ModelConfig:
     """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on a GPU unless --invariant, else float32."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
+    attention: str = "auto"
+    """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
-        """The model's configuration for a vocabulary of ``vocab_size`` tokens."""
-        return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved(invariant)))
+        """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
+        options = vars(self.resolved(invariant))
+        return DecoderConfig(vocab_size=vocab_size, **{name: options[name] for name in options if name not in _ON_DISK})
+
+    def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
+        """The configuration of a model from disk, computed as is said here.
+
+        Raises:
+          ValueError: an option that the model on disk has decided.
+        """
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            mine = each.name in (*_ON_DISK, *_OF_ANY_MODEL) or value == each.default
+            require(mine, f"--model.{_dashed(each.name)}", "nothing beside --model.path, which decides it", value)
+        options = vars(self.resolved(invariant))
+        return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """The same with "auto" replaced by a dtype: on a GPU the one that the kernels of the head multiply.
 
-        Invariant runs do not use these kernels, and were tested in fp32.
+        Invariant runs have their own kernels, were tested in fp32, and use einsum attention, whose order is known.
         """
-        if self.dtype != "auto":
-            return self
         narrow = jax.default_backend() == "gpu" and not invariant
-        return dataclasses.replace(self, dtype="bfloat16" if narrow else "float32")
+        dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
+        fixed = invariant and self.attention == "auto"
+        return dataclasses.replace(self, dtype=dtype, attention="einsum" if fixed else self.attention)
+
+
+_ON_DISK = ("path", "chat_template")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention")
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase before reinforcement learning. It ends at the target, or after max_steps."""
+    """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
 
     max_steps: int = 400
     """Maximum number of optimizer steps; 0 skips the phase."""
@@ -91,7 +117,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divisor of the logits, in the sampler as in the trainer."""
     max_prompt_tokens: int | None = None
-    """Longest prompt in tokens; None takes the task's own bound."""
+    """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
     """Longest completion in tokens, end token included; None takes the task's own bound."""
     rescore: bool = False
@@ -327,8 +353,9 @@ def _validate_invariant(config: Config, completions: int) -> None:
         expected,
         config.schedule.docs_per_step,
     )
-    engine = config.loss.engine
+    engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
+    require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
 
 
 def _get(config: Config, option: str) -> object:
@@ -374,4 +401,5 @@ _CHOICES = {
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", *IMPLEMENTATIONS),
 }

@@ -5,6 +5,7 @@
     metrics.jsonl  one object per line: step, kind, scalars
     samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward
     summary.json   the final numbers
+    model/         of a run that began with a model from disk: its files, without the weights
     curves.png, checkpoints/, tb/<kind>/
 
 Numbers are JSON numbers. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf",
@@ -51,6 +52,7 @@ class RunFolder:
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
     tensorboard = property(lambda self: self.path / "tb")
+    model = property(lambda self: self.path / "model")
 
     @classmethod
     def create(cls, parent: str | Path, name: str) -> Self:

@@ -43,7 +43,7 @@ class CachedDraw:
             max_new_tokens=sizes.completion,
             temperature=temperature,
             greedy=greedy,
-            eos_id=tokenizer.eos_id,
+            eos_ids=tokenizer.eos_ids,
             pad_id=tokenizer.pad_id,
         )
 

@@ -33,7 +33,7 @@ class LeafDraw:
 
     Args:
       programs: the leaf's programs, shared with the trainer.
-      tokenizer: start, end and padding token.
+      tokenizer: end and padding tokens.
       sizes: bounds of completions and rows.
       leaf_rows: rows of a leaf.
       greedy: take the most likely token instead of drawing.
@@ -73,13 +73,12 @@ class LeafDraw:
             rows.drawn[live, step], rows.log_probs[live, step] = drawn[live], log_probs[live]
             rows.tokens[live, rows.lengths[live]] = drawn[live]
             rows.lengths[live] += 1
-            rows.done[live] = drawn[live] == self._tokenizer.eos_id
+            rows.done[live] = np.isin(drawn[live], self._tokenizer.eos_ids)
         return rows
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> _Rows:
-        """Prompts in rows; rows without a prompt hold the start token and are done."""
+        """Prompts in rows; rows without one are done."""
         tokens = np.full((self._group, self._sizes.row), self._tokenizer.pad_id, np.int32)
-        tokens[:, 0] = self._tokenizer.bos_id
         lengths = np.ones(self._group, np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
         shape = (self._group, self._sizes.completion)

@@ -18,7 +18,7 @@ MANY_TOKENS = 16_384
 
 
 class Sizes(NamedTuple):
-    """Static sizes, in tokens: of prompts (start token included), of completions (end token included) and of packed rows;
+    """Static sizes, in tokens: of prompts (special tokens included), of completions (end token included) and of packed rows;
     and the rows of a micro-batch on one data rank."""
 
     prompt: int
@@ -27,7 +27,9 @@ class Sizes(NamedTuple):
     rows: int
 
 
-def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1) -> Sizes:
+def sizes_for(
+    task: Task, tokenizer: Tokenizer, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1
+) -> Sizes:
     """The task's bounds, or those of the options; a document has to fit into a packed row.
 
     A row length that is not given is that of the longest document, because the cost of attention is quadratic in it. A
@@ -35,6 +37,7 @@ def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, rank
 
     Args:
       task: gives the bounds of prompts and answers.
+      tokenizer: adds its special tokens to prompts.
       rollout: may give other bounds.
       schedule: may give the number of rows and their length.
       ranks: data ranks.
@@ -43,7 +46,7 @@ def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, rank
     Raises:
       ValueError: the longest document does not fit into ``schedule.row_length``.
     """
-    prompt = 1 + (rollout.max_prompt_tokens or task.max_prompt_tokens)
+    prompt = rollout.max_prompt_tokens or tokenizer.longest_prompt(task.max_prompt_tokens)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = schedule.row_length or longest
@@ -60,14 +63,14 @@ def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> in
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
-    """Start token and prompt.
+    """The prompt as the model reads it.
 
     Raises:
       ValueError: the prompt is longer than the bound.
     """
-    tokens = [tokenizer.bos_id, *tokenizer.encode(example.prompt)]
-    expected = f"prompts of at most {sizes.prompt - 1} tokens"
-    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, f"{len(tokens) - 1}")
+    tokens = tokenizer.encode_prompt(example.prompt)
+    expected = f"prompts of at most {sizes.prompt} tokens"
+    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, len(tokens))
     return tokens
 
 

@@ -4,7 +4,7 @@
 step; nothing is traced again as long as the shapes stay the same:
 
     graph, state = nnx.split(model)
-    draw = make_sampler(graph, max_new_tokens=8, eos_id=1, pad_id=0)
+    draw = make_sampler(graph, max_new_tokens=8, eos_ids=(1,), pad_id=0)
     for step in range(steps):
         samples = draw(state, prompts, prompt_lengths, jax.random.fold_in(key, step))
         state = train(state, samples)
@@ -36,7 +36,7 @@ class Samples(NamedTuple):
     Attributes:
         tokens: int32 [B, N]; `pad_id` after the end of a completion.
         log_probs: fp32 [B, N], nats, each token given the prompt and the tokens before it; 0.0 after the end.
-        lengths: int32 [B], in [1, N], tokens of each completion, including its EOS.
+        lengths: int32 [B], in [1, N], tokens of each completion, including its end token.
     """
 
     tokens: Int[Array, "B N"]
@@ -53,11 +53,11 @@ def sample(
     max_new_tokens: int,
     temperature: float = 1.0,
     greedy: bool = False,
-    eos_id: int,
+    eos_ids: tuple[int, ...],
     pad_id: int,
     row_ids: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Samples:
-    """Draws one completion for every prompt: y_i ~ softmax(logits_i / temperature), until EOS or `max_new_tokens`.
+    """Draws one completion for every prompt: y_i ~ softmax(logits_i / temperature), until an end token or `max_new_tokens`.
 
     A row's draws depend only on the key, its row id and its own prompt, so the same row gives the same completion in
     any batch (up to the rounding of the products, which may depend on the batch size).
@@ -71,8 +71,8 @@ def sample(
         temperature: divisor of the logits, positive.
         greedy: take the most likely token (the lowest id among equals). Its log-prob is still the one under
             softmax(logits / temperature), which a trainer can recompute, not 0.0.
-        eos_id: token that ends a completion.
-        pad_id: token after the end; may equal `eos_id`.
+        eos_ids: tokens each of which ends a completion.
+        pad_id: token after the end; may be one of `eos_ids`.
         row_ids: int32 [B], ids of the rows for the random numbers; default 0, 1, 2 … With global ids, a batch drawn in
             several parts equals the whole batch.
 
@@ -89,7 +89,7 @@ def sample(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         greedy=greedy,
-        eos_id=eos_id,
+        eos_ids=eos_ids,
         pad_id=pad_id,
     )
     return draw(state, prompts, prompt_lengths, key, row_ids)
@@ -101,7 +101,7 @@ def make_sampler(
     max_new_tokens: int,
     temperature: float = 1.0,
     greedy: bool = False,
-    eos_id: int,
+    eos_ids: tuple[int, ...],
     pad_id: int,
     copies: int = 1,
 ) -> Callable[..., Samples]:
@@ -114,7 +114,7 @@ def make_sampler(
         max_new_tokens: see `sample`.
         temperature: see `sample`.
         greedy: see `sample`.
-        eos_id: see `sample`.
+        eos_ids: see `sample`.
         pad_id: see `sample`.
         copies: completions of every prompt, in adjacent rows; each prompt is prefilled once.
 
@@ -124,13 +124,12 @@ def make_sampler(
     Raises:
         ValueError: an option out of range.
     """
-    options = SamplerOptions(max_new_tokens, temperature, greedy, eos_id, pad_id, copies)
+    options = SamplerOptions(max_new_tokens, temperature, greedy, tuple(eos_ids), pad_id, copies)
 
     def draw(state, prompts, prompt_lengths, key, row_ids=None):
         vocab_size = nnx.merge(graph, state).config.vocab_size
-        for name in ("eos_id", "pad_id"):
-            token = getattr(options, name)
-            require(0 <= token < vocab_size, name, f"an id in [0, {vocab_size})", token)
+        for name, token in (("pad_id", options.pad_id), *(("eos_ids", each) for each in options.eos_ids)):
+            require(0 <= token < vocab_size, name, f"ids in [0, {vocab_size})", token)
         check_prompts(prompts, prompt_lengths, vocab_size)
         is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
         require(is_key, "key", "one key from jax.random.key", f"{key.dtype} of shape {key.shape}")
@@ -150,7 +149,7 @@ class SamplerOptions:
     max_new_tokens: int
     temperature: float
     greedy: bool
-    eos_id: int
+    eos_ids: tuple[int, ...]
     pad_id: int
     copies: int
 
@@ -181,15 +180,21 @@ def _run(graph, options, state, prompts, prompt_lengths, key, row_ids):
         tokens, done, cache = carry
         hidden, cache = model.decode_step(tokens, prompt_lengths + step, cache, width + step)
         tokens, log_probs = _pick(options, hidden, head, row_keys, step + 1, done)
-        return (tokens, done | (tokens == options.eos_id), cache), (tokens, log_probs, done)
+        return (tokens, done | _is_end(options, tokens), cache), (tokens, log_probs, done)
 
-    carry = (first[0], first[0] == options.eos_id, cache)
+    carry = (first[0], _is_end(options, first[0]), cache)
     steps = jnp.arange(options.max_new_tokens - 1, dtype=jnp.int32)
     _, later = lax.scan(extend, carry, steps)
     tokens, log_probs, done = (
         jnp.concatenate([one[None], many]).T for one, many in zip((*first, done), later, strict=True)
     )
     return Samples(tokens, log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
+
+
+def _is_end(options, tokens):
+    return functools.reduce(
+        jnp.logical_or, (tokens == end for end in options.eos_ids), jnp.zeros_like(tokens, jnp.bool_)
+    )
 
 
 def _pick(options, hidden, head, row_keys, step, done):

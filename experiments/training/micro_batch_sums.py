@@ -73,6 +73,10 @@ class MicroBatchSums:
         jax.eval_shape(self._sums, params, self._placed(padding), np.int32(0))
         self.head_run = self._head_runs[frozenset(padding.per_token)]
 
+    def compiled(self, params: nnx.State, batch: MicroBatch) -> jax.stages.Compiled:
+        """The program of one micro-batch, for its memory and its text."""
+        return self._sums.lower(params, self._placed(batch), np.int32(0)).compile()
+
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """See `GradientSums`."""
         total = None
@@ -126,7 +130,7 @@ class MicroBatchSums:
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
 
     def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
-        with record_head_runs() as runs:
+        with record_head_runs() as runs, jax.named_scope("head"):
             loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
         self._head_runs[frozenset(batch.per_token)] = runs[0]
         return LossParts(loss.psum(DATA_AXIS), terms.psum(DATA_AXIS), lax.pmax(drift, DATA_AXIS))

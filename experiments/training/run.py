@@ -8,6 +8,8 @@ from typing import Any
 from flax import nnx
 
 from experiments.config import Config
+from experiments.models.huggingface.export import write_files
+from experiments.models.pretrained import small_files
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.config_file import load_config, save_config, write_json
 from experiments.runs.console import HeldOut, RunConsole
@@ -66,13 +68,16 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = 
         config = dataclasses.replace(config, task=task.name)
         trainer = Trainer(config, task)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
+        if trainer.pretrained is not None:
+            # All but the weights, so that the run can be resumed, scored and exported without the original.
+            write_files(folder.model, small_files(trainer.pretrained))
         save_config(folder.config, config)
         return Run(trainer, folder, False)
     folder = RunFolder.open(config.resume)
-    config = _resumed_config(config, load_config(folder.config, Config))
+    config = _resumed_config(config, stored_config(folder))
     task = _task_of(config, task, reward)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
-    return Run(Trainer(config, task), folder, True)
+    return Run(Trainer(config, task, restored=True), folder, True)
 
 
 def train(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Result:
@@ -91,6 +96,18 @@ def train(config: Config, *, task: Task | None = None, reward: Reward | None = N
       ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
     """
     return set_up(config, task=task, reward=reward).finish()
+
+
+def stored_config(folder: RunFolder) -> Config:
+    """The options of a run. A model from disk is the run's own copy, whatever became of the original.
+
+    Raises:
+      ValueError: a damaged config.json.
+    """
+    config = load_config(folder.config, Config)
+    if config.model.path is None:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
 
 
 def _task_of(config: Config, task: Task | None, reward: Reward | None) -> Task:
@@ -120,7 +137,7 @@ def _train(run: Run) -> Result:
                 trainer.warm_start(console, metrics)
                 before = trainer.evaluate(metrics)
                 trainer.save(checkpoints, before)
-                console.say(f"after the warm start: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
+                console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
             after = _steps(trainer, console, metrics, checkpoints, before)
     return _finish(run, console, before, after, time.perf_counter() - started)
 
@@ -175,6 +192,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "head": "not run"
         if head is None
         else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
+        "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}

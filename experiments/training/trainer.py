@@ -10,6 +10,9 @@ import optax
 from flax import nnx
 
 from experiments.config import Config, validate
+from experiments.models.attention import AttentionRun
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -20,7 +23,7 @@ from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Task, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import scoring
-from experiments.training.modes import InvariantMode, PlainMode, replicated_embedding
+from experiments.training.modes import InvariantMode, PlainMode, placeholders, replicated_embedding
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.update import AppliedStep, TrainState, Update, adamw
 from experiments.training.warm_start import WorkedExamples, warm_start
@@ -55,35 +58,51 @@ class Trainer:
     Args:
       config: the options.
       task: your own task instead of the one that ``config.task`` names.
+      restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
+      pretrained: the model that the run began with, where it is one from disk.
+      decoder: sizes and options of the model.
       warnings: what the console should say before the run.
+      attention_run: the implementation of attention over micro-batches, and why it.
 
     Raises:
       ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
     """
 
-    def __init__(self, config: Config, task: Task | None = None) -> None:
+    def __init__(self, config: Config, task: Task | None = None, *, restored: bool = False) -> None:
         ranks = validate(config).data
         self.config = config
         self.task = make_task(config.task, seed=config.seed) if task is None else task
-        self.tokenizer = tokenizer_for(self.task)
-        decoder = config.model.decoder(self.tokenizer.vocab_size, config.invariant)
-        self._mode = InvariantMode(config, decoder) if config.invariant else PlainMode(config, decoder)
+        model, load = config.model, placeholders if restored else None
+        self.pretrained: Pretrained | None = None
+        if model.path is None:
+            self.tokenizer = tokenizer_for(self.task)
+            decoder = model.decoder(self.tokenizer.vocab_size, config.invariant)
+        else:
+            self.pretrained = open_pretrained(model.path, chat_template=model.chat_template)
+            self.tokenizer = self.pretrained.tokenizer
+            decoder = model.of_pretrained(self.pretrained.config, config.invariant)
+            load = load or self.pretrained.weights().load
+        self.decoder = decoder
+        self._mode = (InvariantMode if config.invariant else PlainMode)(config, decoder, load)
         self.mesh = self._mode.mesh
-        self.sizes = sizes_for(self.task, config.rollout, config.schedule, ranks, self._mode.block)
+        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
+        self.attention_run = _attention_run(decoder, ranks * self.sizes.rows, self.sizes.row, self.mesh)
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
         self.state = self.update.init(self._mode.params)
+        # A second reference would keep the first parameters on the devices for the whole run.
+        del self._mode.params
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
         self.reference: nnx.State | None = None
         self._packing = Packing(
             ranks,
             self.sizes.rows,
             self.sizes.row,
-            self.tokenizer.vocab_size,
+            decoder.vocab_size,
             self.tokenizer.pad_id,
             block=self._mode.block,
             share_rows=self._mode.share_rows,
@@ -135,7 +154,13 @@ class Trainer:
     # Warm start
 
     def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
-        """Supervised learning of answers until sampled exact match reaches the target, or max_steps."""
+        """Supervised learning of answers until sampled exact match reaches the target, or max_steps.
+
+        A model from disk needs none.
+        """
+        if self.pretrained is not None:
+            self.reference = self.state.params if self._with_reference else None
+            return
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         params = warm_start(
@@ -219,6 +244,7 @@ class Trainer:
             "drift_max": float(applied.drift),
             "learning_rate": float(applied.learning_rate),
             "update_applied": int(applied.finite),
+            "attention": self.attention_run.implementation,
             "head_path": head_run.path,
             "head_engine": head_run.engine,
             "head_reason": head_run.reason,
@@ -309,6 +335,15 @@ def slower_head(head_run: HeadRun | None) -> str | None:
         "Hopper GPU use JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16; on one of compute capability "
         '8, pip install -e ".[triton]"'
     )
+
+
+def _attention_run(decoder: DecoderConfig, rows: int, length: int, mesh: jax.sharding.Mesh) -> AttentionRun:
+    """How micro-batches attend; one that was named and cannot run here is refused before anything is trained."""
+    try:
+        return decoder.attention_run(rows, length, mesh)
+    except ValueError as error:
+        require(False, "--model.attention", "an implementation that can run here", f"{decoder.attention}: {error}")
+        raise
 
 
 def _learning_rate(config: Config) -> optax.Schedule:

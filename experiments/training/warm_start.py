@@ -84,6 +84,6 @@ class WorkedExamples:
 
     def _document(self, example: Example) -> Document:
         prompt = encode_prompt(self._tokenizer, example, self._sizes)
-        answer = [*self._tokenizer.encode(example.answer), self._tokenizer.eos_id]
+        answer = [*self._tokenizer.encode(example.answer), self._tokenizer.eos_ids[0]]
         tokens = np.array(prompt + answer, np.int32)
         return Document(tokens, len(prompt), np.zeros(len(answer), np.float32), advantage=0.0)

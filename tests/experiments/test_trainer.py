@@ -12,11 +12,12 @@ import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig, OptimizerConfig
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
+from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training.modes import replicated_embedding
 from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
@@ -158,14 +159,15 @@ def test_an_embedding_that_is_not_split_is_said(tmp_path, capsys):
 
 
 def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
-    config = Config()
-    sizes = sizes_for(make_task("addition"), config.rollout, config.schedule, ranks=1)
+    config, task = Config(), make_task("addition")
+    tokenizer = tokenizer_for(task)
+    sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, ranks=1)
     # 512 documents of at most 11 tokens: six micro-batches of 86 rows, four rows too many.
     assert (sizes.row, sizes.rows) == (11, 86)
-    assert sizes_for(make_task("addition"), config.rollout, config.schedule, ranks=4).rows == 64
-    assert sizes_for(make_task("addition"), config.rollout, config.schedule, ranks=1, leaf_rows=8).rows == 88
+    assert sizes_for(task, tokenizer, config.rollout, config.schedule, ranks=4).rows == 64
+    assert sizes_for(task, tokenizer, config.rollout, config.schedule, ranks=1, leaf_rows=8).rows == 88
     counted = replace(config.schedule, docs_per_step=0)
-    assert sizes_for(make_task("addition"), config.rollout, counted, ranks=1).rows == 1024 // 11
+    assert sizes_for(task, tokenizer, config.rollout, counted, ranks=1).rows == 1024 // 11
 
 
 def test_the_example_of_a_reward_of_ones_own(tmp_path):

@@ -19,8 +19,10 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from experiments.models.decoder import Decoder
-from experiments.models.gguf import GgufFile, load_decoder, read_gguf
-from experiments.models.gguf_tokenizer import BpeTokenizer, load_tokenizer
+from experiments.models.gguf import GgufFile, read_gguf
+from experiments.models.gguf_tokenizer import load_gguf_tokenizer
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.models.pretrained import gguf_weights
 from experiments.sampling.sampler import sample
 from experiments.studies.real_model.states import HeadStates, StoredWeight, TokenSet
 from jaxlogp import linear_log_probs
@@ -78,7 +80,7 @@ def collect_states(
     for text in texts:
         require(text.is_file(), "--text", "a file", f"{text.name}, which is not a file")
     file = read_gguf(gguf)
-    tokenizer, model = load_tokenizer(file), load_decoder(file)
+    tokenizer, model = load_gguf_tokenizer(file, chat_template=False), gguf_weights(file).decoder()
     readings = [_read_text(model, tokenizer, text, tokens // len(texts), row_length) for text in texts]
     sets = [TokenSet("text", *(np.concatenate([getattr(one, x) for one in readings]) for x in ("hidden", "targets")))]
     facts = _origin(file, gguf) | {
@@ -112,7 +114,7 @@ def _text_facts(path: Path, reading: Reading) -> dict[str, Any]:
     }
 
 
-def _read_text(model: Decoder, tokenizer: BpeTokenizer, path: Path, tokens: int, row_length: int) -> Reading:
+def _read_text(model: Decoder, tokenizer: PretrainedTokenizer, path: Path, tokens: int, row_length: int) -> Reading:
     try:
         ids = tokenizer.encode(path.read_text(encoding="utf-8"))[: tokens + 1]
     except UnicodeDecodeError as error:
@@ -150,23 +152,28 @@ def _forward(graph: nnx.GraphDef[Decoder], state: nnx.State, rows: jax.Array) ->
     return hidden.astype(jnp.bfloat16), result.log_probs
 
 
-def _greedy(model: Decoder, tokenizer: BpeTokenizer) -> str:
+def _greedy(model: Decoder, tokenizer: PretrainedTokenizer) -> str:
     prompt = jnp.asarray([tokenizer.encode(GREEDY_PROMPT)], jnp.int32)
-    options = {"max_new_tokens": GREEDY_TOKENS, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    options = {"max_new_tokens": GREEDY_TOKENS, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     length = jnp.asarray([prompt.shape[1]], jnp.int32)
     drawn = sample(model, prompt, length, jax.random.key(0), greedy=True, **options)
     return tokenizer.decode(drawn.tokens[0, : int(drawn.lengths[0])].tolist())
 
 
-def chat_prompt(tokenizer: BpeTokenizer, question: str) -> str:
+def chat_prompt(tokenizer: PretrainedTokenizer, question: str) -> str:
     """The question as a chat turn where the vocabulary has ChatML's control tokens; otherwise as it is."""
-    if not tokenizer.has_token("<|im_start|>"):
+    if tokenizer.inner.token_to_id("<|im_start|>") is None:
         return question
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _samples(
-    model: Decoder, tokenizer: BpeTokenizer, prompts: Sequence[str], num_generations: int, new_tokens: int, seed: int
+    model: Decoder,
+    tokenizer: PretrainedTokenizer,
+    prompts: Sequence[str],
+    num_generations: int,
+    new_tokens: int,
+    seed: int,
 ) -> tuple[TokenSet, dict[str, Any]]:
     """Answers at temperature 1, read again by the model, as for a policy gradient."""
     encoded = [tokenizer.encode(chat_prompt(tokenizer, prompt)) for prompt in prompts for _ in range(num_generations)]
@@ -174,7 +181,7 @@ def _samples(
     padded = np.full((len(encoded), int(lengths.max())), tokenizer.pad_id, np.int32)
     for place, ids in enumerate(encoded):
         padded[place, : len(ids)] = ids
-    options = {"max_new_tokens": new_tokens, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    options = {"max_new_tokens": new_tokens, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     drawn = sample(model, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed), **options)
     answers, sizes = np.asarray(drawn.tokens), np.asarray(drawn.lengths)
     rows = np.full((len(encoded), padded.shape[1] + new_tokens), tokenizer.pad_id, np.int32)
@@ -187,7 +194,7 @@ def _samples(
     facts = {
         "answers": len(encoded),
         "tokens": int(sizes.sum()),
-        "finished": int((answers[np.arange(len(sizes)), sizes - 1] == tokenizer.eos_id).sum()),
+        "finished": int((np.isin(answers[np.arange(len(sizes)), sizes - 1], tokenizer.eos_ids)).sum()),
         "fp32_sampler_against_forward": float(np.abs(sampled - reading.log_probs).max()),
         "example": [prompts[0], tokenizer.decode(answers[0, : sizes[0]].tolist())],
     }

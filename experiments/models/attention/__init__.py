@@ -1,0 +1,21 @@
+"""Grouped-query attention: over packed rows, where an implementation is chosen, and over the sampler's cache.
+
+Shapes: B rows, T tokens of a row, S slots (cache) or source tokens, N query heads, K key-value heads, G = N / K query
+heads that share a key-value head, D features of a head, L layers.
+
+    attention = choose_attention("auto", AttentionCall(rows, length, heads, kv_heads, head_dim, dtype))
+    allowed = attention.allow(first_keys(segment_ids))              # once for all layers that read the same keys
+    attended = attend_packed(queries, keys, values, allowed, scale=head_dim**-0.5)
+"""
+
+from experiments.models.attention.allowed import AllowedKeys as AllowedKeys
+from experiments.models.attention.allowed import first_keys as first_keys
+from experiments.models.attention.cache import KVCache as KVCache
+from experiments.models.attention.call import AttentionCall as AttentionCall
+from experiments.models.attention.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
+from experiments.models.attention.choice import AttentionRun as AttentionRun
+from experiments.models.attention.choice import attend_packed as attend_packed
+from experiments.models.attention.choice import choose_attention as choose_attention
+from experiments.models.attention.einsum import attend as attend
+from experiments.models.attention.einsum import mask_bias as mask_bias
+from experiments.models.attention.einsum import precision_of as precision_of

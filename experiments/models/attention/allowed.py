@@ -1,0 +1,78 @@
+"""Which keys each query of a packed row may read: the slots first[b, t] ≤ s ≤ t.
+
+One vector says it all: causality (s ≤ t), packed documents (the slot where the query's document begins), right-padded
+prompts (padding is one more document), sliding windows (t + 1 - window), and windows that differ by layer.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from experiments.models.attention.einsum import mask_bias
+from experiments.models.attention.hopper.bounds import Bounds
+
+
+def first_keys(segment_ids: Int[Array, "B T"], window: int | Int[Array, ""] | None = None) -> Int[Array, "B T"]:
+    """The first key slot that each query may read: where its document begins, or window - 1 slots before the query.
+
+    A document is a run of equal ids, padding too: ids that touch and are equal are one document. A token always reads
+    itself, so no query is left without a key, not even in a row of padding.
+
+    Args:
+        segment_ids: int [B, T].
+        window: how many keys a query reads at most, itself included, at least 1; it may be traced, such as the window of
+            a layer inside of a scan. None for no bound.
+
+    Returns:
+        int32 [B, T], in [0, t] for the query in slot t.
+
+    Example:
+        >>> first_keys(jnp.array([[4, 4, 4, 7, 7, -1]])).tolist()
+        [[0, 0, 0, 3, 3, 5]]
+        >>> first_keys(jnp.array([[4, 4, 4, 7, 7, -1]]), window=2).tolist()
+        [[0, 0, 1, 3, 3, 5]]
+    """
+    slots = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    begins = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], jnp.bool_), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    first = lax.cummax(jnp.where(begins, slots, 0), axis=1)
+    return first if window is None else jnp.maximum(first, slots + 1 - window)
+
+
+def packed_mask(first: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """True where the query of slot t may read the key of slot s: first[b, t] ≤ s ≤ t."""
+    slots = jnp.arange(first.shape[1], dtype=jnp.int32)
+    return (first[:, :, None] <= slots) & (slots <= slots[:, None])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AllowedKeys:
+    """`first_keys`, what the implementation wants made of them once, and which implementation that is.
+
+    Attributes:
+        first: int32 [B, T].
+        prepared: for "einsum" the bias, fp32 [B, T, T]; for "hopper" its `Bounds`; else None.
+        implementation: name of the implementation.
+        mesh: the mesh that rows ("data") and heads ("tensor") are split over, or None.
+    """
+
+    first: Int[Array, "B T"]
+    prepared: Float[Array, "B T T"] | Bounds | None
+    implementation: str = field(metadata={"static": True})
+    mesh: Mesh | None = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, first: Int[Array, "B T"], implementation: str, mesh: Mesh | None = None) -> "AllowedKeys":
+        """Makes what `implementation` reads."""
+        prepared = None
+        if implementation == "einsum":
+            prepared = mask_bias(packed_mask(first))
+        elif implementation == "hopper":
+            prepared = Bounds.of(first)
+        return cls(first, prepared, implementation, mesh)

@@ -1,0 +1,116 @@
+"""Which implementation of attention runs over packed rows, and why.
+
+A named one is used or an error is raised; "auto" takes the first that can and is not slower here, and says why.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from experiments.models.attention import cudnn, tokamax
+from experiments.models.attention.allowed import AllowedKeys
+from experiments.models.attention.call import AttentionCall
+from experiments.models.attention.chunked import attend_chunked
+from experiments.models.attention.einsum import attend
+from experiments.models.attention.hopper import attend as hopper
+from experiments.models.attention.hopper.settings import Settings
+from jaxlogp.errors import require
+
+WHY_NOT: dict[str, Callable[[AttentionCall], str | None]] = {
+    "einsum": lambda call: None,
+    "chunked": lambda call: None,
+    "hopper": hopper.why_not,
+    "tokamax": tokamax.why_not,
+    "cudnn": cudnn.why_not,
+}
+IMPLEMENTATIONS = tuple(WHY_NOT)
+FASTEST_FIRST = ("hopper", "tokamax", "cudnn")
+SHORT = 128
+"""Up to this many tokens a row the einsum is the fastest form; at 256 the blocks are 4 times faster on a CPU."""
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """The implementation that a traced forward pass calls, and why this one."""
+
+    implementation: str
+    reason: str
+    mesh: Mesh | None = None
+
+    def allow(self, first: Int[Array, "B T"]) -> AllowedKeys:
+        """What `attend_packed` wants to know of the keys: make it once for all layers that read the same keys.
+
+        Args:
+            first: int32 [B, T] from `first_keys`.
+        """
+        return AllowedKeys.of(first, self.implementation, self.mesh)
+
+
+def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
+    """The implementation to run and the reason.
+
+    Args:
+        name: "auto" or one of IMPLEMENTATIONS.
+        call: shapes and dtype.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot take the call here; the sentence says why not.
+    """
+    require(name in ("auto", *IMPLEMENTATIONS), "attention", f"auto or one of {', '.join(IMPLEMENTATIONS)}", repr(name))
+    if name == "auto":
+        return _automatic(call)
+    refusal = WHY_NOT[name](call)
+    require(refusal is None, "attention", f"a call that {name!r} takes", refusal)
+    return AttentionRun(name, "named by the caller", call.mesh)
+
+
+def _automatic(call: AttentionCall) -> AttentionRun:
+    if call.length <= SHORT:
+        return AttentionRun("einsum", f"auto; rows of {call.length} tokens, no more than {SHORT}", call.mesh)
+    refusals = ["auto"]
+    for name in FASTEST_FIRST if jax.default_backend() == "gpu" else ():
+        refusal = WHY_NOT[name](call)
+        if refusal is None:
+            return AttentionRun(name, "; ".join(refusals), call.mesh)
+        refusals.append(f"{name} not used: {refusal}")
+    return AttentionRun("chunked", "; ".join(refusals), call.mesh)
+
+
+@jax.named_scope("attention")
+def attend_packed(
+    queries: Float[Array, "B T N D"],
+    keys: Float[Array, "B T K D"],
+    values: Float[Array, "B T K D"],
+    allowed: AllowedKeys,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B T N D"]:
+    """softmax over the allowed keys of cap(scale · q·k), times v; query head n reads key-value head n // G.
+
+    cap(x) = softcap · tanh(x / softcap). Scores and softmax are fp32 whatever the dtype.
+
+    Args:
+        queries: [B, T, N, D], rotated where the model rotates.
+        keys: [B, T, K, D] with K a divisor of N.
+        values: [B, T, K, D].
+        allowed: from `AttentionRun.allow`.
+        scale: multiplier of the products, D^-½ in most models.
+        softcap: bound of the scaled products, or None.
+
+    Returns:
+        [B, T, N, D] in the values' dtype.
+    """
+    operands = (queries, keys, values)
+    if allowed.implementation == "einsum":
+        return attend(*operands, allowed.prepared, scale=scale, softcap=softcap)
+    if allowed.implementation == "chunked":
+        return attend_chunked(*operands, allowed.first, scale=scale, softcap=softcap)
+    if allowed.implementation == "hopper":
+        return hopper.attend_hopper(*operands, allowed.prepared, Settings(scale, softcap), allowed.mesh)
+    if allowed.implementation == "cudnn":
+        return cudnn.attend_cudnn(*operands, allowed.first, scale=scale)
+    return tokamax.attend_tokamax(*operands, allowed.first, scale=scale, softcap=softcap, mesh=allowed.mesh)
