@@ -1,4 +1,4 @@
-"""Calls beside one cuBLAS product of the same operands: what the programs under ``benchmarks`` compile, time and print."""
+"""Calls timed together with one cuBLAS product of the same operands; shared by the programs under ``benchmarks``."""
 
 import functools
 import os
@@ -15,18 +15,18 @@ from benchmarks.clock import SETTLE_SECONDS, time_in_turns
 
 TOKENS = 8192
 PRODUCT = "one product"
-# Programs that are compiled at a time.
+# Number of programs compiled at a time.
 THREADS = 8
 BEGUN = time.perf_counter()
 
 
 def say(line: str) -> None:
-    """A line with the seconds since the start, at once: a run that is cut off has said what it knew."""
+    """Prints a line with the seconds since the start, unbuffered, so that a run that is cut off has shown its results."""
     print(f"[{time.perf_counter() - BEGUN:5.1f} s] {line}", flush=True)
 
 
 def cases(arguments: Sequence[str], tokens: int = TOKENS, dtype: str = "bfloat16") -> Iterator[Case]:
-    """The shapes among the words of a command line, each as ``H,V``; the heads of all models if there is none."""
+    """The shapes among the arguments of a command line, each as ``H,V``; the heads of all models if there are none."""
     device = jax.devices()[0]
     say(f"{device.device_kind}, JAX {jax.__version__}")
     named = [tuple(int(number) for number in word.split(",")) for word in arguments if "," in word and word[0] != "-"]
@@ -35,21 +35,21 @@ def cases(arguments: Sequence[str], tokens: int = TOKENS, dtype: str = "bfloat16
 
 
 def product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """One product hidden · weightᵀ, in the dtype of its operands: what every ratio refers to."""
+    """One product hidden · weightᵀ, in the dtype of its operands: the denominator of every ratio."""
     return jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
 
 
 def compile_product(hidden: jax.Array, weight: jax.Array) -> tuple[Callable[[], jax.Array], str]:
-    """The product of these operands, by cuBLAS where the device is a GPU, and what the compiler chose for it.
+    """The product of these operands, by cuBLAS where the device is a GPU, and the compiler's choice for it.
 
-    Compiled by itself: the compiler picks its algorithm by timing, which nothing may run beside.
+    Compiled by itself: the compiler picks its algorithm by timing, and nothing else may run meanwhile.
     """
     lowered = jax.jit(product).lower(hidden, weight)
     if jax.devices()[0].platform != "gpu":
         return functools.partial(lowered.compile(), hidden, weight), "XLA"
     try:
         compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
-    except Exception as error:  # An option of the compiler may go; what was chosen is said in either case.
+    except Exception as error:  # The compiler option may disappear; the choice is printed in either case.
         print(f"  the product is not forced to be cuBLAS: {type(error).__name__}", flush=True)
         compiled = lowered.compile()
     chosen = "cuBLAS" if "__cublas" in compiled.as_text() else "XLA's own kernel"
@@ -61,8 +61,8 @@ class Timed(NamedTuple):
 
     Attributes:
       call: runs it.
-      note: for its line.
-      repeats: how often the call does what is timed.
+      note: added to its line.
+      repeats: how often the call repeats the timed work.
     """
 
     call: Callable[[], Any]
@@ -76,7 +76,7 @@ def memory_note(program: Compiled) -> str:
 
 
 def compile_or_say(programs: Mapping[str, tuple[Callable, tuple]]) -> dict[str, Compiled]:
-    """Every (function, operands), lowered in turn and compiled side by side; what fails is said and left out."""
+    """Every (function, operands), lowered in turn and compiled in parallel; failures are printed and dropped."""
 
     def outcome(stage: Callable[[], Any]) -> Any:
         try:
@@ -103,7 +103,7 @@ def _compiled(lowered: Lowered | Exception) -> Compiled:
 
 
 def compiled_or_said(functions: Mapping[str, Callable], *operands: Any) -> dict[str, Timed]:
-    """Every function of the same operands by name, compiled; what fails is said and left out."""
+    """Every function of the same operands by name, compiled; failures are printed and dropped."""
     programs = compile_or_say({name: (function, operands) for name, function in functions.items()})
     return {name: Timed(functools.partial(one, *operands), memory_note(one)) for name, one in programs.items()}
 
@@ -111,16 +111,16 @@ def compiled_or_said(functions: Mapping[str, Callable], *operands: Any) -> dict[
 def print_times(
     case: Case, calls: Mapping[str, Timed], turns: int = 4, at_least: float = SETTLE_SECONDS
 ) -> dict[str, float]:
-    """Times the calls and one product in turns, at settled clocks, and prints medians.
+    """Times the calls and one product, interleaved, at settled clocks, and prints medians.
 
     Args:
       case: operands of the product.
       calls: by name.
-      turns: how many; the median counts.
+      turns: number of turns; the median is reported.
       at_least: seconds of each untimed and each timed run.
 
     Returns:
-      Times of the calls over that of the product.
+      Times of the calls divided by that of the product.
     """
     base, chosen = compile_product(case.hidden, case.weight)
     timed = {PRODUCT: Timed(base, f"by {chosen}"), **calls}

@@ -8,21 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-# (hidden size, vocabulary) of the heads; their shapes alone, no soft cap.
+# (hidden size, vocabulary) of the heads; only their shapes, no soft cap.
 MODELS = {
     "qwen3-8b": (4096, 151936),
     "llama-3.1-8b": (4096, 128256),
     "gemma-2-2b": (2304, 256000),
     "qwen3-0.6b": (1024, 151936),
 }
-# Standard deviation of the logits: random ones of this size are neither flat nor peaked.
+# Standard deviation of the logits: random logits of this size are neither flat nor peaked.
 SPREAD = 2.0
-# Weight of the entropy in the loss, negative as an upstream gradient; the same for every token, so that a function that
-# takes the loss itself can be compared too.
+# Weight of the entropy in the loss, negative as an upstream gradient; the same for every token, so that functions that
+# compute the loss themselves can be compared too.
 ENTROPY_BONUS = 0.01
 # Tokens whose hidden gradient, and (half from each end) rows of the vocabulary whose weight gradient, are compared.
 ROWS_CHECKED, COLUMNS_CHECKED = 64, 64
-# Tokens whose float64 logits exist at a time.
+# Number of tokens whose float64 logits are stored at a time.
 TOKEN_BLOCK = 512
 
 
@@ -36,7 +36,7 @@ class Case:
       weight: [V, H].
       targets: [N].
       g_log_probs: upstream gradient of the log-probs, [N].
-      g_entropy: upstream gradient of the entropies, [N], the same everywhere.
+      g_entropy: upstream gradient of the entropies, [N], equal for all tokens.
     """
 
     label: str
@@ -67,7 +67,7 @@ class Exact:
       log_probs: [N].
       entropy: [N].
       lse: log Σ e^z, [N].
-      d_hidden: gradient of ``case.rows`` through the log-probs alone, and through both.
+      d_hidden: gradient of ``case.rows`` through the log-probs only, and through both.
       d_weight: gradient of ``case.columns``, likewise.
     """
 
@@ -80,14 +80,14 @@ class Exact:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a program gave; None where it gives no such thing.
+    """The results of a program; None where it has no such result.
 
     Attributes:
       log_probs: [N].
       entropy: [N].
       d_hidden: gradient of ``case.rows``.
       d_weight: gradient of ``case.columns``.
-      through_entropy: the gradients are those through log-probs and entropy.
+      through_entropy: whether the gradients are those through both log-probs and entropy.
     """
 
     log_probs: np.ndarray | None
@@ -99,7 +99,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest absolute errors of values in nats, relative errors of gradients in norm; None where there is nothing."""
+    """Largest absolute errors of values in nats, relative errors of gradients in norm; None without a result."""
 
     log_prob: float | None
     entropy: float | None
@@ -154,7 +154,7 @@ def _values(hidden: Array, weight: Array, targets: Array) -> tuple[Array, Array,
 def _logit_gradients(
     logits: Array, ids: Array, targets: Array, lse: Array, mean: Array, g_log_probs: Array, g_entropy: Array
 ) -> tuple[Array, Array]:
-    """Gradient of the logits whose columns have these ids: through log-probs alone, and through entropies too."""
+    """Gradient of the logits whose columns have these ids: through log-probs only, and through entropies too."""
     p = jnp.exp(logits - lse[:, None])
     # d log p_t / dz_v = 1[v = t] - p_v and dH / dz_v = p_v (Σ p z - z_v).
     first = g_log_probs[:, None] * ((ids[None, :] == targets[:, None]) - p)

@@ -1,7 +1,7 @@
-"""The clock of the benchmarks: settled runs, taken in turns, so that what else happens hits all alike.
+"""Timing of the benchmarks: settled runs, interleaved, so that other load affects all programs equally.
 
-A card lowers its clocks under load, so a call is timed only after the same call has run for as long untimed; and a median
-over turns that are spread over the whole measurement is not moved by what happens in one of them.
+A GPU lowers its clocks under load, so a call is timed only after the same call has run equally long untimed; and a
+median over turns spread over the whole measurement is not affected by a disturbance in one of them.
 """
 
 import statistics
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-# A timed run, and the untimed one before it, last at least this long; a program that took more than PATIENCE seconds in
-# all gets no further turns.
+# A timed run, and the untimed one before it, last at least this long; a program that took more than PATIENCE_SECONDS in
+# total gets no further turns.
 SETTLE_SECONDS, PATIENCE_SECONDS = 0.12, 5.0
 
 Call = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -31,19 +31,19 @@ def settled_seconds(
     at_least: float = SETTLE_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of one call once the device's clocks have settled on it: as long untimed before as timed.
+    """Seconds of one call once the device's clocks have settled: it runs untimed for as long as it is timed.
 
     Args:
-      call: starts the work; its value is given to ``wait``.
+      call: starts the work; its value is passed to ``wait``.
       wait: returns once the work is done.
-      at_least: seconds that the untimed run and the timed run last, each.
+      at_least: duration of the untimed and of the timed run, in seconds each.
       clock: seconds since some moment.
     """
     started = clock()
     wait(call())
     once = clock() - started
     repeats = max(1, round(at_least / max(once, 1e-9)))
-    # A first call that long has settled the clocks by itself.
+    # A first call of that length has settled the clocks by itself.
     for _ in range(1 if repeats == 1 else 2):
         started = clock()
         for _ in range(repeats):
@@ -60,14 +60,14 @@ def time_in_turns(
     clock: Callable[[], float] = time.perf_counter,
     after_turn: Callable[[int], None] = lambda turn: None,
 ) -> tuple[dict[Hashable, Timing], dict[Hashable, Exception]]:
-    """Settled runs of every (call, wait) in turns: medians, and what the failed ones raised.
+    """Settled runs of every (call, wait), interleaved: medians, and the exceptions of those that failed.
 
     Args:
       calls: by name.
-      turns: how many; a call that fails gets no further ones, nor does one that has taken ``PATIENCE_SECONDS``.
+      turns: number of turns; a call that fails gets no further ones, nor does one that has taken ``PATIENCE_SECONDS``.
       at_least: see :func:`settled_seconds`.
       clock: seconds since some moment.
-      after_turn: told the number of every finished turn, from 1.
+      after_turn: called with the number of every finished turn, from 1.
     """
     samples: dict[Hashable, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
@@ -79,7 +79,7 @@ def time_in_turns(
             started = clock()
             try:
                 samples[name].append(settled_seconds(call, wait, at_least, clock))
-            except Exception as error:  # One program without room must not end the run.
+            except Exception as error:  # One program that runs out of memory must not end the run.
                 failed[name] = error
             spent[name] += clock() - started
         after_turn(turn + 1)

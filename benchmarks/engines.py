@@ -1,4 +1,4 @@
-"""Engines of ``linear_log_probs``, forward and forward + backward, beside one product: errors, memory, bits run to run."""
+"""Engines of ``linear_log_probs``, forward and forward + backward, against one product: errors, memory, reproducibility."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,7 +30,7 @@ def programs(engine: Engine, with_backward: bool = True) -> dict[str, Callable]:
 
 
 def measure(case: Case, engines: Mapping[str, Engine], with_backward: bool = True, turns: int = 4) -> None:
-    """Says the errors of every engine against float64, then its times; what fails is said and left out."""
+    """Prints the errors of every engine against float64, then its times; failures are printed and dropped."""
     wanted = exact_or_said(case)
     calls: dict[str, Timed] = {}
     for name, engine in engines.items():
@@ -38,7 +38,7 @@ def measure(case: Case, engines: Mapping[str, Engine], with_backward: bool = Tru
         for label, timed in compiled_or_said(functions, *operands(case)).items():
             try:
                 say(f"  {label}: {_checked(case, timed, wanted)}")
-            except Exception as error:  # One engine without room must not end the run.
+            except Exception as error:  # One engine that runs out of memory must not end the run.
                 say(f"  {label} failed: {str(error)[:600]}")
             else:
                 calls[label] = timed
@@ -46,7 +46,7 @@ def measure(case: Case, engines: Mapping[str, Engine], with_backward: bool = Tru
 
 
 def exact_or_said(case: Case) -> Exact | None:
-    """The answer in float64, or None where the device has no room for it."""
+    """The answer in float64, or None where the device has too little memory for it."""
     try:
         return exact(case)
     except Exception as error:
@@ -69,6 +69,6 @@ def _checked(case: Case, timed: Timed, wanted: Exact | None) -> str:
 
 
 def _some(gradients: tuple[jax.Array, jax.Array], case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of both gradients that are compared."""
+    """The rows of both gradients that are compared with float64."""
     d_hidden, d_weight = gradients
     return tuple(np.asarray(x.astype(jnp.float32)) for x in (d_hidden[case.rows], d_weight[case.columns]))

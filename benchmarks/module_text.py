@@ -1,4 +1,4 @@
-"""What the text of a compiled module says: its collectives, and whether an array is multiplied element by element."""
+"""Facts from the text of a compiled module: its collectives, and elementwise multiplications of an array."""
 
 import re
 
@@ -20,5 +20,5 @@ def collectives(text: str) -> str:
 
 
 def multiplications(text: str, shape: tuple[int, ...]) -> int:
-    """How often a compiled module multiplies arrays of a shape element by element, inside of fusions too."""
+    """How often a compiled module multiplies arrays of a shape elementwise, inside fusions too."""
     return len(re.findall(rf"= \w+\[{','.join(map(str, shape))}\]\S* multiply\(", text))

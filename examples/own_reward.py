@@ -1,10 +1,10 @@
-"""A reward of one's own: half a point for a sum whose last digit is right. Run: python examples/own_reward.py"""
+"""Your own reward: half a point for a sum whose last digit is right. Run: python examples/own_reward.py"""
 
 from experiments import Config, train
 
 
 def reward(example, completion):
-    """1.0 for the answer, 0.5 for its last digit."""
+    """1.0 for the right answer, 0.5 for its last digit."""
     if completion == example.answer:
         return 1.0
     return 0.5 * completion.endswith(example.answer[-1])

@@ -1,4 +1,4 @@
-"""The trainer, its tasks and its studies; ``from experiments import Config, train`` is the way in from Python."""
+"""The trainer, its tasks and its studies; ``from experiments import Config, train`` is the entry point from Python."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ _WAY_IN = {"Config": "experiments.config", "train": "experiments.training.run"}
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: a task or a model alone shall not load the trainer.
+    # On demand, so that importing only a task or a model does not load the trainer.
     if name not in _WAY_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""What every command line here does with bad input: one line on stderr and exit code 2."""
+"""How every command line here reports bad input: one line on stderr and exit code 2."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Turns a ValueError of the ``with`` block into ``error: <its sentence>`` on stderr and exit code 2."""
+    """Turns a ValueError in the ``with`` block into ``error: <its message>`` on stderr and exit code 2."""
     try:
         yield
     except ValueError as error:

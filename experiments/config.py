@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from experiments.models.attention import IMPLEMENTATIONS
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
 from jaxlogp import ReductionOrder
@@ -18,12 +18,17 @@ from jaxlogp.losses import PRESETS, PolicyLoss
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder; see experiments/models/decoder.py."""
+    """The decoder; see experiments/models/decoder_config.py."""
 
+    path: str | None = None
+    """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
+    the model but the dtypes and fp32_head, and there is no warm start."""
+    chat_template: bool = True
+    """Put prompts through the chat template of the model at path; without, they are text behind its start token."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
-    """Features inside the SwiGLU."""
+    """Hidden features of the SwiGLU."""
     num_layers: int = 3
     """Number of layers."""
     num_heads: int = 4
@@ -31,7 +36,7 @@ class ModelConfig:
     num_kv_heads: int = 4
     """Key-value heads, a divisor of num_heads."""
     head_dim: int = 16
-    """Features of one head, even."""
+    """Features per head, an even number."""
     qk_norm: bool = True
     """RMSNorm over queries and keys (Qwen3)."""
     attention_bias: bool = False
@@ -41,13 +46,13 @@ class ModelConfig:
     logit_scale: float = 1.0
     """Multiplier of the logits (MuP output scale)."""
     logit_softcap: float | None = None
-    """Soft cap of the logits, cap tanh(logits / cap); None for none."""
+    """Soft cap of the logits, cap tanh(logits / cap); None applies no cap."""
     fp32_head: bool = False
     """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
-    """Dtype of activations and head: float32, bfloat16, or auto, bfloat16 on a GPU (not with --invariant), else float32."""
+    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on a GPU unless --invariant, else float32."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
     attention: str = "auto"
@@ -57,13 +62,27 @@ class ModelConfig:
     and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
-        """The configuration of the model for a vocabulary of ``vocab_size`` tokens."""
-        return DecoderConfig(vocab_size=vocab_size, **vars(self.resolved(invariant)))
+        """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
+        options = vars(self.resolved(invariant))
+        return DecoderConfig(vocab_size=vocab_size, **{name: options[name] for name in options if name not in _ON_DISK})
+
+    def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
+        """The configuration of a model from disk, computed as is said here.
+
+        Raises:
+          ValueError: an option that the model on disk has decided.
+        """
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            mine = each.name in (*_ON_DISK, *_OF_ANY_MODEL) or value == each.default
+            require(mine, f"--model.{_dashed(each.name)}", "nothing beside --model.path, which decides it", value)
+        options = vars(self.resolved(invariant))
+        return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
-        """With what "auto" means here. On a GPU it is the one that the kernels of the head multiply.
+        """The same with "auto" replaced by what it means here: on a GPU the dtype that the kernels of the head multiply.
 
-        Invariant runs have kernels of their own, were tested in fp32, and attend by the einsum, whose order is known.
+        Invariant runs have their own kernels, were tested in fp32, and use einsum attention, whose order is known.
         """
         narrow = jax.default_backend() == "gpu" and not invariant
         dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
@@ -73,12 +92,16 @@ class ModelConfig:
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
+_ON_DISK = ("path", "chat_template")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
+
+
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase before reinforcement learning. It ends at the target, or after max_steps."""
+    """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
 
     max_steps: int = 400
-    """Most optimizer steps; 0 skips the phase."""
+    """Maximum number of optimizer steps; 0 skips the phase."""
     batch_size: int = 256
     """Documents (prompt and answer) per optimizer step."""
     learning_rate: float = 2e-3
@@ -94,44 +117,44 @@ class RolloutConfig:
     """How completions are sampled."""
 
     prompts_per_rollout: int = 64
-    """Prompts sampled at once, all from the same parameters."""
+    """Prompts per rollout, all completed with the same parameters."""
     num_generations: int = 8
     """Completions per prompt: the size of an advantage group."""
     temperature: float = 1.0
-    """Divisor of the logits, in the sampler and in the trainer alike."""
+    """Divisor of the logits, in the sampler as in the trainer."""
     max_prompt_tokens: int | None = None
-    """Longest prompt in tokens; None takes the task's own bound."""
+    """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
     """Longest completion in tokens, end token included; None takes the task's own bound."""
     rescore: bool = False
-    """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then spares a step
-    that is strictly on policy the forward pass of the head."""
+    """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then saves
+    a strictly on-policy step the forward pass of the head."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What makes an optimizer step, and how many there are."""
+    """The size of an optimizer step, and the number of steps."""
 
     steps: int = 1000
     """Optimizer steps of reinforcement learning."""
     docs_per_step: int = 512
-    """Documents of all data ranks that end a step; 0 takes micro_batches of them instead, whatever they hold."""
+    """Documents, over all data ranks, that complete a step; 0 takes micro_batches micro-batches instead."""
     micro_batches: int = 4
     """Micro-batches per step and data rank where docs_per_step is 0."""
     rows: int | None = None
-    """Packed rows of one micro-batch on one data rank. None cuts a step into equal ones of at most about 1024 tokens on
-    a CPU, 16384 elsewhere."""
+    """Packed rows of one micro-batch on one data rank. None splits a step into equal micro-batches of at most about 1024
+    tokens on a CPU, 16384 elsewhere."""
     row_length: int | None = None
     """Tokens of one packed row; no document may be longer. None takes the task's longest document."""
     max_empty_micro_batches: int = 16
-    """Micro-batches in a row without any document on any rank before the run gives up."""
+    """Consecutive micro-batches without a document on any rank before the run gives up."""
     epochs: int | None = None
-    """Passes over the training prompts; then the data ends. None repeats them without end."""
+    """Passes over the training prompts, after which the data ends. None repeats them forever."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The policy loss: a preset of jaxlogp.losses, and what shall differ from it. None is the preset's own value."""
+    """The policy loss: a preset of jaxlogp.losses, and changes to it. None keeps the preset's own value."""
 
     name: str = "grpo"
     """bnpo, cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, rloo, sapo, or a name given to register_loss."""
@@ -144,11 +167,11 @@ class LossConfig:
     max_weight: float | None = None
     """cispo: largest importance weight."""
     weighting: str | None = None
-    """gspo: document (all alike) or length (documents count by their labels)."""
+    """gspo: document (equal weights) or length (documents weighted by their number of labels)."""
     length: int | None = None
     """dr_grpo, and reduction constant_length: the divisor in tokens; None takes the longest completion."""
     reduction: str | None = None
-    """labels, documents, document_mean or constant_length: which labels weigh what, and what divides the sum."""
+    """labels, documents, document_mean or constant_length: the weight of each label, and the divisor of the sum."""
     kl_coefficient: float | None = None
     """Weight of the KL to a frozen reference, the policy after the warm start."""
     kl_estimator: str | None = None
@@ -158,7 +181,7 @@ class LossConfig:
     grad_divisor: float | None = None
     """Divisor of the gradient where it differs from that of the reported loss."""
     advantages: str = "group"
-    """group (less the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out."""
+    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
@@ -228,14 +251,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class InvarianceConfig:
-    """What decides the bits of a run with --invariant, and never the mesh: leaves of rows, granules of the vocabulary."""
+    """What determines the bits of a run with --invariant: leaves of rows and granules of the vocabulary, not the mesh."""
 
     leaf_rows: int = 8
     """Rows (documents) that are computed together; schedule.rows is a multiple."""
     granules: int | None = None
-    """Parts of the vocabulary whose sums are never split; tensor ranks divide it. None takes 24, or 8 below 24 tokens."""
+    """Parts of the vocabulary that no rank splits; a multiple of the tensor ranks. None takes 24, or 8 below 24 tokens."""
     vocab_tile: int = 512
-    """Most vocabulary columns of one product, a multiple of 64."""
+    """Upper bound of the vocabulary columns of one product, a multiple of 64."""
     row_block: int = 128
     """Tokens of one product of the head, a multiple of 64."""
 
@@ -247,10 +270,10 @@ class InvarianceConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Exact match on held-out prompts, sampled at temperature 1 and greedy."""
+    """Exact match on held-out prompts, sampled at temperature 1 and decoded greedily."""
 
     every: int = 100
-    """Optimizer steps between two evaluations; 0 evaluates before and after only."""
+    """Optimizer steps between two evaluations; 0 evaluates only before and after."""
     num_prompts: int = 512
     """Held-out prompts."""
 
@@ -260,9 +283,9 @@ class CheckpointConfig:
     """When the run is saved."""
 
     every: int = 200
-    """Optimizer steps between two checkpoints; 0 saves at the end only."""
+    """Optimizer steps between two checkpoints; 0 saves only at the end."""
     keep: int = 2
-    """Checkpoints that stay on disk."""
+    """Number of checkpoints kept on disk."""
 
 
 @dataclass(frozen=True)
@@ -276,15 +299,15 @@ class Config:
     out: str = "runs"
     """Folder that run folders are made in."""
     name: str | None = None
-    """Name of the run folder; None makes one of task, loss, seed and time."""
+    """Name of the run folder; None composes one from task, loss, seed and time."""
     resume: str | None = None
-    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given beside it."""
+    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
     mesh: str = "data=1,tensor=1"
     """Device mesh: data ranks split the documents, tensor ranks the vocabulary."""
     invariant: bool = False
-    """The same bits on every mesh and micro-batch cut, sampler and trainer equal to the last bit; several times slower."""
+    """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
     quiet: bool = False
-    """Print warnings and the final scores only."""
+    """Print only warnings and the final scores."""
     model: ModelConfig = field(default_factory=ModelConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -300,7 +323,7 @@ def validate(config: Config) -> MeshSpec:
     """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
 
     Raises:
-      ValueError: naming the option as it is written on the command line, what was expected and what was seen.
+      ValueError: naming the option as written on the command line, what was expected and what was found.
     """
     mesh = parse_mesh(config.mesh)
     for option, lowest in _LOWEST.items():
@@ -328,7 +351,7 @@ def validate(config: Config) -> MeshSpec:
 def _validate_invariant(config: Config, completions: int) -> None:
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
-    # Another number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
+    # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
     expected = f"{completions} with --invariant, the documents of a rollout"
     require(
         config.schedule.docs_per_step == completions,

@@ -1,7 +1,8 @@
-"""Scores the newest checkpoint of a run on held-out prompts.
+"""Scores a run's newest checkpoint, or a model on disk, on held-out prompts.
 
 python -m experiments.evaluate runs/NAME
 python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
+python -m experiments.evaluate --model DIRECTORY --task reasoning_gym:chain_sum --max-new-tokens 64
 """
 
 import dataclasses
@@ -10,20 +11,26 @@ from dataclasses import dataclass
 import tyro
 
 from experiments.command_line import errors_in_one_line
-from experiments.config import Config
-from experiments.runs.checkpoint import Checkpoints
-from experiments.runs.config_file import load_config
-from experiments.runs.console import RunConsole
-from experiments.runs.folder import RunFolder
+from experiments.config import Config, ModelConfig
+from experiments.training.loaded import restored
 from experiments.training.trainer import Scores, Trainer
+from jaxlogp.errors import require
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     """Options of an evaluation."""
 
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[str | None] = None
     """Run folder."""
+    model: str | None = None
+    """A Hugging Face directory or GGUF file in the place of a run."""
+    chat_template: bool = True
+    """With --model: put prompts through its chat template."""
+    task: str | None = None
+    """With --model: the task."""
+    max_new_tokens: int | None = None
+    """Longest completion in tokens; None takes the run's own number, or the task's."""
     num_prompts: int | None = None
     """Held-out prompts; None takes the run's own number."""
     mesh: str | None = None
@@ -31,26 +38,34 @@ class EvaluateConfig:
 
 
 def load(config: EvaluateConfig) -> Trainer:
-    """The trainer of a run with its newest checkpoint.
+    """The trainer of a run with its newest checkpoint, or of a model on disk.
 
     Raises:
-      ValueError: no run folder, no good checkpoint, or an option out of range.
+      ValueError: no run folder, no intact checkpoint, no model, or an option out of range.
     """
-    folder = RunFolder.open(config.run)
-    stored = load_config(folder.config, Config)
+    if config.run is None:
+        require(config.model is not None, "run", "a run folder, or --model", "neither")
+        given = {} if config.task is None else {"task": config.task}
+        stored = Config(model=ModelConfig(path=config.model, chat_template=config.chat_template), **given)
+        return Trainer(_changed(stored, config))
+    for name in ("model", "task"):
+        value = getattr(config, name)
+        require(value is None, f"--{name}", "nothing beside a run, which has its own", value)
+    return restored(config.run, lambda stored: _changed(stored, config))
+
+
+def _changed(stored: Config, config: EvaluateConfig) -> Config:
     if config.num_prompts is not None:
         evaluation = dataclasses.replace(stored.evaluation, num_prompts=config.num_prompts)
         stored = dataclasses.replace(stored, evaluation=evaluation)
-    if config.mesh is not None:
-        stored = dataclasses.replace(stored, mesh=config.mesh)
-    trainer = Trainer(stored)
-    with Checkpoints(folder.checkpoints, stored.checkpoint.keep) as checkpoints:
-        trainer.restore(checkpoints, RunConsole())
-    return trainer
+    if config.max_new_tokens is not None:
+        rollout = dataclasses.replace(stored.rollout, max_new_tokens=config.max_new_tokens)
+        stored = dataclasses.replace(stored, rollout=rollout)
+    return stored if config.mesh is None else dataclasses.replace(stored, mesh=config.mesh)
 
 
 def main(config: EvaluateConfig) -> Scores:
-    """Loads and scores. Raises ValueError where :func:`load` does."""
+    """Loads and scores a run. Raises ValueError where :func:`load` does."""
     return _report(load(config))
 
 
@@ -63,7 +78,7 @@ def _report(trainer: Trainer) -> Scores:
 
 
 def run_cli(arguments: list[str] | None = None) -> Scores:
-    """The command line: bad options and files end in one line on stderr and exit code 2."""
+    """The command line: bad options and files give one line on stderr and exit code 2."""
     config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m experiments.evaluate", description=__doc__)
     with errors_in_one_line():
         trainer = load(config)

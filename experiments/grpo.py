@@ -1,4 +1,4 @@
-"""GRPO and GSPO on a verifiable task, from nothing, on any machine.
+"""GRPO and GSPO on a verifiable task, from scratch, on any machine.
 
     python -m experiments.grpo                                  # two-digit addition, a few minutes on two CPU cores
     python -m experiments.grpo --loss.name gspo --seed 1
@@ -6,9 +6,9 @@
     python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.grpo --mesh data=2,tensor=4
 
-A small decoder learns the task's format from examples until some of its sampled answers are right (the warm start), then
-improves from its own samples: groups of completions per prompt, rewards by a verifier, group advantages, clipped policy
-loss with denominators of the whole step. What it leaves out: several processes, and large models.
+A small decoder learns the task's format from examples until some of its sampled answers are right (the warm start),
+then improves from its own samples: groups of completions per prompt, rewards from a verifier, group advantages, a
+clipped policy loss with denominators over the whole step. Not supported: several processes, and large models.
 """
 
 import tyro
@@ -19,7 +19,7 @@ from experiments.training.run import Result, set_up
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options and files end in one line on stderr and exit code 2."""
+    """The command line: bad options and files give one line on stderr and exit code 2."""
     config = tyro.cli(Config, args=arguments, prog="python -m experiments.grpo", description=__doc__)
     with errors_in_one_line():
         run = set_up(config)

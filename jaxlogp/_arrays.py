@@ -1,4 +1,4 @@
-"""The array type of arguments, the dtype that they are computed in, and ids as int32."""
+"""The array type of arguments, the dtype of computations, and ids as int32."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ def compute_dtype(*values: Float[AnyArray, "*shape"]) -> jnp.dtype:
 
 
 def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, "*shape"]:
-    """Ids or counts of any integer dtype as int32, before they are compared with anything; -1 where int32 cannot hold one.
+    """Ids or counts of any integer dtype as int32, for every comparison; -1 where int32 cannot hold one.
 
     A comparison in a narrow dtype would wrap the other side, and a cast from a wide one would wrap the ids.
     """
     ids = np.asarray(ids, np.int64) if isinstance(ids, int) else ids
-    # NumPy's 64 bits are narrowed in NumPy: without x64 jnp.asarray would wrap them.
+    # 64-bit NumPy ids are narrowed in NumPy: without x64, jnp.asarray would wrap them.
     xp = np if isinstance(ids, np.ndarray | np.generic) else jnp
     top = np.iinfo(np.int32).max
     if np.iinfo(ids.dtype).max > top:
@@ -33,6 +33,7 @@ def as_int32(ids: int | np.integer | Integer[AnyArray, "*shape"]) -> Int[Array, 
 def nan_where(condition: Bool[Array, "*#shape"], x: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
     """x, and NaN where the condition holds.
 
-    One program also outside of jit: with ``jax_debug_nans`` a NaN that is made before it is selected raises on clean data.
+    A single program also outside jit: with ``jax_debug_nans``, a NaN created before the selection would raise on clean
+    data.
     """
     return jnp.where(condition, jnp.asarray(jnp.nan, x.dtype), x)

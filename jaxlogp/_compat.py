@@ -16,7 +16,7 @@ AxisNames = Hashable | tuple[Hashable, ...]
 
 
 def axis_tuple(axis_name: AxisNames | None) -> tuple[Hashable, ...]:
-    """Mesh axis name(s) as a tuple; None is no axis."""
+    """Mesh axis name(s) as a tuple; empty for None."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple) else (axis_name,)
@@ -45,24 +45,13 @@ def place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """``x`` whole on every device where its type says that an Explicit mesh axis splits it; for small arrays.
-
-    A type that says so forbids the reshapes and scatters that an Auto axis leaves to the compiler.
-    """
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types or not any(sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
 def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any) -> Any:
     """``function(*operands)``; Explicit mesh axes in the operands' types are Auto ones inside of it.
 
-    Gathers, scatters, reshapes and loops need no sharding by hand there. Without an Explicit axis it is a plain call.
+    Gathers, scatters, reshapes and loops need no explicit sharding there. Without an Explicit axis it is a plain call.
 
     Args:
-      function: of pytrees of arrays to a pytree of arrays.
+      function: maps pytrees of arrays to a pytree of arrays.
       operands: every array that may have an Explicit axis in its type; ``function`` closes over none of them.
       out_specs: PartitionSpecs, a prefix of what ``function`` returns; see :func:`leading_spec`.
     """
@@ -98,30 +87,48 @@ def _explicit_mesh(operands: Any) -> Any:
 
 
 def union_of_varying_axes(*arrays: Any) -> frozenset[Hashable]:
-    """All mesh axes over which at least one of ``arrays`` varies (None entries are passed over)."""
+    """All mesh axes over which at least one of ``arrays`` varies (None entries are ignored)."""
     return frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
 
 
 def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
-    """Refuses ``x``, of which each rank of the axis shall hold its own block, if its type says that all hold the same.
+    """Refuses ``x``, of which each rank of the axis must hold its own shard, if its type says that all hold the same.
 
-    Every rank would take the whole for its part, and each log-prob come out low by the logarithm of the number of ranks.
-    Nothing can be said, and nothing is refused, under ``shard_map(check_vma=False)`` and over an axis of one rank.
+    Every rank would take the whole for its shard, and every log-prob would be too low by the logarithm of the number of
+    ranks. Under ``shard_map(check_vma=False)``, and over an axis of one rank, types say nothing and nothing is refused.
 
     Raises:
       ValueError: naming ``argument``.
     """
     if axis_name is None or lax.axis_size(axis_name) == 1 or not tracks_varying_axes(axis_name):
         return
-    expected = f"the local block of each rank of axis {axis_name!r}"
+    expected = f"the local shard of each rank of axis {axis_name!r}"
     require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
+
+
+def require_checked_axes(axis_name: AxisName | None) -> None:
+    """Refuses to differentiate over a mesh axis under ``shard_map(check_vma=False)``.
+
+    Without replication types the right psum depends on where ``jax.grad`` stands: outside of the ``shard_map`` the boundary
+    has divided the cotangent of a replicated result by the size of the axis, inside nobody has. No rule serves both.
+
+    Raises:
+      ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
+    """
+    if axis_name is not None and not tracks_varying_axes(axis_name):
+        raise _unchecked(axis_name)
+
+
+def _unchecked(axis_name: AxisName) -> ValueError:
+    return ValueError(
+        f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
+    )
 
 
 def refuse_unchecked_gradient(x: jax.Array, axis_name: AxisNames | None) -> jax.Array:
     """``x``; differentiating it under ``shard_map(check_vma=False)`` over one of the axes raises.
 
-    Without replication types a psum is its own transpose, and the gradient of a replicated loss comes out too large by
-    the size of the axis, or not, depending on where ``jax.grad`` stands. Refusing is the only answer that is never wrong.
+    See :func:`require_checked_axes`: a psum would be its own transpose, and the gradient too large by the size of the axis.
     """
     for axis in axis_tuple(axis_name):
         if not tracks_varying_axes(axis):
@@ -136,9 +143,7 @@ def _undifferentiable(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _refusal(x: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
-    raise ValueError(
-        f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
-    )
+    raise _unchecked(axis_name)
 
 
 def _no_backward(axis_name: AxisName, residuals: None, g: jax.Array) -> tuple[jax.Array]:

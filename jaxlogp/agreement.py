@@ -1,8 +1,9 @@
-"""Whether all shards of a mesh axis hold the same ids, told by a psum that is made anyway.
+"""Whether all shards of a mesh axis hold the same ids, checked in a psum that runs anyway.
 
-Types cannot tell: ids that were all-gathered vary over the axis by their type though they are equal. So each bit of an id
-becomes a counter, some counters a word, and the words ride along in a psum. Over n shards a counter of ids that are equal
-ends at 0 or at n; any other number tells a difference, to all shards alike. Exact, whatever n and the ids.
+Types cannot tell: all-gathered ids are typed as varying over the axis though they are equal. So each bit of an id
+becomes a counter, several counters are packed into a word, and the words are added in that psum. Over n shards a
+counter ends at 0 or n if the ids are equal; any other value reveals a difference, to all shards alike. Exact for every
+n and all ids.
 """
 
 from functools import reduce
@@ -14,16 +15,16 @@ from jaxtyping import Array, Bool, Int
 from jaxlogp._compat import AxisName
 
 ID_BITS = 24
-"""Ids above 2^24 - 2 are not told apart."""
+"""Bits of a code; ids from 2^24 - 3 on are not distinguished from each other."""
 
 
 def id_codes(ids: Int[Array, "*tokens"], counts: Bool[Array, "*tokens"]) -> Int[Array, "*tokens"]:
-    """int32 codes in [0, 2^24): 0 where an id does not count, 1 for a negative one, else id + 2."""
+    """int32 codes in [0, 2^24): 0 where an id does not count, 1 for a negative id, else id + 2."""
     return jnp.where(counts, jnp.clip(ids, -1, 2**ID_BITS - 3) + 2, 0)
 
 
 def counters(codes: Int[Array, "*tokens"], axis_name: AxisName, word_bits: int) -> Int[Array, "words ..."]:
-    """What to add up over the axis; every sum stays below 2^word_bits.
+    """The words to sum over the axis; every sum stays below 2^word_bits.
 
     Args:
       codes: int32, from :func:`id_codes`.
@@ -47,6 +48,6 @@ def same_ids(sums: Int[Array, "words ..."], axis_name: AxisName, word_bits: int)
 
 
 def _layout(axis_name: AxisName, word_bits: int) -> tuple[int, int]:
-    """Bits of a counter, and counters of a word."""
+    """Bits per counter, and counters per word."""
     width = int(lax.axis_size(axis_name)).bit_length()
     return width, word_bits // width

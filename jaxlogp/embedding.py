@@ -1,4 +1,4 @@
-"""Embedding lookup, replicated or vocabulary-parallel: the row of the table, bit for bit, in any layout."""
+"""Embedding lookup, replicated or vocabulary-parallel: bitwise the row of the table, in any layout."""
 
 import functools
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from jaxlogp.invariance.order import gather_bits, in_mesh_order, segment_tree_su
 from jaxlogp.vocab import LocalShard, VocabShards, local_shard
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-# Of the words that tell whether all shards have the same ids: they travel in the narrowest of these types.
+# For the words that tell whether all shards have the same ids: they are sent in the narrowest of these types.
 _WORD_BITS = 16
 
 
@@ -42,27 +42,27 @@ def embedding_lookup(
 ) -> Float[Array, "*tokens hidden"]:
     """Rows of ``table`` for model-input ids.
 
-    Under ``axis_name`` the owner of an id contributes the bits of its row as integers, the others 0, and one integer psum
-    makes them known to all, so the result equals the unsharded one bitwise, -0.0 and NaN payloads included. Reverse mode
-    only.
+    Under ``axis_name`` the owner of an id contributes the bits of its row as integers, the others 0, and one integer
+    psum sends them to all, so the result is bitwise equal to the unsharded one, -0.0 and NaN payloads included. Reverse
+    mode only.
 
     Args:
-      table: [V, H], or the local block [V_local, H].
+      table: [V, H], or the local shard [V_local, H].
       token_ids: [*tokens], integer, the same on all shards. There is no ignore index: every id must be in [0, V).
       axis_name: mesh axis over which the vocabulary is sharded.
       vocab: the shards; None means equal ones.
-      fixed_order: sum the gradient of a row in an order that only its own tokens decide: a binary tree over its
-        occurrences in token order, on all data ranks together. Equal bits for the same occurrences in the same order,
-        whatever stands between them, on any mesh and any backend's scatter. Costs log2(tokens) passes over the
-        cotangents, and on data ranks a gather of them.
+      fixed_order: sum the gradient of a row in an order that depends only on its own tokens: a binary tree over its
+        occurrences in token order, over all data ranks together. Equal bits for the same occurrences in the same order,
+        whatever lies between them, on any mesh and with any backend's scatter. Costs log2(tokens) passes over the
+        cotangents and, with several data ranks, a gather of them.
 
     Returns:
       [*tokens, H] in the table's dtype.
 
     Raises:
       ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
-        is NaN, and so is one whose ids differ over ``axis_name``); a table that does not vary over ``axis_name``; a
-        sharded call that is differentiated under ``shard_map(check_vma=False)``.
+        is NaN, as is the row of an id that differs over ``axis_name``); a table that does not vary over ``axis_name``;
+        a sharded call that is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
       >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()
@@ -81,12 +81,12 @@ def embedding_lookup(
 
 
 class _Rows(NamedTuple):
-    """Which rows of the local block the tokens read.
+    """Which rows of the local shard the tokens read.
 
     Attributes:
-      row: int32 [*tokens], 0 where the block does not own the id.
+      row: int32 [*tokens], 0 where the shard does not own the id.
       owned: bool [*tokens].
-      codes: int32 [*tokens], for the comparison with other shards; None over one shard.
+      codes: int32 [*tokens], for the comparison with other shards; None with one shard.
     """
 
     row: Array
@@ -110,7 +110,7 @@ def _lookup(table: Array, token_ids: Array, shard: LocalShard, axis_name: AxisNa
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _owned_rows(table: Array, tokens: _Rows, axis_name: AxisName | None, fixed_order: bool) -> Array:
-    """Rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, transported as bits."""
+    """Rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, sent as bits."""
     del fixed_order
     rows = table.at[tokens.row].get(mode="promise_in_bounds")
     rows = jnp.where(tokens.owned[..., None], rows, jnp.zeros_like(rows))
@@ -148,7 +148,7 @@ def _owned_rows_backward(axis_name: AxisName | None, fixed_order: bool, residual
 def _gradient_in_fixed_order(table: Array, row_ids: Array, owned: Array, g: Array, axis_name: AxisName | None) -> Array:
     ids = jnp.where(owned, row_ids, table.shape[0]).reshape(-1)
     g = no_negative_zero(g.reshape(-1, g.shape[-1]))
-    # Data ranks that share the table see one another's tokens, in global order, and all compute the same sums.
+    # Data ranks that share the table gather each other's tokens, in global order, and all compute the same sums.
     for name in reversed(in_mesh_order(union_of_varying_axes(ids, g) - varying_axes(table) - {axis_name})):
         ids, g = (gather_bits(x, name).reshape(-1, *x.shape[1:]) for x in (ids, g))
     return segment_tree_sum(g, ids, table.shape[0])
@@ -169,7 +169,8 @@ def sharded_embedding_lookup(
     """:func:`embedding_lookup` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
 
     Args:
-      table: [V, H], rows split over ``vocab_axis``; laid out in blocks first when the axis does not divide V.
+      table: [V, H], rows split over ``vocab_axis``; padded to shards of one width first when the axis does not divide
+        V.
       token_ids: [*tokens], first dimension split over ``token_axes``.
       mesh: the device mesh.
       vocab_axis: mesh axis that shards the vocabulary.

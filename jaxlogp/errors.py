@@ -1,7 +1,7 @@
-"""How jaxlogp refuses bad input: one sentence shape, one exception type.
+"""How jaxlogp refuses bad input: one form of sentence, one exception type.
 
 Every refusal reads ``argument: expected what, got what``. Checks of values (not of shapes and dtypes) are possible only
-where the values are known, that is outside of ``jax.jit`` and friends; :func:`is_concrete` tells the two apart.
+where the values are known, that is, outside ``jax.jit`` and the like; :func:`is_concrete` tells the two apart.
 """
 
 import math
@@ -28,7 +28,7 @@ def require(condition: bool | np.bool_, argument: str, expected: object, seen: o
 
 
 def is_concrete(*values: Any) -> bool:
-    """Whether all ``values`` can be looked at now: none is traced, or partly on other processes."""
+    """Whether all ``values`` can be read now: none is traced or partly on other processes."""
     return all(
         not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True) for value in values
     )
@@ -49,7 +49,7 @@ def require_integer(array: Any, argument: str) -> None:
 
 
 def require_tokens(array: Any, argument: str) -> None:
-    """Raises ``ValueError`` for an array without any element: there is nothing to compute, and no divisor."""
+    """Raises ``ValueError`` for an empty array: there is nothing to compute, and no divisor."""
     require(array.size > 0, argument, "at least one element", f"an empty array of shape {tuple(array.shape)}")
 
 
@@ -60,7 +60,7 @@ def require_mask(mask: Any, shape: tuple[int, ...], argument: str = "mask") -> N
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a Python number, which a bool is not."""
+    """Whether ``value`` is a Python number; a bool does not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -71,7 +71,7 @@ def require_positive(value: Any, argument: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """A short description of ``value`` for an error message: dtype and shape of an array, else type and value."""
+    """A short description of ``value`` for an error message: dtype and shape of an array, otherwise type and value."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} array of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"

@@ -1,7 +1,6 @@
 """Log-probs and entropy of given logits, whole or sharded over the vocabulary."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,11 @@ from jaxlogp.errors import (
     require,
     require_floating,
     require_ids_in_range,
+    require_positive,
 )
 from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp.targets import LocalTargets, check_targets, localise, mask_cotangents
 from jaxlogp.vocab import VocabShards, local_shard
-
-
-def check_temperature(temperature: float) -> None:
-    """Raises ``ValueError`` unless ``temperature`` is a finite Python number > 0."""
-    ok = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    require(ok, "temperature", "a Python number > 0", describe(temperature))
-    require(math.isfinite(temperature) and temperature > 0, "temperature", "a finite number > 0", temperature)
 
 
 def log_probs_from_logits(
@@ -47,27 +40,27 @@ def log_probs_from_logits(
     """Log-probs of the targets, and entropies, of softmax(logits / temperature).
 
     z = logits / T in fp32; lse = logsumexp(z) over the whole vocabulary; log_prob = z[target] - lse;
-    entropy = lse - Σ p z. Inside ``shard_map``, with ``axis_name``, the maximum travels by one pmax and the sums by one
+    entropy = lse - Σ p z. Inside ``shard_map``, with ``axis_name``, the maximum takes one pmax and the sums take one
     psum. The gradient is g (onehot - p) + g_H p (Σ p z - z), cast once to the logits' dtype. Reverse mode only.
 
-    Targets and mask must be the same on all ranks of ``axis_name``; a token whose are not gets NaN.
+    Targets and mask must be the same on all ranks of ``axis_name``; a token where they are not gets NaN.
 
     Args:
-      logits: [*tokens, V], or the local block [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16.
+      logits: [*tokens, V], or the local shard [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16.
       targets: [*tokens], integer token ids of the whole vocabulary.
       mask: [*tokens], bool; False gives exactly 0 with exactly zero gradient, whatever the id and the logits there.
       temperature: T, a Python number > 0.
       with_entropy: also return the entropy; no additional collective either way.
       axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones. Blocks of uneven shards are padded to vocab.max_width columns.
+      vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width columns.
 
     Returns:
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy is None unless asked for.
 
     Raises:
-      ValueError: wrong shapes or dtypes, temperature <= 0, a vocabulary that does not fit; an active target outside of
-        [0, V) where the values are known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised
-        for logits that do not vary over ``axis_name``, and when a sharded call is differentiated under
+      ValueError: wrong shapes or dtypes, temperature <= 0, a vocabulary that does not match; an active target outside
+        of [0, V) where the values are known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also
+        raised for logits that do not vary over ``axis_name``, and when a sharded call is differentiated under
         ``shard_map(check_vma=False)``.
 
     Example:
@@ -80,7 +73,7 @@ def log_probs_from_logits(
     """
     require_floating(logits, "logits")
     require(logits.ndim >= 1 and logits.shape[-1] > 0, "logits", "shape [*tokens, V] with V > 0", describe(logits))
-    check_temperature(temperature)
+    require_positive(temperature, "temperature")
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")
     require_varying(logits, axis_name, "logits")
@@ -103,7 +96,7 @@ def _flat(
     axis_name: AxisName | None,
     vocab_size: int,
 ) -> TokenLogProbs:
-    # Typed as varying over every axis in play, each operand's transpose owns the one psum that its gradient needs.
+    # With every operand cast to varying over all axes in use, the cast's transpose is the one psum its gradient needs.
     axes = union_of_varying_axes(logits, *targets) | ({axis_name} if axis_name is not None else set())
     logits = vary_over(refuse_unchecked_gradient(logits, axis_name), axes)
     return _selected(logits, targets, (temperature, with_entropy, axis_name, vocab_size))

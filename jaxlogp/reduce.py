@@ -3,9 +3,9 @@
 A reduction over tokens or documents is a :class:`WeightedSum`: it can be added, psum'ed and accumulated, and only the
 last line of a step divides. A mean of local means cannot be written with it by accident.
 
-Masked places are selected out before anything is computed from them, so NaN and inf behind a mask change neither values
-nor gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused. So are integers
-where a sum in fp32 would round them, lists, and arrays without any element.
+Masked entries are replaced before anything is computed from them, so NaN and inf at masked entries change neither
+values nor gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused. So are
+lists, empty arrays, and integers where a sum in fp32 would round them.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ from jaxlogp.errors import describe, is_concrete, require, require_floating, req
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-# JAX rebuilds it of what is no array (sentinels, shapes); what functions take of it is checked there.
+# JAX rebuilds it with leaves that are not arrays (sentinels, shapes), so functions check the fields that they use.
 @no_type_check
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sum", "count"], meta_fields=["grad_divisor"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedSum:
     """A sum together with what it will be divided by.
 
-    A pytree of two leaves, ``sum`` and ``count``: ``jax.lax.psum`` and additions of trees leave ``grad_divisor`` alone.
+    A pytree with two leaves, ``sum`` and ``count``: ``jax.lax.psum`` and tree additions leave ``grad_divisor`` alone.
 
     Attributes:
       sum: scalar (or any shape) fp32, the sum of the terms seen so far.
-      count: int32, the number of labels or documents behind it.
-      grad_divisor: divisor for the gradient of :meth:`mean`, where it shall differ from ``count``: a finite Python number
-        above 0, the same for all parts; or None.
+      count: int32, the number of labels or documents in the sum.
+      grad_divisor: divisor for the gradient of :meth:`mean` where it should differ from ``count``: a finite Python
+        number above 0, the same for all parts; or None.
 
     Raises:
-      ValueError: another grad_divisor.
+      ValueError: any other grad_divisor.
 
     Example:
       >>> parts = WeightedSum(jnp.float32(3.0), jnp.int32(1)) + WeightedSum(jnp.float32(1.0), jnp.int32(3))
@@ -72,7 +72,8 @@ class WeightedSum:
         """Sum and count over the mesh axes ``axis_name``; None or () returns self.
 
         Raises:
-          ValueError: the sum is differentiated under ``shard_map(check_vma=False)``, which would multiply the gradient.
+          ValueError: the sum is differentiated under ``shard_map(check_vma=False)``, where the gradient would be too
+            large.
         """
         axes = axis_tuple(axis_name)
         if not axes:
@@ -134,9 +135,9 @@ def weighted_sum(
       WeightedSum with an fp32 sum and an int32 count.
 
     Raises:
-      ValueError: values are no floating-point array (integers would be rounded: cast them if that is meant, or count
-        with :func:`masked_count`) or have no element, shapes differ, mask is not boolean, or the global number of elements
-        does not fit an int32 count. Also raised when the sum over ``axis_name`` is differentiated under
+      ValueError: values are not a floating-point array (integers would be rounded: cast them if that is intended, or
+        count with :func:`masked_count`) or are empty, shapes differ, mask is not boolean, or the global number of
+        elements does not fit an int32 count. Also raised when the sum over ``axis_name`` is differentiated under
         ``shard_map(check_vma=False)``.
 
     Example:

@@ -14,9 +14,9 @@ _BITS = {2: jnp.int16, 4: jnp.int32}
 def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> Float[Array, "*tokens hidden"]:
     """x, with NaN in each row that is not bitwise the same on all ranks of a mesh axis; the gradient passes through.
 
-    Vocabulary-parallel functions need hidden states that are the same on all shards. Where a type cannot tell, because they
-    were gathered over the axis, this does, at the price of comparing them:
-    ``linear_log_probs(nan_unless_equal(hidden, "tensor"), ...)``.
+    Vocabulary-parallel functions need hidden states that are the same on all shards. Where types cannot tell, because
+    the states were gathered over the axis, this function compares them: ``linear_log_probs(nan_unless_equal(hidden,
+    "tensor"), ...)``.
 
     Args:
       x: [*tokens, H], 16-bit or 32-bit floats.
@@ -26,7 +26,7 @@ def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> 
       [*tokens, H] in the dtype of x.
 
     Raises:
-      ValueError: another dtype, or a scalar.
+      ValueError: any other dtype, or a scalar.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

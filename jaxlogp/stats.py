@@ -1,8 +1,8 @@
-"""Tile statistics: what every engine, tile, chunk and shard produces, and the one way to combine them.
+"""Tile statistics: what every engine computes for every tile, chunk and shard, and the one way to combine them.
 
 For the logits z of one vocabulary tile and one token, :class:`TileStats` holds the running maximum m, Σ e^(z-m),
 Σ e^(z-m) (z-m) and the logit of the target if the tile owns it. Combining two of them is associative, so tiles, chunks
-and devices are reduced alike, and exactness, tail masking and ownership live here and nowhere else.
+and devices are reduced in the same way, and exactness, tail masking and ownership are handled here and nowhere else.
 
 Entropy is accumulated around the maximum, as log S - U / S with U = Σ e^(z-m) (z-m), because lse - Σ p z cancels when
 the logits are large. For the same reason log-probs are (z_target - m) - log S, never z_target - (m + log S).
@@ -24,14 +24,14 @@ _EXACT_BITS = 24
 
 
 class TileStats(NamedTuple):
-    """Statistics of some columns of the logits, a value per token; all fp32.
+    """Statistics of some columns of the logits, one value per token; all fp32.
 
     Attributes:
-      max: largest logit seen, -inf when no column was seen.
+      max: largest logit seen, -inf when there was no column.
       sum_exp: Σ e^(z - max).
       sum_exp_shifted: Σ e^(z - max) (z - max), or None when entropy is not wanted.
       target: the target's logit where one of the columns owns it, else 0.
-      owners: number of columns that own the target, as fp32; -1 where the shards do not have the same target.
+      owners: number of columns that own the target, as fp32; -1 where the shards have different targets.
     """
 
     max: Float[Array, "*tokens"]
@@ -58,8 +58,8 @@ class TokenLogProbs(NamedTuple):
     Attributes:
       log_probs: log p(target) <= 0; exactly 0 where masked.
       entropy: -Σ p log p in [0, log V]; exactly 0 where masked; None when it was not asked for.
-      lse: log Σ e^z over the vocabulary; exactly 0 where masked; None when it was not asked for. A constant: no gradient
-        flows through it.
+      lse: log Σ e^z over the vocabulary; exactly 0 where masked; None when it was not asked for. A constant: no
+        gradient flows through it.
     """
 
     log_probs: Float[Array, "*tokens"]
@@ -68,7 +68,7 @@ class TokenLogProbs(NamedTuple):
 
 
 def empty_stats(shape: tuple[int, ...], with_entropy: bool) -> TileStats:
-    """The identity of :func:`combine`: no column seen."""
+    """The identity of :func:`combine`: statistics of no column."""
     zeros = jnp.zeros(shape, jnp.float32)
     minus_infinity = jnp.full(shape, -jnp.inf, jnp.float32)
     return TileStats(minus_infinity, zeros, zeros if with_entropy else None, zeros, zeros)
@@ -89,7 +89,7 @@ def tile_stats(
 
     Args:
       logits: fp32, final (scaled, capped, divided by the temperature).
-      targets: column of the target inside this tile; anything outside of [0, columns) means that the tile does not own it.
+      targets: column of the target inside this tile; anything outside [0, columns) means that the tile does not own it.
       valid: False for columns that are padding or belong to another tile; None when all count.
       with_entropy: whether to accumulate what entropy needs.
     """
@@ -112,14 +112,14 @@ def _rescale(stats: TileStats, maximum: Float[Array, "*tokens"]) -> TileStats:
     factor = jnp.exp(shift)
     shifted = stats.sum_exp_shifted
     if shifted is not None:
-        # A side that saw no column has sum_exp 0 and shift -inf, and adds 0 rather than 0 * inf.
+        # A side without columns has sum_exp 0 and shift -inf, and adds 0 rather than 0 * inf.
         finite_shift = jnp.where(jnp.isneginf(shift), 0.0, shift)
         shifted = factor * (shifted + finite_shift * stats.sum_exp)
     return TileStats(maximum, factor * stats.sum_exp, shifted, stats.target, stats.owners)
 
 
 def combine(left: TileStats, right: TileStats) -> TileStats:
-    """Statistics of the columns of both sides, which must not share a column."""
+    """Statistics of the columns of both sides together, which must be disjoint."""
     maximum = jnp.maximum(left.max, right.max)
     left, right = _rescale(left, maximum), _rescale(right, maximum)
     shifted = None if left.sum_exp_shifted is None else left.sum_exp_shifted + right.sum_exp_shifted
@@ -136,7 +136,7 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "
     Args:
       stats: of the columns of this shard.
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      codes: ``LocalTargets.codes``: where they are not the same on all shards, owners becomes -1. None over one shard.
+      codes: ``LocalTargets.codes``: where they are not the same on all shards, owners becomes -1. None with one shard.
     """
     if axis_name is None:
         return stats
@@ -162,13 +162,13 @@ def finish(
 ) -> tuple[TokenLogProbs, Normaliser]:
     """Log-probs, entropy and lse, and what the backward needs, from statistics over the whole vocabulary.
 
-    A token whose target has another number of owners than 0 or 1, or is not the same on all shards, gets NaN: values and
-    gradients, also on a shard that masks it.
+    A token whose target has more than one owner, or is not the same on all shards, gets NaN values and gradients, also
+    on a shard that masks it.
 
     Args:
       stats: statistics of all columns.
       mask: True where a token counts; others get exactly 0.
-      vocab_size: V, the bound of entropy.
+      vocab_size: V; entropy is at most log V.
       invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     counted = (stats.owners == 0) | (stats.owners == 1)
@@ -204,7 +204,7 @@ def logit_gradient(
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     onehot = columns == targets[:, None]
     gradient = probs * factor + jnp.where(onehot, g_log_probs[:, None], 0.0)
-    # A token without cotangent (masked) must give exact zeros even where its logits are NaN or inf.
+    # A token without a cotangent (masked) must give exact zeros even where its logits are NaN or inf.
     live = g_log_probs != 0.0 if g_entropy is None else (g_log_probs != 0.0) | (g_entropy != 0.0)
     keep = live[:, None] if valid is None else live[:, None] & valid[None, :]
     return jnp.where(keep, gradient, 0.0)

@@ -1,4 +1,4 @@
-"""Targets: checked ids of the whole vocabulary, and what one shard of it makes of them."""
+"""Targets: checked ids of the whole vocabulary, and their columns in one shard."""
 
 import math
 from typing import NamedTuple
@@ -16,15 +16,15 @@ OUT_OF_VOCAB = ("error", "zero")
 
 
 class LocalTargets(NamedTuple):
-    """Targets as one shard sees them.
+    """Targets relative to one shard.
 
     Attributes:
-      column: row of the local block that holds the target; -1 where another shard, or none, owns it.
+      column: column of the local shard that holds the target; -1 where another shard, or none, owns it.
       mask: True where a token counts.
       invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
       width: number of local columns that are real ids.
-      codes: int32, the ids of all shards must agree: :func:`jaxlogp.agreement.id_codes` of the active ones; None where
-        the vocabulary is not sharded.
+      codes: int32, :func:`jaxlogp.agreement.id_codes` of the active ids, which must agree on all shards; None where the
+        vocabulary is not sharded.
     """
 
     column: Int[Array, "*tokens"]
@@ -67,7 +67,7 @@ def localise(
 def mask_cotangents(
     g: TokenLogProbs, targets: LocalTargets
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"] | None]:
-    """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is an error."""
+    """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid."""
     g_log_probs = jnp.where(targets.mask, g.log_probs, 0.0)
     if targets.invalid is not None:
         g_log_probs = nan_where(targets.invalid, g_log_probs)

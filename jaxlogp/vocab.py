@@ -1,6 +1,6 @@
-"""Vocabulary shards: validated contiguous ranges, the owner of a token id, and the block layout of a sharded weight.
+"""Vocabulary shards: validated contiguous ranges, the owner of a token id, and the padded layout of a sharded weight.
 
-:class:`VocabShards` is checked once, when it is made; whatever receives one can rely on sorted, non-empty ranges that
+A :class:`VocabShards` is checked once, at construction; whatever receives one can rely on sorted, non-empty ranges that
 cover [0, vocab_size) exactly once, so every valid token id has exactly one owner.
 """
 
@@ -19,7 +19,7 @@ from jaxlogp.errors import describe, require, require_integer, require_mask, req
 
 @dataclasses.dataclass(frozen=True)
 class VocabShards:
-    """Contiguous vocabulary ranges, one a shard, that cover [0, vocab_size) exactly once.
+    """Contiguous vocabulary ranges, one per shard, that cover [0, vocab_size) exactly once.
 
     Make one with :meth:`even` or :meth:`from_ranges`. Hashable, so it can be a static argument of ``jax.jit``.
 
@@ -85,7 +85,7 @@ class VocabShards:
 
     @property
     def max_width(self) -> int:
-        """Number of ids of the widest shard: the rows of every shard's local block."""
+        """Number of ids of the widest shard: the rows of every shard once padded."""
         return max(end - start for start, end in self.ranges)
 
     @property
@@ -105,7 +105,7 @@ class VocabShards:
 
         Args:
           token_ids: integer ids of any shape.
-          mask: optional boolean array of the same shape, False where there is no owner to name.
+          mask: optional boolean array of the same shape, False where no owner is wanted.
 
         Raises:
           ValueError: wrong dtypes or shapes.
@@ -129,9 +129,9 @@ class VocabShards:
         return jnp.where(covered, owner, jnp.int32(-1))
 
     def shard_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "blocks ..."]:
-        """Lays the rows of ``weight`` out in blocks of max_width rows: a shard's rows first, zero rows behind.
+        """Pads every shard of ``weight`` to max_width rows: a shard's rows first, then rows of zeros.
 
-        This is the layout that splits evenly over a mesh axis; differentiable; the identity when all shards are equal.
+        The result splits evenly over a mesh axis. Differentiable; the identity when all shards are equal.
 
         Args:
           weight: [vocab_size, ...], any dtype.
@@ -175,13 +175,13 @@ class VocabShards:
 
 @dataclasses.dataclass(frozen=True)
 class LocalShard:
-    """The slice of the vocabulary that this program instance holds.
+    """The shard of the vocabulary that this rank holds.
 
     Attributes:
       start: id of the first local row; an int, or an int32 scalar that differs by rank.
-      width: number of local rows that are real ids; rows behind them are padding.
+      width: number of local rows that are real ids; rows after them are padding.
       vocab_size: size of the whole vocabulary.
-      num_shards: over how many ranks it is sharded.
+      num_shards: number of ranks that it is sharded over.
     """
 
     start: int | Int[Array, ""]
@@ -191,16 +191,16 @@ class LocalShard:
 
 
 def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None, argument: str) -> LocalShard:
-    """Finds the local slice of the vocabulary and checks it against what the caller holds.
+    """Finds the local shard of the vocabulary and checks it against the array that the caller holds.
 
     Args:
-      rows: rows of the local block (or of the whole vocabulary when axis_name is None).
+      rows: rows of the local shard (or of the whole vocabulary when axis_name is None).
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
       vocab: the shards; None means equal shards without padding.
       argument: name of the array that has ``rows``, for messages.
 
     Raises:
-      ValueError: the number of shards, the vocabulary size or the block width does not fit.
+      ValueError: the number of shards, the vocabulary size or the padded width does not match.
     """
     require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
     if axis_name is None:

@@ -18,7 +18,7 @@ SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.name != "build.py"
 
 
 def generate(script: Path) -> str:
-    """The notebook of a script as text, the same text every time: cell ids count from 0."""
+    """The notebook of a script as text, reproducible: cell ids count from 0."""
     notebook = jupytext.read(script, fmt="py:percent")
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index}"
@@ -28,7 +28,7 @@ def generate(script: Path) -> str:
 
 
 def execute(text: str, steps: int) -> None:
-    """Runs a notebook from top to bottom with ``steps`` optimizer steps; an error in a cell raises."""
+    """Runs a notebook from top to bottom with ``steps`` optimizer steps; raises if a cell fails."""
     os.environ["JAXLOGP_NOTEBOOK_STEPS"] = str(steps)
     notebook = nbformat.reads(text, as_version=4)
     client = NotebookClient(
@@ -40,7 +40,7 @@ def execute(text: str, steps: int) -> None:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail if a notebook differs from its script")
     parser.add_argument("--execute", action="store_true", help="run every notebook")

@@ -15,9 +15,10 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxlogp/jaxlogp/blob/main/notebooks/grpo_from_scratch.ipynb)
 #
-# A decoder with under half a million parameters learns two-digit addition. First it imitates worked examples, until about
-# a third of its sampled answers are right. From then on nobody shows it an answer: it samples eight completions for every
-# prompt, a verifier says which of them are right, and the policy moves towards the ones that did better than their group.
+# A decoder with under half a million parameters learns two-digit addition. First it imitates worked examples, until
+# about a third of its sampled answers are right. From then on it is shown no answers: it samples eight completions for
+# every prompt, a verifier says which of them are right, and the policy moves towards those that did better than their
+# group.
 
 # %% [markdown]
 # ## Install
@@ -36,8 +37,8 @@ if importlib.util.find_spec("jaxlogp") is None:
 # %% [markdown]
 # ## The run
 #
-# The same run that `python -m experiments.grpo` calls. `JAXLOGP_NOTEBOOK_STEPS` makes a short run of it, for
-# tests of this notebook; without it the run is the default one.
+# The same run as `python -m experiments.grpo`. `JAXLOGP_NOTEBOOK_STEPS` shortens it, for tests of this notebook;
+# without it the run is the default one.
 
 # %%
 import dataclasses
@@ -63,7 +64,7 @@ result = train(config)
 # %% [markdown]
 # ## What it learned
 #
-# The scores are exact match on prompts that no training step has seen: a hash of the prompt decides which those are.
+# The scores are exact match on prompts that no training step has seen; a hash of the prompt decides which.
 
 # %%
 for name in ("sampled", "greedy"):
@@ -87,8 +88,9 @@ for title, step in (("before", min(steps_sampled)), ("after", max(steps_sampled)
 # %% [markdown]
 # ## Whether the numbers can be trusted
 #
-# `drift_max` is the largest difference, over all sampled tokens of a step, between the log-prob that the sampler drew from
-# and the one that the trainer computes from packed rows. With one update per rollout the ratio is 1 up to that drift.
+# `drift_max` is the largest difference, over all sampled tokens of a step, between the log-prob under which the sampler
+# drew the token and the one that the trainer computes from packed rows. With one update per rollout the ratio is 1 up
+# to that drift.
 
 # %%
 steps = [record for record in result.metrics if record["kind"] == "train"]

@@ -15,9 +15,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxlogp/jaxlogp/blob/main/notebooks/log_probs_without_logits.ipynb)
 #
-# RL post-training needs one log-prob and one entropy for every token: two numbers. The plain way to them stores a row of
-# logits, one number for every entry of the vocabulary, and its gradient again. Here both ways run side by side on whatever
-# device there is: what they compute, how much memory they take, how long they need.
+# RL post-training needs one log-prob and one entropy for every token: two numbers. The plain way stores a row of
+# logits per token, one number for every entry of the vocabulary, and the same again for its gradient. Here both ways
+# run side by side on whatever device there is: what they compute, how much memory they need, and how long they take.
 
 # %% [markdown]
 # ## Install
@@ -49,9 +49,9 @@ DTYPE = jnp.bfloat16 if ON_GPU else jnp.float32
 print(f"JAX {jax.__version__} on {device.device_kind} ({device.platform}), operands in {DTYPE.__name__}")
 
 # %% [markdown]
-# ## Two programs of one function
+# ## Two programs for one function
 #
-# The gradient is of a loss that reads both results, as policy gradients with an entropy bonus do.
+# The gradient is that of a loss that uses both results, as a policy gradient with an entropy bonus does.
 
 
 # %%
@@ -88,8 +88,8 @@ PROGRAMS = {"naive": with_gradients(naive), "ours": with_gradients(ours)}
 # %% [markdown]
 # ## The same numbers
 #
-# The vocabulary is not a multiple of anything. In fp32 both programs differ by roundings only. In bf16 the gradients of the
-# logits are rounded to 8 bits on their way into the products, in either program, hence the wider tolerance.
+# The vocabulary is not a multiple of any tile. In fp32 the programs differ only by rounding. In bf16 both programs
+# round the gradients of the logits to 8 bits before the products, hence the wider tolerance.
 
 # %%
 arguments = operands(300, 128, 5000)
@@ -111,8 +111,8 @@ for index, (what, tolerance) in enumerate(
 # %% [markdown]
 # ## Memory
 #
-# The compiler says how much it reserves for temporaries, beside arguments and gradients; nothing has to be run. First more
-# tokens, then a larger vocabulary.
+# The compiler says how much memory it reserves for temporaries, excluding arguments and gradients; nothing has to run.
+# First more tokens, then a larger vocabulary.
 
 # %%
 HIDDEN = 1024 if ON_GPU else 64
@@ -146,8 +146,8 @@ for sizes in SWEEPS.values():
 # %% [markdown]
 # ## Time
 #
-# Loss and gradients; a call of each in turn, so that what else the machine does hits both, and the median after a first
-# call that does not count.
+# Loss and gradients; the two are called in turn, so that other load on the machine affects both, and the median is
+# taken after a first call that is not counted.
 
 # %%
 seconds = {}
@@ -189,6 +189,6 @@ figure.suptitle(f"Log-probs, entropy and gradients, H = {HIDDEN}, {device.device
 plt.show()
 
 # %% [markdown]
-# The vocabulary is walked in tiles: a tile's logits live until their maximum, their sum of exponentials and, for the
-# entropy, their weighted sum are known. The backward pass computes them once more, and trades a product for the memory.
-# All engines on the heads of real models, beside one bare product: `python -m benchmarks.head_speed --model all`.
+# The vocabulary is processed in tiles: a tile's logits are kept until their maximum, their sum of exponentials and, for
+# the entropy, their weighted sum are known. The backward pass recomputes them, and so trades a product for memory. All
+# engines on the heads of real models, compared with a single product: `python -m benchmarks.head_speed --model all`.

@@ -15,9 +15,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxlogp/jaxlogp/blob/main/notebooks/vocab_parallel_log_probs.ipynb)
 #
-# Eight simulated devices hold a slice of the head each. First the log-prob of a token is put together from them by hand,
-# with every collective in sight. Then the same thing by one call, with gradients. Then the question that decides whether
-# a sampler and a trainer on different meshes can agree: are the numbers the same to the last bit?
+# Eight simulated devices hold one shard of the head each. First the log-prob of a token is computed from them by hand,
+# with every collective written out. Then the same with one call, with gradients. Then the question that decides whether
+# a sampler and a trainer on different meshes can agree: are the numbers bitwise equal?
 
 # %% [markdown]
 # ## Install
@@ -34,7 +34,7 @@ if importlib.util.find_spec("jaxlogp") is None:
     source = "jaxlogp[experiments] @ git+https://github.com/jaxlogp/jaxlogp"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
 
-# Both have to stand before JAX is imported: the CPU as backend, and how many devices it plays.
+# Both must be set before JAX is imported: the CPU as backend, and the number of devices that it simulates.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
@@ -51,10 +51,10 @@ from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, check_invaria
 print(f"JAX {jax.__version__}, {len(jax.devices())} {jax.devices()[0].platform} devices")
 
 # %% [markdown]
-# ## A vocabulary in eight pieces
+# ## A vocabulary in eight shards
 #
-# 1003 ids do not divide by eight: the first three shards own one id more. `shard_rows` lays the rows of the weight out in
-# blocks of one width, because that is what a mesh axis can split.
+# 1003 is not divisible by eight: the first three shards own one more id. `shard_rows` pads the shards of the weight to
+# one width, because a mesh axis can only split equal parts.
 
 # %%
 TOKENS, HIDDEN, VOCAB, SHARDS = 64, 64, 1003, 8
@@ -72,8 +72,9 @@ for rank, (start, end) in enumerate(vocab.ranges):
 # %% [markdown]
 # ## By hand: one pmax, one psum
 #
-# log p(target) = z[target] - logsumexp(z). The maximum comes from everyone, the sum of exponentials from everyone, the
-# target's logit from its one owner. The last two share a psum. Nothing of size [tokens, vocabulary] travels.
+# log p(target) = z[target] - logsumexp(z). The maximum comes from all shards, the sum of exponentials from all shards,
+# the target's logit from its one owner. The last two share a psum. Nothing of size [tokens, vocabulary] is
+# communicated.
 
 
 # %%
@@ -87,7 +88,7 @@ def by_hand(hidden, rows, targets):
     local_sum = jnp.exp(logits - maximum[:, None]).sum(axis=1)
 
     mine = (targets >= start) & (targets < start + width)
-    column = jnp.where(mine, targets - start, 0)  # never index with an id of somebody else: JAX would clamp it
+    column = jnp.where(mine, targets - start, 0)  # never index with an id that another shard owns: JAX would clamp it
     local_target = jnp.where(mine, jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0], 0.0)
 
     total, target = lax.psum(jnp.stack([local_sum, local_target]), "tensor")
@@ -103,7 +104,7 @@ truth = logits64[np.arange(TOKENS), targets] - peak[:, 0] - np.log(np.exp(logits
 print(f"largest error against float64: {np.abs(manual - truth).max():.1e} nats")
 
 # %% [markdown]
-# Two reductions that look right and are not: a shard's own logsumexp instead of everyone's, and the mean of the shards'.
+# Two reductions that look right but are wrong: a shard's own logsumexp instead of the global one, and the shards' mean.
 
 # %%
 shard_lse = np.stack([np.log(np.exp(logits64[:, start:end]).sum(axis=1)) for start, end in vocab.ranges])
@@ -116,11 +117,11 @@ for name, wrong in (
     print(f"{name}: off by {np.abs(wrong - truth).mean():.2f} nats on average")
 
 # %% [markdown]
-# ## The same by one call, with entropy and gradients
+# ## The same with one call, with entropy and gradients
 #
-# Hidden states are the same on all shards, so their gradient is a sum over shards: exactly one psum, which JAX adds because
-# the types say that hidden states do not vary over "tensor". Without that psum, or with two of them, the error below would
-# not be 1e-7 but a factor.
+# Hidden states are the same on all shards, so their gradient is a sum over shards: exactly one psum, which is there
+# because their type says that they do not vary over "tensor". Without that psum, or with two of them, the error below
+# would not be 1e-7 but of order 1.
 
 
 # %%
@@ -145,10 +146,10 @@ print("log-probs at most 0:", bool((result.log_probs <= 0).all()))
 print("entropies in [0, log V]:", bool(((result.entropy >= 0) & (result.entropy <= np.log(VOCAB))).all()))
 
 # %% [markdown]
-# ## Equal to the last bit?
+# ## Bitwise equal?
 #
-# `check_invariance` runs a function under changes that must not matter and compares bytes. First naive JAX: one token alone,
-# small chunks and every other mesh give other bits.
+# `check_invariance` runs a function under changes that must not matter and compares bytes. First naive JAX: one token
+# alone, small chunks and every other mesh give different bits.
 
 
 # %%
@@ -185,7 +186,7 @@ def even(size):
 
 
 reports = [
-    # Naive JAX knows no uneven shards: its sharded program is the one from above, by hand and in general.
+    # Naive JAX has no uneven shards: its sharded program is a general form of the one written by hand above.
     check_invariance(naive, hidden, weight, targets, name="naive JAX", num_shards=()),
     check_invariance(
         whole("chunked"),
@@ -211,7 +212,7 @@ for report in reports:
 assert reports[0].broken and reports[1].broken and not reports[2].broken and not reports[2].not_run
 
 # %% [markdown]
-# Each cell is the share of tokens whose bits changed. The fixed order has none, on any mesh and in any batch.
+# Each cell is the share of tokens whose bits changed. With the fixed order none change, on any mesh and in any batch.
 
 # %%
 changes = [difference.change for difference in reports[2].differences]
@@ -233,8 +234,8 @@ plt.show()
 # %% [markdown]
 # ## Why
 #
-# A sum of floats depends on its order, and each mesh picks another one. Here is the token that moved most, as integers
-# of their bits, counted from the first column.
+# A sum of floats depends on its order, and each mesh picks a different one. Here is the token that changed most: its
+# bits as integers, relative to the first column.
 
 # %%
 paths = {
@@ -249,5 +250,5 @@ for name, (alone, meshes) in paths.items():
     print(f"{name:12} token {worst:2}, units in the last place on 1, 2, 3, 4, 6, 8 devices: {distances}")
 
 # %% [markdown]
-# What is promised, what is not and what it costs: `docs/invariance.md`. A whole training run with the same property:
+# What is promised, what is not, and what it costs: `docs/invariance.md`. A whole training run with the same property:
 # `python -m experiments.grpo --invariant`. Your own function: `from jaxlogp import check_invariance`.

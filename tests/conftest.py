@@ -1,6 +1,6 @@
 """Eight simulated CPU devices for every test; strict NumPy promotion for the tests of the library.
 
-JAXLOGP_TEST_GPU=1 leaves a GPU in sight, for `pytest -m gpu`.
+JAXLOGP_TEST_GPU=1 leaves a GPU visible, for `pytest -m gpu`.
 """
 
 import atexit
@@ -10,8 +10,8 @@ import tempfile
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Many tests run the same small trainer, and load what one of them has compiled. Each worker has a folder of its own:
-    # JAX writes without a lock. The process that starts the workers removes them all.
+    # Many tests run the same small trainer, and load what one of them has compiled. Each worker has a folder of its
+    # own: JAX writes without a lock. The process that starts the workers removes them all.
     if "PYTEST_XDIST_WORKER" in os.environ:
         cache = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["PYTEST_XDIST_WORKER"])
     else:
@@ -37,6 +37,21 @@ def pytest_configure(config):
     """Every default run draws the same cases; `--hypothesis-profile=random` draws new ones and prints its seed."""
     if config.getoption("--hypothesis-profile") is None:
         hypothesis.settings.load_profile("the same cases")
+
+
+OPTIMIZE_ALL = {"JAXLOGP_TEST_OPTIMIZED", "JAXLOGP_TEST_GPU"}
+OPTIMIZED = {"invariance", "test_invariant.py", "test_learning.py", "test_chunked_memory.py"}
+"""Folders and files whose tests look at bits or at memory, or run for long: compiled as users compile."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_effort(request):
+    """Other programs are compiled with few optimizations, in about 0.6 of the CPU time: tests compile more than they run.
+
+    The lanes on the newest JAX, and `JAXLOGP_TEST_OPTIMIZED=1`, compile all of them as users do.
+    """
+    optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
+    jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
-"""The float64 oracle: every formula of the library written once more, in NumPy alone.
+"""The float64 oracle: every formula of the library, written independently in NumPy.
 
 Nothing here imports JAX or jaxlogp, so a mistake in the library cannot hide in its own tests. Gradients are
-the analytic ones; tests/test_oracle.py holds each of them against central finite differences.
+the analytic ones; tests/test_oracle.py compares each of them with central finite differences.
 
 Shapes: `hidden [*tokens, H]`, `weight [V, H]`, `logits [*tokens, V]`, `targets`, `mask`, cotangents `[*tokens]`.
 All values are nats.

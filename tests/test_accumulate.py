@@ -1,4 +1,4 @@
-"""One step out of many micro-batches: the cut changes nothing, and every rank ends the step together."""
+"""One step from many micro-batches: the split changes nothing, and all ranks end the step together."""
 
 import functools
 import threading

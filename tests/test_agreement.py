@@ -1,4 +1,4 @@
-"""Vocabulary shards that do not look at the same tokens: refused by their types, or NaN on all of them, never a number."""
+"""Vocabulary shards with different tokens: refused by type, or NaN on all shards, never a number."""
 
 import functools
 import re
@@ -261,7 +261,7 @@ REPLICATED = {
 @pytest.mark.parametrize("name", REPLICATED)
 def test_a_block_that_does_not_vary_over_the_axis_is_refused(name):
     function, argument = REPLICATED[name]
-    with pytest.raises(ValueError, match=f"^{argument}: expected the local block of each rank of axis 'tensor', got "):
+    with pytest.raises(ValueError, match=f"^{argument}: expected the local shard of each rank of axis 'tensor', got "):
         on_a_replicated_block(function)
     # One rank holds all of it; and without replication types nothing is known.
     on_a_replicated_block(function, mesh_size=1)

@@ -49,7 +49,7 @@ def sharded_head(**changes):
 
 
 def head_in_shard_map(rows, vocab):
-    """The local block of the weight has `rows` rows on each of 4 ranks."""
+    """The local shard of the weight has `rows` rows on each of 4 ranks."""
     return jax.shard_map(
         lambda h, w, t: jaxlogp.linear_log_probs(h, w, t, axis_name="tensor", vocab=vocab).log_probs,
         mesh=mesh(),

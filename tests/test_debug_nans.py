@@ -1,4 +1,4 @@
-"""``jax_debug_nans`` finds NaNs in programs; on clean data, outside of jit as well, the library makes none."""
+"""``jax_debug_nans`` finds NaNs in programs; on clean data, also outside jit, the library makes none."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Packing: what every position of a row holds, what is handed back, and what never leaks between documents."""
+"""Packing: the contents of every position, the documents returned, and no leaks between documents."""
 
 import dataclasses
 

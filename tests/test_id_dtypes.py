@@ -1,4 +1,4 @@
-"""Ids of every integer dtype mean the same to every public function: a range is checked before any cast, int32 after it."""
+"""Ids of every integer dtype mean the same in every public function: ranges are checked before the cast to int32."""
 
 import functools
 

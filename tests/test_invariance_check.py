@@ -1,4 +1,4 @@
-"""The tool that tests a log-prob function: it must see what breaks, and say where and by how much."""
+"""check_invariance: it must find what breaks, and say where and by how much."""
 
 import jax
 import jax.numpy as jnp

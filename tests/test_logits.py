@@ -1,4 +1,4 @@
-"""log_probs_from_logits on one device against the float64 oracle; section A's cases without the mesh."""
+"""log_probs_from_logits on one device against the float64 oracle."""
 
 import functools
 

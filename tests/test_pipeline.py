@@ -1,8 +1,8 @@
-"""From tokens to the gradient of a step: packed, cut into micro-batches, spread over data and tensor ranks, tied head.
+"""From tokens to the gradient of a step: packed, split into micro-batches, sharded over data and tensor ranks, tied head.
 
-The float64 side never packs, cuts or shards anything: it walks through the documents one by one. So a label that leaks
-over the border of a document, a sum that is added twice over the mesh, a part of the tied gradient that is missing, or a
-denominator of a micro-batch makes the two differ.
+The float64 side never packs, splits or shards anything: it goes through the documents one by one. So a label that leaks
+across a document boundary, a sum added twice over the mesh, a missing part of the tied gradient, or the denominator of
+a micro-batch makes the two differ.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A function in two processes of four devices: the fixed order gives the bytes of one process, and failures are told."""
+"""A function in two processes of four devices: the fixed order gives the bytes of one process, and failures are reported."""
 
 import jax.numpy as jnp
 import numpy as np

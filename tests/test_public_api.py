@@ -1,4 +1,4 @@
-"""What `import jaxlogp` gives and what it leaves alone."""
+"""The names that `import jaxlogp` provides, and the modules that it does not import."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""WeightedSum and the masked reductions: sums and counts stay together, masked places vanish."""
+"""WeightedSum and the masked reductions: sums and counts stay together, masked entries have no effect."""
 
 import functools
 

@@ -1,6 +1,6 @@
 """Every public function of arrays under chex's variants: with and without jit, on a device and from the host, one result.
 
-The result without jit, on arrays that are already JAX's, is the yardstick; its truth is the business of the other tests.
+The reference is the result without jit, on JAX arrays; whether it is correct is for the other tests.
 """
 
 import chex

@@ -1,1 +1,1 @@
-"""Time and memory of the head beside one product hidden · weightᵀ."""
+"""Time and memory of the head, relative to one product hidden · weightᵀ."""

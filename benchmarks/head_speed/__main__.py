@@ -1,15 +1,16 @@
-"""Time and temporary memory of the head: the engines of ``linear_log_probs`` beside other programs of the same function.
+"""Time and temporary memory of the head: the engines of ``linear_log_probs`` and other programs for the same function.
 
     python -m benchmarks.head_speed                       # N=2048, H=512, V=32768, fp32, on this machine
     python -m benchmarks.head_speed --write               # also writes benchmarks/results/head_speed_<device>.{json,md}
     python -m benchmarks.head_speed --model all --tokens 8192 --write      # heads of real models, for a GPU
 
-Everything is measured in one run: repeats are interleaved, so that what else the machine does hits all programs alike.
-On the CPU ratios are to ``materialised``, a plain JAX program with log_softmax over stored fp32 logits. On a GPU, or with
-``--model``, they are to one bf16 product hidden · weightᵀ by cuBLAS, each run is timed at settled clocks (as long untimed
-before it), installed peers are measured too, errors against float64 stand beside the times, and files are written after
-every shape. Entropy is on, and has a gradient, where a program has one. Memory is what the compiler reserves for
-temporaries, without arguments and results; for PyTorch the peak of its allocator beside them.
+Everything is measured in one run: repeats are interleaved, so that other load on the machine affects all programs
+equally. On the CPU ratios are to ``materialised``, a plain JAX program with log_softmax over stored fp32 logits. On a
+GPU, or with ``--model``, they are to one bf16 product hidden · weightᵀ by cuBLAS, each run is timed at settled clocks
+(after an untimed run of the same length), installed peers are measured too, errors against float64 are given with the
+times, and files are written after every shape. Entropy is on, and has a gradient, where a program has one. Memory is
+what the compiler reserves for temporaries, without arguments and results; for PyTorch it is the peak of its allocator
+without these.
 """
 
 import dataclasses
@@ -46,9 +47,9 @@ class HeadSpeedConfig:
     """Options of the benchmark."""
 
     tokens: int | tuple[int, ...] = 2048
-    """N, number of tokens; several with ratios to the product."""
+    """N, number of tokens; may be several with ratios to the product."""
     hidden_size: int = 512
-    """H, features of a hidden state."""
+    """H, size of a hidden state."""
     vocab_size: int = 32768
     """V, size of the vocabulary."""
     model: tuple[str, ...] = ()
@@ -56,19 +57,19 @@ class HeadSpeedConfig:
     dtype: str = "auto"
     """Dtype of hidden states and weight: float32 or bfloat16; auto is bfloat16 for ratios to the product."""
     base: str = "auto"
-    """What ratios are to: materialised or product; auto is the product on a GPU and with --model."""
+    """Base of the ratios: materialised or product; auto is the product on a GPU and with --model."""
     only: tuple[str, ...] = ()
     """Programs to measure where ratios are to the product: names, ours, peers; all by default."""
     skip: tuple[str, ...] = ()
-    """Programs to leave out of these."""
+    """Programs to exclude from these."""
     repeats: int = 7
-    """Timed repeats of every program; the median counts."""
+    """Timed repeats of every program; the median is reported."""
     settle: float = SETTLE_SECONDS
-    """Seconds that each program runs untimed and then timed in a turn, where ratios are to the product."""
+    """Seconds that each program runs untimed, and then again timed, in a turn, where ratios are to the product."""
     time_budget: float = 0.0
-    """Seconds after which no shape is begun, where ratios are to the product; 0 is no end."""
+    """Seconds after which no further shape is begun, where ratios are to the product; 0 means no limit."""
     threads: int = 16
-    """Programs compiled at the same time, where ratios are to the product; at most one for each core."""
+    """Programs compiled at the same time, where ratios are to the product; at most one per core."""
     write: bool = False
     """Write the table under --folder."""
     folder: str = "benchmarks/results"
@@ -120,7 +121,7 @@ def main(config: HeadSpeedConfig, after_shape: Callable[[Result], None] = lambda
 
     Args:
       config: options.
-      after_shape: given what is known so far after every shape, where ratios are to the product.
+      after_shape: called with all results so far after every shape, where ratios are to the product.
 
     Raises:
       ValueError: a size that is not positive, or an unknown dtype, model, base or program.
@@ -275,8 +276,8 @@ def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options end in one line on stderr and exit code 2."""
-    # Read when the device is opened, which nothing has done yet: PyTorch's peers need a share of the card.
+    """The command line: bad options give one line on stderr and exit code 2."""
+    # Read when the device is opened, which has not happened yet: PyTorch's peers need a share of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config = tyro.cli(HeadSpeedConfig, args=arguments, prog="python -m benchmarks.head_speed", description=__doc__)
 

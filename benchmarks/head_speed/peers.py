@@ -1,6 +1,6 @@
-"""Other systems with the function of the head, timed by ``benchmarks.head_speed`` where they are installed.
+"""Other implementations of the head, timed by ``benchmarks.head_speed`` where they are installed.
 
-Nothing here is a dependency: a peer is imported when it is asked for, through its public function where it has one. Calls
+Nothing here is a dependency: a peer is imported on request, through its public function where it has one. Calls
 were checked against cut-cross-entropy 25.1.1, liger-kernel 0.8.5, verl 0.9.1 and tokamax 0.0.17.
 """
 
@@ -34,7 +34,7 @@ class TorchPeer:
       distribution: name under which it is installed.
       load: imports it and returns the function.
       gives: what it computes, for tables.
-      per_token: False, the first value is one number for all tokens, whose upstream gradient is 1.
+      per_token: False if the first value is one number for all tokens, whose upstream gradient is 1.
     """
 
     name: str
@@ -87,13 +87,13 @@ class TorchPeer:
 
 
 def _give_back_tritons_cache() -> None:
-    """Undoes an empty TRITON_CACHE_DIR, which importing jax-triton sets and with which other Triton kernels fail."""
+    """Undoes the empty TRITON_CACHE_DIR that importing jax-triton sets, and with which other Triton kernels fail."""
     if os.environ.get("TRITON_CACHE_DIR") == "":
         del os.environ["TRITON_CACHE_DIR"]
 
 
 def _torch_temporaries(torch: Any, call: Callable[[], Any]) -> int:
-    """Peak of PyTorch's allocator beside what was there before and what the call returns."""
+    """Peak of PyTorch's allocator, excluding earlier allocations and the results of the call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -125,7 +125,7 @@ class JaxPeer:
         return _missing(*self.needs)
 
     def program(self) -> JaxProgram:
-        """To be compiled beside our own."""
+        """The program, to be compiled together with ours."""
         return differentiated(self.load(), self.gives)
 
 
@@ -152,7 +152,7 @@ def _liger_cute():
     function = importlib.import_module(module).LigerFusedScaledCrossEntropySM90Function
 
     def program(hidden, weight, targets):
-        # Temperature, id that is ignored, a number without effect, with entropy.
+        # Temperature, ignored id, a number without effect, with entropy.
         nll, entropy = function.apply(hidden, weight, targets, 1.0, -100, 1, True)
         return -nll, entropy
 
@@ -160,7 +160,7 @@ def _liger_cute():
 
 
 def _verl():
-    """verl's kernel alone: ``import verl`` starts its trainer's dependencies, of which the kernel uses none."""
+    """verl's kernel only: ``import verl`` loads the trainer's dependencies, of which the kernel uses none."""
     root = importlib.util.find_spec("verl").submodule_search_locations[0]
     for name in ("verl", "verl.utils", "verl.utils.kernel"):
         _bare_package(name, Path(root, *name.split(".")[1:]))
@@ -179,7 +179,7 @@ def _bare_package(name: str, *folders: Path) -> types.ModuleType:
 
 def _tokamax(implementation: str | None):
     if importlib.util.find_spec("xprof") is None:
-        # Read by tokamax's own benchmarking alone, which is not called here.
+        # Read only by tokamax's own benchmarking, which is not called here.
         for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
             _bare_package(name).get_kernel_stats_tool = None
     loss = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
@@ -245,6 +245,6 @@ def version(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of every peer and what it runs on, as far as installed."""
+    """Versions of every peer and what it runs on, as far as installed."""
     names = ("jax", "jaxlib", "torch", "triton", "nvidia-cutlass-dsl", *(peer.distribution for peer in PEERS))
     return {name: found for name in dict.fromkeys(names) if (found := version(name)) is not None}

@@ -1,7 +1,7 @@
-"""What ``benchmarks.head_speed`` measures of JAX: programs that store the logits, our engines, the policy loss in one pass.
+"""The JAX programs of ``benchmarks.head_speed``: those that store the logits, our engines, the policy loss in one pass.
 
 A program is compiled for one case, all of a case's programs at the same time in threads, and then run once, so that its
-errors are known before its time is taken.
+errors are known before it is timed.
 """
 
 import functools
@@ -31,12 +31,12 @@ class Prepared:
     """A program ready to be timed on one case.
 
     Attributes:
-      forward: values alone; None where the program has no such part.
+      forward: values only; None where the program has no such part.
       forward_backward: values and both gradients.
-      wait: returns once what it is given has been computed.
+      wait: returns once its argument has been computed.
       forward_bytes: temporaries of the forward pass, without arguments and results.
       forward_backward_bytes: the same with the backward pass, without the gradients.
-      outputs: what it gave, for its errors.
+      outputs: its results, for its errors.
       gives: what it computes, for tables.
     """
 
@@ -57,7 +57,7 @@ class JaxProgram:
       forward: (hidden, weight, targets) -> (log-probs, entropy or None), or None where there is no forward pass.
       both: (*operands) of :func:`operands` -> ((log-probs or None, entropy or None), (d_hidden, d_weight)).
       gives: what it computes, for tables.
-      through_entropy: whether an entropy that it gives has its share in the gradients.
+      through_entropy: whether an entropy that it computes contributes to the gradients.
     """
 
     forward: Program | None
@@ -67,7 +67,7 @@ class JaxProgram:
 
 
 def materialised(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a trainer without a fused head does: fp32 logits, log_softmax, gather, entropy."""
+    """A trainer without a fused head: fp32 logits, log_softmax, gather, entropy."""
     dimensions = (((1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(
         hidden, weight, dimensions, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
@@ -88,7 +88,7 @@ def engine_program(name: str) -> Program:
 
 
 def differentiated(program: Program, gives: str = BOTH) -> JaxProgram:
-    """A program whose gradients come from the case's upstream ones."""
+    """A program whose gradients follow from the case's upstream gradients."""
 
     def both(hidden, weight, targets, g_log_probs, g_entropy, old_log_probs, lse):
         (log_probs, entropy), pull = jax.vjp(lambda h, w: program(h, w, targets), hidden, weight)
@@ -105,8 +105,9 @@ def policy_loss_program(gives: str, bonus: float | None = None, known_lse: bool 
 
     Args:
       gives: what it computes, for tables.
-      bonus: coefficient of an entropy bonus; None is none, so that the entropy has no share in the gradients.
-      known_lse: the sampler's log Σ e^z is given, and nothing computed but the gradients.
+      bonus: coefficient of an entropy bonus; None means no bonus, so that the entropy does not contribute to the
+        gradients.
+      known_lse: whether the sampler's log Σ e^z is given, so that only the gradients are computed.
     """
     loss = grpo(entropy_coefficient=bonus or 0.0)
 
@@ -125,7 +126,7 @@ def policy_loss_program(gives: str, bonus: float | None = None, known_lse: bool 
 
 
 def our_programs() -> dict[str, JaxProgram]:
-    """Everything of ours and the baseline, in the order of tables."""
+    """All our programs and the baseline, in the order of tables."""
     return {
         "materialised": differentiated(materialised),
         **{name: differentiated(engine_program(name)) for name in ENGINES},
@@ -144,7 +145,7 @@ def operands(case: Case, wanted: Exact) -> tuple[jax.Array, ...]:
 def compile_all(
     programs: Mapping[str, JaxProgram], arguments: tuple[jax.Array, ...], threads: int = 16
 ) -> dict[str, tuple[Compiled | None, Compiled] | Exception]:
-    """(forward, both) of every program, or what it raised: traced one by one, compiled at the same time in threads."""
+    """(forward, both) of every program, or its exception; traced one by one, compiled in parallel threads."""
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
         for name, program in programs.items():
@@ -166,7 +167,7 @@ def compile_all(
 
 
 def _compiled(stage: Lowered | None) -> tuple[Compiled | Exception | None, float]:
-    """A compiled stage or what the compiler raised, and the seconds it took."""
+    """A compiled stage or the compiler's exception, and the seconds it took."""
     started = time.monotonic()
     try:
         result = None if stage is None else stage.compile()
@@ -205,7 +206,7 @@ def prepare_jax(
 
 
 def _require_room(compiled: Compiled) -> None:
-    # Asked first: an allocation that fails on the device is slow, and leaves the pool in pieces.
+    # Checked first: a failed allocation on the device is slow, and leaves the memory pool fragmented.
     sizes, stats = compiled.memory_analysis(), jax.devices()[0].memory_stats()
     need = sizes.temp_size_in_bytes + sizes.output_size_in_bytes
     if stats and need > (room := stats["bytes_limit"] - stats["bytes_in_use"]):

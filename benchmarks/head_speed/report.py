@@ -1,4 +1,4 @@
-"""Table and picture of ``benchmarks.head_speed`` when ratios are to one product hidden · weightᵀ."""
+"""Table and plot of ``benchmarks.head_speed`` when ratios are to one product hidden · weightᵀ."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ COLUMNS = (
     " d weight ",
     " gives ",
 )
-# Field, colour, label, and place of the bar beside its program's.
+# Field, colour, label, and offset of the bar next to its program's others.
 PANELS = (
     ("forward_ratio", "#8fb3d9", "forward", -0.2),
     ("forward_backward_ratio", "#1f5fa8", "forward and backward", 0.2),
@@ -46,15 +46,15 @@ class ShapeRow:
       product_by: what computed the product.
       forward_seconds: median of settled runs.
       forward_backward_seconds: the same with both gradients.
-      forward_ratio: over product_seconds.
-      forward_backward_ratio: over product_seconds.
+      forward_ratio: forward_seconds / product_seconds.
+      forward_backward_ratio: forward_backward_seconds / product_seconds.
       forward_bytes: temporaries, without arguments and results.
       forward_backward_bytes: the same with the backward pass.
       log_prob_error: largest absolute error against float64, in nats.
       entropy_error: the same for entropies.
       d_hidden_error: relative error in norm of some rows against float64.
       d_weight_error: the same for the weight.
-      turns: over which the medians were taken.
+      turns: number of turns over which the medians were taken.
       gives: what the program computes.
     """
 
@@ -81,7 +81,7 @@ class ShapeRow:
 
 @dataclass(frozen=True)
 class NotRun:
-    """A program that was left out of a shape ("" is every shape) or failed on it, and why."""
+    """A program that was not run on a shape ("" means every shape) or failed on it, and why."""
 
     shape: str
     program: str
@@ -98,12 +98,12 @@ def machine() -> str:
 def shapes_markdown(
     rows: Sequence[ShapeRow], not_run: Sequence[NotRun], dtype: str, repeats: int, versions: Mapping[str, str]
 ) -> str:
-    """A table for every shape, a program that failed on it as a row with the reason, then what was not run."""
+    """A table for every shape, with programs that failed on it as rows with the reason, then the programs not run."""
     others = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "jax")
     lines = [
         f"{machine()}, {others}; {dtype} operands, logits of σ = {SPREAD:g}, random upstream gradients of log-probs, "
         f"{ENTROPY_BONUS} of entropies; median of {repeats} settled runs in turns. × is time over one "
-        f"{product_dtype(dtype)} product hidden · weightᵀ of the same turns; memory is beside arguments and results; "
+        f"{product_dtype(dtype)} product hidden · weightᵀ of the same turns; memory excludes arguments and results; "
         "errors are against float64: the largest of log-probs and entropies in nats, of gradients relative in norm on "
         "some rows.",
     ]
@@ -152,7 +152,7 @@ def product_dtype(dtype: str) -> str:
 
 
 def plot_ratios(rows: Sequence[ShapeRow], path: Path) -> None:
-    """Ratios to the product as bars, one panel a shape, forward and with the backward pass; PNG."""
+    """Ratios to the product as bars, one panel per shape, forward and with the backward pass; PNG."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
     programs = list(dict.fromkeys(row.program for row in rows))
     across = min(len(shapes), 4)

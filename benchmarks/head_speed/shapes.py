@@ -1,7 +1,7 @@
 """The part of ``benchmarks.head_speed`` with ratios to one product: every engine and installed peer on every shape.
 
-For a device that is at hand only briefly: each step is printed when it is done, whoever calls is told after every
-shape, no shape is begun that would not fit the time, and a program that fails is a row with the reason.
+For a device that is available only briefly: each step is printed when it is done, the caller is notified after every
+shape, no shape is begun that would exceed the time budget, and a program that fails becomes a row with the reason.
 """
 
 import importlib
@@ -31,12 +31,12 @@ class Plan:
     Attributes:
       shapes: (H, V) by label.
       tokens: numbers of tokens.
-      dtype: of hidden states and weight.
-      repeats: turns; the median counts.
-      names: programs to measure; the others are said to be left out.
-      settle_seconds: of each untimed and each timed run.
-      time_budget: seconds after which no shape is begun, 0 for no end.
-      threads: programs that are compiled at the same time, at most one for each core.
+      dtype: dtype of hidden states and weight.
+      repeats: number of turns; the median is reported.
+      names: programs to measure; the others are listed as excluded.
+      settle_seconds: duration of each untimed and each timed run.
+      time_budget: seconds after which no further shape is begun; 0 means no limit.
+      threads: programs that are compiled at the same time, at most one per core.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -72,8 +72,8 @@ def measure_shapes(
 
     Args:
       plan: what to measure.
-      after_shape: given all rows so far, and all that was not run, when a shape is done.
-      started: moment from which the time budget runs, by default now.
+      after_shape: called with all rows so far, and everything not run, when a shape is done.
+      started: start of the time budget, by default now.
       clock: seconds since some moment.
     """
     started = clock() if started is None else started
@@ -84,7 +84,7 @@ def measure_shapes(
     for number, model, hidden_size, vocab_size in wanted:
         label, began = f"{model}, N={number}", clock()
         spent = began - started
-        # The first shape tells what one costs, so it is always begun.
+        # The first shape shows what one costs, so it is always begun.
         if plan.time_budget and begun and spent + last > plan.time_budget:
             reason = (
                 f"not begun: {spent:.0f} s of {plan.time_budget:.0f} s were spent and the last shape took {last:.0f} s"
@@ -108,7 +108,7 @@ def measure_shapes(
 
 
 def _merged(not_run: list[NotRun], begun: int) -> tuple[NotRun, ...]:
-    """A program that was left out of every shape that was begun, for one reason, is one line."""
+    """A program that was not run on any shape, for one and the same reason, becomes one line."""
     reasons = [(left.program, left.reason, left.failed) for left in not_run]
     merged = [
         NotRun("" if reasons.count(one) == begun and not left.failed and left.program != EVERY else left.shape, *one)
@@ -118,7 +118,7 @@ def _merged(not_run: list[NotRun], begun: int) -> tuple[NotRun, ...]:
 
 
 def _left_out(case: Case, names: Sequence[str]) -> dict[str, str]:
-    """Why programs cannot or shall not run on the case."""
+    """Why programs cannot, or should not, run on the case."""
     reasons = {name: why_not(engine, case.hidden, case.weight) for name, engine in ENGINES.items()}
     reasons.update({peer.name: peer.why_not() for peer in PEERS})
     reasons.update({name: "left out by an option" for name in (*our_names(), *peer_names()) if name not in names})
@@ -129,7 +129,7 @@ def _measure(case: Case, plan: Plan) -> tuple[list[ShapeRow], list[NotRun]]:
     reasons = _left_out(case, plan.names)
     not_run = [NotRun(case.label, name, reason) for name, reason in reasons.items()]
     wanted = exact(case)
-    # Before everything that might run beside it.
+    # Before anything else might run at the same time.
     base_dtype = product_dtype(plan.dtype)
     one_product, chosen = compile_product(case.hidden.astype(base_dtype), case.weight.astype(base_dtype))
     print(f"  exact values known, product by {chosen}", flush=True)
@@ -167,14 +167,14 @@ def _measure(case: Case, plan: Plan) -> tuple[list[ShapeRow], list[NotRun]]:
 def _prepare(
     case: Case, names: Sequence[str], arguments: tuple[jax.Array, ...], threads: int
 ) -> tuple[dict[str, Prepared], dict[str, Exception]]:
-    """Programs ready to be timed, in the order of ``names``, and what the others raised."""
+    """Programs ready to be timed, in the order of ``names``, and the exceptions of the others."""
     programs = {name: program for name, program in our_programs().items() if name in names}
     failures: dict[str, Exception] = {}
     for peer in PEERS:
         if isinstance(peer, JaxPeer) and peer.name in names:
             try:
                 programs[peer.name] = peer.program()
-            except Exception as error:  # Somebody else's import may fail in any way.
+            except Exception as error:  # A third-party import may fail in any way.
                 failures[peer.name] = error
     began = time.monotonic()
     compiled = compile_all(programs, arguments, threads)
@@ -199,7 +199,7 @@ def _prepare(
 
 
 def _empty_torch_cache() -> None:
-    # What PyTorch keeps of a failed program, or of the last shape, is not there for the others.
+    # Memory that PyTorch keeps from a failed program, or from the last shape, is not available to the others.
     if "torch" in sys.modules:
         torch = importlib.import_module("torch")
         if torch.cuda.is_available():
@@ -232,5 +232,5 @@ def _row(
 
 
 def _words(error: Exception) -> str:
-    """What was raised, in one line."""
+    """The exception, in one line."""
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

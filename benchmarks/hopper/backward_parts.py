@@ -1,4 +1,4 @@
-"""Times the three products of the backward for one chunk, each beside cuBLAS on the same shapes, interleaved.
+"""Times the three products of the backward for one chunk, each against cuBLAS on the same shapes, interleaved.
 
 python -m benchmarks.hopper.backward_parts [H,V ...]
 """
@@ -12,9 +12,9 @@ from jax import lax
 
 from benchmarks.beside_product import Timed, cases, compiled_or_said, print_times
 from benchmarks.cases import Case
-from jaxlogp import HeadSpec
 from jaxlogp.head.hopper.gradient_products import add_hidden_gradient, uninitialised, write_weight_gradient
 from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.row_scalars import RowScalars
 
@@ -36,13 +36,14 @@ def cublas(contract: tuple[int, int], dtype: jnp.dtype = jnp.bfloat16) -> Callab
 
 
 def dz(case: Case, config: TileConfig) -> Callable:
-    """The logits of a chunk once more, turned into their gradient."""
+    """The logits of a chunk, recomputed and turned into their gradient."""
     tokens, width = case.hidden.shape[0], jnp.int32(case.weight.shape[0])
     ones = jnp.ones(tokens, jnp.float32)
     rows = RowScalars(5 * ones, 12 * ones, ones, ones, ones, jnp.arange(tokens, dtype=jnp.int32) * 16)
 
     def run(hidden, weight):
-        return chunk_gradient(hidden, weight, None, rows, width, jnp.int32(3), CHUNK, HeadSpec(), True, config, SMS)
+        operands = Operands(hidden, weight, None, width)
+        return chunk_gradient(operands, rows, jnp.int32(3), CHUNK, Launch(config, SMS), with_slope=True)
 
     return run
 
@@ -54,7 +55,8 @@ def d_hidden(case: Case, config: TileConfig) -> Callable:
     def run(gradient, weight):
         ref = jax.new_ref(jnp.zeros((tokens, hidden_size + -hidden_size % 256), jnp.float32))
         for step in range(CHUNKS):
-            add_hidden_gradient(ref, gradient, weight, jnp.int32(step), config, SMS)
+            operands = Operands(case.hidden, weight, None, jnp.int32(weight.shape[0]))
+            add_hidden_gradient(ref, gradient, operands, jnp.int32(step), Launch(config, SMS))
         return jax.freeze(ref)
 
     return run
@@ -66,7 +68,8 @@ def d_weight(case: Case, config: TileConfig) -> Callable:
     def run(gradient, hidden):
         ref = jax.new_ref(uninitialised(case.weight.shape, jnp.bfloat16))
         for step in range(CHUNKS):
-            write_weight_gradient(ref, gradient, hidden, jnp.int32(step), config, SMS)
+            operands = Operands(hidden, case.weight, None, jnp.int32(case.weight.shape[0]))
+            write_weight_gradient(ref, gradient, operands, jnp.int32(step), Launch(config, SMS))
         return jax.freeze(ref)
 
     return run

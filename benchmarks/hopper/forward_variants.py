@@ -1,4 +1,4 @@
-"""Times variants of the forward kernel beside one cuBLAS product, interleaved, with the error against float64.
+"""Times variants of the forward kernel against one cuBLAS product, interleaved, with the error against float64.
 
 python -m benchmarks.hopper.forward_variants [H,V ...]
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.beside_product import cases, compiled_or_said, print_times, say
 from benchmarks.cases import Case, Outputs, errors, exact
-from jaxlogp import HeadSpec
 from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import TileConfig
 
 SHAPES = ("4096,151936", "2304,256000", "1024,151936")
@@ -41,7 +41,8 @@ def variant(case: Case, config: TileConfig) -> Callable:
     width = jnp.int32(case.weight.shape[0])
 
     def run(hidden, weight, targets):
-        return fold(forward_statistics(hidden, weight, None, targets, width, HeadSpec(), True, config, SMS))
+        operands = Operands(hidden, weight, None, width)
+        return fold(forward_statistics(operands, targets, Launch(config, SMS), with_entropy=True))
 
     return run
 

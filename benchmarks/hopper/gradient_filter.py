@@ -1,10 +1,11 @@
-"""The gradient filter of the hopper engine on peaked policies, beside the unfiltered backward and one cuBLAS product.
+"""The gradient filter of the hopper engine on peaked policies, against the unfiltered backward and one cuBLAS product.
 
     python -m benchmarks.hopper.gradient_filter [H,V ...]
 
-Policies are those of experiments/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token drawn
-from them), made on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are relative, in norm,
-against the unfiltered gradient. "shuffled" is a vocabulary in no order, "ordered" one by mean logit, renumbered beforehand.
+Policies are those of experiments/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token
+drawn from them), generated on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are
+relative, in norm, against the unfiltered gradient. "shuffled" is a vocabulary in random order, "ordered" one renumbered
+beforehand by mean logit.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jaxlogp import (
 THRESHOLDS = (2.0**-8, 2.0**-12, 2.0**-16)
 ENTROPY = 0.5
 LEVER = 8.0
-# Tokens that stand for all in the search for a mean entropy.
+# Number of tokens that represent all in the search for a mean entropy.
 SAMPLE = 1024
 
 
@@ -80,7 +81,7 @@ def gradients(engine, hidden, weight, targets, g):
 
 
 def compile_all(arguments):
-    """Threshold or None -> (gradients, skipped blocks), compiled side by side."""
+    """Threshold or None -> (gradients, skipped blocks), compiled in parallel."""
     lowered = {}
     for threshold in (None, 0.0, *THRESHOLDS):
         engine = HopperEngine(gradient_filter=None if threshold is None else GradientFilter(threshold))
@@ -97,7 +98,7 @@ def compile_all(arguments):
 
 
 def filtered(name, arguments):
-    """Timed calls of every threshold, by label; what they leave out, and their errors, are said."""
+    """Timed calls of every threshold, by label; prints how much they skip, and their errors."""
     calls, exact = {}, None
     for threshold, (run, count) in compile_all(arguments).items():
         label = f"{name}, {'off' if threshold is None else f'{threshold:.1e}'}"

@@ -1,9 +1,9 @@
-"""The hopper engine, forward and forward + backward, beside one cuBLAS product in the same run, with errors and memory.
+"""The hopper engine, forward and forward + backward, against one cuBLAS product in the same run, with errors and memory.
 
     python -m benchmarks.hopper.head [H,V ...]
 
 Times are medians of interleaved turns, each at settled clocks; logits have standard deviation 2. Errors are against
-float64 on the same bf16 inputs: of all values, and of the gradients of some tokens and some rows of the weight.
+float64 on the same bf16 inputs, for all values, and for the gradients of some tokens and some rows of the weight.
 """
 
 import sys

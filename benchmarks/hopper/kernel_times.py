@@ -1,10 +1,10 @@
-"""Which kernels the head's time goes to, by name, and how long the GPU waits between them; from JAX's profiler.
+"""The head's time by kernel, and how long the GPU waits between kernels; from JAX's profiler.
 
     python -m benchmarks.hopper.kernel_times [H,V ...]
 
-Each program runs at settled clocks and then four times under the profiler, during whose start they recover:
-shares are what this shows, not ratios to the product. "wall" is from the first kernel's begin to the last one's end, "busy"
-what kernels took of it: the rest is a GPU that waits for the host.
+Each program runs at settled clocks and then four times under the profiler, during whose start the clocks recover: this
+shows shares of time, not ratios to the product. "wall" is the time from the start of the first kernel to the end of the
+last, "busy" the part in which kernels ran: in the rest the GPU waits for the host.
 """
 
 import collections
@@ -23,7 +23,7 @@ from benchmarks.clock import settled_seconds
 from benchmarks.hopper.one_pass import PROGRAMS, operands
 
 REPEATS = 4
-# Kernels that take less than so many microseconds a call are added up.
+# Kernels that take fewer microseconds per call than this are added up.
 LEAST = 8.0
 
 

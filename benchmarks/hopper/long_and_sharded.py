@@ -1,4 +1,4 @@
-"""Two checks on one GPU: 131072 tokens run with memory linear in N; the engine inside of shard_map over one device.
+"""Two checks on one GPU: 131072 tokens run with memory linear in N; the engine works inside shard_map over one device.
 
 python -m benchmarks.hopper.long_and_sharded
 """
@@ -20,7 +20,7 @@ ENGINE = HopperEngine()
 
 
 def sharded() -> None:
-    """Values and gradients over a mesh of one device are those of the plain call, to the bit."""
+    """Values and gradients over a mesh of one device are bitwise those of the plain call."""
     (case,) = cases(["256,1024"], tokens=300)
     mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
 
@@ -43,7 +43,7 @@ def sharded() -> None:
 
 
 def long() -> None:
-    """Time and memory of few and of many tokens."""
+    """Time and memory for few and for many tokens."""
     for tokens in (8192, 131072):
         (case,) = cases(["4096,151936"], tokens)
         both = compiled_or_said(programs(ENGINE), *operands(case))["fwd+bwd"]

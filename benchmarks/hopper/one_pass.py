@@ -1,9 +1,9 @@
-"""The policy loss with its gradients in the forward pass, and tokens without a label, beside two steps and one product.
+"""The policy loss with its gradients in the forward pass, and tokens without a label, against two steps and one product.
 
     python -m benchmarks.hopper.one_pass [H,V ...]
 
 Times are medians of interleaved turns, each at settled clocks. "half" has a label on every other token. "bonus" is an
-entropy bonus, "known lse" a step that is strictly on policy. Errors are relative, those of one pass against two steps.
+entropy bonus, "known lse" a strictly on-policy step. Errors are relative, of one pass against two steps.
 """
 
 import functools
@@ -24,7 +24,7 @@ NOISE = 0.1
 
 
 def relative(a: jax.Array, b: jax.Array) -> float:
-    """Norm of the difference over that of b."""
+    """Norm of the difference divided by that of b."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
@@ -42,13 +42,13 @@ def forward(hidden, weight, targets, old, advantages, mask, lse):
 
 
 def two_steps(hidden, weight, targets, old, advantages, mask, lse, loss):
-    """The loss of log-probs that are differentiated themselves."""
+    """The loss of differentiable log-probs."""
     values = linear_log_probs(hidden, weight, targets, mask=mask, with_entropy=True, engine=ENGINE)
     return policy_loss(values.log_probs, old, advantages, mask, loss=loss, entropy=values.entropy).sum, values
 
 
 def one_pass(hidden, weight, targets, old, advantages, mask, lse, loss):
-    """The loss that makes its gradient itself."""
+    """The loss that computes its own gradient."""
     per_token = targets, old, advantages, mask
     part, values = linear_policy_loss(hidden, weight, *per_token, loss=loss, with_entropy=True, engine=ENGINE)
     return part.sum, values
@@ -81,7 +81,7 @@ PROGRAMS = {
 
 
 def say_errors(calls: dict[str, dict[str, Timed]]) -> None:
-    """One pass against two steps, and half of the labels against all of them."""
+    """One pass against two steps, and half of the labels against all labels."""
     for label, found in calls.items():
         if {"one pass", "two steps"} <= found.keys():
             ((_, values), got), ((_, expected), wanted) = (found[x].call() for x in ("one pass", "two steps"))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks.beside_product import Timed, cases, print_times
 from benchmarks.cases import Case
-from jaxlogp import HeadSpec, HopperEngine
+from jaxlogp import HopperEngine
 from jaxlogp.head.hopper.exponentials import exp_to_gradient
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.gradient_products import (
@@ -23,6 +23,7 @@ from jaxlogp.head.hopper.gradient_products import (
     write_weight_gradient,
 )
 from jaxlogp.head.hopper.one_pass import windows
+from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import HeadTiles, head_tiles
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
@@ -31,20 +32,20 @@ SMS = 132
 
 
 def statistics(case: Case, tiles: HeadTiles, with_exp: bool) -> Callable:
-    """Tile statistics of a case, with the exponentials or without."""
+    """Tile statistics of a case, with or without the exponentials."""
     config = tiles.exponentials if with_exp else tiles.forward
     width = jnp.int32(case.weight.shape[0])
 
     @jax.jit
     def run(hidden, weight, targets):
-        head = HeadSpec(), True, config, SMS
-        return forward_statistics(hidden, weight, None, targets, width, *head, with_exp=with_exp)
+        operands = Operands(hidden, weight, None, width)
+        return forward_statistics(operands, targets, Launch(config, SMS), with_entropy=True, with_exp=with_exp)
 
     return functools.partial(run, case.hidden, case.weight, case.targets)
 
 
 def to_dz(case: Case, exp: jax.Array, maxima: jax.Array) -> Callable:
-    """Exponentials turned into dz where they stand, again and again."""
+    """Exponentials turned into dz in place, repeatedly."""
     tokens = case.targets.shape[0]
     normaliser = Normaliser(jnp.full(tokens, 9.0), jnp.full(tokens, 4.0), jnp.full(tokens, -6.0))
     scalars = RowScalars(
@@ -66,20 +67,21 @@ def to_dz(case: Case, exp: jax.Array, maxima: jax.Array) -> Callable:
     return again
 
 
-def d_hidden(dz: jax.Array, weight: jax.Array, tiles: HeadTiles) -> Callable:
+def d_hidden(dz: jax.Array, case: Case, tiles: HeadTiles) -> Callable:
     """dz · W by windows of the vocabulary."""
-    (tokens, width), hidden_size = dz.shape, weight.shape[1]
-    columns, parts = windows(weight.shape[0], width, tiles, HopperEngine())
+    (tokens, width), (vocab, hidden_size) = dz.shape, case.weight.shape
+    columns, parts = windows(vocab, width, tiles, HopperEngine())
 
     @jax.jit
     def run(dz, weight):
+        operands = Operands(case.hidden, weight, None, jnp.int32(vocab))
         ref = hidden_gradient_sums(tokens, hidden_size, tiles.d_hidden, parts, zeros=False)
         for start in range(0, width, columns):
             how = {"window": min(columns, width - start), "parts": parts, "first": start == 0}
-            add_hidden_gradient(ref, dz, weight, jnp.int32(start), tiles.d_hidden, SMS, **how)
+            add_hidden_gradient(ref, dz, operands, jnp.int32(start), Launch(tiles.d_hidden, SMS), **how)
         return finish_hidden_gradient(ref, hidden_size, parts)
 
-    return functools.partial(run, dz, weight)
+    return functools.partial(run, dz, case.weight)
 
 
 def d_weight(dz: jax.Array, case: Case, tiles: HeadTiles) -> Callable:
@@ -88,7 +90,8 @@ def d_weight(dz: jax.Array, case: Case, tiles: HeadTiles) -> Callable:
     @jax.jit
     def run(dz, hidden):
         ref = jax.new_ref(uninitialised(case.weight.shape, jnp.bfloat16))
-        write_weight_gradient(ref, dz, hidden, jnp.int32(0), tiles.one_pass_d_weight, SMS)
+        operands = Operands(hidden, case.weight, None, jnp.int32(case.weight.shape[0]))
+        write_weight_gradient(ref, dz, operands, jnp.int32(0), Launch(tiles.one_pass_d_weight, SMS))
         return jax.freeze(ref)
 
     return functools.partial(run, dz, case.hidden)
@@ -103,7 +106,7 @@ def main() -> None:
             "statistics alone": statistics(case, tiles, with_exp=False),
             "exponentials": exponentials,
             "to dz": to_dz(case, exp, partials[:, 0]),
-            "dH": d_hidden(like_dz, case.weight, tiles),
+            "dH": d_hidden(like_dz, case, tiles),
             "dW": d_weight(like_dz, case, tiles),
         }
         print_times(case, {name: Timed(call) for name, call in calls.items()}, turns=1)

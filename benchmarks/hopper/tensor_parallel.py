@@ -1,19 +1,20 @@
-"""linear_log_probs with the vocabulary over 1, 2 and 4 GPUs of one host: times, memory, collectives and whether bits agree.
+"""linear_log_probs with the vocabulary over 1, 2 and 4 GPUs of one host: times, memory, collectives and bitwise equality.
 
     python -m benchmarks.hopper.tensor_parallel [H,V ...] [--sizes=1,2,4] [--no-checks]
 
-One process; inside of shard_map, the weight sharded over "tensor", hidden states on every device; forward, and forward +
-backward with random cotangents of log-probs and entropies, N = 8192. Times are medians of interleaved turns at settled
-clocks. "Linear" is the time of one device over their number. --interpret runs tiny shapes on CPU devices.
+One process; inside shard_map, with the weight sharded over "tensor" and hidden states on every device; forward, and
+forward + backward with random cotangents of log-probs and entropies, N = 8192. Times are medians of interleaved turns
+at settled clocks. "Linear" is the time of one device divided by the number of devices. --interpret runs tiny shapes on
+CPU devices.
 
-Expected, forward + backward at (4096, 151936). The four products, 64 ms on one device, are divided evenly. The forward's
-collectives are two of N-sized vectors. The backward's is the psum of dH: 128 MiB in fp32, 0.83 ms on 2 GPUs, more with more
-of them, whatever the number of shards. With nothing overlapped that is 32 / (32 + 0.83) = 0.97 of linear on 2 GPUs, and
-16 / (16 + 1.1) = 0.94 on 4; the goal is 0.92.
+Expected, forward + backward at (4096, 151936). The four products, 64 ms on one device, are divided evenly. The forward
+has two collectives of N-sized vectors. The backward has the psum of dH: 128 MiB in fp32 whatever the number of shards,
+0.83 ms on 2 GPUs, more on more. Without overlap that is 32 / (32 + 0.83) = 0.97 of linear on 2 GPUs, and 16 / (16 +
+1.1) = 0.94 on 4; the goal is 0.92.
 
 Checks. Shards that begin at multiples of 256 columns give the log-probs, entropies and weight gradient of one device
-bitwise. All shards: values within 1e-4 of float64 (logits of standard deviation 2) and gradients within 5e-3, on every 128th
-token and on the rows of the weight around the shards' edges.
+bitwise. All shards: values within 1e-4 of float64 (logits of standard deviation 2) and gradients within 5e-3, on every
+128th token and on the rows of the weight around shard boundaries.
 """
 
 import concurrent.futures
@@ -34,13 +35,13 @@ from benchmarks.module_text import collectives
 from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs
 
 SHAPES = ("4096,151936", "1024,151936")
-# Columns of a tile of the forward: shards that begin at multiples of it cut no tile.
+# Columns of a forward tile: shards that begin at multiples of this split no tile.
 TILE = 256
 VALUE_ERROR, GRADIENT_ERROR = 1e-4, 5e-3
 
 
 class Layout(NamedTuple):
-    """How the vocabulary is cut over how many devices, and with which engine."""
+    """The shards of the vocabulary, the number of devices and the engine."""
 
     shards: VocabShards
     engine: HopperEngine
@@ -52,7 +53,7 @@ class Layout(NamedTuple):
         return jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
     def place(self, hidden, weight, *per_token):
-        """The operands where the program wants them."""
+        """The operands where the program needs them."""
         mesh, blocks = self.mesh(), jax.jit(self.shards.shard_rows)(weight)
         everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("tensor"))
         placed = [jax.device_put(x, everywhere) for x in (hidden, *per_token)]
@@ -89,7 +90,7 @@ def whole_tiles(vocab, size):
 
 
 def layouts(vocab, sizes, engine, checks):
-    """What is measured: even shards; for the checks also whole tiles."""
+    """The layouts to measure: even shards; for the checks also shards of whole tiles."""
     found = []
     for size in sizes:
         even = VocabShards.even(vocab, size)
@@ -114,7 +115,7 @@ class Compiled(NamedTuple):
 
 
 def compile_all(found, arguments):
-    """All layouts, compiled several at a time; one that fails is said and left out."""
+    """All layouts, compiled several at a time; failures are printed and dropped."""
     lowered = []
     for layout in found:
         placed = layout.place(*arguments)
@@ -148,7 +149,7 @@ def compile_all(found, arguments):
 
 
 def check(found, case):
-    """Bits and errors of every layout's forward + backward; whether all is as promised."""
+    """Bits and errors of every layout's forward + backward; returns whether all is as promised."""
     wanted, fine, first = exact(case), True, None
     for one in found:
         home = functools.partial(jax.device_put, device=jax.devices()[0])
@@ -179,7 +180,7 @@ def check(found, case):
 
 
 def measure(case, found, turns):
-    """Times in turns, beside the product of the whole shape on one device."""
+    """Times, interleaved with the product of the whole shape on one device."""
     calls = {f"{one.layout.name}, {part}": Timed(one.call(part)) for one in found for part in one.compiled}
     ratios = print_times(case, calls, turns)
     for one in found:
@@ -191,14 +192,14 @@ def measure(case, found, turns):
 
 
 def run(shapes, sizes, engine, checks, turns=4, tokens=TOKENS):
-    """Checks and measures every shape; whether all was as promised."""
+    """Checks and measures every shape; returns whether all was as promised."""
     fine = True
     for case in cases(shapes, tokens):
         found = compile_all(layouts(case.weight.shape[0], sizes, engine, checks), operands(case))
         if checks:
             try:
                 fine = check(found, case) and fine
-            except Exception as error:  # The times are worth having all the same.
+            except Exception as error:  # The times are still worth having.
                 say(f"  checks failed: {str(error)[:600]}")
                 fine = False
         measure(case, found, turns)

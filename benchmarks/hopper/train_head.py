@@ -1,15 +1,15 @@
-"""The head's part of a train step, called as the trainer calls it, beside one cuBLAS product of the same run.
+"""The head's part of a train step, called as the trainer calls it, against one cuBLAS product of the same run.
 
     python -m benchmarks.hopper.train_head [H,V ...] [--engine=hopper] [--tokens=8192]
 
 The loss runs in ``jax.shard_map`` over a 1 x 1 mesh ("data", "tensor"), is psum'ed over "data" there, and is
-differentiated outside of it with respect to hidden states and weight. Goal at Qwen3-0.6B's head (1024,151936): 3.4 x; in
+differentiated outside it with respect to hidden states and weight. Goal at Qwen3-0.6B's head (1024,151936): 3.4 x; in
 two steps it is about 4.2 x.
 
 "every slot" has a label on every token. "packed" has four rows of documents, a quarter of each a prompt without labels;
-its product is still that of all tokens. "4 micro-batches" are calls of a quarter of the tokens, whose gradients are added up
-in fp32. A program's line says how often the compiled module multiplies the weight's gradient by the cotangent of the loss,
-which is 1 (never, if the compiler takes it out), and its collectives.
+its product is still that of all tokens. "4 micro-batches" are four calls with a quarter of the tokens each, whose
+gradients are added in fp32. A program's line says how often the compiled module multiplies the weight's gradient by the
+cotangent of the loss, which is 1 (never, if the compiler removes it), and its collectives.
 """
 
 import functools
@@ -63,7 +63,7 @@ def head_step(loss: Callable) -> Callable:
 
 
 def in_micro_batches(step: Callable) -> Callable:
-    """The same of ROWS calls, one after the other, gradients of the weight added up in fp32."""
+    """The same with ROWS successive calls, gradients of the weight added in fp32."""
 
     def run(hidden, weight, *per_token):
         def add(total, row):
@@ -89,7 +89,7 @@ def operands(case: Case, packed: bool) -> tuple[jax.Array, ...]:
 
 
 def said_of(program: Compiled, weight: jax.Array) -> str:
-    """Memory, collectives, and what became of the cotangent."""
+    """Memory, collectives, and multiplications by the cotangent."""
     text = program.as_text()
     return f"{memory_note(program)}; {multiplications(text, weight.shape)} multiplications of dW; {collectives(text)}"
 

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.stages import Compiled
 
 from experiments.config import OptimizerConfig
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling.stream import Packing
 from experiments.training.micro_batch_sums import MicroBatchSums

@@ -1,11 +1,11 @@
-"""The triton engine, forward and forward + backward, beside one cuBLAS product in the same run, with errors and memory.
+"""The triton engine, forward and forward + backward, against one cuBLAS product in the same run, with errors and memory.
 
     python -m benchmarks.triton.head [H,V ...] [--sweep] [--windows] [--only-forward]
 
 The protocol is that of benchmarks/hopper/head.py. Goals at (4096, 151936): forward 1.35 x, forward + backward 4.6 x,
-0.6 GiB. The table's tiles come first: errors against float64, then times. --sweep then takes the first shape's kernels and
-products apart (benchmarks/triton/tile_sweep.py) and measures the whole engine again with the tiles that were fastest;
---windows adds other widths of the backward's windows. What fails is printed and left out.
+0.6 GiB. The table's tiles come first: errors against float64, then times. --sweep then measures the first shape's
+kernels and products separately (benchmarks/triton/tile_sweep.py) and the whole engine again with the fastest tiles;
+--windows adds other widths of the backward's windows. Failures are printed and dropped.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""The triton engine's parts one by one, and its two kernels with other tiles: `python -m benchmarks.triton.head --sweep`.
+"""The triton engine's parts separately, and its two kernels with other tiles: `python -m benchmarks.triton.head --sweep`.
 
-A part is what one call of the engine spends on it, all windows of the backward together: the forward kernel without the fold
-behind it, dz, dH += dz · W and dW = dzᵀ · H. Every time stands beside the product's, taken in turns with it.
+A part's time is its share of one call of the engine, over all windows of the backward: the forward kernel without the
+fold after it, dz, dH += dz · W and dW = dzᵀ · H. Every time is given relative to the product's, measured interleaved
+with it.
 """
 
 import concurrent.futures
@@ -19,8 +20,8 @@ from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig, window_columns
 
-# On compute capability 9.0 a program takes the shared memory of all of its stages, of 227 KiB. The last three leave room for
-# a second program, whose products run while the first one finishes its tile.
+# On compute capability 9.0 a program takes the shared memory of all of its stages, out of 227 KiB. The last three leave
+# room for a second program, whose products run while the first one finishes its tile.
 TILES = {
     "128x256 3 stages": TileConfig(stages=3),
     "128x256 4 stages group 8": TileConfig(stages=4, group=8),
@@ -30,7 +31,7 @@ TILES = {
     "128x128 4 warps 3 stages": TileConfig(columns=128, warps=4, stages=3),
     "128x128 8 warps 3 stages": TileConfig(columns=128, stages=3),
 }
-# Kernels that are compiled at a time.
+# Number of kernels compiled at a time.
 THREADS = 4
 
 
@@ -45,9 +46,9 @@ def forward_kernel(case: Case, config: TileConfig):
 
 
 def dz_kernel(case: Case, config: TileConfig):
-    """dz of every window, one after the other in one place."""
+    """dz of every window, one after the other in the same buffer."""
     window, g = window_columns(case.hidden.shape[0], case.weight.shape[0]), case.g_log_probs
-    # A largest logit and log2 Σ e^(z - max) as logits of standard deviation 2 have them: dz is of the usual size.
+    # A largest logit and log2 Σ e^(z - max) typical of logits with standard deviation 2, so that dz has the usual size.
     scalars = RowScalars(jnp.full(g.shape, 9.0), jnp.full(g.shape, 7.0), -g, -case.g_entropy, g, case.targets)
 
     def run(hidden, weight, scalars):
@@ -104,7 +105,7 @@ def compiled(part: tuple) -> Callable | Exception:
 
 
 def print_parts(case: Case, calls: Mapping[str, Callable | Exception]) -> dict[str, float]:
-    """Times beside the product of the calls that did not fail; what the others raised is said."""
+    """Times, relative to the product, of the calls that did not fail; the exceptions of the others are printed."""
     for name, call in calls.items():
         if isinstance(call, Exception):
             say(f"  {name} failed: {str(call)[:300]}")
@@ -122,19 +123,19 @@ def sweep(case: Case, table: HeadTiles, with_backward: bool = True) -> HeadTiles
 
 
 def _print_products(case: Case, config: TileConfig) -> None:
-    """Times of the two products behind dz."""
+    """Times of the two products that read dz."""
     dz = compiled(dz_kernel(case, config))
     if isinstance(dz, Exception):
         say(f"  dz failed: {str(dz)[:300]}")
         return
     dz = dz()
     products = {"dH": d_hidden_product(dz, case.weight), "dW": d_weight_product(dz, case.hidden, case.weight)}
-    # One at a time: XLA times its candidates for a product while it compiles.
+    # One at a time: XLA times candidate algorithms for a product while it compiles.
     print_parts(case, {f"{name}, windows of {dz.shape[1]}": compiled(part) for name, part in products.items()})
 
 
 def _fastest(case: Case, kind: str, build: Callable, table: TileConfig) -> TileConfig:
-    """The tiles of one kernel with the least time."""
+    """The fastest tiles of one kernel."""
     variants = {f"{kind} table": table} | {f"{kind} {name}": tiles for name, tiles in TILES.items() if tiles != table}
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         calls = list(pool.map(lambda config: compiled(build(case, config)), variants.values()))

@@ -1,4 +1,4 @@
-"""A decoder-only language model in Flax NNX that covers the Qwen3 and Llama-3 architectures.
+"""A decoder-only language model in Flax NNX: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3, by its configuration.
 
 The model ends at the final norm. Its head, `head()`, is applied by whoever needs it: the trainer through
 `jaxlogp.linear_policy_loss`, the sampler through `jaxlogp.head_logits`. What trainer and sampler ask of any model:
@@ -15,7 +15,7 @@ Shapes: B rows, T tokens of a row, P slots of a prompt, S slots of the cache, H 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +25,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import (
-    IMPLEMENTATIONS,
-    AttentionCall,
-    AttentionRun,
+    AllowedKeys,
     KVCache,
     attend,
     attend_packed,
-    choose_attention,
     first_keys,
     mask_bias,
     precision_of,
 )
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
-from experiments.models.remat import POLICIES, named, rematerialised
-from experiments.models.rope import RopeScaling, rope_frequencies, rope_tables, rotate
+from experiments.models.remat import named, rematerialised
+from experiments.models.rope import rope_frequencies, rope_tables, rotate
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
-DTYPES = ("float32", "bfloat16")
 MAX_UNROLLED_LAYERS = 4
 """Up to here the layers are compiled one by one: faster to run, and still a matter of seconds to compile."""
 MAX_UNROLLED_LAYERS_ON_GPU = 64
@@ -50,144 +47,34 @@ MAX_UNROLLED_LAYERS_ON_GPU = 64
 of the time of a step."""
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes and options of a `Decoder`.
-
-    Args:
-        vocab_size: rows of the embedding and of the head.
-        hidden_size: features of the residual stream.
-        intermediate_size: features inside the SwiGLU.
-        num_layers: number of layers.
-        num_heads: query heads.
-        num_kv_heads: key-value heads, a divisor of `num_heads`.
-        head_dim: features of one head, even; need not be hidden_size / num_heads.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama-3's stretch of the rotary frequencies, or None.
-        rms_norm_eps: added to the mean square inside every RMSNorm.
-        qk_norm: RMSNorm over each head's queries and keys before the rotation (Qwen3).
-        attention_bias: biases on queries, keys and values, none on the output (Qwen2).
-        tie_embeddings: the head is the embedding table.
-        logit_scale: multiplier of the logits.
-        logit_softcap: the head's soft cap, cap · tanh(logits / cap), or None.
-        fp32_head: multiply hidden states and head as fp32 whatever their dtype.
-        dtype: of the activations, "float32" or "bfloat16".
-        param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
-        remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
-        attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
-
-    Raises:
-        ValueError: names the field, what was expected and what was seen.
-
-    Example:
-        >>> config = DecoderConfig.qwen3(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2,
-        ...                              num_heads=4, num_kv_heads=2, head_dim=8)
-        >>> config.qk_norm, config.tie_embeddings
-        (True, True)
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-6
-    qk_norm: bool = False
-    attention_bias: bool = False
-    tie_embeddings: bool = False
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    fp32_head: bool = False
-    dtype: str = "float32"
-    param_dtype: str = "float32"
-    remat: str = "none"
-    attention: str = "auto"
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int:
-                is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-                require(is_size, field.name, "a positive integer", repr(value))
-            elif field.type is bool:
-                require(isinstance(value, bool), field.name, "True or False", repr(value))
-        divides = self.num_heads % self.num_kv_heads == 0
-        require(divides, "num_kv_heads", f"a divisor of {self.num_heads} query heads", self.num_kv_heads)
-        require(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
-        require(1.0 < self.rope_theta < math.inf, "rope_theta", "a finite number above 1", self.rope_theta)
-        require(0.0 < self.rms_norm_eps < 1.0, "rms_norm_eps", "a number between 0 and 1", self.rms_norm_eps)
-        is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
-        require(is_scaling, "rope_scaling", "a RopeScaling or None", repr(self.rope_scaling))
-        # Made once, for its checks.
-        _ = self.head_spec
-        for name in ("dtype", "param_dtype"):
-            require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
-        for name, choices in (("attention", ("auto", *IMPLEMENTATIONS)), ("remat", tuple(POLICIES))):
-            value = getattr(self, name)
-            require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
-
-    @property
-    def head_spec(self) -> HeadSpec:
-        """The head's arithmetic at temperature 1."""
-        return HeadSpec(logit_scale=self.logit_scale, softcap=self.logit_softcap, fp32_head=self.fp32_head)
-
-    @property
-    def attention_scale(self) -> float:
-        """Multiplier of the products of queries and keys."""
-        return self.head_dim**-0.5
-
-    def attention_run(self, rows: int, length: int, mesh: Mesh | None = None) -> AttentionRun:
-        """Which implementation attends over packed rows of this shape here, and why.
-
-        Raises:
-            ValueError: the one that `attention` names cannot.
-        """
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return choose_attention(self.attention, AttentionCall(rows, length, *sizes, dtype=self.dtype, mesh=mesh))
-
-    @property
-    def head_name(self) -> str:
-        """Name of the parameter that is the head's weight."""
-        return "embed_tokens" if self.tie_embeddings else "lm_head"
-
-    @classmethod
-    def qwen3(cls, **changes) -> "DecoderConfig":
-        """Qwen3-0.6B, with any field replaced."""
-        published = dict(
-            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
-            head_dim=128, rope_theta=1_000_000.0, rms_norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
-        )  # fmt: skip
-        return cls(**(published | changes))
-
-    @classmethod
-    def llama3(cls, **changes) -> "DecoderConfig":
-        """Llama-3.2-1B, with any field replaced."""
-        published = dict(
-            vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8,
-            head_dim=64, rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), rms_norm_eps=1e-5,
-            tie_embeddings=True,
-        )  # fmt: skip
-        return cls(**(published | changes))
-
-
 def matrix_init(fan_in: int, depth_scale: float = 1.0) -> Callable[..., Array]:
     """Truncated normal of variance depth_scale² / fan_in, so that every product keeps the scale of its input."""
     return nnx.initializers.truncated_normal(stddev=depth_scale / math.sqrt(fan_in))
 
 
-def rms_norm(x: Float[Array, "*tokens F"], scale: Float[Array, " F"], eps: float) -> Float[Array, "*tokens F"]:
-    """x / √(mean(x²) + eps) · scale over the last axis, fp32 inside, in x's dtype outside."""
-    wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+def rms_norm(
+    x: Float[Array, "*tokens F"], weight: Float[Array, " F"], config: DecoderConfig
+) -> Float[Array, "*tokens F"]:
+    """x / √(mean(x²) + eps) · weight, or · (1 + weight), over the last axis; fp32 inside, in x's dtype outside."""
+    wide, scale = x.astype(jnp.float32), weight.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
+    return (normed * (1.0 + scale if config.norm_plus_one else scale)).astype(x.dtype)
+
+
+class View(NamedTuple):
+    """What a layer's attention is told of its tokens.
+
+    Attributes:
+        tables: cosine and sine of the rotary angles.
+        keys: which keys a query reads: of a packed row, or as `mask_bias` [B, 1, S] of the cache's slots.
+    """
+
+    tables: tuple[Array, Array]
+    keys: AllowedKeys | Array
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and SwiGLU, each behind a norm and added to the residual stream."""
+    """Attention and gated products, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -205,7 +92,10 @@ class DecoderLayer(nnx.Module):
         def matrix(*shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
             return nnx.Param(matrix_init(fan_in, scale)(rngs.params(), shape, dtype))
 
-        self.input_layernorm = nnx.Param(jnp.ones(hidden, dtype))
+        def norm(features: int) -> nnx.Param:
+            return nnx.Param(jnp.full(features, 0.0 if config.norm_plus_one else 1.0, dtype))
+
+        self.input_layernorm = norm(hidden)
         self.q_proj = matrix(hidden, heads, head_dim, fan_in=hidden)
         self.k_proj = matrix(hidden, kv_heads, head_dim, fan_in=hidden)
         self.v_proj = matrix(hidden, kv_heads, head_dim, fan_in=hidden)
@@ -215,9 +105,10 @@ class DecoderLayer(nnx.Module):
             self.k_bias = nnx.Param(jnp.zeros((kv_heads, head_dim), dtype))
             self.v_bias = nnx.Param(jnp.zeros((kv_heads, head_dim), dtype))
         if config.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones(head_dim, dtype))
-            self.k_norm = nnx.Param(jnp.ones(head_dim, dtype))
-        self.post_attention_layernorm = nnx.Param(jnp.ones(hidden, dtype))
+            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+        self.post_attention_layernorm = norm(hidden)
+        if config.post_norms:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(hidden), norm(hidden)
         self.gate_proj = matrix(hidden, inner, fan_in=hidden)
         self.up_proj = matrix(hidden, inner, fan_in=hidden)
         self.down_proj = matrix(inner, hidden, fan_in=inner, scale=depth_scale)
@@ -230,11 +121,14 @@ class DecoderLayer(nnx.Module):
         flat = jnp.dot(x.reshape(-1, flat_weight.shape[0]), flat_weight, precision=precision_of(x.dtype))
         return flat.reshape(*x.shape[:2], *out_shape)
 
+    def _norm(self, x: Float[Array, "*tokens F"], weight: nnx.Param) -> Float[Array, "*tokens F"]:
+        return rms_norm(x, weight[...], self.config)
+
     @jax.named_scope("projections")
     def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
         config = self.config
-        x = rms_norm(x, self.input_layernorm[...], config.rms_norm_eps)
+        x = self._norm(x, self.input_layernorm)
         queries = named("queries", self._product(x, self.q_proj, out_axes=2))
         keys = named("keys", self._product(x, self.k_proj, out_axes=2))
         values = named("values", self._product(x, self.v_proj, out_axes=2))
@@ -243,18 +137,30 @@ class DecoderLayer(nnx.Module):
             keys = keys + self.k_bias[...].astype(x.dtype)
             values = values + self.v_bias[...].astype(x.dtype)
         if config.qk_norm:
-            queries = rms_norm(queries, self.q_norm[...], config.rms_norm_eps)
-            keys = rms_norm(keys, self.k_norm[...], config.rms_norm_eps)
+            queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
         return rotate(queries, tables), rotate(keys, tables), values
+
+    def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
+        """What the queries [B, T, N, D] read of the keys and values [B, S, K, D]."""
+        read = attend_packed if isinstance(view.keys, AllowedKeys) else attend
+        options = {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
+        return read(queries, keys, values, view.keys, **options)
 
     @jax.named_scope("feed_forward")
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
-        """The residual stream after the attention's output projection and the SwiGLU."""
-        x = named("after_attention", x + self._product(attended, self.o_proj))
-        normed = rms_norm(x, self.post_attention_layernorm[...], self.config.rms_norm_eps)
+        """The residual stream after the attention's output projection and the gated products."""
+        added = self._product(attended, self.o_proj)
+        # Checkpoints give one name to two norms: the one before the gated products, or the one behind the attention.
+        before = self.post_attention_layernorm
+        if self.config.post_norms:
+            added, before = self._norm(added, self.post_attention_layernorm), self.pre_feedforward_layernorm
+        x = named("after_attention", x + added)
+        normed = self._norm(x, before)
         gate = named("gate", self._product(normed, self.gate_proj))
         up = named("up", self._product(normed, self.up_proj))
-        return x + self._product(jax.nn.silu(gate) * up, self.down_proj)
+        gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
+        added = self._product(gate * up, self.down_proj)
+        return x + (self._norm(added, self.post_feedforward_layernorm) if self.config.post_norms else added)
 
 
 class Decoder(nnx.Module):
@@ -281,7 +187,7 @@ class Decoder(nnx.Module):
         self.embed_tokens = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
         make_layer = nnx.vmap(lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)))
         self.layers = make_layer(jax.random.split(rngs.params(), config.num_layers))
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        self.norm = nnx.Param(jnp.full(config.hidden_size, 0.0 if config.norm_plus_one else 1.0, dtype))
         if not config.tie_embeddings:
             self.lm_head = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
 
@@ -362,45 +268,74 @@ class Decoder(nnx.Module):
         Returns:
             hidden [B, H] after the final norm, and the cache with the new slot.
         """
-        tables = self._rope_tables(positions[:, None])
         valid = cache.valid.at[:, slot].set(True)
-        bias = mask_bias(valid[:, None])
+        # Slots between a short prompt and the first new token are empty: slots are counted by the tokens that they hold.
+        slot_positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+
+        def reads(window: int | None) -> Array:
+            mask = valid if window is None else valid & (slot_positions > positions[:, None] - window)
+            return mask_bias(mask[:, None])
+
+        views = self._views(positions[:, None], reads)
         graph, stacked = nnx.split(self.layers)
 
         def step(carry, layer_input):
             x, all_keys, all_values = carry
-            state, index = layer_input
-            layer = nnx.merge(graph, state)
-            queries, keys, values = layer.queries_keys_values(x, tables)
+            state, is_sliding, index = layer_input
+            layer, view = nnx.merge(graph, state), _view_of(views, is_sliding)
+            queries, keys, values = layer.queries_keys_values(x, view.tables)
             # The whole cache travels in the carry, where one slot is overwritten in place.
             all_keys = lax.dynamic_update_slice(all_keys, keys[None], (index, 0, slot, 0, 0))
             all_values = lax.dynamic_update_slice(all_values, values[None], (index, 0, slot, 0, 0))
             layer_keys = lax.dynamic_index_in_dim(all_keys, index, keepdims=False)
             layer_values = lax.dynamic_index_in_dim(all_values, index, keepdims=False)
-            attended = attend(queries, layer_keys, layer_values, bias, scale=self.config.attention_scale)
-            x = layer.finish(x, attended)
+            x = layer.finish(x, layer.attend(queries, layer_keys, layer_values, view))
             return (x, all_keys, all_values), None
 
         carry = (self._embed(tokens[:, None]), cache.keys, cache.values)
-        layer_inputs = (stacked, jnp.arange(self.config.num_layers))
+        layer_inputs = (stacked, self._is_sliding(), jnp.arange(self.config.num_layers))
         (x, keys, values), _ = lax.scan(step, carry, layer_inputs, unroll=self._unroll())
         return self._final_norm(x)[:, 0], KVCache(keys, values, valid)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
-        tables = self._rope_tables(positions)
-        allowed = self.config.attention_run(*segment_ids.shape, mesh=self.mesh).allow(first_keys(segment_ids))
+        attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
+        views = self._views(positions, lambda window: attention.allow(first_keys(segment_ids, window)))
         graph, stacked = nnx.split(self.layers)
 
-        def step(x, state):
-            layer = nnx.merge(graph, state)
-            queries, keys, values = layer.queries_keys_values(x, tables)
-            x = layer.finish(x, attend_packed(queries, keys, values, allowed, scale=self.config.attention_scale))
+        def step(x, layer_input):
+            state, is_sliding = layer_input
+            layer, view = nnx.merge(graph, state), _view_of(views, is_sliding)
+            queries, keys, values = layer.queries_keys_values(x, view.tables)
+            x = layer.finish(x, layer.attend(queries, keys, values, view))
             return x, (keys, values) if keep_keys_values else (None, None)
 
         unrolled = self._unroll(MAX_UNROLLED_LAYERS_ON_GPU)
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
-        x, (keys, values) = lax.scan(body, self._embed(tokens), stacked, unroll=unrolled)
+        layer_inputs = (stacked, self._is_sliding())
+        x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=unrolled)
         return self._final_norm(x), keys, values
+
+    def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys | Array]) -> tuple[View, ...]:
+        """One view where all layers are alike; else that of the full layers and that of the sliding ones.
+
+        Args:
+            positions: int [B, T] of the queries.
+            reads: what the queries read in a window, or without one.
+        """
+        config, sliding = self.config, self.config.sliding
+        full = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        views = []
+        if sliding is None or not all(sliding.layers):
+            views.append(View(rope_tables(positions, full), reads(None)))
+        if sliding is not None:
+            own = full if sliding.rope_theta is None else rope_frequencies(config.head_dim, sliding.rope_theta)
+            views.append(View(rope_tables(positions, own), reads(sliding.window)))
+        return tuple(views)
+
+    def _is_sliding(self) -> Array | None:
+        """Which layers are sliding, where there are both kinds."""
+        sliding = self.config.sliding
+        return None if sliding is None or all(sliding.layers) else jnp.asarray(sliding.layers)
 
     def _embed(self, tokens):
         table = self.embed_tokens[...]
@@ -410,15 +345,22 @@ class Decoder(nnx.Module):
             embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, token_axes=token_axes)
         else:
             embedded = embedding_lookup(table, tokens)
-        return embedded.astype(self.config.dtype)
-
-    def _rope_tables(self, positions):
-        config = self.config
-        return rope_tables(positions, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+        embedded = embedded.astype(self.config.dtype)
+        # In the embeddings' dtype, as the models were trained: √hidden_size is rounded to it.
+        scale = self.config.embed_scale
+        return embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
 
     def _final_norm(self, x):
-        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        return rms_norm(x, self.norm[...], self.config)
 
     def _unroll(self, on_gpu: int | None = None) -> bool:
         most = on_gpu if on_gpu is not None and jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
         return self.config.num_layers <= most
+
+
+def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:
+    """The view of one layer of a scan."""
+    if is_sliding is None:
+        (view,) = views
+        return view
+    return jax.tree.map(lambda full, sliding: jnp.where(is_sliding, sliding, full), *views)

@@ -11,7 +11,7 @@ from jaxlogp.errors import require
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama-3's stretch of the slow frequencies, with the names and defaults of its configuration.
 
     Frequencies whose wavelength is longer than `original_max_position_embeddings / low_freq_factor` are divided by
@@ -41,6 +41,37 @@ class RopeScaling:
         context = self.original_max_position_embeddings
         require(context >= 1, "rope_scaling.original_max_position_embeddings", "at least 1", context)
 
+    def stretch(self, frequencies: np.ndarray) -> np.ndarray:
+        """The stretched frequencies, radians per position."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return kept * frequencies + (1.0 - kept) * frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Every frequency divided by the same factor, so that positions count less.
+
+    Args:
+        factor: the divisor, at least 1.
+
+    Raises:
+        ValueError: a factor outside this range.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        require(1.0 <= self.factor < math.inf, "rope_scaling.factor", "a finite number of at least 1", self.factor)
+
+    def stretch(self, frequencies: np.ndarray) -> np.ndarray:
+        """The stretched frequencies, radians per position."""
+        return frequencies / self.factor
+
+
+RopeScaling = Llama3Scaling | LinearScaling
+
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Angle per position of each pair of features: f_i = theta^(-2i / head_dim), stretched by `scaling`.
@@ -48,7 +79,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
     Args:
         head_dim: features of one head, even.
         theta: base of the geometric series.
-        scaling: Llama-3's stretch, or None.
+        scaling: a stretch of the frequencies, or None.
 
     Returns:
         float64 [head_dim / 2], radians per position.
@@ -58,12 +89,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
         [1.0, 0.01]
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+    return frequencies if scaling is None else scaling.stretch(frequencies)
 
 
 def rope_tables(

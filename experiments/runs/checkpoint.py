@@ -1,7 +1,7 @@
-"""Checkpoints that are durable when they say so, and that never hand back damaged numbers.
+"""Checkpoints that are durable when reported as saved, and that never return damaged numbers.
 
-Orbax writes the arrays and keeps only whole steps. On top of it every step carries a manifest: one sha256 per array
-over its logical bytes, the caller's record, and a digest that seals all of it. A restore recomputes the digests on the
+Orbax writes the arrays and keeps only complete steps. In addition, every step carries a manifest: one sha256 per array
+over its logical bytes, the caller's record, and a digest that seals both. A restore recomputes the digests on the
 host, before anything reaches a device, so the check sees exactly what the training step will see.
 """
 
@@ -20,7 +20,7 @@ QUARANTINE = "quarantine"
 
 
 class Restored(NamedTuple):
-    """What a restore gives back; `warnings` holds one line per damaged step that was passed over."""
+    """The result of a restore; `warnings` holds one line per damaged step that was skipped."""
 
     arrays: Any
     extra: dict[str, Any]
@@ -33,7 +33,7 @@ class DamagedStep(Exception):
 
 
 class Checkpoints:
-    """The newest `keep` (at least 1) checkpoints of one run, in a folder that is made when missing."""
+    """The newest `keep` (at least 1) checkpoints of one run, in a folder that is created if missing."""
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         require(keep >= 1, "keep", "at least 1", keep)
@@ -48,7 +48,7 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps that are complete on disk, in rising order; a save still under way is not among them."""
+        """Steps that are complete on disk, in ascending order; a save in progress is not among them."""
         # Directory names, because the manager also remembers steps whose background save has failed.
         return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
@@ -61,17 +61,17 @@ class Checkpoints:
 
         Args:
             step: training step, larger than every saved one.
-            arrays: pytree whose leaves are jax Arrays; keys go in as `jax.random.key_data`.
-            extra: what JSON gives back unchanged: string keys, lists, finite numbers.
+            arrays: pytree of jax Arrays; random keys must be given as `jax.random.key_data`.
+            extra: a record that JSON returns unchanged: string keys, lists, finite numbers.
             wait: return only once the step is durable. Without it, durable means after `wait_until_finished`.
 
         Raises:
-            ValueError: a step that is not newer, a leaf that is no array, an extra that JSON would change.
+            ValueError: a step that is not newer, a pytree leaf that is not an array, an extra that JSON would change.
         """
         self.wait_until_finished()
         latest = self.latest_step()
         require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
-        require(_survives_json(extra), "extra", "a dict that JSON gives back unchanged", repr(extra)[:200])
+        require(_survives_json(extra), "extra", "a dict that JSON returns unchanged", repr(extra)[:200])
         leaves = _named_leaves(arrays, "arrays")
         for name, leaf in leaves.items():
             _require_array(name, leaf)
@@ -92,7 +92,7 @@ class Checkpoints:
             raise
 
     def close(self) -> None:
-        """Waits for saves under way and frees the background threads."""
+        """Waits for saves in progress and frees the background threads."""
         try:
             self.wait_until_finished()
         finally:
@@ -101,8 +101,8 @@ class Checkpoints:
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """Reads one step back, checked, into the template's structure, shapes, dtypes and shardings.
 
-        Without `step`, the newest undamaged step wins: damaged newer ones move to the quarantine folder, with the
-        reason beside them, and each leaves a line in `warnings`. A step asked for by number is never replaced.
+        Without `step`, the newest undamaged step is read: damaged newer ones are moved to the quarantine folder, with a
+        file that holds the reason, and each adds a line to `warnings`. A step requested by number is never replaced.
 
         Args:
             template: pytree of jax Arrays or `jax.ShapeDtypeStruct` with shardings, see `restore_template`.
@@ -112,7 +112,8 @@ class Checkpoints:
             Arrays committed to the template's shardings, the extra record, the step, and the warnings.
 
         Raises:
-            ValueError: no such step, no undamaged step, or a leaf whose path, shape or dtype is not the template's.
+            ValueError: no such step, no undamaged step, or a pytree leaf whose path, shape or dtype is not the
+                template's.
         """
         self.wait_until_finished()
         wanted = _named_leaves(template, "template")
@@ -140,7 +141,7 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:
-            # Damage shows as whatever the broken file trips over: parsing, decompression, a missing key.
+            # Damage can raise anything: a parse error, a decompression error, a missing key.
             if isinstance(error, MemoryError):
                 raise
             first_line = next(iter(str(error).splitlines()), "")[:200]
@@ -175,21 +176,21 @@ class Checkpoints:
 
 
 def restore_template(arrays: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Shapes, dtypes and shardings for `Checkpoints.restore`, every leaf placed on one mesh.
+    """Shapes, dtypes and shardings for `Checkpoints.restore`, every pytree leaf placed on one mesh.
 
-    A leaf with a named sharding keeps its partition; any other leaf (the count of an optimiser, a key) is replicated
-    over the mesh, because a scalar committed to one device cannot enter a step together with arrays of a mesh.
+    A leaf with a named sharding keeps its partition; any other (the count of an optimiser, a random key) is
+    replicated over the mesh, because a scalar committed to one device cannot be combined with arrays on a mesh.
 
     Args:
         arrays: pytree of jax Arrays or `jax.ShapeDtypeStruct`.
-        mesh: where the restored arrays will live; need not be the mesh they were saved from.
+        mesh: where the restored arrays will be; need not be the mesh that they were saved from.
 
     Returns:
         The same structure of `jax.ShapeDtypeStruct`.
     """
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        # Only a named sharding has a spec that another mesh can take over.
+        # Only a named sharding has a spec that can be used on another mesh.
         spec = getattr(leaf.sharding, "spec", jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 

@@ -1,7 +1,7 @@
-"""Configurations on disk: nested dataclasses as config.json, with a hash, and back again without loss.
+"""Configurations on disk: nested dataclasses as config.json, with a hash, and read back without loss.
 
-JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which the readers turn back into
-floats.
+JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which the readers turn back
+into floats.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ ConfigT = typing.TypeVar("ConfigT")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replaces a JSON file in one move: a reader, or a crash, sees the old content or the new one, never half."""
+    """Replaces a JSON file atomically: a reader, or a crash, sees the old content or the new one, never part of it."""
     replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def config_hash(config: Any) -> str:
-    """sha256 of the configuration's values, the one that `save_config` writes."""
+    """sha256 of the configuration's values, as `save_config` writes it."""
     return _hash(_plain_values(config))
 
 
@@ -38,7 +38,7 @@ def save_config(path: Path, config: Any) -> None:
     Fields may be bool, int, float, str, None, Path, Literal, tuples, unions and dataclasses of these.
 
     Raises:
-        ValueError: a configuration that `load_config` could not give back unchanged.
+        ValueError: a configuration that `load_config` could not return unchanged.
     """
     values = _plain_values(config)
     write_json(path, {"config": values, "sha256": _hash(values)})
@@ -61,7 +61,7 @@ def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file in one move, its content on the disk before the name points to it."""
+    """Replaces a file atomically; its content is on disk before the name points to it."""
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as stream:
         stream.write(content)
@@ -71,7 +71,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError with the path where there is none."""
+    """The JSON object in a file; ValueError naming the path where there is none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The values of config.json; ValueError where they are not those that its hash was made of."""
+    """The values of config.json; ValueError where they do not match its hash."""
     stored = read_object(path)
     require(stored.keys() == {"config", "sha256"}, str(path), "the keys config and sha256", sorted(stored))
     seen = _hash(stored["config"])
@@ -96,8 +96,8 @@ def _hash(values: Any) -> str:
 def _plain_values(config: Any) -> dict[str, Any]:
     values = to_json(asdict(config))
     rebuilt = _build(values, type(config), "config")
-    require(rebuilt == config, "config", "values that config.json gives back unchanged", repr(config))
-    # The rebuilt one, because an int given to a float field comes back as a float and must hash the same.
+    require(rebuilt == config, "config", "values that config.json returns unchanged", repr(config))
+    # The rebuilt configuration, because an int in a float field comes back as a float and must hash the same.
     return to_json(asdict(rebuilt))
 
 

@@ -1,4 +1,4 @@
-"""What a run says on the screen: a bar while it works, one aligned line a step, and a summary that is easy to grep.
+"""Screen output of a run: a progress bar, one aligned line per step, and a summary that is easy to grep.
 
 On a terminal the lines scroll above a progress bar. Anywhere else (a file, a pipe, a CI log) the same lines are plain
 text without control codes, and the bar becomes one line per tenth of the work.
@@ -60,7 +60,7 @@ class RunConsole:
         stream = stream or sys.stdout
         self._quiet = quiet
         self._terminal = stream.isatty()
-        # Stated rather than detected: rich would also obey variables that force colours into a file.
+        # Stated rather than detected: rich would also obey environment variables that force colours into a file.
         self._console = Console(file=stream, force_terminal=self._terminal, force_jupyter=False, highlight=False)
         self._lines = 0
 
@@ -70,7 +70,7 @@ class RunConsole:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """Prints one line that stands out, in quiet mode too."""
+        """Prints one highlighted line, in quiet mode too."""
         self._print(f"WARNING: {text}", style="bold red")
 
     @contextlib.contextmanager
@@ -80,11 +80,11 @@ class RunConsole:
         Args:
             label: what the steps do, for example "warm start".
             total: number of steps.
-            done: steps that a restored run has behind it.
+            done: steps that a restored run has already completed.
             lines: off a terminal, print a line per tenth of the work; False where `step` prints lines anyway.
 
         Yields:
-            A function to call after every step; its text (may be empty) is shown behind the count.
+            A function to call after every step; its text (may be empty) is shown after the count.
         """
         if self._quiet or not self._terminal:
             yield self._counter(label, total, done) if lines else lambda note="": None
@@ -114,7 +114,7 @@ class RunConsole:
         Args:
             facts: name and value of each row of the table.
             run: the run folder.
-            held_out: scores by the way of decoding, for example "temperature 1" and "greedy"; the last lines printed,
+            held_out: scores by decoding method, for example "temperature 1" and "greedy"; the last lines printed,
                 in this order.
         """
         if not self._quiet:
@@ -127,8 +127,8 @@ class RunConsole:
             self._print(f"held-out exact match ({decoding}): {score.before:.2f} -> {score.after:.2f}")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        # Soft wrap, because rich would otherwise break lines at 80 columns in a file; markup off, because samples and
-        # paths may hold square brackets.
+        # Soft wrap, because rich would otherwise break lines at 80 columns in a file; no markup, because samples and
+        # paths may contain square brackets.
         self._console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def _counter(self, label: str, total: int, done: int) -> Callable[..., None]:

@@ -1,10 +1,11 @@
 """The folder of one run: its configuration, its environment, and one line per step.
 
     config.json    the configuration and its sha256
-    env.json       versions, devices, git revision and command of the start, and of every later resume
-    metrics.jsonl  one object a line: step, kind, scalars
-    samples.jsonl  one object a line: step, phase, prompt, completion, answer, reward
+    env.json       versions, devices, git revision and command of the first start and of every resume
+    metrics.jsonl  one object per line: step, kind, scalars
+    samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward
     summary.json   the final numbers
+    model/         of a run that began with a model from disk: its files, without the weights
     curves.png, checkpoints/, tb/<kind>/
 
 Numbers are JSON numbers. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf",
@@ -39,7 +40,7 @@ GIT_TIMEOUT_SECONDS = 10
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run; made by `create` or `open`."""
+    """Paths of a run; constructed by `create` or `open`."""
 
     path: Path
 
@@ -51,10 +52,11 @@ class RunFolder:
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
     tensorboard = property(lambda self: self.path / "tb")
+    model = property(lambda self: self.path / "model")
 
     @classmethod
     def create(cls, parent: str | Path, name: str) -> Self:
-        """Makes `parent/name` with env.json; it is a whole run folder once `save_config` has written config.json.
+        """Creates `parent/name` with env.json; it is a complete run folder once `save_config` has written config.json.
 
         Raises:
             ValueError: a name that is not one path component, or a path that exists already.
@@ -72,7 +74,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Opens a run folder that `create` and `save_config` made.
+        """Opens a run folder that `create` and `save_config` completed.
 
         Raises:
             ValueError: no folder there, not a run folder, or a damaged one.
@@ -88,14 +90,14 @@ class RunFolder:
         return folder
 
     def record_resume(self, step: int) -> None:
-        """Adds the environment of this process to env.json, as that of a resume from `step`."""
+        """Adds the environment of this process to env.json, as a resume from `step`."""
         env = read_object(self.env)
         resumes = [*env.get("resumes", []), {"step": step, **describe_environment()}]
         write_json(self.env, {**env, "resumes": resumes})
 
 
 def describe_environment() -> dict[str, Any]:
-    """What a reader needs to repeat the run; of the environment variables only XLA_FLAGS."""
+    """What a reader needs to repeat the run; of the environment variables, only XLA_FLAGS."""
     devices = jax.devices()
     kinds = Counter(device.device_kind for device in devices)
     return {
@@ -110,7 +112,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_git(root: Path) -> dict[str, Any]:
-    """Revision of the code in `root` and whether files differ from it; None with a reason where git cannot say."""
+    """Revision of the code in `root` and whether files differ from it; None with a reason where git cannot tell."""
     try:
         revision, changes = _git(root, "rev-parse", "--verify", "HEAD"), _git(root, "status", "--porcelain")
         return {"revision": revision, "dirty": bool(changes), "reason": None}
@@ -122,7 +124,7 @@ def describe_git(root: Path) -> dict[str, Any]:
 
 
 class Sample(NamedTuple):
-    """One completion: the text given, the text sampled, the expected answer and the reward."""
+    """One completion: the prompt, the sampled text, the expected answer and the reward."""
 
     prompt: str
     completion: str
@@ -140,7 +142,7 @@ class MetricsLog(NamedTuple):
 class MetricsWriter:
     """Appends to metrics.jsonl, samples.jsonl and tb/, each line flushed when it is written.
 
-    A resumed run drops what was written after the restored step, so that every kind has each step once.
+    A resumed run drops records written after the restored step, so that every kind has each step once.
 
     Args:
         folder: the run.
@@ -171,7 +173,7 @@ class MetricsWriter:
         """Adds the scalars of one step; numbers also go to tb/<kind>/.
 
         Raises:
-            ValueError: a step of this kind that is not newer than the last, or a value that is no scalar.
+            ValueError: a step of this kind that is not newer than the last, or a value that is not a scalar.
         """
         last = self._last_steps.get(kind, -1)
         require(step > last, f"step of kind {kind!r}", f"a step after {last}", step)
@@ -199,7 +201,7 @@ class MetricsWriter:
         if kind not in self._boards:
             keep = self._restored.get(kind) if isinstance(self._restored, Mapping) else self._restored
             purge = None if keep is None else keep + 1
-            # Event files are named by the second: without a suffix a quick resume overwrites the earlier one.
+            # Event files are named by the second: without a suffix, a quick resume would overwrite the earlier one.
             suffix, place = f".{time.time_ns()}", str(self._folder.tensorboard / kind)
             self._boards[kind] = SummaryWriter(place, purge_step=purge, filename_suffix=suffix)
         return self._boards[kind]

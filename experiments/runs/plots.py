@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 WIDTH, HEIGHT, DPI = 1400, 900, 100
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d1661c", "#7a7a7a", "#b00020"
-# Below the rounding of fp32 log-probs: an exact agreement is drawn here, a log scale has no zero.
+# Below the rounding of fp32 log-probs: exact agreement is drawn here, because a log scale has no zero.
 DRIFT_FLOOR = 1e-8
 SMOOTH_OVER = 15
 MARKERS_UP_TO = 40
@@ -72,7 +72,7 @@ PANELS = {
 def plot_curves(metrics: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Draws the panels into a PNG of 1400 x 900 pixels.
 
-    A metric without a value leaves its panel with a note; values that are not finite become gaps and are counted.
+    A metric without values leaves a note in its panel; values that are not finite become gaps and are counted.
 
     Args:
         metrics: records of metrics.jsonl, each with step, kind and scalars.

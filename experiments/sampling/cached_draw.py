@@ -15,7 +15,7 @@ from experiments.tasks.tokenizer import Tokenizer
 
 
 class CachedDraw:
-    """A `Draw` of one static shape for each number of prompts and copies.
+    """A `Draw` with one static shape per number of prompts and copies.
 
     Args:
       graph: graph definition of the decoder.
@@ -23,7 +23,7 @@ class CachedDraw:
       tokenizer: end and padding token.
       sizes: bound of completions.
       temperature: divisor of the logits.
-      greedy: take the likeliest token instead of drawing.
+      greedy: take the most likely token instead of drawing.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CachedDraw:
             max_new_tokens=sizes.completion,
             temperature=temperature,
             greedy=greedy,
-            eos_id=tokenizer.eos_id,
+            eos_ids=tokenizer.eos_ids,
             pad_id=tokenizer.pad_id,
         )
 

@@ -1,4 +1,4 @@
-"""Completions of examples: prompts encoded, tokens drawn by one of two draws, texts decoded and rewarded."""
+"""Completions of examples: prompts encoded, tokens drawn by one of two draws, completions decoded and rewarded."""
 
 from typing import NamedTuple, Protocol
 
@@ -14,24 +14,24 @@ from experiments.tasks.tokenizer import Tokenizer
 
 
 class Draw(Protocol):
-    """Draws completions: `experiments.sampling.cached_draw`, or of whole leaves `experiments.sampling.leaf_draw`."""
+    """Draws completions: `experiments.sampling.cached_draw`, or leaf by leaf `experiments.sampling.leaf_draw`."""
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        """`copies` completions of every prompt, side by side, as NumPy arrays.
+        """`copies` completions of every prompt in adjacent rows, as NumPy arrays.
 
         Args:
           params: parameters of the decoder.
           prompts: int32 [B, P], right-padded.
           lengths: int32 [B].
-          copies: completions of a prompt.
+          copies: completions per prompt.
           key: a JAX random key.
         """
 
 
 class Completions(NamedTuple):
-    """Sampled completions, one or several of each example side by side."""
+    """Sampled completions, one or several of each example in adjacent rows."""
 
     prompts: list[list[int]]
     tokens: list[np.ndarray]
@@ -40,12 +40,12 @@ class Completions(NamedTuple):
     rewards: np.ndarray
 
     def first(self, number: int) -> "Completions":
-        """The first ones alone."""
+        """The first completions only."""
         return Completions(*(column[:number] for column in self))
 
 
 class Completer:
-    """Completes examples with given parameters, and rewards what came of it.
+    """Completes examples with given parameters, and rewards the completions.
 
     Args:
       draw: draws the tokens.
@@ -76,6 +76,6 @@ class Completer:
 
 
 def readable(examples: list[Example], completions: Completions) -> list[Sample]:
-    """Records for samples.jsonl, of one completion for each example."""
+    """Records for samples.jsonl, one completion per example."""
     rows = zip(examples, completions.texts, completions.rewards.tolist(), strict=True)
     return [Sample(example.prompt, text, example.answer, reward) for example, text, reward in rows]

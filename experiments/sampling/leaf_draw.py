@@ -1,8 +1,8 @@
-"""The draw of `--invariant`: its log-probs are the trainer's, bit for bit.
+"""The draw of `--invariant`: its log-probs are bitwise equal to the trainer's.
 
-It has no key-value cache. Every new token costs the whole row again, by the very program that the trainer runs the body
-with: a row of one document, padding after it, gives the same bits at a position whatever stands after that position,
-because a masked key has the probability 0 exactly. The head's numbers do not depend on the batch that a token is in.
+It has no key-value cache. For every new token it recomputes the whole row with the program that the trainer uses for
+the body: a row of one document, followed by padding, gives the same bits at a position whatever follows that position,
+because a masked key has a probability of exactly 0. The head's results do not depend on the batch that a token is in.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from experiments.training.leaf_programs import LeafPrograms, Loaded
 
 
 class _Rows(NamedTuple):
-    """Rows being completed: tokens [B, T], how many of them are there, what is drawn when, and which rows are done."""
+    """Rows being completed: tokens [B, T], their current lengths, the draws of each step, and which rows are done."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -33,10 +33,10 @@ class LeafDraw:
 
     Args:
       programs: the leaf's programs, shared with the trainer.
-      tokenizer: start, end and padding token.
+      tokenizer: end and padding tokens.
       sizes: bounds of completions and rows.
       leaf_rows: rows of a leaf.
-      greedy: take the likeliest token instead of drawing.
+      greedy: take the most likely token instead of drawing.
     """
 
     def __init__(
@@ -73,13 +73,12 @@ class LeafDraw:
             rows.drawn[live, step], rows.log_probs[live, step] = drawn[live], log_probs[live]
             rows.tokens[live, rows.lengths[live]] = drawn[live]
             rows.lengths[live] += 1
-            rows.done[live] = drawn[live] == self._tokenizer.eos_id
+            rows.done[live] = np.isin(drawn[live], self._tokenizer.eos_ids)
         return rows
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> _Rows:
-        """Prompts in rows; rows without one hold the start token and are done."""
+        """Prompts in rows; rows without one are done."""
         tokens = np.full((self._group, self._sizes.row), self._tokenizer.pad_id, np.int32)
-        tokens[:, 0] = self._tokenizer.bos_id
         lengths = np.ones(self._group, np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
         shape = (self._group, self._sizes.completion)
@@ -101,7 +100,7 @@ class LeafDraw:
         return np.concatenate(jax.device_get(drawn)), np.concatenate(jax.device_get(log_probs))
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
-        """Each data rank's rows of the arrays, on its device."""
+        """Each data rank's rows of the arrays, on the rank's device."""
         size = self._leaf_rows
         return [
             tuple(jax.device_put(array[rank * size : (rank + 1) * size], device) for array in arrays)

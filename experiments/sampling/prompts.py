@@ -1,4 +1,4 @@
-"""Prompts: in which order they come, how long they may be, and the static sizes of everything that follows from it."""
+"""Prompts: their order, their maximum length, and the static sizes that follow from it."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
 MICRO_BATCH_TOKENS = {"cpu": 1024}
-"""Tokens of a micro-batch by platform, where its rows are not given. On a CPU intermediate results beyond 32 MB are new
-pages of memory in every call, and the system's work on them costs more than half of a larger micro-batch."""
+"""Tokens of a micro-batch by platform, where its rows are not given. On a CPU intermediate results beyond 32 MB take new
+pages of memory in every call, and the system's work on them takes over half of the time of a larger micro-batch."""
 MANY_TOKENS = 16_384
 """The same for all other platforms."""
 
 
 class Sizes(NamedTuple):
-    """Static sizes, in tokens: of prompts (start token included), of completions (end token included) and of packed rows;
+    """Static sizes, in tokens: of prompts (special tokens included), of completions (end token included) and of packed rows;
     and the rows of a micro-batch on one data rank."""
 
     prompt: int
@@ -27,23 +27,26 @@ class Sizes(NamedTuple):
     rows: int
 
 
-def sizes_for(task: Task, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1) -> Sizes:
-    """Bounds of the task, or those of the options; a document has to fit into a packed row.
+def sizes_for(
+    task: Task, tokenizer: Tokenizer, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1
+) -> Sizes:
+    """The task's bounds, or those of the options; a document has to fit into a packed row.
 
-    A row that is not given is as long as the longest document: attention costs the square. Rows that are not given cut
-    the documents of a step, each as long as a row, into equal micro-batches.
+    A row length that is not given is that of the longest document, because the cost of attention is quadratic in it. A
+    number of rows that is not given divides the documents of a step, each as long as a row, into equal micro-batches.
 
     Args:
-      task: bounds prompts and answers.
-      rollout: bounds of its own, or None.
-      schedule: rows and their length, or None.
+      task: gives the bounds of prompts and answers.
+      tokenizer: adds its special tokens to prompts.
+      rollout: may give other bounds.
+      schedule: may give the number of rows and their length.
       ranks: data ranks.
-      leaf_rows: what the rows are a multiple of.
+      leaf_rows: divisor of the number of rows.
 
     Raises:
       ValueError: the longest document does not fit into ``schedule.row_length``.
     """
-    prompt = 1 + (rollout.max_prompt_tokens or task.max_prompt_tokens)
+    prompt = rollout.max_prompt_tokens or tokenizer.longest_prompt(task.max_prompt_tokens)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = schedule.row_length or longest
@@ -60,21 +63,21 @@ def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> in
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
-    """Start token and prompt.
+    """The prompt as the model reads it.
 
     Raises:
       ValueError: the prompt is longer than the bound.
     """
-    tokens = [tokenizer.bos_id, *tokenizer.encode(example.prompt)]
-    expected = f"prompts of at most {sizes.prompt - 1} tokens"
-    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, f"{len(tokens) - 1}")
+    tokens = tokenizer.encode_prompt(example.prompt)
+    expected = f"prompts of at most {sizes.prompt} tokens"
+    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, len(tokens))
     return tokens
 
 
 class PromptOrder:
     """Training prompts in a seeded order; its whole state is one integer, the number of prompts taken.
 
-    A task with a finite number of examples is shuffled anew in every pass; others are read by index.
+    A task with a finite number of examples is reshuffled in every pass; others are read by index.
     """
 
     def __init__(self, task: Task, seed: int, epochs: int | None, cursor: int = 0) -> None:
@@ -97,7 +100,7 @@ class PromptOrder:
 
 
 def held_out_examples(task: Task, number: int) -> list[Example]:
-    """The first ``number`` examples of the held-out split, or all there are."""
+    """The first ``number`` examples of the held-out split, or all if there are fewer."""
     split: Split = "held_out"
     count = task.num_examples(split)
     return [task.example(index, split) for index in range(number if count is None else min(number, count))]

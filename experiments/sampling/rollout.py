@@ -16,22 +16,22 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
     "centred": lambda rewards: group_advantages(rewards, scale_rewards="none"),
     "leave_one_out": leave_one_out_advantages,
 }
-"""Rewards [groups, generations] to advantages, by the name of the option."""
+"""Functions from rewards [groups, generations] to advantages, by the name of the option."""
 
 
 class Rollouts:
     """Makes one rollout after the other.
 
     Args:
-      prompts: which prompts come next.
+      prompts: gives the next prompts.
       completer: completes them.
       options: sizes of a rollout.
       advantages: a name of `ADVANTAGES`.
-      key: of all rollouts; each folds its number in.
+      key: random key of all rollouts; each folds in its number.
 
     Attributes:
-      made: rollouts so far.
-      degenerate: the share of groups whose rewards are all alike, of each rollout since the reader cleared the list.
+      made: number of rollouts so far.
+      degenerate: for each rollout since the reader cleared the list, the share of groups whose rewards are all equal.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Rollouts:
         examples = self._prompts.take(options.prompts_per_rollout)
         if not examples:
             return []
-        # The sampler's shape is static: a short last rollout is filled up and the filling thrown away.
+        # The sampler's shape is static: a short last rollout is padded and the padding dropped.
         filled = [examples[i % len(examples)] for i in range(options.prompts_per_rollout)]
         key = jax.random.fold_in(self._key, self.made)
         self.made += 1

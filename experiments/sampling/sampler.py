@@ -1,10 +1,10 @@
-"""Sampling from a `Decoder`: one prefill, then one token a step, together with the log-probs of what was drawn.
+"""Sampling from a `Decoder`: one prefill, then one token per step, with the log-probs of the tokens drawn.
 
-`sample` is the simple entry. A training loop builds its own function once and calls it with new parameters every step;
-nothing is traced again as long as the shapes stay:
+`sample` is the simple entry point. A training loop builds its own function once and calls it with new parameters every
+step; nothing is traced again as long as the shapes stay the same:
 
     graph, state = nnx.split(model)
-    draw = make_sampler(graph, max_new_tokens=8, eos_id=1, pad_id=0)
+    draw = make_sampler(graph, max_new_tokens=8, eos_ids=(1,), pad_id=0)
     for step in range(steps):
         samples = draw(state, prompts, prompt_lengths, jax.random.fold_in(key, step))
         state = train(state, samples)
@@ -34,9 +34,9 @@ class Samples(NamedTuple):
     """Completions, right-padded.
 
     Attributes:
-        tokens: int32 [B, N]; `pad_id` behind the end of a completion.
-        log_probs: fp32 [B, N], nats, each token given the prompt and the tokens before it; 0.0 behind the end.
-        lengths: int32 [B], in [1, N], tokens of each completion, its EOS included.
+        tokens: int32 [B, N]; `pad_id` after the end of a completion.
+        log_probs: fp32 [B, N], nats, each token given the prompt and the tokens before it; 0.0 after the end.
+        lengths: int32 [B], in [1, N], tokens of each completion, including its end token.
     """
 
     tokens: Int[Array, "B N"]
@@ -53,14 +53,14 @@ def sample(
     max_new_tokens: int,
     temperature: float = 1.0,
     greedy: bool = False,
-    eos_id: int,
+    eos_ids: tuple[int, ...],
     pad_id: int,
     row_ids: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Samples:
-    """Draws one completion for every prompt: y_i ~ softmax(logits_i / temperature), until EOS or `max_new_tokens`.
+    """Draws one completion for every prompt: y_i ~ softmax(logits_i / temperature), until an end token or `max_new_tokens`.
 
-    A row's draws depend on the key, on its row id and on its own prompt alone, so the same row gives the same
-    completion in any batch (up to the rounding of the products, which may depend on the batch size).
+    A row's draws depend only on the key, its row id and its own prompt, so the same row gives the same completion in
+    any batch (up to the rounding of the products, which may depend on the batch size).
 
     Args:
         model: the decoder.
@@ -69,19 +69,19 @@ def sample(
         key: a JAX random key.
         max_new_tokens: N, at least 1.
         temperature: divisor of the logits, positive.
-        greedy: take the likeliest token (the lowest id among equals). Its log-prob is still the one under
-            softmax(logits / temperature), which a trainer can recompute, not the 0.0 of a certain choice.
-        eos_id: token that ends a completion.
-        pad_id: token behind the end; may equal `eos_id`.
-        row_ids: int32 [B], names of the rows for the random numbers; default 0, 1, 2 … Pass global ids when a batch is
-            drawn in pieces, and the pieces equal the whole.
+        greedy: take the most likely token (the lowest id among equals). Its log-prob is still the one under
+            softmax(logits / temperature), which a trainer can recompute, not 0.0.
+        eos_ids: tokens each of which ends a completion.
+        pad_id: token after the end; may be one of `eos_ids`.
+        row_ids: int32 [B], ids of the rows for the random numbers; default 0, 1, 2 … With global ids, a batch drawn in
+            several parts equals the whole batch.
 
     Returns:
         Samples with log-probs in nats.
 
     Raises:
         ValueError: a temperature that is not positive and finite, an empty batch, lengths or ids out of range, shapes
-            that do not fit. Values are checked where they are known, that is outside of JAX transformations.
+            that do not match. Values are checked where they are known, that is, outside JAX transformations.
     """
     graph, state = nnx.split(model)
     draw = make_sampler(
@@ -89,7 +89,7 @@ def sample(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         greedy=greedy,
-        eos_id=eos_id,
+        eos_ids=eos_ids,
         pad_id=pad_id,
     )
     return draw(state, prompts, prompt_lengths, key, row_ids)
@@ -101,7 +101,7 @@ def make_sampler(
     max_new_tokens: int,
     temperature: float = 1.0,
     greedy: bool = False,
-    eos_id: int,
+    eos_ids: tuple[int, ...],
     pad_id: int,
     copies: int = 1,
 ) -> Callable[..., Samples]:
@@ -110,13 +110,13 @@ def make_sampler(
     Functions built from equal arguments share what has been compiled.
 
     Args:
-        graph: first half of `nnx.split(model)`; `state` is the second half, of this model or of a later version of it.
-        max_new_tokens: see `sample`, as for the rest.
+        graph: first half of `nnx.split(model)`; `state` is the second half, from this model or a later version of it.
+        max_new_tokens: see `sample`.
         temperature: see `sample`.
         greedy: see `sample`.
-        eos_id: see `sample`.
+        eos_ids: see `sample`.
         pad_id: see `sample`.
-        copies: completions of every prompt, in rows side by side; the prompts are read once.
+        copies: completions of every prompt, in adjacent rows; each prompt is prefilled once.
 
     Returns:
         The function; it checks the values of its arguments, then runs the compiled sampler.
@@ -124,13 +124,12 @@ def make_sampler(
     Raises:
         ValueError: an option out of range.
     """
-    options = SamplerOptions(max_new_tokens, temperature, greedy, eos_id, pad_id, copies)
+    options = SamplerOptions(max_new_tokens, temperature, greedy, tuple(eos_ids), pad_id, copies)
 
     def draw(state, prompts, prompt_lengths, key, row_ids=None):
         vocab_size = nnx.merge(graph, state).config.vocab_size
-        for name in ("eos_id", "pad_id"):
-            token = getattr(options, name)
-            require(0 <= token < vocab_size, name, f"an id in [0, {vocab_size})", token)
+        for name, token in (("pad_id", options.pad_id), *(("eos_ids", each) for each in options.eos_ids)):
+            require(0 <= token < vocab_size, name, f"ids in [0, {vocab_size})", token)
         check_prompts(prompts, prompt_lengths, vocab_size)
         is_key = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
         require(is_key, "key", "one key from jax.random.key", f"{key.dtype} of shape {key.shape}")
@@ -145,12 +144,12 @@ def make_sampler(
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """What is compiled into a sampler; the fields are explained at `sample`."""
+    """The options compiled into a sampler; `sample` explains the fields."""
 
     max_new_tokens: int
     temperature: float
     greedy: bool
-    eos_id: int
+    eos_ids: tuple[int, ...]
     pad_id: int
     copies: int
 
@@ -181,9 +180,9 @@ def _run(graph, options, state, prompts, prompt_lengths, key, row_ids):
         tokens, done, cache = carry
         hidden, cache = model.decode_step(tokens, prompt_lengths + step, cache, width + step)
         tokens, log_probs = _pick(options, hidden, head, row_keys, step + 1, done)
-        return (tokens, done | (tokens == options.eos_id), cache), (tokens, log_probs, done)
+        return (tokens, done | _is_end(options, tokens), cache), (tokens, log_probs, done)
 
-    carry = (first[0], first[0] == options.eos_id, cache)
+    carry = (first[0], _is_end(options, first[0]), cache)
     steps = jnp.arange(options.max_new_tokens - 1, dtype=jnp.int32)
     _, later = lax.scan(extend, carry, steps)
     tokens, log_probs, done = (
@@ -192,8 +191,14 @@ def _run(graph, options, state, prompts, prompt_lengths, key, row_ids):
     return Samples(tokens, log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
 
 
+def _is_end(options, tokens):
+    return functools.reduce(
+        jnp.logical_or, (tokens == end for end in options.eos_ids), jnp.zeros_like(tokens, jnp.bool_)
+    )
+
+
 def _pick(options, hidden, head, row_keys, step, done):
-    """One token a row and its log-prob, from the same logits; the pad and 0.0 for rows that are done."""
+    """One token per row and its log-prob, from the same logits; padding and 0.0 for rows that are done."""
     logits = logits_of(hidden, *head)
     if options.greedy:
         drawn = jnp.argmax(logits, axis=-1)
@@ -206,7 +211,7 @@ def _pick(options, hidden, head, row_keys, step, done):
 
 
 def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:
-    """Logits before the temperature, by the arithmetic of the trainer's head."""
+    """Logits before the temperature, with the arithmetic of the trainer's head."""
     return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
 
 

@@ -16,15 +16,15 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become rounds. A round is a micro-batch of every data rank, stacked, as NumPy arrays.
+    """How documents become rounds. A round is one micro-batch of every data rank, stacked, as NumPy arrays.
 
     Args:
       ranks: data ranks.
-      rows: rows of a micro-batch.
-      row_length: tokens of a row.
+      rows: rows per micro-batch.
+      row_length: tokens per row.
       vocab_size: token ids are in [0, vocab_size).
       pad_id: padding token.
-      block: documents that a rank is dealt at a time.
+      block: number of documents dealt to a rank at a time.
       share_rows: whether documents may share a row.
       columns: names of the documents' further columns.
     """
@@ -39,14 +39,14 @@ class Packing:
     columns: tuple[str, ...] = ()
 
     def deal(self, documents: Iterable[Document]) -> list[deque[Document]]:
-        """A queue for each rank: blocks of consecutive documents, dealt in turn."""
+        """A queue per rank: runs of `block` consecutive documents, dealt in turn."""
         queues: list[deque[Document]] = [deque() for _ in range(self.ranks)]
         for position, document in enumerate(documents):
             queues[position // self.block % self.ranks].append(document)
         return queues
 
     def take_round(self, queues: list[deque[Document]]) -> MicroBatch:
-        """The next round, whose documents leave the queues; a rank without any has padding alone.
+        """The next round, whose documents leave the queues; a rank without documents gets only padding.
 
         Raises:
           ValueError: a token id outside of the vocabulary, with its document and position.
@@ -66,7 +66,7 @@ class Packing:
         return self.take_round([deque() for _ in range(self.ranks)])
 
     def _pack(self, queue: deque[Document]) -> MicroBatch:
-        # Every document has at least one token, so no more of them can fit.
+        # Every document has at least one token, so no more documents than this can fit.
         candidates = list(islice(queue, self.rows * (self.row_length if self.share_rows else 1)))
         sizes = {"rows": self.rows, "row_length": self.row_length}
         options = {"pad_id": self.pad_id, "share_rows": self.share_rows, "columns": self.columns}
@@ -77,7 +77,7 @@ class Packing:
         return batch
 
     def _check_ids(self, batch: MicroBatch) -> None:
-        # Here, because under jit a bad id can only turn into NaN.
+        # Checked here, because under jit an invalid id can only give NaN.
         outside = batch.tokens >= self.vocab_size
         if outside.any():
             place = tuple(int(index) for index in np.argwhere(outside)[0])
@@ -86,17 +86,17 @@ class Packing:
 
 
 class RoundStream:
-    """An endless (or ending) iterator of rounds, fed by rollouts on demand.
+    """An iterator of rounds, endless or not, fed by rollouts on demand.
 
-    A rollout is sampled when all ranks have run dry. Documents that a step leaves over stay queued for the next one, and
-    belong to the checkpoint.
+    A rollout is sampled when the queues of all ranks are empty. Documents left over by a step stay queued for the next
+    one, and are part of the checkpoint.
 
     Args:
       rollout: makes the documents of the next rollout; an empty list means that the data has ended.
       packing: makes rounds of them.
 
     Attributes:
-      queues: documents of each rank that wait.
+      queues: waiting documents of each rank.
       seconds: time spent in rollouts; the reader may reset it.
     """
 
@@ -109,7 +109,8 @@ class RoundStream:
         return self
 
     def __next__(self) -> MicroBatch:
-        # Between rounds only: a rollout inside of one would put more documents into a step on one mesh than on another.
+        # Only between rounds: a rollout inside a round would put more documents into a step on one mesh than on
+        # another.
         if not any(self.queues):
             started = time.perf_counter()
             self.queues = self._packing.deal(self._rollout())
@@ -123,7 +124,7 @@ class RoundStream:
         return [[_to_json(document) for document in queue] for queue in self.queues]
 
     def restore(self, queued: list[list[dict[str, Any]]]) -> None:
-        """Takes over the queues of a checkpoint; on another number of ranks the documents are dealt anew."""
+        """Restores the queues of a checkpoint; on another number of ranks the documents are dealt again."""
         if len(queued) == len(self.queues):
             self.queues = [deque(map(_from_json, queue)) for queue in queued]
         else:
@@ -131,7 +132,7 @@ class RoundStream:
 
 
 def _to_json(document: Document) -> dict[str, Any]:
-    # A float32 becomes a Python float, and JSON's shortest form of it, without losing a bit.
+    # A float32 survives the conversion to a Python float and to JSON's shortest form exactly.
     columns = {name: values.tolist() for name, values in document.columns.items()}
     arrays = {"tokens": document.tokens.tolist(), "old_log_probs": document.old_log_probs.tolist()}
     return {**vars(document), **arrays, "columns": columns}

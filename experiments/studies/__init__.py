@@ -1,1 +1,1 @@
-"""Programs that measure one question each and write a report."""
+"""Programs that each answer one question by measuring, and write a report."""

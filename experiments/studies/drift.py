@@ -1,11 +1,12 @@
-"""Which log-prob functions keep their bits: naive JAX, the fast path and the fixed-order path of this library, side by side.
+"""Which log-prob functions keep their bits: a comparison of naive JAX with this library's fast path and fixed order.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.studies.drift
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.studies.drift --dtype bfloat16 --write
 
-Every path, and the gradient of its hidden states, goes through ``jaxlogp.check_invariance``: changes of batch, position,
-padding, order, company, chunk, jit and mesh that must not matter. Then a drift report says how far a bf16 model's
-log-probs are from the fp32 ones, and which token is the worst. To test another function, call ``check_invariance`` on it.
+Every path, and the gradient of its hidden states, is checked with ``jaxlogp.check_invariance``: changes of batch,
+position, padding, order, neighbours, chunk, jit and mesh that must not matter. Then a drift report says how far the
+log-probs of bf16 operands are from those of fp32 operands, and at which token most. To test another function, call
+``check_invariance`` on it.
 """
 
 import functools
@@ -44,9 +45,9 @@ class DriftConfig:
     tokens: int = 64
     """Number of tokens."""
     hidden_size: int = 64
-    """H, features of a hidden state."""
+    """H, size of a hidden state."""
     vocab_size: int = 1032
-    """V, size of the vocabulary; the largest of num_shards has to divide it."""
+    """V, size of the vocabulary; a multiple of the largest of num_shards."""
     dtype: str = "float32"
     """Dtype of hidden states and weight: float32 or bfloat16."""
     num_shards: tuple[int, ...] = (2, 3, 4, 8)
@@ -54,14 +55,14 @@ class DriftConfig:
     seed: int = 0
     """Seed of hidden states, weight and targets."""
     processes: bool = True
-    """Run the log-probs in two processes with four simulated CPU devices each as well."""
+    """Also run the log-probs in two processes with four simulated CPU devices each."""
     write: bool = False
     """Write the tables to benchmarks/results/drift_<device>_<dtype>.md."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The tables: one report for every path and for its gradient, and how far bf16 is from fp32."""
+    """The tables: one report per path and per gradient, and the distance of bf16 from fp32."""
 
     reports: tuple[InvarianceReport, ...]
     rounding: DriftReport
@@ -69,7 +70,7 @@ class Result:
 
 
 def naive(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """What a trainer without this library does."""
+    """The computation of a trainer without this library."""
     logits = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     log_softmax = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_softmax, targets[:, None], axis=1)[:, 0]
@@ -96,7 +97,7 @@ def fixed_order_on_all_devices(hidden: jax.Array, weight: jax.Array, targets: ja
 
 
 def hidden_gradient(function: TokenFunction) -> TokenFunction:
-    """The gradient of the sum of the log-probs with respect to the hidden states, a row per token."""
+    """The gradient of the sum of the log-probs with respect to the hidden states, one row per token."""
 
     def gradient(hidden, weight, targets):
         return jax.grad(lambda hidden: jnp.sum(function(hidden, weight, targets)))(hidden)
@@ -145,7 +146,7 @@ def _data(config: DriftConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _rounding(config: DriftConfig) -> DriftReport:
-    """bf16 operands against fp32 ones: what a sampler and a trainer of different dtypes disagree about."""
+    """bf16 against fp32 operands: the disagreement of a sampler and a trainer of different dtypes."""
     hidden, weight, targets = _data(config)
     hidden, weight = hidden.astype(jnp.float32), weight.astype(jnp.float32)
     exact = linear_log_probs(hidden, weight, targets).log_probs
@@ -183,7 +184,7 @@ def write(config: DriftConfig, result: Result, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options end in one line on stderr and exit code 2."""
+    """The command line: bad options give one line on stderr and exit code 2."""
     config = tyro.cli(DriftConfig, args=arguments, prog="python -m experiments.studies.drift", description=__doc__)
     with errors_in_one_line():
         result = main(config)

@@ -1,16 +1,18 @@
-"""What the gradient filter costs in accuracy and saves in time, for peaked and flat policies and two vocabulary orders.
+"""The gradient filter's cost in accuracy and gain in time, for peaked and flat policies and two vocabulary orders.
 
     python -m experiments.studies.gradient_filter            # N=1024, H=256, V=32768, fp32, on this machine
-    python -m experiments.studies.gradient_filter --write    # also writes benchmarks/results/gradient_filter_<device>.md
+    python -m experiments.studies.gradient_filter --write    # also writes
+    benchmarks/results/gradient_filter_<device>.md
 
-A peaked policy is made so: token v has frequency u_v ~ 1 / rank (Zipf), ids are shuffled, and its row of the weight is
-((log u_v - mean) / 8, r_v) with r_v random of unit length; the hidden state of a position whose context calls for token x,
-drawn from u, is (8, k r_x). So z_v = log u_v + k r_x · r_v + constant: the frequencies, drawn to x, with random
-confusions. k is found by bisection such that the mean entropy is the one that was asked for. The policy "with a common
-part" is the first of these with one random vector of unit length added to every row, which changes no probability. The
-flat policy has random logits of deviation 0.1. Targets are drawn from the policy itself; cotangents are g ~ N(0, 1) for
-log-probs and 0.01 for entropies, as in a policy gradient on own samples. Errors are relative to the unfiltered gradient: in
-norm, and the largest entry of the difference over the largest entry. Times are of forward and backward, interleaved.
+A peaked policy is constructed as follows: token v has frequency u_v ~ 1 / rank (Zipf), ids are shuffled, and its row of
+the weight is ((log u_v - mean) / 8, r_v) with r_v random of unit length; the hidden state of a position whose context
+calls for token x, drawn from u, is (8, k r_x). So z_v = log u_v + k r_x · r_v + constant: the frequencies, shifted
+towards x, with random confusions. k is found by bisection so that the mean entropy is as requested. The policy "with a
+common part" is the first of these with one random vector of unit length added to every row, which changes no
+probability. The flat policy has random logits of standard deviation 0.1. Targets are drawn from the policy itself;
+cotangents are g ~ N(0, 1) for log-probs and 0.01 for entropies, as in an on-policy policy gradient. Errors are relative
+to the unfiltered gradient: in norm, and the largest entry of the difference over the largest entry. Times are of
+forward + backward, interleaved.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ from jaxlogp.errors import require
 
 ENTROPY_COTANGENT = 0.01
 FLAT = "flat"
-# What the hidden state has for the frequencies: as large a factor keeps that column of the weight as small as the others.
+# The hidden state's factor for the frequencies; this size keeps that column of the weight as small as the others.
 LEVER = np.float32(8.0)
 
 
@@ -51,7 +53,7 @@ class GradientFilterConfig:
     tokens: int = 1024
     """N, number of tokens."""
     hidden_size: int = 256
-    """H, features of a hidden state."""
+    """H, size of a hidden state."""
     vocab_size: int = 32768
     """V, size of the vocabulary."""
     entropies: tuple[float, ...] = (0.5, 2.0)
@@ -59,13 +61,13 @@ class GradientFilterConfig:
     thresholds: tuple[float, ...] = (2.0**-8, 2.0**-12, 2.0**-16)
     """Thresholds of the filter."""
     token_chunk: int = 128
-    """Tokens of a block."""
+    """Tokens per block."""
     vocab_tile: int = 256
-    """Vocabulary columns of a block."""
+    """Vocabulary columns per block."""
     dtype: str = "float32"
     """Dtype of hidden states and weight: float32 or bfloat16."""
     repeats: int = 5
-    """Timed repeats of every program; the median counts."""
+    """Timed repeats of every program; the median is reported."""
     seed: int = 0
     """Seed of the policies."""
     write: bool = False
@@ -115,12 +117,12 @@ def _entropies(logits: np.ndarray) -> np.ndarray:
 
 
 def _draw(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A token of each row by the Gumbel trick."""
+    """One token per row, drawn by the Gumbel trick."""
     return np.argmax(logits + rng.gumbel(size=logits.shape).astype(logits.dtype), axis=1).astype(np.int32)
 
 
 def make_policy(config: GradientFilterConfig, entropy: float | None) -> Policy:
-    """A policy of that mean entropy, or the flat one.
+    """A policy with the given mean entropy, or the flat one.
 
     Raises:
       ValueError: an entropy that this construction cannot reach.
@@ -171,7 +173,7 @@ def policy_gradients(engine: ChunkedEngine, hidden, weight, targets, g):
 
 
 def relative_errors(seen: jax.Array, exact: np.ndarray) -> tuple[float, float]:
-    """|seen - exact| / |exact|: in the Frobenius norm, and the largest entries."""
+    """|seen - exact| / |exact|: in the Frobenius norm, and of the largest entries."""
     difference = np.asarray(seen, np.float64) - exact
     return float(np.linalg.norm(difference) / np.linalg.norm(exact)), float(
         np.abs(difference).max() / np.abs(exact).max()
@@ -192,7 +194,7 @@ def _measure(config: GradientFilterConfig, policy: Policy) -> list[Row]:
     g = jax.random.normal(jax.random.key(config.seed), (config.tokens,))
     programs, operands = {}, {}
     for name, order in orders.items():
-        # Renumbered once, outside of what is timed: what a training run does before its first step.
+        # Renumbered once and not timed, as a training run does before its first step.
         operands[name] = policy.hidden, order.rows(policy.weight), order.places(policy.targets), g
         engines = filtered if name != "shuffled" else {None: plain, **filtered}
         for threshold, engine in engines.items():
@@ -225,7 +227,7 @@ def main(config: GradientFilterConfig) -> Result:
     """Measures all policies, orders and thresholds and returns the table.
 
     Raises:
-      ValueError: a size that is not positive, an unknown dtype, a threshold outside of [0, 1) or an entropy out of reach.
+      ValueError: a size that is not positive, an unknown dtype, a threshold outside [0, 1) or an entropy out of reach.
     """
     for option in ("tokens", "vocab_size", "token_chunk", "vocab_tile", "repeats"):
         require(getattr(config, option) > 0, f"--{option.replace('_', '-')}", "a number > 0", getattr(config, option))
@@ -239,7 +241,7 @@ def main(config: GradientFilterConfig) -> Result:
 
 
 def threshold_label(threshold: float | None) -> str:
-    """A threshold as a power of 2 where it is one."""
+    """The threshold, written as a power of 2 if it is one."""
     if threshold is None:
         return "off"
     exponent = np.log2(threshold) if threshold > 0 else 0.5
@@ -283,7 +285,7 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options end in one line on stderr and exit code 2."""
+    """The command line: bad options give one line on stderr and exit code 2."""
     config = tyro.cli(
         GradientFilterConfig, args=arguments, prog="python -m experiments.studies.gradient_filter", description=__doc__
     )

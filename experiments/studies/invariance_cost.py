@@ -1,9 +1,10 @@
-"""What the fixed order costs: engine fixed_order beside chunked and a program that stores the logits, on 1 and 4 shards.
+"""The cost of the fixed order against chunked and against a program that stores the logits, on 1 and 4 shards.
 
     python -m experiments.studies.invariance_cost            # N=512, H=256, V=8192, fp32, entropy on
-    python -m experiments.studies.invariance_cost --write    # also writes benchmarks/results/invariance_cost_<device>.md
+    python -m experiments.studies.invariance_cost --write    # also writes
+    benchmarks/results/invariance_cost_<device>.md
 
-All programs are measured in one run, interleaved, so that what else the machine does hits them alike. Ratios are to
+All programs are measured in one run, interleaved, so that other load on the machine affects them equally. Ratios are to
 ``chunked`` on the same number of shards. On CPUs the shards are simulated devices that share the cores.
 """
 
@@ -45,11 +46,11 @@ class CostConfig:
     tokens: int = 512
     """N, number of tokens."""
     hidden_size: int = 256
-    """H, features of a hidden state."""
+    """H, size of a hidden state."""
     vocab_size: int = 8192
     """V, size of the vocabulary; divisible by 4."""
     repeats: int = 15
-    """Timed repeats of every program; the median counts."""
+    """Timed repeats of every program; the median is reported."""
     write: bool = False
     """Write the table under benchmarks/results."""
 
@@ -82,7 +83,7 @@ def main(config: CostConfig) -> str:
     """Measures all programs and returns the table in markdown.
 
     Raises:
-      ValueError: a size that is not positive, or a vocabulary that four shards or the granules cannot cut.
+      ValueError: a size that is not positive, or a vocabulary that four shards or the granules cannot divide.
     """
     for option in ("tokens", "hidden_size", "vocab_size", "repeats"):
         require(getattr(config, option) > 0, f"--{option.replace('_', '-')}", "a number > 0", getattr(config, option))
@@ -128,7 +129,7 @@ def _markdown(config: CostConfig, compiled: dict, times: dict) -> str:
 
 
 def run_cli(arguments: list[str] | None = None) -> str:
-    """The command line: bad options end in one line on stderr and exit code 2."""
+    """The command line: bad options give one line on stderr and exit code 2."""
     config = tyro.cli(
         CostConfig, args=arguments, prog="python -m experiments.studies.invariance_cost", description=__doc__
     )

@@ -6,10 +6,10 @@ nothing: `encode` never returns them, and a model that samples one reads it back
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from experiments.tasks.protocol import Task
 
@@ -22,13 +22,27 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     """What the trainer needs of a tokenizer."""
 
-    pad_id: ClassVar[int]
-    bos_id: ClassVar[int]
-    eos_id: ClassVar[int]
+    @property
+    def pad_id(self) -> int:
+        """Fills rows behind the end."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Each of them ends an answer; the first is the one that worked answers end with."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: special ids, symbols, and unused ids up to a multiple of 8."""
+        """Number of ids."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """What the model reads before it answers, special ids included.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+
+    def longest_prompt(self, text_tokens: int) -> int:
+        """Most ids of a prompt whose text has so many characters, or bytes where any text is allowed."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special ids.
@@ -38,18 +52,30 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids up to the first `eos_id`; `pad_id` and `bos_id` are skipped, unused ids read as U+FFFD.
+        """Text of ids up to the first of `eos_ids`; other special ids are skipped, unused ids read as U+FFFD.
 
         Raises:
-            ValueError: an id before the first `eos_id` is not an integer in [0, vocab_size).
+            ValueError: an id before the first end is not an integer in [0, vocab_size).
         """
 
-    def to_dict(self) -> dict[str, Any]:
-        """The tokenizer as JSON values, for `tokenizer_from_dict`."""
+
+class _StartToken:
+    """Prompts behind one start token, for the tokenizers of this file."""
+
+    pad_id: ClassVar[int] = PAD_ID
+    eos_ids: ClassVar[tuple[int, ...]] = (EOS_ID,)
+
+    def encode_prompt(self: Tokenizer, text: str) -> list[int]:
+        """See `Tokenizer.encode_prompt`."""
+        return [BOS_ID, *self.encode(text)]
+
+    def longest_prompt(self, text_tokens: int) -> int:
+        """See `Tokenizer.longest_prompt`."""
+        return 1 + text_tokens
 
 
 @dataclass(frozen=True)
-class CharTokenizer:
+class CharTokenizer(_StartToken):
     """One id for each character of an alphabet, in the alphabet's order.
 
     Args:
@@ -62,18 +88,13 @@ class CharTokenizer:
         >>> tokenizer = CharTokenizer("0123456789+=")
         >>> tokenizer.encode("37+48=")
         [6, 10, 13, 7, 11, 14]
-        >>> tokenizer.decode([11, 8, tokenizer.eos_id, 8])
+        >>> tokenizer.decode([11, 8, EOS_ID, 8])
         '85'
         >>> tokenizer.vocab_size
         16
     """
 
     alphabet: str
-
-    pad_id: ClassVar[int] = PAD_ID
-    bos_id: ClassVar[int] = BOS_ID
-    eos_id: ClassVar[int] = EOS_ID
-    kind: ClassVar[str] = "char"
 
     def __post_init__(self) -> None:
         if not isinstance(self.alphabet, str) or not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
@@ -98,17 +119,13 @@ class CharTokenizer:
         symbols = self.alphabet.ljust(self.vocab_size - NUM_SPECIAL, UNKNOWN)
         return "".join(symbols[number] for number in _symbol_numbers(ids, self.vocab_size))
 
-    def to_dict(self) -> dict[str, Any]:
-        """See `Tokenizer.to_dict`."""
-        return {"kind": self.kind, "alphabet": self.alphabet, "vocab_size": self.vocab_size}
-
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {character: number for number, character in enumerate(self.alphabet, start=NUM_SPECIAL)}
 
 
 @dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(_StartToken):
     """One id for each byte of UTF-8 text; bytes that are not valid UTF-8 read as U+FFFD.
 
     Example:
@@ -118,11 +135,6 @@ class ByteTokenizer:
         >>> tokenizer.vocab_size
         264
     """
-
-    pad_id: ClassVar[int] = PAD_ID
-    bos_id: ClassVar[int] = BOS_ID
-    eos_id: ClassVar[int] = EOS_ID
-    kind: ClassVar[str] = "byte"
 
     @property
     def vocab_size(self) -> int:
@@ -143,10 +155,6 @@ class ByteTokenizer:
         data = bytes(min(number, 0xFF) for number in _symbol_numbers(ids, self.vocab_size))
         return data.decode("utf-8", errors="replace")
 
-    def to_dict(self) -> dict[str, Any]:
-        """See `Tokenizer.to_dict`."""
-        return {"kind": self.kind, "vocab_size": self.vocab_size}
-
 
 def tokenizer_for(task: Task) -> Tokenizer:
     """The tokenizer that a task's `max_prompt_tokens` and `max_answer_tokens` count in.
@@ -158,34 +166,6 @@ def tokenizer_for(task: Task) -> Tokenizer:
         A `CharTokenizer` of the task's alphabet, or a `ByteTokenizer` where that is None.
     """
     return ByteTokenizer() if task.alphabet is None else CharTokenizer(task.alphabet)
-
-
-def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` wrote.
-
-    Args:
-        values: what `to_dict` returned, after a trip through JSON if need be.
-
-    Returns:
-        An equal tokenizer.
-
-    Raises:
-        ValueError: the values describe no tokenizer, or one whose vocabulary had another size.
-
-    Example:
-        >>> tokenizer_from_dict(CharTokenizer("abc").to_dict())
-        CharTokenizer(alphabet='abc')
-    """
-    kind = values.get("kind")
-    if kind == CharTokenizer.kind:
-        tokenizer: Tokenizer = CharTokenizer(values.get("alphabet"))
-    elif kind == ByteTokenizer.kind:
-        tokenizer = ByteTokenizer()
-    else:
-        raise ValueError(f"tokenizer: expected kind {CharTokenizer.kind!r} or {ByteTokenizer.kind!r}, got {kind!r}")
-    if tokenizer.to_dict() != dict(values):
-        raise ValueError(f"tokenizer: expected {tokenizer.to_dict()}, got {dict(values)}")
-    return tokenizer
 
 
 def _round_up(size: int) -> int:

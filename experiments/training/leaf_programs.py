@@ -1,9 +1,9 @@
 """The compiled programs of one leaf, which trainer and sampler of `--invariant` share.
 
-A compiler may turn the same computation into other bits in another program, or in the same program for another number of
+The same computation may give different bits in another program, or in the same program compiled for another number of
 devices. So everything that needs no other rank runs as a program for one device, on the first device of each data rank;
-the head alone runs over the tensor axis, and engine `fixed_order` makes its results independent of it. The body of the
-model is not split over the tensor ranks in this mode.
+only the head runs over the tensor axis, and engine `fixed_order` makes its results independent of that axis. The body
+of the model is not split over the tensor ranks in this mode.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
 from jaxlogp import (
     FixedOrderEngine,
@@ -30,7 +31,7 @@ from jaxlogp import (
 
 
 class Loaded(NamedTuple):
-    """Parameters where the leaf's programs want them: whole on each data rank, the head's rows over the tensor ranks."""
+    """Parameters where the leaf's programs need them: whole on each data rank, the head's rows over the tensor ranks."""
 
     ranks: list[nnx.State]
     rows: Float[Array, "blocks H"]
@@ -72,7 +73,7 @@ class LeafPrograms:
         self._head_vjp = jax.jit(self._all_gradients)
 
     def load(self, params: nnx.State) -> Loaded:
-        """Copies the parameters to where a leaf needs them, once for many leaves."""
+        """Copies the parameters to where leaves need them, once for many leaves."""
         weight = self._weight(params)
         rows = self._shards().shard_rows(weight)
         ranks = [jax.device_put(params, device) for device in self.devices]
@@ -89,12 +90,12 @@ class LeafPrograms:
     def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
         """Log-probs and entropies of each rank's tokens."""
         operands = (self._join(hidden), loaded.rows, self._join(targets), self._join(mask))
-        # One program with collectives in flight at a time, as in MicroBatchSums.
+        # Only one program with collectives in flight at a time, as in MicroBatchSums.
         result = jax.block_until_ready(self._head(*operands))
         return [TokenLogProbs(*each) for each in zip(*map(self._split, result), strict=True)]
 
     def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
-        """Gradients of each rank's hidden states, and of the head [1, V, H] by that rank alone.
+        """Gradients of each rank's hidden states, and of the head [1, V, H] from that rank alone.
 
         Cotangents are those of log-probs and entropies.
         """
@@ -130,7 +131,7 @@ class LeafPrograms:
 
     def _all_gradients(self, hidden, rows, targets, mask, cotangents):
         def local(hidden, rows, targets, mask, cotangents):
-            # Typed as varying over the data ranks: each keeps its own gradient of the head.
+            # Typed as varying over the data ranks, so that each keeps its own gradient of the head.
             rows = jax.lax.pcast(rows, DATA_AXIS, to="varying")
 
             def values(hidden, rows):
@@ -147,7 +148,7 @@ class LeafPrograms:
         return d_hidden, jax.vmap(self._shards().unshard_rows)(d_rows)
 
     def _join(self, pieces: Sequence[Array]) -> Array:
-        """One array over the mesh, split over the data ranks and whole on every tensor rank; copies only."""
+        """One array over the mesh, split over the data ranks and replicated on the tensor ranks; copies only."""
         copies = [
             jax.device_put(piece, device)
             for piece, row in zip(pieces, self.mesh.devices, strict=True)

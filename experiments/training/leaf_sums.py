@@ -1,8 +1,8 @@
-"""Gradient sums of `--invariant`: the same sums, bit for bit, on every mesh and every micro-batch cut.
+"""Gradient sums of `--invariant`: bitwise equal on every mesh and for every micro-batch size.
 
-The unit of computation is the leaf: `leaf_rows` rows with one document each, always of one shape. What a leaf yields
-does not depend on the mesh, and leaves are added in one binary tree over the documents' order, whether they come from
-micro-batches one after the other or from data ranks side by side.
+The unit of computation is the leaf: `leaf_rows` rows with one document each, always of the same shape. The result of a
+leaf does not depend on the mesh, and leaves are added in one binary tree over the documents' order, whether they come
+from successive micro-batches or from different data ranks.
 
     hidden = body(params)                              each data rank
     log_probs, entropy = head(hidden, weight)          data, tensor
@@ -10,8 +10,8 @@ micro-batches one after the other or from data ranks side by side.
     d_hidden, d_weight = head_vjp(hidden, weight, g)   data, tensor
     leaf = body_vjp(params, d_hidden), d_weight, sums  each data rank
 
-Leaves then travel to the first device, where they are added and the update is made; see
-`experiments.training.leaf_programs` for why the programs are apart.
+The results are then copied to the first device, where they are added and the update is made; see
+`experiments.training.leaf_programs` for why the programs are separate.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,16 +53,16 @@ class LeafSums:
 
     @property
     def num_compilations(self) -> int:
-        """See `GradientSums`; 1 for each data rank, whatever the number of leaves."""
+        """See `GradientSums`; 1 per data rank, whatever the number of leaves."""
         compiled: Any = self._loss
         return compiled._cache_size()
 
     def place(self, tree: Any) -> Any:
-        """Whole, on the first device."""
+        """Unsharded, on the first device."""
         return jax.device_put(tree, self._home)
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
-        """Nothing to find out: the engine is fixed, and takes every call."""
+        """Nothing to check: the engine is fixed, and takes every call."""
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """Every round's leaves in the order of their documents, folded neighbours first."""
@@ -113,7 +113,7 @@ class LeafSums:
         return [self._leaf(*each, *pair) for *each, pair in operands]
 
     def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen):
-        """Loss, metric terms and drift of one leaf, and the gradient of the loss sum by log-probs and entropies."""
+        """Loss, metric terms and drift of one leaf, and the loss sum's gradient with respect to log-probs and entropies."""
 
         def total(log_probs, entropy):
             parts = self._objective.of_values(TokenLogProbs(log_probs, entropy), batch, documents_seen)
@@ -123,12 +123,12 @@ class LeafSums:
         return parts, cotangents
 
     def _one_leaf(self, params, inputs, parts, d_hidden, d_weight) -> MicroSums:
-        """The gradient of one leaf, the head's part included, with the leaf's other sums."""
+        """The gradient of one leaf, including the head's, with the leaf's other sums."""
         loss, terms, drift = parts
         d_params = self._programs.body_vjp(params, inputs, d_hidden)
         d_params = add_to(d_params, self._programs.config.head_name, d_weight[0])
         sums = MicroSums(StepSums.of(d_params, loss, terms), drift)
-        # A leaf of padding is a zero of the tree only if no sum is -0.0.
+        # A leaf of padding is neutral in the tree only if no sum is -0.0.
         return jax.tree.map(_no_negative_zero, sums)
 
 
@@ -147,7 +147,7 @@ def add_to(state: nnx.State, name: str, extra: Array) -> nnx.State:
 
 
 class TreeFold:
-    """Adds parts that come one after the other in the binary tree over their order, keeping log2 of them.
+    """Adds successive parts in the binary tree over their order, keeping only log2 of their number in memory.
 
     ((p0 p1) (p2 p3)) p4 for five parts; neutral parts at the end change nothing.
 
@@ -175,7 +175,7 @@ class TreeFold:
         self._nodes.append((level, part))
 
     def total(self) -> Any | None:
-        """All parts together, or None without any."""
+        """The sum of all parts, or None without parts."""
         if not self._nodes:
             return None
         _, total = self._nodes.pop()
@@ -185,7 +185,7 @@ class TreeFold:
 
 
 def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
-    """A micro-batch of one document a row, as micro-batches of `rows` rows.
+    """A micro-batch with one document per row, as micro-batches of `rows` rows.
 
     Raises:
       ValueError: a number of rows that is not a multiple, or two documents in a row.

@@ -1,8 +1,8 @@
 """Gradient sums of a step from micro-batches as they come: one compiled program over the whole mesh.
 
-The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over the data and tensor axes: the head's
-vocabulary is split over the tensor ranks, and every sum is psum'ed over the data ranks there, explicitly. The gradient is
-that of the global loss SUM; `experiments.training.update` divides it when all micro-batches are in.
+The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over the data and tensor axes: the
+head's vocabulary is sharded over the tensor ranks, and every sum over the data ranks is an explicit psum there. The
+gradient is that of the global loss SUM; `experiments.training.update` divides it once all micro-batches are in.
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ class MicroBatchSums:
       engine: engine of the head.
 
     Attributes:
-      head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is traced.
+      head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is
+        traced.
     """
 
     def __init__(
@@ -49,22 +50,22 @@ class MicroBatchSums:
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
         self._add = jax.jit(add_sums, donate_argnums=0)
-        # A program for each set of columns: a step that is strictly on policy has more of them, and another head call.
+        # One program per set of columns: a strictly on-policy step has more of them, and another head call.
         self._head_runs: dict[frozenset[str], HeadRun] = {}
         self.head_run: HeadRun | None = None
 
     @property
     def num_compilations(self) -> int:
-        """How many shapes of micro-batch have been compiled; 1, whatever their number."""
+        """How many shapes of micro-batch have been compiled; 1, whatever the number of micro-batches."""
         compiled: Any = self._sums
         return compiled._cache_size()
 
     def place(self, tree: Any) -> Any:
-        """Parameters, or an optimizer's state for them, where this program wants them."""
+        """Parameters, or an optimizer's state for them, where this program needs them."""
         return jax.device_put(tree, decoder_shardings(tree, self._mesh))
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
-        """Traces the program without compiling it, so that `head_run` is known and what cannot run raises.
+        """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.
 
         Raises:
           ValueError: operands that a named engine does not take.
@@ -91,7 +92,7 @@ class MicroBatchSums:
         return Scores(*(None if x is None else np.asarray(x).reshape(batch.mask.shape) for x in scores))
 
     def _placed(self, batch: MicroBatch) -> MicroBatch:
-        """Rows of all data ranks in one dimension, each on its rank; from the host to each device directly."""
+        """Rows of all data ranks in one dimension, each on its own rank, copied from the host directly to each device."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
         return jax.device_put(flat, NamedSharding(self._mesh, P(DATA_AXIS)))
 

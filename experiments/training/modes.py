@@ -1,13 +1,19 @@
-"""What `--invariant` exchanges: how sums are made and tokens are drawn. All else is one trainer."""
+"""What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from experiments.config import Config
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
+from experiments.models.parameters import abstract_decoder
+from experiments.models.sharding import decoder_shardings
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
@@ -21,6 +27,15 @@ from experiments.training.sums import GradientSums
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 
+Load = Callable[[DecoderConfig, Callable[[nnx.State], Any]], nnx.State]
+"""Parameters of a decoder, placed by shardings for its abstract state."""
+
+
+def placeholders(decoder: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
+    """A `Load` of zeros, in the place of parameters that a checkpoint will bring."""
+    _, state = abstract_decoder(decoder)
+    return jax.tree.map(lambda leaf, place: jnp.zeros(leaf.shape, leaf.dtype, device=place), state, shardings(state))
+
 
 class Mode(Protocol):
     """A way to compute the same run.
@@ -29,7 +44,7 @@ class Mode(Protocol):
       mesh: the device mesh.
       params: the decoder's first parameters.
       order: the numeric identity of the head, where the mode has one.
-      block: documents that a data rank is dealt at a time.
+      block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
     """
 
@@ -53,10 +68,14 @@ class PlainMode:
     block = 1
     share_rows = True
 
-    def __init__(self, config: Config, decoder: DecoderConfig) -> None:
+    def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
         self._engine = config.loss.engine
-        self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
+        if load is None:
+            self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
+        else:
+            self._graph, _ = abstract_decoder(decoder, self.mesh)
+            self.params = load(decoder, lambda state: decoder_shardings(state, self.mesh))
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
@@ -72,7 +91,7 @@ class InvariantMode:
 
     share_rows = False
 
-    def __init__(self, config: Config, decoder: DecoderConfig) -> None:
+    def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
         spec = parse_mesh(config.mesh)
         self.mesh, self.block = make_mesh(spec), config.invariance.leaf_rows
         dtype = "float32" if decoder.fp32_head else decoder.dtype
@@ -80,8 +99,13 @@ class InvariantMode:
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
         require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
         self.order.check_across_processes()
-        # The body is whole on every tensor rank, the embedding lookup included.
-        self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
+        # The body, the embedding lookup included, is replicated on the tensor ranks.
+        if load is None:
+            self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
+        else:
+            self._graph, _ = abstract_decoder(decoder)
+            home = SingleDeviceSharding(self.mesh.devices.flat[0])
+            self.params = load(decoder, lambda state: jax.tree.map(lambda _: home, state))
         self._decoder = decoder
         self._programs: dict[float, LeafPrograms] = {}
 
@@ -94,7 +118,7 @@ class InvariantMode:
         return LeafDraw(self._leaf_programs(temperature), tokenizer, sizes, leaf_rows=self.block, greedy=greedy)
 
     def _leaf_programs(self, temperature: float) -> LeafPrograms:
-        # One set for each temperature: sampler and trainer must not compile the same thing twice.
+        # One set per temperature, so that sampler and trainer share compiled programs.
         if temperature not in self._programs:
             shared = (self._graph, self._decoder, self.mesh, self.order)
             self._programs[temperature] = LeafPrograms(*shared, temperature=temperature)
@@ -108,5 +132,5 @@ def replicated_embedding(decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> str
         return None
     return (
         f"{ranks} tensor ranks do not divide the vocabulary of {decoder.vocab_size}: the embedding table "
-        "is whole on every rank, the head's shards are uneven"
+        "is replicated on every rank, and the head's shards are uneven"
     )

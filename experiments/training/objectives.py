@@ -1,7 +1,7 @@
-"""What a step minimises: objects that the trainer is given, supervised cross-entropy being one of them.
+"""What a step minimises: objects passed to the trainer; supervised cross-entropy is one of them.
 
 An objective has two forms of the same loss, for the two kinds of sums: `of_head` where head and loss run together, and
-`of_values` where the log-probs are there already. Both are sums over one data rank, nothing reduced.
+`of_values` where log-probs have been computed. Both return sums of one data rank, not reduced over the mesh.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class LossParts(NamedTuple):
 
 
 class Objective(Protocol):
-    """A loss that a step can minimise. `with_entropy`: `of_values` reads entropies."""
+    """A loss that a step can minimise. `with_entropy` says whether `of_values` reads entropies."""
 
     @property
     def with_entropy(self) -> bool: ...
@@ -53,7 +53,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """-Σ_t m_t log π(target_t), divided by the labels: the warm start's."""
+    """-Σ_t m_t log π(target_t), divided by the number of labels; for the warm start."""
 
     with_entropy = False
 
@@ -96,7 +96,7 @@ class PolicyObjective:
 
     @property
     def takes_lse(self) -> bool:
-        """Whether a known log-sum-exp replaces the forward pass of the head: not for the gradient of an entropy."""
+        """Whether a known log-sum-exp can replace the head's forward pass: not if the entropy has a gradient."""
         return self.loss.entropy_coefficient == 0.0
 
     def of_head(
@@ -107,7 +107,7 @@ class PolicyObjective:
         documents_seen: Int[Array, ""],
         head: dict[str, Any],
     ) -> LossParts:
-        """See `Objective`; with a column "lse" the step is strictly on policy, and the entropies are a column too."""
+        """See `Objective`; a column "lse" means that the step is strictly on policy; the entropies are then a column too."""
         columns = batch.per_token
         lse = columns.get("lse")
         loss, values = linear_policy_loss(

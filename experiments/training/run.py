@@ -1,4 +1,4 @@
-"""A run from its options to its result; the library's way in, and what the command line calls."""
+"""A run from its options to its result: the entry point from Python, also called by the command line."""
 
 import dataclasses
 import time
@@ -8,6 +8,8 @@ from typing import Any
 from flax import nnx
 
 from experiments.config import Config
+from experiments.models.huggingface.export import write_files
+from experiments.models.pretrained import small_files
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.config_file import load_config, save_config, write_json
 from experiments.runs.console import HeldOut, RunConsole
@@ -22,7 +24,7 @@ MAY_CHANGE_ON_RESUME = ("resume", "quiet", "schedule")
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
       before: held-out exact match after the warm start.
@@ -46,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up and has not begun; :meth:`finish` begins it."""
+    """A run that is set up but has not begun; :meth:`finish` runs it."""
 
     trainer: Trainer
     folder: RunFolder
@@ -58,7 +60,7 @@ class Run:
 
 
 def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Run:
-    """Makes trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+    """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
     if config.resume is None:
         # What a run began with it keeps, whatever device it is resumed on.
         config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
@@ -66,23 +68,26 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = 
         config = dataclasses.replace(config, task=task.name)
         trainer = Trainer(config, task)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
+        if trainer.pretrained is not None:
+            # All but the weights, so that the run can be resumed, scored and exported without the original.
+            write_files(folder.model, small_files(trainer.pretrained))
         save_config(folder.config, config)
         return Run(trainer, folder, False)
     folder = RunFolder.open(config.resume)
-    config = _resumed_config(config, load_config(folder.config, Config))
+    config = _resumed_config(config, stored_config(folder))
     task = _task_of(config, task, reward)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
-    return Run(Trainer(config, task), folder, True)
+    return Run(Trainer(config, task, restored=True), folder, True)
 
 
 def train(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Result:
-    """Trains a policy, from nothing to a run folder.
+    """Trains a policy from scratch and writes a run folder.
 
     Args:
-      config: the options, those of the command line.
-      task: a task of one's own (see `experiments.tasks.Task`); None makes the one that ``config.task`` names.
-      reward: scores a completion of an example, any finite number; None takes the task's own. Held-out scores are means
-        of it too. A run is resumed with the same task and reward that it began with.
+      config: the options, as on the command line.
+      task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
+      reward: maps an example and its completion to a finite number; None takes the task's own. Held-out scores are
+        means of this reward too. A run must be resumed with the task and reward that it began with.
 
     Returns:
       Scores before and after, the run folder, the log, and the trainer.
@@ -91,6 +96,18 @@ def train(config: Config, *, task: Task | None = None, reward: Reward | None = N
       ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
     """
     return set_up(config, task=task, reward=reward).finish()
+
+
+def stored_config(folder: RunFolder) -> Config:
+    """The options of a run. A model from disk is the run's own copy, whatever became of the original.
+
+    Raises:
+      ValueError: a damaged config.json.
+    """
+    config = load_config(folder.config, Config)
+    if config.model.path is None:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
 
 
 def _task_of(config: Config, task: Task | None, reward: Reward | None) -> Task:
@@ -120,7 +137,7 @@ def _train(run: Run) -> Result:
                 trainer.warm_start(console, metrics)
                 before = trainer.evaluate(metrics)
                 trainer.save(checkpoints, before)
-                console.say(f"after the warm start: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
+                console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
             after = _steps(trainer, console, metrics, checkpoints, before)
     return _finish(run, console, before, after, time.perf_counter() - started)
 
@@ -153,7 +170,7 @@ def _steps(
     if exhausted:
         console.say(f"the training data ended after step {progress.step}")
     if progress.step == first or progress.step != saved:
-        # The data ended exactly between two steps, or there was nothing left to do.
+        # The data ended exactly between two steps, or no step was left to do.
         scores = trainer.evaluate()
         if progress.step != saved:
             trainer.save(checkpoints, before)
@@ -198,11 +215,11 @@ def _resumed_config(given: Config, stored: Config) -> Config:
     for field in dataclasses.fields(Config):
         if field.name not in MAY_CHANGE_ON_RESUME:
             same = getattr(given, field.name) == getattr(plain, field.name)
-            expected = "to come from the run folder (only --schedule.steps and --quiet go with --resume)"
+            expected = "to come from the run folder (only --schedule.steps and --quiet may be given with --resume)"
             require(same, f"--{field.name.replace('_', '-')}", expected, "another value")
     steps = given.schedule.steps
     rest = dataclasses.replace(given.schedule, steps=plain.schedule.steps) == plain.schedule
-    require(rest, "--schedule", "nothing but --schedule.steps beside --resume", "other options")
+    require(rest, "--schedule", "no option but --schedule.steps with --resume", "other options")
     if steps != plain.schedule.steps:
         stored = dataclasses.replace(stored, schedule=dataclasses.replace(stored.schedule, steps=steps))
     return dataclasses.replace(stored, quiet=given.quiet)

@@ -1,7 +1,7 @@
-"""Columns that the trainer's own forward pass gives documents before they are trained on.
+"""Columns of documents that the trainer's own forward pass computes before training on them.
 
 `rescored`: old log-probs as the trainer computes them; the sampler's stay for the drift metric, and log-sum-exp and
-entropies are there for a step that is strictly on policy. `with_reference`: log-probs under a frozen reference.
+entropies are kept for a strictly on-policy step. `with_reference`: log-probs under a frozen reference.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def with_reference(
 
 
 def on_policy(rounds: list[MicroBatch], documents_seen: int) -> bool:
-    """Whether all documents were scored by the very parameters that are to be updated."""
+    """Whether all documents were scored with exactly the parameters that are about to be updated."""
     return all(
         bool((batch.model_versions[rank][:count] == documents_seen).all())
         for batch in rounds
@@ -47,7 +47,7 @@ def on_policy(rounds: list[MicroBatch], documents_seen: int) -> bool:
 
 
 def without(batch: MicroBatch, columns: tuple[str, ...]) -> MicroBatch:
-    """The round less some per-token columns."""
+    """The round without some per-token columns."""
     kept = {name: values for name, values in batch.per_token.items() if name not in columns}
     return dataclasses.replace(batch, per_token=kept)
 
@@ -66,7 +66,7 @@ def _scores(
         scores = sums.score(params, batch)
         for rank, count in enumerate(batch.num_documents.tolist()):
             mask = batch.mask[rank]
-            # Labels in row-major order are in the order of the documents.
+            # Row-major order of the labels is the order of the documents.
             ends = np.cumsum(np.bincount(batch.document_ids[rank][mask], minlength=count))[:-1]
             ranks[rank] += zip(*(np.split(column[rank][mask], ends) for column in scores), strict=True) if count else ()
     in_order = packing.deal(range(len(documents)))

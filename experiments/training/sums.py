@@ -1,4 +1,4 @@
-"""What both kinds of gradient sums give: unreduced sums of a step, to be divided once by `experiments.training.update`."""
+"""The result of both kinds of gradient sums: sums of a step, to be divided once by `experiments.training.update`."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ class MicroSums(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Values of every label under some parameters, 0 elsewhere; entropy and log-sum-exp where they are to be had."""
+    """Values of every label under some parameters, 0 elsewhere; entropy and log-sum-exp where available."""
 
     log_probs: Float[np.ndarray, "ranks rows row_length"]
     entropy: Float[np.ndarray, "ranks rows row_length"] | None
@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 class GradientSums(Protocol):
     """Sums over the rounds of a step for one objective.
 
-    A round is a micro-batch of every data rank, stacked: NumPy arrays with the ranks in front.
+    A round is one micro-batch of every data rank: NumPy arrays, stacked along a first dimension of ranks.
     """
 
     head_run: HeadRun | None
@@ -39,18 +39,18 @@ class GradientSums(Protocol):
         """How many shapes of micro-batch have been compiled."""
 
     def place(self, tree: Any) -> Any:
-        """Parameters, or an optimizer's state for them, where the sums want them."""
+        """Parameters, or an optimizer's state for them, where the sums need them."""
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
-        """Raises ValueError for what cannot run here, before anything is trained."""
+        """Raises ValueError for anything that cannot run here, before training starts."""
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
-        """Sums of a step, nothing divided; None without any round."""
+        """Sums of a step, nothing divided; None without rounds."""
 
     def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
         """Log-probs of the labels of one round, by the forward pass that the gradients start from."""
 
 
 def add_sums(left: MicroSums, right: MicroSums) -> MicroSums:
-    """Sums of two disjoint parts of a step together."""
+    """Sums of two disjoint parts of a step, added."""
     return MicroSums(left.sums + right.sums, jnp.maximum(left.drift, right.drift))

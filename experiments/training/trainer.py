@@ -1,17 +1,19 @@
-"""The trainer: one state, fed by rollouts, updated once a step; evaluation, checkpoints and resume."""
+"""The trainer: one state, fed by rollouts, updated once per step; evaluation, checkpoints and resuming."""
 
 import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from experiments.config import Config, validate
 from experiments.models.attention import AttentionRun
-from experiments.models.decoder import DecoderConfig
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -22,7 +24,7 @@ from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Task, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import scoring
-from experiments.training.modes import InvariantMode, PlainMode, replicated_embedding
+from experiments.training.modes import InvariantMode, PlainMode, placeholders, replicated_embedding
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.update import AppliedStep, TrainState, Update, adamw
 from experiments.training.warm_start import WorkedExamples, warm_start
@@ -44,7 +46,7 @@ class Scores(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with every checkpoint as Python integers."""
+    """The counters of a run, saved with every checkpoint as Python integers."""
 
     step: int = 0
     documents_seen: int = 0
@@ -56,38 +58,52 @@ class Trainer:
 
     Args:
       config: the options.
-      task: a task of one's own instead of the one that ``config.task`` names.
+      task: your own task instead of the one that ``config.task`` names.
+      restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
+      pretrained: the model that the run began with, where it is one from disk.
+      decoder: sizes and options of the model.
       warnings: what the console should say before the run.
       attention_run: the implementation of attention over micro-batches, and why it.
 
     Raises:
-      ValueError: an option out of range, an unknown task, a mesh that does not fit, an engine that cannot run here.
+      ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
     """
 
-    def __init__(self, config: Config, task: Task | None = None) -> None:
+    def __init__(self, config: Config, task: Task | None = None, *, restored: bool = False) -> None:
         ranks = validate(config).data
         self.config = config
         self.task = make_task(config.task, seed=config.seed) if task is None else task
-        self.tokenizer = tokenizer_for(self.task)
-        decoder = config.model.decoder(self.tokenizer.vocab_size, config.invariant)
-        self._mode = InvariantMode(config, decoder) if config.invariant else PlainMode(config, decoder)
+        model, load = config.model, placeholders if restored else None
+        self.pretrained: Pretrained | None = None
+        if model.path is None:
+            self.tokenizer = tokenizer_for(self.task)
+            decoder = model.decoder(self.tokenizer.vocab_size, config.invariant)
+        else:
+            self.pretrained = open_pretrained(model.path, chat_template=model.chat_template)
+            self.tokenizer = self.pretrained.tokenizer
+            decoder = model.of_pretrained(self.pretrained.config, config.invariant)
+            load = load or self.pretrained.weights().load
+        self.decoder = decoder
+        self._mode = (InvariantMode if config.invariant else PlainMode)(config, decoder, load)
         self.mesh = self._mode.mesh
-        self.sizes = sizes_for(self.task, config.rollout, config.schedule, ranks, self._mode.block)
+        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
         self.attention_run = _attention_run(decoder, ranks * self.sizes.rows, self.sizes.row, self.mesh)
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
         self.state = self.update.init(self._mode.params)
+        # A second reference would keep the first parameters on the devices for the whole run.
+        del self._mode.params
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
         self.reference: nnx.State | None = None
         self._packing = Packing(
             ranks,
             self.sizes.rows,
             self.sizes.row,
-            self.tokenizer.vocab_size,
+            decoder.vocab_size,
             self.tokenizer.pad_id,
             block=self._mode.block,
             share_rows=self._mode.share_rows,
@@ -126,7 +142,7 @@ class Trainer:
         return self.objective.loss.kl_coefficient != 0.0
 
     def _trace(self) -> None:
-        """Refuses an engine that was named and cannot run here, before anything is trained."""
+        """Refuses a named engine that cannot run here, before training starts."""
         padding = self._known_lse([self._stream_packing.padding()])[0]
         engine = self.config.loss.engine
         try:
@@ -139,7 +155,13 @@ class Trainer:
     # Warm start
 
     def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
-        """Supervised learning of answers until sampled exact match reaches the target, or max_steps."""
+        """Supervised learning of answers until sampled exact match reaches the target, or max_steps.
+
+        A model from disk needs none.
+        """
+        if self.pretrained is not None:
+            self._freeze_reference()
+            return
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         params = warm_start(
@@ -153,12 +175,16 @@ class Trainer:
             metrics,
         )
         self.state = self.update.init(params)
-        self.reference = params if self._with_reference else None
+        self._freeze_reference()
+
+    def _freeze_reference(self) -> None:
+        # A copy: the next step takes over the memory of the parameters.
+        self.reference = jax.tree.map(jnp.copy, self.state.params) if self._with_reference else None
 
     # Reinforcement learning
 
     def _next_documents(self) -> list[Document]:
-        """The next rollout, with the columns that the loss asks for."""
+        """The next rollout, with the columns that the loss needs."""
         params = self.state.params
         documents = self.rollouts.next(params, self.progress.documents_seen)
         if self.config.rollout.rescore:
@@ -168,7 +194,7 @@ class Trainer:
         return documents
 
     def _known_lse(self, rounds: list[MicroBatch]) -> list[MicroBatch]:
-        """Rounds without the log-sum-exps of other parameters than those that are to be updated."""
+        """Rounds, without log-sum-exps that come from other parameters than those about to be updated."""
         if not self.config.rollout.rescore:
             return rounds
         if self.objective.takes_lse and scoring.on_policy(rounds, self.progress.documents_seen):
@@ -179,7 +205,7 @@ class Trainer:
         """One optimizer step.
 
         Returns:
-          Its metrics (None when the data had ended before it), and whether the data has ended.
+          Its metrics (None if the data had ended before it), and whether the data has ended.
 
         Raises:
           RuntimeError: the fifth step in a row whose loss or gradient is not finite.
@@ -279,7 +305,7 @@ class Trainer:
         checkpoints.save(self.progress.step, self._arrays(), extra)
 
     def restore(self, checkpoints: Checkpoints, console: RunConsole) -> Scores:
-        """Takes over the newest good checkpoint, on this mesh; returns the scores from before training."""
+        """Restores the newest intact checkpoint, on this mesh; returns the scores from before training."""
         if self._with_reference:
             self.reference = self.state.params
         restored = checkpoints.restore(restore_template(self._arrays(), self.mesh))
@@ -304,7 +330,7 @@ class Trainer:
 
 
 def slower_head(head_run: HeadRun | None) -> str | None:
-    """A warning where "auto" ended on an engine that a GPU need not put up with, or None."""
+    """A warning where "auto" ended on a slower engine than a GPU could use, or None."""
     if jax.default_backend() != "gpu" or head_run is None or not head_run.reason.startswith("auto"):
         return None
     if head_run.engine in FASTEST_ON_GPU:

@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
 
 
 class AppliedStep(NamedTuple):
-    """A step after its update, as numbers; ``finite`` False means that it was refused and the state is the old one."""
+    """A step after its update, as numbers; ``finite`` False means that the update was refused and the state is unchanged."""
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
@@ -53,7 +53,7 @@ class Update:
     """Applies sums to a state.
 
     Args:
-      optimizer: what makes updates of gradients.
+      optimizer: turns gradients into updates.
       place: puts parameters, or optimizer state for them, where gradients and parameters live.
     """
 
@@ -62,13 +62,11 @@ class Update:
         self._apply = None
 
     def init(self, params: nnx.State) -> TrainState:
-        """Copies ``params`` to their places and makes the optimizer's state beside them."""
-        # A step gives its state's memory to the next one; the caller's parameters stay the caller's.
-        params = jax.tree.map(jnp.copy, params)
+        """Places ``params`` and creates the optimizer's state for them; the first step takes over their memory."""
         return self.place(TrainState(params, self._optimizer.transformation.init(params)))
 
     def place(self, state: TrainState) -> TrainState:
-        """Puts both parts of a state where they are wanted."""
+        """Puts both parts of a state where they are needed."""
         return TrainState(*map(self._place, state))
 
     def __call__(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
@@ -88,7 +86,7 @@ class Update:
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), finished.gradients, state.params)
         updates, opt_state = self._optimizer.transformation.update(gradients, state.opt_state, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), opt_state)
-        # A refused update leaves optax's count, and so the learning rate of the next one.
+        # A refused update leaves optax's count unchanged, and with it the learning rate of the next one.
         rate = self._optimizer.learning_rate(_schedule_count(state.opt_state))
         state = jax.tree.map(lambda old, new: jnp.where(finite, new, old), state, new)
         rate = jnp.asarray(rate, jnp.float32)
@@ -96,7 +94,7 @@ class Update:
 
 
 def _schedule_count(opt_state: optax.OptState) -> Array:
-    """How many updates the schedule has seen."""
+    """Number of updates that the schedule has counted."""
     is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
     (found,) = [node for node in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(node)]
     return found.count

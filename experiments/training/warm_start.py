@@ -1,4 +1,4 @@
-"""The warm start: supervised learning of worked answers until some sampled ones are right."""
+"""The warm start: supervised learning on worked answers until some of the sampled ones are right."""
 
 from collections.abc import Callable
 
@@ -35,12 +35,12 @@ def warm_start(
     Args:
       params: parameters to begin with.
       sums: gradient sums of cross-entropy.
-      documents: the next so many worked examples.
+      documents: returns the next n worked examples.
       packing: makes rounds of them.
-      options: of this phase.
-      score: share of right answers of some parameters, at a step.
+      options: the options of this phase.
+      score: share of right answers with given parameters, at a step.
       console: shows the progress.
-      metrics: where the records go.
+      metrics: where records are written.
 
     Returns:
       The parameters.
@@ -73,7 +73,7 @@ def warm_start(
 
 
 class WorkedExamples:
-    """Prompts with their answers as documents, all of the answer being labels."""
+    """Prompts with their answers as documents; all tokens of the answer are labels."""
 
     def __init__(self, prompts: PromptOrder, tokenizer: Tokenizer, sizes: Sizes) -> None:
         self._prompts, self._tokenizer, self._sizes = prompts, tokenizer, sizes
@@ -84,6 +84,6 @@ class WorkedExamples:
 
     def _document(self, example: Example) -> Document:
         prompt = encode_prompt(self._tokenizer, example, self._sizes)
-        answer = [*self._tokenizer.encode(example.answer), self._tokenizer.eos_id]
+        answer = [*self._tokenizer.encode(example.answer), self._tokenizer.eos_ids[0]]
         tokens = np.array(prompt + answer, np.int32)
         return Document(tokens, len(prompt), np.zeros(len(answer), np.float32), advantage=0.0)

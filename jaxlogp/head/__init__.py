@@ -1,1 +1,1 @@
-"""The language-model head: log-probs and entropy straight from hidden states and head weight, by several engines."""
+"""The language-model head: log-probs and entropy straight from hidden states and head weight, with several engines."""

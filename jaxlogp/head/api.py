@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
@@ -16,7 +16,6 @@ from jaxlogp.head.call import (
     HeadWeight,
     check_operands,
     head_call,
-    require_checked_axes,
     scaled_cotangents,
     sum_gradients,
 )
@@ -48,50 +47,51 @@ def linear_log_probs(
     weight_layout: str = "vh",
     engine: EngineChoice = "auto",
 ) -> TokenLogProbs:
-    """Log-probs of the targets, and entropies, from hidden states and head weight, [tokens, V] logits never stored.
+    """Log-probs of the targets, and entropies, from hidden states and head weight, without storing [tokens, V] logits.
 
     z = softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, with softcap(a) = cap tanh(a / cap);
     log_prob = z[target] - logsumexp(z); entropy = logsumexp(z) - Σ p z. Differentiable in hidden, weight and bias.
 
-    Inside ``shard_map`` with ``axis_name`` the weight is the local block of the vocabulary. Hidden states that are the
-    same on all shards get their gradient summed over the shards exactly once, by a psum in the backward; so does a weight
-    that is the same on all ranks of a data axis. Replication types say which they are, hence gradients need
+    Inside ``shard_map`` with ``axis_name`` the weight is the local shard of the vocabulary. Hidden states that are the
+    same on all shards get their gradient summed over the shards exactly once, by a psum in the backward; likewise a
+    weight that is the same on all ranks of a data axis. Replication types say which these are, hence gradients need
     ``check_vma=True`` (its default). Reverse mode only.
 
-    Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that are not give NaN;
-    for hidden states :func:`jaxlogp.nan_unless_equal` checks it.
+    Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
+    NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`.
 
     Args:
-      hidden: [*tokens, H], any float dtype. Cast to the weight's dtype for the product unless ``fp32_head``; its gradient
-        comes back in its own dtype.
-      weight: [V, H], or the local block [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
+      hidden: [*tokens, H], any float dtype. Cast to the weight's dtype for the product unless ``fp32_head``; its
+        gradient comes back in its own dtype.
+      weight: [V, H], or the local shard [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
       targets: [*tokens], integer ids of the whole vocabulary.
-      mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever is in hidden or targets there.
+      mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
       bias: [V] or [V_local], added to the product.
-      temperature: T, a Python number > 0; the weight is never rounded by it.
+      temperature: T, a Python number > 0; applied to the logits, so it never rounds the weight.
       logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
       softcap: cap, a Python number > 0, or None.
       with_entropy: also return the entropy; no additional collective either way.
       with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
       axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones. Blocks of uneven shards have vocab.max_width rows
+      vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width rows
         (:meth:`VocabShards.shard_rows`).
-      out_of_vocab: for active targets outside of [0, V): "error", or "zero" (value 0, gradient -p g).
+      out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
-      weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; nobody transposes it.
+      weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
+        transposed copy. Engine ``triton`` takes "vh" only.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
-        compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise the same on every mesh and in every
+        compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
         batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of
-        names and objects, of which the first that can is used.
+        names and objects, of which the first that can take the call is used.
 
     Returns:
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a weight that is the same on all vocabulary shards; an
-        active target outside of [0, V) with ``out_of_vocab="error"`` where
-        the values are known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded
-        call is differentiated under ``shard_map(check_vma=False)``.
+      ValueError: wrong shapes, dtypes or options; a weight that is the same on all vocabulary shards; an active
+        target outside [0, V) with ``out_of_vocab="error"`` where the values are known. Under ``jax.jit`` such a token's
+        log-prob and gradient are NaN. Also raised when a sharded call is differentiated under
+        ``shard_map(check_vma=False)``.
 
     Example:
       >>> hidden, weight = jnp.ones((2, 3, 4)), jnp.zeros((8, 4))
@@ -121,7 +121,7 @@ def linear_log_probs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def head_values(engine: Engine, call: HeadCall) -> TokenLogProbs:
-    """Log-probs, entropy and lse by one engine; the one place where their gradient is defined, whatever the engine."""
+    """Log-probs, entropy and lse by one engine; their gradient is defined here and nowhere else, for all engines."""
     return engine.forward(operands_of(engine, call))[0]
 
 
@@ -143,16 +143,16 @@ head_values.defvjp(_forward, _backward)
 
 
 def operands_of(engine: Engine, call: HeadCall) -> HeadCall:
-    """The call as the engine takes it: typed, and masked, where it does not do that itself."""
+    """The call as the engine takes it: operands cast to varying, and masked, unless the engine does that itself."""
     call = call if engine.reduces_gradients else call.typed()
     return call if engine.masks_hidden else call.masked()
 
 
 def owned_gradients(engine: Engine, call: HeadCall, gradients: HeadGradients) -> HeadGradients:
-    """What an engine returned as gradients of the operands: exact zeros where masked, psums done, in their dtypes."""
+    """An engine's results as gradients of the operands: exact zeros where masked, psums done, dtypes restored."""
     hidden = gradients.hidden
     if not (engine.masks_hidden or call.all_live):
-        # Selected, because a zero row of dz times a weight that is not finite is NaN.
+        # Selected, because a zero row of dz times a non-finite weight is NaN.
         hidden = jnp.where(call.targets.mask[:, None], hidden, jnp.zeros((), hidden.dtype))
     gradients = gradients._replace(hidden=hidden)
     if not engine.reduces_gradients:
@@ -162,7 +162,7 @@ def owned_gradients(engine: Engine, call: HeadCall, gradients: HeadGradients) ->
 
 
 def cotangents_of(call: HeadCall, gradients: HeadGradients) -> HeadCall:
-    """Gradients in the shape of the call that they belong to; targets have none."""
+    """Gradients in the structure of the call that they belong to; targets have none."""
     return call.with_operands(*gradients).without_targets()
 
 
@@ -176,9 +176,10 @@ def head_logits(
     fp32_head: bool = False,
     weight_layout: str = "vh",
 ) -> Float[Array, "*tokens vocab"]:
-    """The logits themselves, before the temperature, by the dtype policy of :func:`linear_log_probs`; for samplers.
+    """The logits themselves, before the temperature, with the dtype policy of :func:`linear_log_probs`; for samplers.
 
-    softcap(logit_scale (hidden · weightᵀ + bias)), fp32. Stores [tokens, V]: a sampler has one token a sequence.
+    softcap(logit_scale (hidden · weightᵀ + bias)), fp32. Stores [tokens, V], as a sampler has only one token per
+    sequence.
 
     Args:
       hidden: [*tokens, H].
@@ -221,14 +222,14 @@ def skipped_tiles(
     out_of_vocab: str = "error",
     fp32_head: bool = False,
 ) -> WeightedSum:
-    """How many blocks of the logits' gradient the engine's gradient filter leaves out of the backward, and of how many.
+    """How many blocks of the logits' gradient the engine's gradient filter skips in the backward, out of how many.
 
-    From the same tile maxima as the backward's decision, with a cotangent at every token of the mask: a loss that gives
-    some of them none (advantage 0, clipped) leaves out more. Costs one forward pass, and no gradient flows through it.
+    Decided from the same tile maxima as in the backward, with a cotangent at every token of the mask; a loss that gives
+    some tokens none (advantage 0, clipped) skips more blocks. Costs one forward pass, and no gradient flows through it.
 
     Args:
       hidden: [*tokens, H].
-      weight: [V, H], or the local block [V_local, H].
+      weight: [V, H], or the local shard [V_local, H].
       targets: [*tokens].
       engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
       mask: as in :func:`linear_log_probs`, and so are the arguments below.
@@ -236,14 +237,14 @@ def skipped_tiles(
       temperature: T.
       logit_scale: multiplier of the logits.
       softcap: cap or None.
-      axis_name: mesh axis over which the vocabulary is sharded; its shards' blocks are added up. Ranks of a data axis
-        are the caller's to add (:meth:`WeightedSum.psum`).
+      axis_name: mesh axis over which the vocabulary is sharded; the blocks of all shards are added up. Over the
+        ranks of a data axis the caller adds them (:meth:`WeightedSum.psum`).
       vocab: the shards; None means equal ones.
       out_of_vocab: "error" or "zero".
       fp32_head: multiply in fp32 whatever the dtypes.
 
     Returns:
-      WeightedSum(blocks left out, all blocks); its mean() is the share that is left out.
+      WeightedSum(skipped blocks, all blocks); its mean() is the share that is skipped.
 
     Raises:
       ValueError: an engine without a gradient filter, or what linear_log_probs refuses.

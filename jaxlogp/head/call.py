@@ -1,4 +1,4 @@
-"""One checked head call: its operands with everything that an engine has to know about them, and its gradients."""
+"""One checked head call: its operands with everything that an engine needs to know about them, and its gradients."""
 
 import dataclasses
 import math
@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float
 from jaxlogp._compat import (
     AxisName,
     require_varying,
-    tracks_varying_axes,
     union_of_varying_axes,
     vary_over,
     varying_axes,
@@ -45,7 +44,7 @@ class HeadGradients(NamedTuple):
     bias: Float[Array, " vocab"] | None
 
 
-# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+# JAX rebuilds it with leaves that are not arrays (sentinels, None), so functions check the fields that they use.
 @no_type_check
 @partial(
     jax.tree_util.register_dataclass,
@@ -63,20 +62,20 @@ class HeadGradients(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class HeadCall:
-    """Operands and static facts of one head call, as engines take them: checked, tokens flat.
+    """Operands and static properties of one head call, as engines take them: checked, with flat tokens.
 
     Attributes:
       hidden: [tokens, H].
-      weight: [V, H], or the local block [V_local, H].
+      weight: [V, H], or the local shard [V_local, H].
       bias: [V_local] or None.
-      targets: the targets as this shard sees them, the mask among them.
+      targets: the targets relative to this shard, including the mask.
       spec: the arithmetic of the head.
       vocab_size: V.
       shards: the vocabulary shards; None means equal ones.
       axis_name: mesh axis over which the vocabulary is sharded, or None; engines reduce their statistics over it.
-      num_shards: ranks of that axis; 1 means that this rank holds all columns.
+      num_shards: number of ranks of that axis; 1 means that this rank holds all columns.
       with_entropy: whether entropy is wanted.
-      all_live: no mask was given: every token counts.
+      all_live: whether every token counts because no mask was given.
       weight_layout: "vh" for [V, H], "hv" for [H, V].
     """
 
@@ -95,7 +94,7 @@ class HeadCall:
 
     @property
     def vocab_dim(self) -> int:
-        """The dimension of the weight that counts vocabulary columns."""
+        """The dimension of the weight that runs over the vocabulary."""
         return WEIGHT_LAYOUTS.index(self.weight_layout)
 
     @property
@@ -110,39 +109,39 @@ class HeadCall:
 
     @property
     def packing_mask(self) -> Bool[Array, " tokens"]:
-        """The mask by which tokens may be packed and chunks left out: none, where that of other shards may differ.
+        """The mask by which tokens may be packed and chunks skipped; None where other shards may have a different one.
 
-        All shards must meet the same tokens in the same chunk, for the comparison of their targets and because they wait
-        for one another in its collectives.
+        All shards must process the same tokens in the same chunk, so that their targets can be compared, and because
+        they wait for each other in its collectives.
         """
         mask = self.targets.mask
         return jnp.ones_like(mask) if self.axis_name in varying_axes(mask) else mask
 
     @property
     def axes(self) -> frozenset:
-        """Mesh axes of the surrounding ``shard_map`` over which the call varies, that of the vocabulary included."""
+        """Mesh axes of the surrounding ``shard_map`` over which the call varies, including that of the vocabulary."""
         named = frozenset() if self.axis_name is None else {self.axis_name}
         return union_of_varying_axes(self.hidden, self.weight, self.bias, *self.targets) | named
 
     @property
     def value_axes(self) -> frozenset:
-        """Mesh axes over which the values vary: that of the vocabulary only where targets or mask do by their type."""
+        """Mesh axes over which the values vary; the vocabulary's only where targets or mask vary over it by type."""
         named = {self.axis_name} - union_of_varying_axes(self.targets.mask, self.targets.invalid)
         return self.axes - named
 
     @property
     def hidden_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where ranks of the vocabulary axis add to it, or where it carries a scale; else that of hidden."""
+        """fp32 where ranks of the vocabulary axis add to it, or where it is scaled; otherwise that of hidden."""
         return jnp.dtype(jnp.float32) if self.num_shards > 1 or self.scaled else self.hidden.dtype
 
     @property
     def weight_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where it carries a scale; else that of the weight."""
+        """fp32 where it is scaled; otherwise that of the weight."""
         return jnp.dtype(jnp.float32) if self.scaled else self.weight.dtype
 
     @property
     def scaled(self) -> bool:
-        """Whether cotangents come multiplied by a power of two, because the gradient of the logits is rounded to fp16."""
+        """Whether cotangents are multiplied by a power of two, since the gradient of the logits is rounded to fp16."""
         return self.operand_dtype == jnp.float16
 
     def typed(self) -> "HeadCall":
@@ -152,14 +151,14 @@ class HeadCall:
         return self.with_operands(*typed)
 
     def masked(self) -> "HeadCall":
-        """Hidden states of masked tokens are zeros: 0 * NaN of one would reach every row of the weight's gradient."""
+        """The call with hidden states of masked tokens set to 0: 0 * NaN would reach the whole gradient of the weight."""
         if self.all_live:
             return self
         hidden = jnp.where(self.targets.mask[:, None], self.hidden, jnp.zeros_like(self.hidden))
         return self.with_operands(hidden, self.weight, self.bias)
 
     def with_operands(self, hidden: Any, weight: Any, bias: Any) -> "HeadCall":
-        """The same call of other arrays."""
+        """The same call with other arrays."""
         return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def without_targets(self) -> "HeadCall":
@@ -181,10 +180,11 @@ def head_call(
     with_entropy: bool,
     weight_layout: str,
 ) -> HeadCall:
-    """Checks the operands of a public function and makes the call of them.
+    """Checks the operands of a public function and makes a call of them.
 
     Raises:
-      ValueError: shapes, dtypes, ids or shards that do not fit, or a weight that is the same on all vocabulary shards.
+      ValueError: shapes, dtypes, ids or shards that do not match, or a weight that is the same on all vocabulary
+        shards.
     """
     check_operands(hidden, weight, bias, weight_layout)
     require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
@@ -204,7 +204,7 @@ def head_call(
 
 
 def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh") -> None:
-    """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] (or [H, V]) and bias [V] fit."""
+    """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] (or [H, V]) and bias [V] match."""
     require(weight_layout in WEIGHT_LAYOUTS, "weight_layout", f"one of {WEIGHT_LAYOUTS}", repr(weight_layout))
     require_floating(hidden, "hidden")
     require_floating(weight, "weight")
@@ -218,27 +218,12 @@ def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh
         require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
 
 
-def require_checked_axes(axis_name: AxisName | None) -> None:
-    """Refuses to differentiate over a mesh axis under ``shard_map(check_vma=False)``.
-
-    Without replication types the right psum depends on where ``jax.grad`` stands: outside of the ``shard_map`` the boundary
-    has divided the cotangent of a replicated result by the size of the axis, inside nobody has. No rule serves both.
-
-    Raises:
-      ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
-    """
-    if axis_name is not None and not tracks_varying_axes(axis_name):
-        raise ValueError(
-            f"axis_name: expected shard_map(check_vma=True) to differentiate over axis {axis_name!r}, got check_vma=False"
-        )
-
-
 def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
     """Every psum of the backward: each gradient over the mesh axes over which its operand is the same.
 
-    dHidden is summed over the vocabulary axis, dWeight and dBias over the data axes. An operand that varies over an axis
-    owns its part alone (a weight over the vocabulary axis; hidden states that were gathered over it, whose gradient the
-    gather's own transpose sums).
+    dHidden is summed over the vocabulary axis, dWeight and dBias over the data axes. The gradient of an
+    operand that varies over an axis is not summed over it (a weight over the vocabulary axis; hidden states that were
+    gathered over it, whose gradient the gather's own transpose sums).
     """
     axes = call.axes
 
@@ -262,7 +247,7 @@ def weight_gradient(
 
 
 class ScaledCotangents(NamedTuple):
-    """Cotangents as an engine takes them, and by what its gradients have to be multiplied.
+    """Cotangents as an engine takes them, and the factor by which its gradients have to be multiplied.
 
     Attributes:
       values: cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid.
@@ -280,10 +265,11 @@ class ScaledCotangents(NamedTuple):
 
 
 def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
-    """The cotangents ``g``, selected by the mask, and scaled where the gradient of the logits is rounded to fp16.
+    """The cotangents ``g``, masked, and scaled where the gradient of the logits is rounded to fp16.
 
-    fp16 holds nothing below 6e-8, and the cotangent of a mean over many labels is smaller. A power of two, the same for all
-    tokens of this rank, lifts the largest bound of |dz| to 2^13; products accumulate in fp32, where it is taken off again.
+    fp16 represents nothing below 6e-8, and the cotangent of a mean over many labels is smaller. A power of two, the
+    same for all tokens of this rank, raises the largest bound of |dz| to 2^13; products accumulate in fp32, where it is
+    divided out.
     """
     g_log_probs, g_entropy = mask_cotangents(g, call.targets)
     if not call.scaled:
@@ -295,7 +281,7 @@ def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
     bound = bound * abs(call.spec.logit_scale / call.spec.temperature)
     usable = jnp.isfinite(bound) & (bound > 0)
     exponent = jnp.clip(13.0 - jnp.ceil(jnp.log2(jnp.where(usable, bound, 1.0))), -120.0, 120.0)
-    # ldexp, because exp2 of a whole number may be off in the last bit.
+    # ldexp, because exp2 of an integer may be off in the last bit.
     scale = jnp.where(usable, jnp.ldexp(jnp.float32(1.0), exponent.astype(jnp.int32)), 1.0)
     values = TokenLogProbs(g_log_probs * scale, None if g_entropy is None else g_entropy * scale)
     return ScaledCotangents(values, 1.0 / scale)

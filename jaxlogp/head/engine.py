@@ -1,4 +1,4 @@
-"""What an engine of the head is: forward and backward of one checked call, and what it can do besides."""
+"""The interface of an engine of the head: forward and backward of one checked call, and optional methods."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -11,23 +11,23 @@ from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards
 
 LossCotangents = Callable[[TokenLogProbs, Any], TokenLogProbs]
-"""(values of some tokens, what the loss knows of them) -> cotangents of log_probs, and of entropy or None."""
+"""(values of some tokens, the loss's data of these tokens) -> cotangents of log_probs, and of entropy or None."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Computes log-probs and gradients its own way. Stateless and hashable: a frozen dataclass of its settings.
+    """Computes log-probs and gradients in its own way. Stateless and hashable: a frozen dataclass of its settings.
 
     An engine of your own subclasses this, defines ``name``, :meth:`forward` and :meth:`backward`, and is given as
-    ``engine=`` or registered under a name (:func:`jaxlogp.register_engine`). It sees operands that are typed as varying over
-    every mesh axis in play, reduces its statistics over ``call.axis_name``, and returns the gradients of its own tokens and
-    columns; their psums over mesh axes are not its business.
+    ``engine=`` or registered under a name (:func:`jaxlogp.register_engine`). It sees operands that are typed as varying
+    over every mesh axis in use, reduces its statistics over ``call.axis_name``, and returns the gradients of its own
+    tokens and columns; psums of gradients over mesh axes are left to the caller.
 
     Attributes:
-      name: by which callers ask for it, and records name it.
-      reduces_gradients: True: operands come as they are typed, and the engine sums gradients over mesh axes itself.
-      masks_hidden: True: hidden states of masked tokens may hold anything, NaN too, and the engine leaves them out of every
-        product and gives them an exact 0; False: they come as zeros.
+      name: the name by which callers ask for it, and which records show.
+      reduces_gradients: True: operands keep their types, and the engine sums gradients over mesh axes itself.
+      masks_hidden: True: hidden states of masked tokens may hold anything, even NaN, and the engine keeps them out of
+        every product and gives them gradients of exactly 0; False: they are passed in as zeros.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Engine(Protocol):
     masks_hidden: bool = False
 
     def why_not(self, call: HeadCall) -> str | None:
-        """Why this engine cannot take a call, here, or None when it can. Shapes and dtypes of the operands count."""
+        """Why this engine cannot take a call on this device, or None. Only shapes and dtypes of operands matter."""
         del call
         return None
 
@@ -57,13 +57,13 @@ class Engine(Protocol):
         return VocabShards.even(vocab_size, num_shards)
 
     def skipped_tiles(self, call: HeadCall) -> WeightedSum:
-        """How many blocks of this rank a gradient filter leaves out, and of how many; for engines that have one."""
+        """How many blocks of this rank a gradient filter skips, out of how many; for engines that have one."""
         raise NotImplementedError
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
         """Why :meth:`one_pass` cannot take a call that :meth:`forward` takes, or None when it can."""
         del call, entropy_cotangent
-        return "it has no pass that gives gradients at once"
+        return "it has no one-pass gradient"
 
     def one_pass(
         self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None
@@ -72,10 +72,10 @@ class Engine(Protocol):
 
         Args:
           call: the call.
-          cotangents: the loss's, evaluated on some tokens at a time.
-          tokens: pytree of arrays [tokens, ...], what ``cotangents`` knows of each token.
-          old_log_probs: [tokens], near the log-probs where the policy is near the sampler's, or None where the entropy has a
-            cotangent.
+          cotangents: gives the loss's cotangents, a few tokens at a time.
+          tokens: pytree of arrays [tokens, ...], the data that ``cotangents`` needs of each token.
+          old_log_probs: [tokens], close to the log-probs while the policy is close to the sampler's; None where the
+            entropy has a cotangent.
         """
         raise NotImplementedError
 
@@ -85,5 +85,5 @@ class Engine(Protocol):
         return "it has no backward from a known log-sum-exp"
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
-        """:meth:`backward` where log Σ e^z of every token is known, without a forward; no entropy."""
+        """:meth:`backward` without a forward pass, from the known log Σ e^z of every token; no entropy."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Tile statistics to log-probs and entropy, bitwise the same in every program, batch and shard layout.
+"""From tile statistics to log-probs and entropy, bitwise equal in every program, batch and shard layout.
 
-A float sum depends on its order, and a compiler may contract a product with an addition. Here neither can happen: what a
-tile contributes is a chain of products alone, it is cut into integers by its bits, and integers are added. Their sum is
-exact, so no order, block size, number of shards or collective changes a bit.
+A float sum depends on its order, and a compiler may contract a product with an addition. Here neither can happen: a
+tile's contribution is a chain of products only, its bits are split into integers, and the integers are added. Their sum
+is exact, so no order, block size, number of shards or collective changes a bit.
 
 With M the largest logit of all tiles and d = m - M for a tile of maximum m:
 
@@ -27,23 +27,23 @@ from jaxlogp.head.call import HeadCall
 from jaxlogp.head.live_rows import LiveRows
 from jaxlogp.stats import Normaliser, TokenLogProbs
 
-# x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what is
-# cut off below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
+# x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what
+# is truncated below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
 LIMB_BITS = 18
 MOST_TILES = 4096
-# Tiles that are added up at a time, for the memory of what stands between.
+# Tiles that are added up at a time, to bound the memory of intermediate values.
 GROUP = 320
 _WORD_BITS = 31
 
 
 class TileSums(NamedTuple):
-    """What the tiles of one shard, or of all, add up to, per token.
+    """Sums over the tiles of one shard, or of all shards, per token.
 
     Attributes:
       max: fp32, the largest logit of all shards.
       sum_exp: int32 [3, tokens], Σ e^(z - max) in limbs of 2^-18.
       sum_exp_shifted: int32 [3, tokens], Σ e^(z - max) (z - max), or None when entropy is not wanted.
-      broken: int32, how many terms were not finite.
+      broken: int32, number of terms that were not finite.
       target: int32, the bits of the target's logit where a tile owns it, else 0.
       owners: int32, number of tiles that own the target; -1 where the target is not the same on all shards.
     """
@@ -57,16 +57,16 @@ class TileSums(NamedTuple):
 
 
 def limbs(x: Float[Array, "*shape"]) -> tuple[Int[Array, "*shape"], ...]:
-    """x, |x| < 2^13, as three integers a, b, c of its sign: a + b 2^-18 + c 2^-36, the rest cut off; 0 for denormals.
+    """x, |x| < 2^13, as three integers a, b, c with its sign: a + b 2^-18 + c 2^-36, truncated; 0 for denormals.
 
-    From its bits: an addition of floats would see a product before its rounding.
+    From its bits: a float addition might use a product before it is rounded.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     exponent = (bits >> 23) & 255
     mantissa = jnp.where(exponent == 0, 0, (bits & 0x7FFFFF) | 0x800000)
     pieces = []
     for place in range(3):
-        # x 2^(18 place) = mantissa 2^-right; bits that a shift to the left pushes out belong to the limbs before.
+        # x 2^(18 place) = mantissa 2^-right; bits that a left shift pushes out belong to the higher limbs.
         right = 150 - exponent - LIMB_BITS * place
         shifted = jnp.where(right >= 0, mantissa >> jnp.clip(right, 0, 31), mantissa << jnp.clip(-right, 0, 31))
         piece = shifted if place == 0 else shifted & (2**LIMB_BITS - 1)
@@ -75,8 +75,8 @@ def limbs(x: Float[Array, "*shape"]) -> tuple[Int[Array, "*shape"], ...]:
 
 
 def from_limbs(sums: Int[Array, "3 tokens"]) -> Float[Array, " tokens"]:
-    """The number behind sums of limbs, in fp32."""
-    # Of the magnitude, as a carry into a negative limb would cancel; its sign is the sign of all limbs together.
+    """The number that sums of limbs represent, in fp32."""
+    # From the magnitude, as a carry into a negative limb would cancel; the sign is that of all limbs together.
     negative = _carried(sums)[0] < 0
     whole, middle, low = _carried(jnp.where(negative, -sums, sums))
     # Products with powers of two are exact, so contracting them with the additions changes nothing.
@@ -86,7 +86,7 @@ def from_limbs(sums: Int[Array, "3 tokens"]) -> Float[Array, " tokens"]:
 
 
 def _carried(sums: Int[Array, "3 tokens"]) -> tuple[Array, Array, Array]:
-    """The same number, its two lower limbs in [0, 2^18)."""
+    """The same number, with the two lower limbs in [0, 2^18)."""
     whole, middle, low = sums
     middle = middle + (low >> LIMB_BITS)
     whole = whole + (middle >> LIMB_BITS)
@@ -102,12 +102,12 @@ def sum_tiles(
     """Adds up the tiles of one shard around ``maximum``, the largest logit of all shards.
 
     Args:
-      partials: what each tile yields: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
+      partials: the statistics of each tile: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
       maximum: M, at least every tile's maximum.
       column: the target's row of the weight, -1 where there is none.
-      with_entropy: whether to add up what entropy needs.
+      with_entropy: whether to add up the terms that entropy needs.
     """
-    # Integers may be added in any groups.
+    # Integers may be grouped in any way.
     groups = range(0, partials.shape[0], GROUP)
     added = sum(_sum_group(partials[start : start + GROUP], maximum, with_entropy) for start in groups)
     shifted = added[3:6] if with_entropy else None
@@ -122,23 +122,29 @@ def _sum_group(partials: Array, maximum: Array, with_entropy: bool) -> Int[Array
     terms = list(limbs(mass))
     broken = ~jnp.isfinite(mass)
     if with_entropy:
-        # e^d d goes to 0, but the distance of a masked tile is -1e30.
+        # e^d d tends to 0, but the distance of a masked tile is -1e30.
         own, moved = factor * shifted, mass * jnp.maximum(distance, -1000.0)
         broken = broken | ~jnp.isfinite(own) | ~jnp.isfinite(moved)
         terms += [a + b for a, b in zip(limbs(own), limbs(moved), strict=True)]
     # At most one tile owns the target; the bits of +0 are 0.
     terms += [broken.astype(jnp.int32), lax.bitcast_convert_type(target + 0.0, jnp.int32)]
-    # One array and one reduction, into which XLA fuses the terms; of several it would store them all.
+    # One array and one reduction, into which XLA fuses the terms; with several it would store them all.
     return jnp.sum(jnp.stack(terms, axis=1), axis=0)
 
 
-def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, "*tokens"] | None = None) -> TileSums:
+def sum_shards(
+    sums: TileSums,
+    axis_name: AxisName | None,
+    codes: Int[Array, "*tokens"] | None = None,
+    origin: Int[Array, "*tokens"] | None = None,
+) -> TileSums:
     """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum).
 
     Args:
       sums: of the tiles of this shard.
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      codes: ``LocalTargets.codes``; where they are not the same on all shards, owners becomes -1. None over one shard.
+      codes: ``LocalTargets.codes``; where they are not the same on all shards, owners becomes -1. None with one shard.
+      origin: codes of the places that packed tokens come from, compared likewise; None where no mask can differ.
     """
     if axis_name is None:
         return sums
@@ -148,7 +154,7 @@ def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, "*t
     several = lax.axis_size(axis_name) > 1
     if several:
         require(codes is not None, "codes", "LocalTargets.codes over several shards", codes)
-        rows.append(counters(codes, axis_name, _WORD_BITS))
+        rows += [counters(x, axis_name, _WORD_BITS) for x in (codes, origin) if x is not None]
     total = lax.psum(jnp.concatenate(rows), axis_name)
     first = 6 if sums.sum_exp_shifted is None else 9
     owners = jnp.where(same_ids(total[first:], axis_name, _WORD_BITS), total[5], -1) if several else total[5]
@@ -156,9 +162,9 @@ def sum_shards(sums: TileSums, axis_name: AxisName | None, codes: Int[Array, "*t
 
 
 def spoiled_together(sums: TileSums) -> TileSums:
-    """Sums of packed tokens: where one token's target is not the same on all shards, no token's is taken to be.
+    """Sums of packed tokens: if any token's target differs between shards, all tokens count as differing.
 
-    Each shard packs tokens by its own mask: where one mask differs, the tokens behind it have met those of other shards.
+    Each shard packs tokens by its own mask: after a difference, its tokens were added to other tokens of other shards.
     """
     return sums._replace(owners=jnp.where(jnp.any(sums.owners < 0), -1, sums.owners))
 
@@ -166,19 +172,19 @@ def spoiled_together(sums: TileSums) -> TileSums:
 def finish_sums(
     sums: TileSums, mask: Bool[Array, " tokens"], vocab_size: int, invalid: Bool[Array, " tokens"] | None
 ) -> tuple[TokenLogProbs, Normaliser]:
-    """:func:`jaxlogp.stats.finish`, every sum of which has operands that are no products.
+    """:func:`jaxlogp.stats.finish` without any addition of a product.
 
     Args:
       sums: over the whole vocabulary.
       mask: True where a token counts; others get exactly 0.
-      vocab_size: V, the bound of entropy.
+      vocab_size: V; entropy is at most log V.
       invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     sum_exp = from_limbs(sums.sum_exp)
     counted = (sums.owners == 0) | (sums.owners == 1)
     live = mask | ~counted
     whole = (sums.broken == 0) & (sum_exp > 0) & counted
-    # The selections part a last product inside of log or of the division from what is subtracted.
+    # The selections separate a last product inside log or the division from what is subtracted.
     log_sum_exp = nan_where(~whole, jnp.log(sum_exp))
     target = lax.bitcast_convert_type(sums.target, jnp.float32)
     log_probs = jnp.minimum((target - sums.max) - log_sum_exp, 0.0)
@@ -193,15 +199,15 @@ def finish_sums(
 
 
 def _below(bound: float) -> np.float32:
-    """The largest fp32 number that is not above the bound."""
+    """The largest fp32 number not above the bound."""
     rounded = np.float32(bound)
     return np.nextafter(rounded, np.float32(0.0)) if float(rounded) > bound else rounded
 
 
 def block_tokens(tokens: int, blocks: int, multiple: int) -> int:
-    """Tokens of a block, a multiple of ``multiple``, if there are to be at least ``blocks`` of them.
+    """Tokens per block, a multiple of ``multiple``, for at least ``blocks`` blocks.
 
-    Up to twice as many blocks if they hold the tokens exactly: filling up the last one would copy the hidden states.
+    Up to twice as many blocks if these hold the tokens exactly: padding the last one would copy the hidden states.
     """
     exact = (tokens // number for number in range(blocks, 2 * blocks) if tokens % (number * multiple) == 0)
     return next(exact, -(-tokens // (blocks * multiple)) * multiple)
@@ -214,13 +220,13 @@ def fold_blocks(
     block: int,
     keep_maxima: bool = False,
 ) -> tuple[TokenLogProbs, Normaliser, Float[Array, "tiles padded"] | None]:
-    """Log-probs and entropies of packed tokens, whose tile statistics are taken a block of tokens at a time.
+    """Log-probs and entropies of packed tokens, with tile statistics computed one block of tokens at a time.
 
     Args:
-      call: the call, whose targets stand where they stood before tokens were packed.
+      call: the call, with its targets in the order before packing.
       statistics: (first place, columns of the targets, live tokens of the block) -> fp32 [tiles, 4, block].
       rows: places of the tokens; a multiple of ``block``.
-      block: tokens of a block.
+      block: tokens per block.
       keep_maxima: also return the largest logit of every tile and packed token.
     """
     targets, axes = call.targets, call.axes

@@ -1,8 +1,8 @@
-"""Opt-in gradient filter: blocks of the logits' gradient that are nearly zero are left out of every product of the backward.
+"""Opt-in gradient filter: nearly zero blocks of the logits' gradient are skipped in every product of the backward.
 
-A block is some tokens times some vocabulary columns. The forward pass has the largest logit of every token and tile, so
-the largest probability of a block is known as soon as the normaliser is, and a block that is left out is not even
-computed again. See docs/gradient_filter.md for what it changes and when it pays.
+A block is some tokens × some vocabulary columns. The forward pass has the largest logit of every token and tile, so the
+largest probability of a block is known as soon as the normaliser is, and a skipped block is not even recomputed. See
+docs/gradient_filter.md for what it changes and when it pays.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from jaxlogp.stats import Normaliser
 
 @dataclasses.dataclass(frozen=True)
 class GradientFilter:
-    """Leaves a block of the gradient out when every probability in it is below ``threshold``; lossy, off by default.
+    """Skips a block of the gradient when every probability in it is below ``threshold``; lossy, off by default.
 
-    With p the probability of a token's column, g and g_H the cotangents of its log-prob and entropy H, an entry of the
-    logits' gradient without a target is dz = -p (g + g_H (log p + H)), so what is left out is bounded entry by entry:
+    With p the probability of a column, g and g_H the cotangents of its log-prob and entropy H, an entry of the
+    logits' gradient without a target is dz = -p (g + g_H (log p + H)), so what is skipped is bounded entry by entry:
 
         |dz| < θ |g| + |g_H| max(b(θ), θ H),   b(θ) = θ log(1/θ) for θ <= 1/e, else 1/e,
 
@@ -35,7 +35,7 @@ class GradientFilter:
     Tokens whose cotangents are 0, masked ones among them, keep nothing: their rows of the gradient are exact zeros.
 
     Attributes:
-      threshold: θ, a Python number in [0, 1); 0 leaves out only blocks that are exactly zero.
+      threshold: θ, a Python number in [0, 1); 0 skips only blocks that are exactly zero.
 
     Raises:
       ValueError: a threshold outside of [0, 1) or not a number.
@@ -45,13 +45,14 @@ class GradientFilter:
       True
 
     References:
-      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering, vocabulary sorting).
+      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering, vocabulary
+      sorting).
     """
 
     threshold: float = 2.0**-12
 
     def __post_init__(self) -> None:
-        """Refuses what is not a number in [0, 1)."""
+        """Refuses anything but a number in [0, 1)."""
         value = self.threshold
         ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value < 1
         require(ok, "threshold", "a Python number in [0, 1)", describe(value))
@@ -64,11 +65,11 @@ def check_filter(value: object) -> None:
 
 
 class KeptBlocks(NamedTuple):
-    """Which blocks count, for a loop over the chunks of one tile at a time.
+    """Which blocks are kept, for a loop over the chunks of one tile at a time.
 
     Attributes:
-      order: int32, for each tile the chunks that it has to visit, in their order, then the others.
-      count: int32, how many of them it has to visit.
+      order: int32, for each tile the chunks to visit, in ascending order, then the others.
+      count: int32, for each tile the number of chunks to visit.
     """
 
     order: Int[Array, "tiles chunks"]
@@ -83,14 +84,14 @@ def kept_blocks(
     g_log_probs: Float[Array, "chunks tokens"],
     g_entropy: Float[Array, "chunks tokens"] | None,
 ) -> Bool[Array, "tiles chunks"]:
-    """Which blocks of the logits' gradient count.
+    """Which blocks of the logits' gradient are kept.
 
     Args:
       gradient_filter: the threshold.
       peaks: largest logit of each tile and token, -inf for a tile without a column.
       tile_of_target: tile that holds the target; negative where none does.
-      normaliser: over the whole vocabulary, a value per token.
-      g_log_probs: cotangents; tokens without any are exact zeros.
+      normaliser: over the whole vocabulary, one value per token.
+      g_log_probs: cotangents of the log-probs; exactly 0 for tokens without one.
       g_entropy: the same of the entropies, or None.
 
     Returns:
@@ -102,12 +103,12 @@ def kept_blocks(
     if g_entropy is not None:
         live, finite = live | (g_entropy != 0.0), finite & jnp.isfinite(g_entropy)
     tiles = jnp.arange(peaks.shape[0], dtype=jnp.int32).reshape(-1, *[1] * tile_of_target.ndim)
-    # Negated, so that a NaN keeps its block.
+    # Negated comparison, so that a NaN keeps its block.
     counts = ~(largest < gradient_filter.threshold) | (tile_of_target[None] == tiles) | ~finite[None]
     return jnp.any(counts & live[None], axis=-1)
 
 
 def visits(kept: Bool[Array, "tiles chunks"]) -> KeptBlocks:
-    """The chunks that each tile has to visit, first in its row; loops over their number never see the others."""
+    """The chunks that each tile has to visit, first in its row; loops bounded by their number never reach the others."""
     order = jnp.argsort(~kept, axis=1, stable=True).astype(jnp.int32)
     return KeptBlocks(order, jnp.sum(kept, axis=1, dtype=jnp.int32))

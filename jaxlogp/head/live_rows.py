@@ -1,4 +1,4 @@
-"""Tokens without a label moved behind those with one, so that an engine can leave them out; shapes stay static."""
+"""Tokens without a label moved after those with one, so that an engine can skip them; shapes stay static."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class LiveRows(NamedTuple):
     """Where the tokens of a mask go.
 
     Attributes:
-      source: int32 [padded], the live token that stands at each place; the number of tokens where there is none. None
+      source: int32 [padded], the live token at each place; the number of tokens where there is none. None
         where every token is live: each stays where it is, and nothing is copied.
       place: int32 [tokens], the place of each token: live ones first, in their order, then the others; None likewise.
       count: int32, number of live tokens.
@@ -27,7 +27,7 @@ class LiveRows(NamedTuple):
     tokens: int
 
     def pack(self, x: Shaped[Array, "tokens ..."], fill: float | int) -> Shaped[Array, "padded ..."]:
-        """Live tokens first, then ``fill``: what stands in the others is not read."""
+        """Live tokens first, then ``fill``; the values of the others are not read."""
         if self.source is None:
             return self._filled_up(x, fill)
         return x.at[self.source].get(mode="fill", fill_value=fill)
@@ -35,13 +35,13 @@ class LiveRows(NamedTuple):
     def pack_block(
         self, x: Shaped[Array, "tokens ..."], fill: float | int, start: Int[Array, ""], size: int
     ) -> Shaped[Array, "size ..."]:
-        """The places [start, start + size) of :meth:`pack` alone; x may be filled up already where every token is live."""
+        """The places [start, start + size) of :meth:`pack` alone; x may already be padded where every token is live."""
         if self.source is None:
             return lax.dynamic_slice_in_dim(self._filled_up(x, fill), start, size)
         return x.at[lax.dynamic_slice_in_dim(self.source, start, size)].get(mode="fill", fill_value=fill)
 
     def unpack(self, x: Shaped[Array, "padded ..."]) -> Shaped[Array, "tokens ..."]:
-        """Undoes :meth:`pack` for live tokens; the others get 0, whatever x holds behind the live ones."""
+        """Undoes :meth:`pack` for live tokens; the others get 0, whatever x holds after the live ones."""
         if self.place is None:
             return x[: self.tokens]
         live = (self.place < self.count).reshape(-1, *[1] * (x.ndim - 1))
@@ -57,7 +57,7 @@ def live_rows(mask: Bool[Array, " tokens"], padded: int, all_live: bool = False)
     Args:
       mask: True where a token needs work.
       padded: size of the padded array, at least the number of tokens.
-      all_live: the mask is known to be True everywhere.
+      all_live: whether the mask is known to be True everywhere.
     """
     tokens = mask.shape[0]
     if all_live:
@@ -73,6 +73,6 @@ def live_rows(mask: Bool[Array, " tokens"], padded: int, all_live: bool = False)
 
 
 def select_live(x: jax.Array, count: Int[Array, ""]) -> jax.Array:
-    """x with exact zeros from row ``count`` on: what a kernel has not written may be anything."""
+    """x with exact zeros from row ``count`` on: what a kernel has not written may hold anything."""
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)
     return jnp.where((rows < count).reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))

@@ -1,4 +1,4 @@
-"""``linear_policy_loss``: a policy loss of linear log-probs, its gradient made in the forward pass, where the logits are."""
+"""``linear_policy_loss``: a policy loss of linear log-probs, with its gradient computed in the forward pass."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_gradients
 from jaxlogp.head.call import (
@@ -18,7 +18,6 @@ from jaxlogp.head.call import (
     HeadWeight,
     check_operands,
     head_call,
-    require_checked_axes,
     scaled_cotangents,
 )
 from jaxlogp.head.engine import Engine
@@ -60,36 +59,37 @@ def linear_policy_loss(
     weight_layout: str = "vh",
     engine: EngineChoice = "auto",
 ) -> tuple[WeightedSum, TokenLogProbs]:
-    """A policy loss of linear log-probs, [tokens, V] logits never stored, and computed once where it is differentiated.
+    """A policy loss of linear log-probs that stores no [tokens, V] logits and, differentiated, computes them only once.
 
     loss.sum = policy_loss(linear_log_probs(hidden, weight, targets, ...), old_log_probs, ...).sum, differentiable in hidden,
-    weight and bias. The gradient is made in the forward pass and multiplied by the cotangent of the sum in the backward:
-    three products instead of four. A loss or an engine that does not allow that is computed in two steps, and the record
-    (:func:`jaxlogp.record_head_runs`) says why: a document's ratio needs the log-probs of all its tokens first. Without
-    differentiation only values are computed.
+    weight and bias. The gradient is computed in the forward pass and multiplied by the cotangent of the sum in the
+    backward: three products instead of four. A loss or an engine that does not allow that is computed in two steps, and
+    the record (:func:`jaxlogp.record_head_runs`) says why: a document's ratio needs the log-probs of all its tokens
+    first. Without differentiation only values are computed.
 
-    Inside ``shard_map`` everything is as in :func:`jaxlogp.linear_log_probs`; the caller psums the WeightedSum over the axes
-    that its tokens are spread over. Over ``document_axis_name`` the sum must have the same cotangent on all ranks, as a psum
-    of it does. Reverse mode only, and no second derivatives.
+    Inside ``shard_map`` everything is as in :func:`jaxlogp.linear_log_probs`; the caller psums the WeightedSum over the
+    axes that its tokens are sharded over. Over ``document_axis_name`` the sum must have the same cotangent on all
+    ranks, as a psum of it does. Reverse mode only, and no second derivatives.
 
     Args:
       hidden: [*tokens, H], any float dtype.
-      weight: [V, H], or the local block [V_local, H].
+      weight: [V, H], or the local shard [V_local, H].
       targets: [*tokens], integer ids of the whole vocabulary.
       old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats.
       advantages: [*tokens].
-      mask: [*tokens], True where the target is a label; others cost nothing and get exact zeros.
+      mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros.
       loss: the loss; None means ``jaxlogp.losses.grpo()``.
-      ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, and so are the three arguments below.
+      ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the three arguments below.
       document_ids: [*tokens].
-      num_documents: how many documents there are.
-      document_axis_name: mesh axis (or axes) over which documents are cut.
-      lse: [*tokens], log Σ_v e^z of the very logits that this call would compute, in nats (:func:`jaxlogp.linear_log_probs`
-        with ``with_lse``): the step is strictly on policy. Then old_log_probs are taken as the log-probs, every ratio is 1,
-        and nothing is computed but the gradients. Excludes entropy. The probabilities' relative error is that of lse.
+      num_documents: number of documents.
+      document_axis_name: mesh axis (or axes) over which documents are split.
+      lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
+        (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs are
+        taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
+        probabilities' relative error is that of lse.
       with_entropy: also return the entropy (always computed where the loss has an entropy coefficient).
       with_lse: also return log Σ e^z.
-      bias: as in :func:`jaxlogp.linear_log_probs`, and so are all arguments below.
+      bias: as in :func:`jaxlogp.linear_log_probs`, like all arguments below.
       temperature: T.
       logit_scale: multiplier of the logits.
       softcap: cap or None.
@@ -101,8 +101,8 @@ def linear_policy_loss(
       engine: a name, an engine object, or a sequence of these.
 
     Returns:
-      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are constants: no gradient flows
-      through them. With ``lse`` the log-probs are old_log_probs, 0 where masked.
+      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are constants: no gradient
+      flows through them. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
       ValueError: what linear_log_probs or policy_loss refuses, or entropy along with ``lse``.
@@ -128,7 +128,7 @@ def linear_policy_loss(
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
         call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
         total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, hidden.shape[:-1]), engine)
-        # Said here, and not only by the rule of the gradient: none flows through the values.
+        # Stated here, and not only by the gradient rule: no gradient flows through the values.
         values = jax.lax.stop_gradient(values)
         values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
         values = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values)
@@ -137,7 +137,7 @@ def linear_policy_loss(
     check_operands(hidden, weight, bias, weight_layout)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
     if isinstance(num_documents, int | np.integer):
-        # A static number: how many documents there may be.
+        # A static upper bound of the number of documents.
         loss_tokens = functools.partial(make_loss_tokens, num_documents=num_documents)
     else:
         loss_tokens, given = make_loss_tokens, given | {"num_documents": num_documents}
@@ -149,7 +149,7 @@ def linear_policy_loss(
 def _evaluate(
     loss: PolicyLoss, call: HeadCall, tokens: LossTokens, lse: Array | None, engine: EngineChoice
 ) -> tuple[Array, TokenLogProbs]:
-    """The loss sum and the values, by the engine and the way that suit the call; both are reported."""
+    """The loss sum and the values, by the engine and the path that suit the call; both are recorded."""
     chosen, reason = choose_engine(engine, call)
     gradient = _how(chosen, call, loss, lse is not None)
     report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
@@ -160,7 +160,7 @@ def _evaluate(
 
 
 class _Static(NamedTuple):
-    """What is known of a call before it is traced."""
+    """The static properties of a call."""
 
     engine: Engine
     loss: PolicyLoss
@@ -177,10 +177,10 @@ def _checked_lse(lse: Any, call: HeadCall, shape: tuple[int, ...]) -> Array | No
 
 
 def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> str:
-    """How the gradient is made; with the reason where it takes two steps."""
+    """How the gradient is computed, with the reason where it takes two steps."""
     if known_lse:
         refusal = engine.why_not_known_lse(call)
-        expected = "None with an engine, a call and a loss that allow no backward from it"
+        expected = "None where engine, call or loss do not allow a backward from it"
         require(refusal is None, "lse", expected, f"an array, but {engine.name}: {refusal}")
         return KNOWN_LSE
     if loss.ratio == "sequence":
@@ -196,7 +196,7 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss_sum(static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None) -> tuple[Array, TokenLogProbs]:
-    """The loss sum of this part of the step, and the values behind it; its gradient comes from the forward rule."""
+    """The loss sum of this part of the step, and its values; the gradient comes from the forward rule."""
     engine = static.engine
     values = engine.forward(operands_of(engine, call))[0] if lse is None else _given_values(tokens, lse)
     return _total(static.loss, values, tokens), values
@@ -225,11 +225,11 @@ def _cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> 
 def _loss_forward(
     static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
-    """Values and loss, with this rank's gradients of the loss sum, made while the logits are there."""
+    """Values and loss, with this rank's gradients of the loss sum, computed while the logits are at hand."""
     require_checked_axes(call.axis_name)
     engine, loss, operands = static.engine, static.loss, operands_of(static.engine, call)
     if lse is None:
-        # Without an entropy bonus the sampler's log-probs tell about where log Σ e^z lies.
+        # Without an entropy bonus the sampler's log-probs give an estimate of log Σ e^z.
         near = tokens.old_log_probs if loss.entropy_coefficient == 0.0 else None
         values, gradients = engine.one_pass(operands, functools.partial(_cotangents, loss), tokens, near)
         unscale = None

@@ -1,4 +1,4 @@
-"""Hidden states to logits: the dtype policy of the product and the elementwise steps behind it, shared by all engines.
+"""Hidden states to logits: the dtype policy of the product and the elementwise steps after it, shared by all engines.
 
 Products take their operands in one dtype and accumulate in fp32:
 
@@ -84,7 +84,7 @@ def finish_logits(
 def product_gradient(
     gradient: Float[Array, "tokens columns"], logits: Float[Array, "tokens columns"], spec: HeadSpec
 ) -> Float[Array, "tokens columns"]:
-    """Pulls a gradient of the final logits back through :func:`finish_logits` to hidden · weightᵀ + bias."""
+    """Propagates a gradient of the final logits back through :func:`finish_logits` to hidden · weightᵀ + bias."""
     if spec.softcap is not None:
         capped = logits * (spec.temperature / spec.softcap)
         gradient = gradient * (1.0 - capped * capped)
@@ -93,9 +93,9 @@ def product_gradient(
 
 
 def take_rows(x: Shaped[Array, "..."], start: Int[Array, ""], size: int, dim: int = 0) -> Shaped[Array, "size ..."]:
-    """``size`` slices of dimension ``dim`` of x from start, as rows; for dimension 1 the tile alone is transposed.
+    """``size`` slices of dimension ``dim`` of x from start, as rows; for dimension 1 only the tile is transposed.
 
-    16-bit floats travel as integers: XLA on CPUs would widen all of x for the slice.
+    16-bit floats are sliced as integers: XLA on CPUs would widen all of x for the slice.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.bfloat16, jnp.float16) else x
     rows = lax.dynamic_slice_in_dim(bits, start, size, axis=dim)

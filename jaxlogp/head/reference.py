@@ -1,4 +1,4 @@
-"""Engine ``reference``: the logits of all tokens are materialised. Simple, and as hungry as the programs it replaces."""
+"""Engine ``reference``: the logits of all tokens are materialised. Simple, but memory-hungry."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_g
 
 
 class _Kept(NamedTuple):
-    """What the backward reads: the logits of all tokens, and their normaliser."""
+    """What the backward needs: the logits of all tokens, and their normaliser."""
 
     logits: Float[Array, "tokens vocab"]
     normaliser: Normaliser

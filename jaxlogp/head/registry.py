@@ -1,7 +1,7 @@
 """Which engine runs a head call, and a record of what ran.
 
-A named engine is used or an error is raised; ``"auto"`` tries the engines of :data:`AUTOMATIC` in turn, a sequence those
-that it names; and the record says which one ran and why not the ones before it.
+A named engine is used or an error is raised; ``"auto"`` tries the engines of :data:`AUTOMATIC` in turn, a sequence the
+engines that it names. The record says which one ran, and why those before it did not.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ ENGINES: dict[str, Engine] = {
     "hopper": HopperEngine(),
     "triton": TritonEngine(),
 }
-# hopper before triton, which it outruns where both run; chunked takes every call.
+# hopper before triton, because it is faster where both run; chunked takes every call.
 AUTOMATIC = ("hopper", "triton", "chunked")
 
 
@@ -44,10 +44,10 @@ class HeadRun:
     Attributes:
       path: the public function.
       engine: name of the engine.
-      reason: why this engine.
-      num_vocab_shards: over how many shards the vocabulary was split.
-      gradient: how a loss makes its gradient: "in one pass", "from the known log-sum-exp", or "in two steps" and why; for
-        log-probs, whose gradient is the caller's, "in two steps".
+      reason: why this engine was chosen.
+      num_vocab_shards: number of vocabulary shards.
+      gradient: how a loss computes its gradient: "in one pass", "from the known log-sum-exp", or "in two steps" with
+        the reason; always "in two steps" for log-probs, where the loss is the caller's.
     """
 
     path: str
@@ -68,7 +68,7 @@ def register_engine(name: str, engine: Engine) -> None:
       engine: an object with the methods of :class:`jaxlogp.Engine`.
 
     Raises:
-      ValueError: a name that is taken or reserved, or an object that is no engine.
+      ValueError: a name that is taken or reserved, or an object that is not an engine.
     """
     ok = isinstance(name, str) and name != "auto" and name not in ENGINES
     require(ok, "name", f"a name other than 'auto' and {sorted(ENGINES)}", repr(name))
@@ -79,7 +79,7 @@ def named_engine(engine: str | Engine) -> Engine:
     """The engine of that name, or the engine object itself.
 
     Raises:
-      ValueError: the name is not known, or the object is no engine.
+      ValueError: the name is not known, or the object is not an engine.
     """
     if not isinstance(engine, str):
         return _checked(engine)
@@ -98,8 +98,9 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
     """The engine to run and the reason.
 
     Args:
-      engine: "auto", a name, an engine object, or a sequence of names and objects, of which the first that can is taken.
-      call: the call; shapes, dtypes and static facts count.
+      engine: "auto", a name, an engine object, or a sequence of names and objects, of which the first that can take the
+        call is used.
+      call: the call; only shapes, dtypes and static properties matter.
 
     Raises:
       ValueError: a name that is not known, or no engine that takes the call; the sentence says why not.
@@ -113,7 +114,7 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
     candidates = AUTOMATIC if automatic else _sequence(engine)
     refusals = []
     for candidate in map(named_engine, candidates):
-        # First what needs no import: that of jax-triton changes Triton's settings for the whole process.
+        # Checks without an import first: importing jax-triton changes Triton's settings for the whole process.
         refusal = (candidate.why_not_automatic(call) if automatic else None) or candidate.why_not(call)
         if refusal is None:
             return candidate, "; ".join([f"{'auto' if automatic else 'first of the sequence that can'}", *refusals])
@@ -129,7 +130,7 @@ def _sequence(engine: object) -> Sequence[str | Engine]:
 
 
 def first_choice(engine: EngineChoice) -> Engine | None:
-    """The engine that is named, or named first; None for "auto", whose choice follows from the call."""
+    """The named engine, or the first of a sequence; None for "auto", whose choice depends on the call."""
     if isinstance(engine, str) and engine == "auto":
         return None
     return named_engine(engine if isinstance(engine, str | Engine) else _sequence(engine)[0])
@@ -144,18 +145,18 @@ def why_not(
     spec: HeadSpec | None = None,
     num_shards: int = 1,
 ) -> str | None:
-    """Why an engine cannot take a head here, or None when it can; nothing is computed.
+    """Why an engine cannot take a head on this device, or None when it can; nothing is computed.
 
     Args:
       engine: a name or an engine object.
-      hidden: [*tokens, H]; shape and dtype count, as of all arrays here.
+      hidden: [*tokens, H]; of all arrays only shape and dtype matter.
       weight: [V_local, H].
       bias: [V_local] or None.
       spec: the arithmetic; None means plain logits.
-      num_shards: over how many ranks the vocabulary is sharded.
+      num_shards: number of ranks over which the vocabulary is sharded.
 
     Raises:
-      ValueError: an engine or shapes that fit nowhere.
+      ValueError: an unknown engine, or shapes that do not match.
 
     Example:
       >>> hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 64), (256, 64)])
@@ -181,7 +182,7 @@ def report(run: HeadRun) -> None:
 
 @contextlib.contextmanager
 def record_head_runs() -> Iterator[list[HeadRun]]:
-    """Collects a :class:`HeadRun` for every head call that is traced (or run eagerly) inside of the ``with`` block.
+    """Collects a :class:`HeadRun` for every head call that is traced (or run eagerly) inside the ``with`` block.
 
     A function compiled before the block is not traced again and leaves no record.
     """

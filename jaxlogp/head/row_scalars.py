@@ -1,4 +1,4 @@
-"""What the gradient of a token's logits is made of, besides the logits: a few numbers that the backward kernels read.
+"""The numbers per token from which, with the logits, the backward kernels compute the gradient of the logits.
 
 dz = p (A + B (z - max)) + g onehot, with A = -g + g_H Σ p (z - max) and B = -g_H.
 """
@@ -25,14 +25,14 @@ class RowScalars(NamedTuple):
     target: Array
 
     def pack(self, rows: LiveRows) -> "RowScalars":
-        """Those of live tokens first; where there is no token all are 0 and no target, which makes dz = exp2(0) * 0."""
+        """Those of live tokens first; places without a token get zeros and no target, so that dz = exp2(0) * 0."""
         return RowScalars(*(rows.pack(x, 0) for x in self))._replace(target=rows.pack(self.target, -1))
 
 
 def row_scalars(
     normaliser: Normaliser, g_log_probs: Array, g_entropy: Array | None, column: Array, spec: HeadSpec
 ) -> RowScalars:
-    """The scalars of dz, the factors of :func:`jaxlogp.head.projection.product_gradient` but the soft cap's included."""
+    """The scalars of dz, with the factors of :func:`jaxlogp.head.projection.product_gradient` except the soft cap's."""
     factor = spec.logit_scale / spec.temperature
     constant, slope = -g_log_probs, jnp.zeros_like(g_log_probs)
     if g_entropy is not None:

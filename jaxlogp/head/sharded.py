@@ -35,15 +35,15 @@ def sharded_linear_log_probs(
 
     Args:
       hidden: [*tokens, H], first dimension split over ``token_axes``.
-      weight: [V, H], the whole weight; rows split over ``vocab_axis``. Shards that are not equal are laid out in blocks
+      weight: [V, H], the whole weight; rows split over ``vocab_axis``. Unequal shards are padded to one width
         first (a copy of the weight; a vocabulary that divides evenly needs none).
       targets: [*tokens].
       mesh: the device mesh; Explicit and Auto axes both work.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
-      vocab: the shards; None means ``VocabShards.even``, or what the order of engine "fixed_order" asks for.
-      weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its gradient
-        scattered back, inside.
+      vocab: the shards; None means ``VocabShards.even``, or those that the order of engine "fixed_order" requires.
+      weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
+        gradient scattered back, inside.
       mask: [*tokens] or None.
       bias: [V] or None.
       **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.

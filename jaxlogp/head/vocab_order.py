@@ -1,4 +1,4 @@
-"""Vocabulary orders in which frequent tokens sit together, so that a gradient filter finds tiles without any."""
+"""Vocabulary orders in which frequent tokens are adjacent, so that a gradient filter finds tiles without any."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def vocab_order_by_mean_logit(
       bias: [V] or None.
 
     Returns:
-      int32 [V], a permutation: which token stands at each place. Give it to :class:`VocabOrder`.
+      int32 [V], a permutation: the token at each place. Pass it to :class:`VocabOrder`.
 
     Raises:
       ValueError: wrong shapes or dtypes.
@@ -79,10 +79,10 @@ def vocab_order_by_count(counts: Shaped[AnyArray, " vocab"]) -> Int[Array, " voc
       counts: integer [V], occurrences of each token.
 
     Returns:
-      int32 [V], a permutation: which token stands at each place. Give it to :class:`VocabOrder`.
+      int32 [V], a permutation: the token at each place. Pass it to :class:`VocabOrder`.
 
     Raises:
-      ValueError: counts that are no integer vector.
+      ValueError: counts that are not an integer vector.
 
     Example:
       >>> vocab_order_by_count(jnp.array([1, 5, 0, 5])).tolist()
@@ -90,7 +90,7 @@ def vocab_order_by_count(counts: Shaped[AnyArray, " vocab"]) -> Int[Array, " voc
     """
     require_integer(counts, "counts")
     require(counts.ndim == 1 and counts.size > 0, "counts", "shape [V] with V > 0", describe(counts))
-    # ~x = -1 - x reverses the order without the overflow that -x has at the smallest integer, or for unsigned ones.
+    # ~x = -1 - x reverses the order without the overflow of -x at the smallest integer and for unsigned ones.
     if isinstance(counts, np.ndarray):
         # In NumPy: without x64 jnp.asarray would wrap counts of 64 bits.
         return jnp.asarray(np.argsort(~counts, kind="stable").astype(np.int32))
@@ -99,22 +99,22 @@ def vocab_order_by_count(counts: Shaped[AnyArray, " vocab"]) -> Int[Array, " voc
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VocabOrder:
-    """A numbering of the vocabulary: the token ``order[i]`` stands at place i.
+    """A numbering of the vocabulary: the token ``order[i]`` is at place i.
 
     The cheap way to use one is to renumber once, before training: ``rows`` of the head (and of a tied embedding) become
-    the parameters, ``places`` translates token ids that come in and ``tokens`` those that a sampler sends out. Nothing is
-    then paid in a step, and the log-probs are those of the same tokens. Applied inside of a step, ``rows`` gathers the
-    whole weight and its gradient, a copy of [V, H] each way; that is right too, and the gradient comes back in the
-    parameters' own order, but the copies may cost what the filter saves.
+    the parameters, ``places`` translates incoming token ids and ``tokens`` the ids that a sampler emits. A step then
+    costs nothing extra, and the log-probs are those of the same tokens. Applied inside a step, ``rows`` gathers the
+    whole weight and its gradient, a copy of [V, H] each way; that is also correct, and the gradient comes back in the
+    parameters' own order, but the copies may cost as much as the filter saves.
 
-    Under vocabulary shards renumber the whole weight before it is cut.
+    With vocabulary shards, renumber the whole weight before it is sharded.
 
     Attributes:
-      order: int32 [V], a permutation, known where the object is made (not traced).
+      order: int32 [V], a permutation with known values (not traced).
       place: int32 [V], the inverse: place[order[i]] = i.
 
     Raises:
-      ValueError: an order that is traced, not an integer vector, or no permutation.
+      ValueError: an order that is traced, not an integer vector, or not a permutation.
 
     Example:
       >>> order = VocabOrder(jnp.array([2, 0, 1]))
@@ -135,7 +135,7 @@ class VocabOrder:
         require(inside.all(), "order", f"ids in [0, {order.size})", order[~inside][:1].tolist())
         counts = np.bincount(order, minlength=order.size)
         expected = f"a permutation of {order.size} ids"
-        require((counts == 1).all(), "order", expected, f"{int((counts == 0).sum())} ids missing, others twice or more")
+        require((counts == 1).all(), "order", expected, f"{int((counts == 0).sum())} ids missing, others repeated")
         place = np.empty(order.size, np.int32)
         place[order] = np.arange(order.size, dtype=np.int32)
         object.__setattr__(self, "order", order.astype(np.int32))
@@ -150,7 +150,7 @@ class VocabOrder:
         return self._gathered(weight, self.order)
 
     def unordered_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "vocab ..."]:
-        """Undoes :meth:`rows`, for checkpoints that others read; differentiable.
+        """Undoes :meth:`rows`, for checkpoints that other programs read; differentiable.
 
         Raises:
           ValueError: another number of rows than the order has.
@@ -158,17 +158,17 @@ class VocabOrder:
         return self._gathered(weight, self.place)
 
     def places(self, token_ids: Integer[Array, "*tokens"]) -> Int[Array, "*tokens"]:
-        """Token ids in the new numbering, int32; ids outside of [0, V), such as -100, stay what they are.
+        """Token ids in the new numbering, int32; ids outside [0, V), such as -100, stay as they are.
 
-        An id that int32 cannot hold becomes -1, which is outside as well.
+        An id that int32 cannot hold becomes -1, which is outside too.
 
         Raises:
-          ValueError: ids of another dtype than an integer one, or none.
+          ValueError: ids without an integer dtype, or an empty array.
         """
         return self._translate(token_ids, self.place)
 
     def tokens(self, places: Integer[Array, "*tokens"]) -> Int[Array, "*tokens"]:
-        """Undoes :meth:`places`: what was sampled, as ids of the tokenizer."""
+        """Undoes :meth:`places`: sampled ids as ids of the tokenizer."""
         return self._translate(places, self.order)
 
     def _translate(self, ids: Integer[Array, "*tokens"], table: np.ndarray) -> Int[Array, "*tokens"]:
@@ -177,7 +177,7 @@ class VocabOrder:
 
         def translate(ids: Array) -> Array:
             covered = (ids >= 0) & (ids < table.size)
-            # Looked up at 0 where it is not covered: a negative index would wrap.
+            # Looked up at 0 where out of range: a negative index would wrap.
             return jnp.where(covered, jnp.asarray(table)[jnp.where(covered, ids, 0)], ids)
 
         return automatic_axes(translate, as_int32(ids), out_specs=leading_spec(ids, ids.ndim))

@@ -1,7 +1,7 @@
 """Is a log-prob function invariant? Runs any function under changes that must not matter and compares bytes.
 
-The function may be anyone's: a trainer's own, Tunix's, MaxText's. It takes hidden states, head weight and targets and
-returns a value (or a vector, such as a gradient) for each token.
+The function may come from anywhere: your own trainer, Tunix, MaxText. It takes hidden states, head weight and targets
+and returns a value (or a vector, such as a gradient) for each token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +21,18 @@ TokenFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Difference(NamedTuple):
-    """What one change did to the tokens that both runs have.
+    """The effect of one change on the tokens that both runs share.
 
     Attributes:
       change: what was changed.
       num_tokens: tokens compared.
-      num_differing: those of which any byte differs.
-      num_non_finite: those with a NaN or an infinity in either run. They never count as equal: NaN is the same as NaN
-        whatever the function did.
-      max_ulps: largest distance in units of the last place; None where a value is NaN on one side only.
+      num_differing: those with at least one differing byte.
+      num_non_finite: those with a NaN or an infinity in either run. They never count as equal: NaN has the
+        same bytes as NaN whatever went wrong.
+      max_ulps: largest distance in units in the last place; None where a value is NaN on one side only.
       worst_token: position, in the unchanged batch, of the token with the largest distance; None when all are equal.
-      value: the largest difference's value after the change, and
-      reference: before it.
+      value: the value with the largest difference, after the change.
+      reference: the same value before it.
       reason: why the change was not run; None where it was.
     """
 
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether the change was run, every byte is the same and every value is finite."""
+        """Whether the change was run, all bytes are equal and all values are finite."""
         return self.reason is None and self.num_differing == self.num_non_finite == 0
 
 
@@ -57,7 +57,7 @@ def _not_run(change: str, reason: str) -> Difference:
 
 
 class InvarianceReport(NamedTuple):
-    """The differences that all changes made.
+    """The effects of all changes.
 
     Attributes:
       name: title.
@@ -73,7 +73,7 @@ class InvarianceReport(NamedTuple):
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Changes that were run and made a difference, or left a result that is not finite."""
+        """Changes that were run and changed a byte, or gave a result that is not finite."""
         return tuple(d.change for d in self.differences if d.reason is None and not d.equal)
 
     @property
@@ -82,7 +82,7 @@ class InvarianceReport(NamedTuple):
         return tuple(d.change for d in self.differences if d.reason is not None)
 
     def __str__(self) -> str:
-        """The table, and what it comes to; what is not finite comes first."""
+        """The table and its summary; results that are not finite come first."""
         lines = [f"{self.name}"]
         if self.num_non_finite:
             lines.append(
@@ -104,7 +104,7 @@ class InvarianceReport(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Tokens to run, and which of them are which tokens of the unchanged batch."""
+    """Tokens to run, and their positions in the unchanged batch."""
 
     hidden: np.ndarray
     targets: np.ndarray
@@ -126,13 +126,13 @@ def check_invariance(
 ) -> InvarianceReport:
     """Runs ``function`` under changes of batch, position, padding, order, neighbours, chunk, program and mesh.
 
-    Each change keeps some tokens as they are; their results must have the same bytes as in the unchanged run, because
-    nothing about them has changed. Equal means equal bytes: -0.0 differs from 0.0. Results that are not finite are
-    reported and never count as equal.
+    Each change leaves some tokens as they are; their results must have the same bytes as in the unchanged run. Equal
+    means equal bytes: -0.0 differs from 0.0. Results that are not finite are reported and never count as equal.
 
-    Programs are: without jit; under ``jax.vmap``, two batches at a time; and the gradient of Σ function by the hidden
-    states under ``jax.checkpoint``, against the gradient without it (only of functions with one value a token: what has
-    more may be a gradient itself). A function that JAX cannot map or differentiate is reported as not run under these.
+    The programs: without jit; under ``jax.vmap``, two batches at a time; and the gradient of Σ function with respect to
+    the hidden states under ``jax.checkpoint``, against the gradient without it (only for functions with one value per
+    token: a vector may already be a gradient). A function that JAX cannot map or differentiate is reported as not run
+    under these.
 
     Args:
       function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
@@ -141,10 +141,11 @@ def check_invariance(
       weight: [V, H].
       targets: [tokens], ids in [0, V).
       name: title of the report.
-      sharded: the function for a vocabulary over that many devices, by number; for numbers that are missing, `function`
-        itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler cuts it.
-      num_shards: numbers of devices to shard the vocabulary over; one that the machine lacks is reported as not run.
-      chunk: tokens of a chunk for the change "in chunks".
+      sharded: the function for a vocabulary sharded over n devices, by n; for numbers that are missing, `function`
+        itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler partitions it.
+      num_shards: numbers of devices to shard the vocabulary over; a number that the machine lacks is reported as not
+        run.
+      chunk: tokens per chunk for the change "in chunks".
       path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
         simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None leaves this change out.
 
@@ -152,7 +153,8 @@ def check_invariance(
       The report; ``print`` it.
 
     Raises:
-      ValueError: shapes, dtypes or sizes differ from the above, or ``function`` returns something without a value per token.
+      ValueError: shapes, dtypes or sizes differ from the above, or ``function`` returns something without a value per
+        token.
 
     Example:
       >>> rows = jax.random.normal(jax.random.key(0), (16, 8))
@@ -202,7 +204,7 @@ def check_invariance(
 def _under_vmap(
     function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, wanted: np.ndarray
 ) -> Difference:
-    """The batch and its reverse, both at a time."""
+    """The batch and its reverse, both in one call."""
     mapped = jax.jit(jax.vmap(function, in_axes=(0, None, 0)))
     batches, ids = (jnp.asarray(np.stack([x, x[::-1]])) for x in (hidden, targets))
     try:
@@ -215,7 +217,7 @@ def _under_vmap(
 def _under_checkpoint(
     function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray
 ) -> Difference:
-    """The gradient of Σ function by the hidden states, whose backward computes the function's forward again."""
+    """The gradient of Σ function with respect to the hidden states, whose backward recomputes the function's forward."""
     change = "gradient under jax.checkpoint"
 
     def gradient(inner: TokenFunction) -> np.ndarray:
@@ -286,7 +288,7 @@ def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
 
 
 def _placed(compiled: TokenFunction, size: int) -> TokenFunction:
-    """``compiled`` with the weight's rows over ``size`` devices, so that the compiler cuts the function."""
+    """``compiled`` with the weight's rows over ``size`` devices, so that the compiler partitions the function."""
     mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
     whole, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("tensor")))
 
@@ -303,12 +305,12 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
 
     Args:
       change: what was changed between them.
-      seen: [tokens, ...], after the change.
-      wanted: [tokens, ...], before it, of the same dtype.
+      seen: [tokens, ...], results after the change.
+      wanted: [tokens, ...], results before it, of the same dtype.
       sources: [tokens], positions of the tokens in the unchanged batch.
 
     Returns:
-      The difference; distances are of fp32, bf16 or fp16 units, whatever the dtype is.
+      The difference; distances are in units of the results' own dtype.
 
     Raises:
       ValueError: shapes or dtypes differ.
@@ -324,7 +326,8 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
         return Difference(change, len(sources), 0, non_finite, 0, None, None, None)
     nans = [np.isnan(x.astype(np.float64)) for x in (flat, reference)]
     distance = np.where(nans[0] & nans[1], 0, _distance(flat, reference))
-    # NaN against a number is the worst there is; different signs of zero and payloads of NaN are no distance apart.
+    # NaN against a number is the largest difference; zeros of different sign and NaNs of different payload have
+    # distance 0.
     one_nan = nans[0] != nans[1]
     rank = np.where(one_nan, np.iinfo(np.uint64).max, np.where(differs, np.maximum(distance, 1), 0))
     row, column = np.unravel_index(int(np.argmax(rank)), rank.shape)
@@ -334,12 +337,12 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
 
 
 def _non_finite(values: np.ndarray) -> np.ndarray:
-    """[tokens, values], True where one is NaN or infinite."""
+    """[tokens, values], True where a value is NaN or infinite."""
     return ~np.isfinite(values.reshape(len(values), -1).astype(np.float64))
 
 
 def _distance(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Floats between two floats, uint64; -0.0 and 0.0 are the same float."""
+    """Number of floats between two floats, uint64; -0.0 and 0.0 are the same float."""
     size = left.dtype.itemsize
     bits = (values.view(f"i{size}").astype(np.int64) for values in (left, right))
     ours, theirs = (np.where(x < 0, -(x & np.int64(2 ** (8 * size - 1) - 1)), x) for x in bits)

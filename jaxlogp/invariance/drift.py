@@ -1,6 +1,6 @@
-"""Drift report: how far the log-probs of two implementations are apart, and at which token the most.
+"""Drift report: how far apart the log-probs of two implementations are, and at which token they differ most.
 
-Runs on the host, on values that are known: a report is read by a person or written to a log, it is not differentiated.
+Runs on the host, on known values: a report is read by a person or written to a log, not differentiated.
 """
 
 from typing import NamedTuple
@@ -19,20 +19,20 @@ QUANTILES = (0.5, 0.99, 0.999)
 
 
 class DriftReport(NamedTuple):
-    """Candidate against reference log-probs, over the active tokens, errors in float64.
+    """Candidate against reference log-probs over the active tokens, with errors in float64.
 
     Errors, quantiles and the worst token are over the tokens where both values are finite; the others are counted in
-    `num_non_finite`, and `first_non_finite` says where the first of them is. Without an active token errors are 0.0;
-    where there are some and none is finite, errors are NaN. In both cases everything about the worst token is None.
+    `num_non_finite`, and `first_non_finite` says where the first of them is. Without active tokens errors are 0.0;
+    with active tokens none of which is finite, errors are NaN. In both cases the fields of the worst token are None.
 
     Attributes:
       max_abs_error: largest |candidate - reference|, nats.
       mean_abs_error: its mean.
       max_rel_error: largest |candidate - reference| / max(|reference|, 1e-12).
       mean_rel_error: its mean.
-      active_count: tokens that the mask lets count, finite or not.
-      worst_flat_index: position of the largest absolute error in the flattened array; the first of equal ones.
-      worst_index: the same as an index into the array.
+      active_count: tokens that the mask selects, finite or not.
+      worst_flat_index: position of the largest absolute error in the flattened array; the first of several equal ones.
+      worst_index: the same position as an index into the array.
       worst_token_id: target id there.
       worst_owner: vocabulary shard that owns this id.
       worst_owner_range: that shard's ids, end exclusive.
@@ -74,7 +74,7 @@ class DriftReport(NamedTuple):
     share_outside: float
 
     def __str__(self) -> str:
-        """A few lines to read; what is wrong (non-finite values) comes first."""
+        """A few lines of text; non-finite values come first."""
         lines = []
         if self.num_non_finite:
             lines.append(f"NOT FINITE: {self.num_non_finite} active tokens, the first at {self.first_non_finite}")
@@ -130,14 +130,14 @@ def drift_report(
       (0.5, (1,), 9, 1)
 
     References:
-      RL-Align/RL-Kernel pull request 103, whose 18 fields come first; non-finite counts, quantiles and the share of ratios
-      are added here, because a mean hides the tail.
+      RL-Align/RL-Kernel pull request 103, whose 18 fields come first; non-finite counts, quantiles and the share of
+      ratios are additions, because a mean hides the tail.
     """
     active = _check(candidate, reference, targets, mask, vocab)
     ours, theirs = (np.asarray(x).astype(np.float64).reshape(-1) for x in (candidate, reference))
     finite = active & np.isfinite(ours) & np.isfinite(theirs)
     broken = np.flatnonzero(active & ~finite)
-    # Differences outside of `finite` are never looked at, and may be inf - inf.
+    # Differences outside `finite` are never read, and may be inf - inf.
     signed = np.where(finite, ours, 0.0) - np.where(finite, theirs, 0.0)
     error = np.abs(signed)[finite]
     relative = error / np.maximum(np.abs(theirs[finite]), SMALLEST_REFERENCE)
@@ -199,7 +199,7 @@ def _check(
     mask: Bool[AnyArray, "*tokens"] | None,
     vocab: VocabShards,
 ) -> Bool[np.ndarray, " tokens"]:
-    """The flat mask of what counts."""
+    """The flat mask of active tokens."""
     require_floating(candidate, "candidate")
     require_floating(reference, "reference")
     require_integer(targets, "targets")

@@ -1,8 +1,8 @@
 """fp32 arithmetic whose bits no compiler can change.
 
-A compiler may contract a * b + c to one rounding (FMA) in one program and not in another, so two programs that mean the
-same may differ in the last bit. It cannot where the product is exact: then both ways round once, to the same number.
-Here every product that meets an addition is exact: factors are split into pieces of at most 12 significant bits.
+A compiler may contract a * b + c to one rounding (FMA) in one program and not in another, so two equivalent programs
+may differ in the last bit. Not so where the product is exact: both forms then round once, to the same number. Here
+every product that feeds an addition is exact: factors are split into parts of at most 12 significant bits.
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ _SMALLEST_EXACT_PRODUCT = 2.0**-70
 def split(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """x = high + low exactly, each of at most 12 significant bits.
 
-    ``x`` must not itself be a bare product: the subtraction here would see it before its rounding.
+    ``x`` must not itself be a bare product: the subtraction here might use it before it is rounded.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-4096)
     high = lax.bitcast_convert_type(bits, jnp.float32)
@@ -26,7 +26,7 @@ def product(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "...
     """a * b to within two roundings, from exact partial products; the result may be added to anything."""
     (a_high, a_low), (b_high, b_low) = split(a), split(b)
     exact = ((a_low * b_low + a_low * b_high) + a_high * b_low) + a_high * b_high
-    # Partial products of tiny numbers would underflow; nor does split work on infinities.
+    # Partial products of tiny numbers would underflow, and split does not work on infinities.
     direct = a * b
     ordinary = (jnp.abs(direct) >= _SMALLEST_EXACT_PRODUCT) & (jnp.abs(direct) < jnp.inf)
     return jnp.where(ordinary, exact, direct)

@@ -1,8 +1,8 @@
-"""Sums in one fixed order: the identity that decides the bits, the tree, and transport of floats without arithmetic.
+"""Sums in one fixed order: the identity that determines the bits, the tree, and transport of floats without arithmetic.
 
-A sum of floats depends on its order, and a mesh, a batch or a collective picks one. Here a :class:`ReductionOrder` picks
-it instead: the vocabulary is cut into granules, whatever the mesh; what granules contribute is added in one binary tree;
-and between devices floats travel as bits, through integer all-reduces or all-to-alls, never through a float all-reduce.
+A sum of floats depends on its order, and a mesh, a batch or a collective picks one. Here a :class:`ReductionOrder`
+picks it instead: the vocabulary is divided into granules, whatever the mesh; the granules' sums are added in one binary
+tree; and between devices floats are sent as bits, in integer all-reduces or all-to-alls, never in a float all-reduce.
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.vocab import VocabShards
 
 LANES = 64
-# Beyond it, Σ exp of one tile may be too large for the integers in which tiles are added up.
+# Above this, Σ exp of one tile may be too large for the integers in which tiles are added up.
 WIDEST_TILE = 4096
-# Tiles are cut to multiples of this, so that the last one of a granule wastes little.
+# Tile widths are multiples of this, so that the last tile of a granule wastes little.
 TILE_STEP = 16
 _DTYPES = (None, "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class ReductionOrder:
-    """The numeric identity: results with equal identity, vocabulary and JAX version are equal to the last bit.
+    """The numeric identity: results with equal identity, vocabulary and JAX version are bitwise equal.
 
     Attributes:
-      granules: G, parts of the vocabulary whose sums are never split; the number of vocabulary shards must divide it.
-        24 serves 1, 2, 3, 4, 6, 8, 12 and 24 shards.
-      vocab_tile: most vocabulary columns a product has, a multiple of 64 up to 4096; what it has is :meth:`tile`.
-      row_block: R, rows of every product, a multiple of 64. Tokens are filled up to whole blocks.
+      granules: G, the number of parts of the vocabulary that no shard splits; the number of shards must divide it.
+        24 allows 1, 2, 3, 4, 6, 8, 12 and 24 shards.
+      vocab_tile: upper bound of the columns of a tile, a multiple of 64 up to 4096; :meth:`tile` gives the columns.
+      row_block: R, rows of every product, a multiple of 64. Tokens are padded to whole blocks.
       dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
-        takes what the operands give.
+        takes the dtype that follows from the operands.
 
     Example:
       >>> ReductionOrder(granules=8).shards(257, 4).ranges
@@ -74,7 +74,7 @@ class ReductionOrder:
         return tuple(granule * vocab_size // self.granules for granule in range(self.granules + 1))
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
-        """The vocabulary shards of this order: every one owns granules / num_shards whole granules.
+        """The vocabulary shards of this order: each owns granules / num_shards whole granules.
 
         Args:
           vocab_size: V.
@@ -92,13 +92,13 @@ class ReductionOrder:
         return VocabShards(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
 
     def tile(self, vocab_size: int) -> int:
-        """Columns of a tile: the multiple of 16, at most vocab_tile, that cuts a granule with the least waste.
+        """Columns of a tile: the multiple of 16, at most vocab_tile, that divides a granule with the least waste.
 
         A function of this order and V alone.
         """
         wide = -(-vocab_size // self.granules)
         widest = min(self.vocab_tile, -(-wide // TILE_STEP) * TILE_STEP)
-        # A sixteenth of 256 columns stands for what it costs to start one more product.
+        # A sixteenth of 256 columns models the cost of starting one more product.
         return min(range(TILE_STEP, widest + 1, TILE_STEP), key=lambda size: (-(-wide // size) * (size + 16), -size))
 
     def to_dict(self) -> dict[str, int | str | None]:
@@ -134,7 +134,7 @@ class ReductionOrder:
         self.require_agreement(everyone)
 
     def require_agreement(self, digests: np.ndarray) -> None:
-        """Raises ``ValueError`` unless all rows of ``digests``, one a process, are equal."""
+        """Raises ``ValueError`` unless all rows of ``digests``, one per process, are equal."""
         differing = [rank for rank, row in enumerate(digests) if not np.array_equal(row, digests[0])]
         expected = "the same reduction order on every process"
         require(not differing, "order", expected, f"{self} here, and processes {differing} differ from process 0")
@@ -145,10 +145,10 @@ def _is_positive(value: object) -> bool:
 
 
 def fold_tree(parts: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combines parts stacked along the first dimension of every leaf, neighbours first, until one is left.
+    """Combines parts stacked along the first dimension of every pytree leaf, neighbours first, until one is left.
 
-    ((p0 p1) (p2 p3)) p4 for five parts: an odd last one waits for its level. So parts at the end that are neutral change
-    nothing, and 2^k consecutive parts, from a multiple of 2^k, may be combined elsewhere before.
+    ((p0 p1) (p2 p3)) p4 for five parts: an odd last part moves up a level unchanged. So neutral parts at the end
+    change nothing, and 2^k consecutive parts that start at a multiple of 2^k may be combined beforehand elsewhere.
     """
     while jax.tree.leaves(parts)[0].shape[0] > 1:
         parts = _fold_neighbours(parts, combine)
@@ -167,7 +167,7 @@ def _fold_neighbours(parts: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 
 def fold_halves(x: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
-    """Σ over rows in one order that no program changes: the second half is added to the first until one row is left."""
+    """Σ over rows in one order in every program: the second half is added to the first until one row is left."""
     while (rows := x.shape[0]) > 1:
         half = rows // 2
         x = jnp.concatenate([x[:half] + x[half : 2 * half], x[2 * half :]])
@@ -175,9 +175,9 @@ def fold_halves(x: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
 
 
 def gather_bits(x: Array, axis_name: AxisName) -> Array:
-    """x of every rank, stacked in front in rank order, and typed as the same on all ranks of the axis.
+    """x of every rank, stacked along a new first dimension in rank order, and typed as equal on all ranks of the axis.
 
-    The bits travel through one integer all-reduce, to which every other rank adds zeros: exact for any float, NaN
+    The bits are sent in one integer all-reduce, to which every other rank adds zeros: exact for any float, NaN
     payloads and -0.0 included. ``x`` has a 32-bit dtype.
     """
     bits = x if x.dtype == jnp.int32 else lax.bitcast_convert_type(x, jnp.int32)
@@ -190,7 +190,7 @@ def gather_bits(x: Array, axis_name: AxisName) -> Array:
 def tree_sum_over(parts: Float[Array, "parts ..."], axis_name: AxisName) -> Float[Array, "..."]:
     """Sum over local parts and over ranks, in the tree over all parts in rank order; the same on all ranks.
 
-    Each rank receives its share of the elements from everyone (all-to-all), adds them, and makes the sums known.
+    Each rank receives its share of the elements from every rank (all-to-all), adds them, and sends the sums to all.
     """
     count, shape, ranks = parts.shape[0], parts.shape[1:], lax.axis_size(axis_name)
     flat = parts.reshape(count, -1)
@@ -205,10 +205,10 @@ def tree_sum_over(parts: Float[Array, "parts ..."], axis_name: AxisName) -> Floa
 def segment_tree_sum(
     values: Float[Array, "items width"], segments: Int[Array, " items"], num_segments: int
 ) -> Float[Array, "num_segments width"]:
-    """Row s is the sum of the values of segment s, by the tree of :func:`fold_tree` over them in their order.
+    """Row s is the sum of the values of segment s, by the tree of :func:`fold_tree` over them in order.
 
-    What stands between two values of a segment, and how many segments there are, changes no bit. Values of segments
-    outside of [0, num_segments) are dropped; a value of -0.0 must have been replaced.
+    Values of other segments in between, and the number of segments, change no bit. Values of segments outside
+    [0, num_segments) are dropped; values of -0.0 must have been replaced before.
     """
     items = segments.shape[0]
     order = jnp.argsort(segments, stable=True)
@@ -219,7 +219,7 @@ def segment_tree_sum(
     end = jnp.searchsorted(segments, segments, side="right").astype(jnp.int32)
     step = 1
     while step < items:
-        # After the round, a value whose number in its segment is a multiple of 2 * step stands for as many of its segment.
+        # After the round, a value whose index in its segment is a multiple of 2 * step sums up to 2 * step values.
         pairs = (number % (2 * step) == 0) & (place + step < end)
         values = jnp.where(pairs[:, None], values + jnp.roll(values, -step, axis=0), values)
         step *= 2
@@ -237,15 +237,15 @@ def fixed_order_sum(x: Float[Array, "*shape"], axis_name: AxisNames) -> Float[Ar
     """Σ over mesh axes in one fixed order, instead of ``lax.psum``, whose order the backend chooses.
 
     s = ((x_0 + x_1) + (x_2 + x_3)) + … over the ranks of the axis; several axes are summed one after the other, the last
-    one first. Equal bits however ranks are spread over processes; on another number of ranks equal where every rank's x
-    is itself the same tree over 2^k leaves.
+    one first. The bits do not depend on how ranks are distributed over processes, nor on the number of ranks where
+    every rank's x is itself the same tree over 2^k terms.
 
     Args:
       x: what this rank contributes, any shape, cast to fp32.
       axis_name: mesh axis or axes of the surrounding ``shard_map``.
 
     Returns:
-      fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank.
+      fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank. Reverse mode only.
 
     Raises:
       ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.

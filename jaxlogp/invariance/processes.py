@@ -1,8 +1,8 @@
-"""Runs a log-prob function in several processes on simulated CPU devices, the vocabulary over all of them.
+"""Runs a log-prob function in several processes on simulated CPU devices, with the vocabulary sharded over all of them.
 
     python -m jaxlogp.invariance.processes RANK PROCESSES PORT FOLDER MODULE:FUNCTION
 
-`run_in_processes` starts them. They talk over the loopback address; what travels between the caller and them are
+`run_in_processes` starts them. They communicate over the loopback address, and exchange data with the caller through
 files in a temporary folder.
 """
 
@@ -37,26 +37,26 @@ def run_in_processes(
     devices_per_process: int = 4,
     timeout: float = 120.0,
 ) -> np.ndarray:
-    """What a function returns when its devices belong to several processes.
+    """The result of a function whose devices belong to several processes.
 
-    Each process compiles ``function(hidden, weight, targets)`` with the rows of the weight placed over all devices of all
-    processes (mesh axis "tensor") and everything else whole on each.
+    Each process compiles ``function(hidden, weight, targets)`` with the rows of the weight placed over all devices of
+    all processes (mesh axis "tensor") and everything else replicated.
 
     Args:
-      path: "module:function", importable where this process imports from.
+      path: "module:function", importable on this process's path.
       hidden: [tokens, H].
       weight: [V, H], V divisible by the number of devices.
       targets: [tokens].
-      num_processes: how many processes.
-      devices_per_process: simulated CPU devices of each.
-      timeout: seconds after which the processes are ended.
+      num_processes: number of processes.
+      devices_per_process: simulated CPU devices per process.
+      timeout: seconds after which the processes are terminated.
 
     Returns:
       The function's result, from the first process.
 
     Raises:
       ValueError: ``path`` is not module:function, or the devices do not divide V.
-      RuntimeError: a process failed or took too long; with the end of what it said.
+      RuntimeError: a process failed or took too long; the message ends with its last output.
     """
     require(path.count(":") == 1, "path", "module:function", repr(path))
     total = num_processes * devices_per_process
@@ -72,7 +72,7 @@ def run_in_processes(
 
 
 def _run_all(path: str, folder: str, num_processes: int, devices: int, timeout: float) -> str | None:
-    """Runs the processes to their end; what went wrong, or None."""
+    """Runs the processes to completion; returns what went wrong, or None."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -97,7 +97,7 @@ def _run_all(path: str, folder: str, num_processes: int, devices: int, timeout: 
 
 
 def _wait(processes: list[subprocess.Popen], logs: list[Path], timeout: float) -> str | None:
-    """Waits for all processes or the first failure: the others may wait for the failed one without end."""
+    """Waits for all processes or the first failure: the others may wait for the failed one forever."""
     deadline = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
@@ -119,7 +119,7 @@ def _last_line(log: Path) -> str:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    # NumPy's own format does not know bfloat16.
+    # NumPy's file format does not support bfloat16.
     header = json.dumps({"dtype": str(array.dtype), "shape": array.shape})
     path.write_bytes(header.encode() + b"\n" + np.ascontiguousarray(array).tobytes())
 
@@ -144,7 +144,7 @@ def main(rank: int, num_processes: int, port: int, folder: str, path: str) -> No
             jax.make_array_from_callback(array.shape, place, lambda index, array=array: array[index])
             for array, place in zip(arrays, places, strict=True)
         ]
-        # Every process waits for its own devices: shutdown, a barrier, must not find one in the middle of a collective.
+        # Every process waits for its own devices: shutdown, a barrier, must not begin in the middle of a collective.
         result = jax.block_until_ready(jax.jit(function, out_shardings=whole)(*placed))
         if rank == 0:
             _save(Path(folder) / "result", np.asarray(result.addressable_data(0)))

@@ -1,4 +1,4 @@
-"""Which document each token belongs to: sums over whole documents, also where a mesh axis cuts them."""
+"""Which document each token belongs to: sums over whole documents, also where documents are split over a mesh axis."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from jaxlogp.losses.inputs import flat, is_array
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+# JAX rebuilds it with leaves that are not arrays (sentinels, None), so functions check the fields that they use.
 @no_type_check
 @partial(
     jax.tree_util.register_dataclass,
@@ -30,12 +30,12 @@ class DocumentLayout:
     """The documents of flat tokens.
 
     Args:
-        document_ids: int32 [tokens], inside [0, documents); tokens without a label hold any of them.
-        outside: bool [tokens], labels whose document id was out of range; they belong to no document and turn whatever
-            they enter into NaN.
+        document_ids: int32 [tokens], inside [0, documents), for tokens without a label too, where the id means nothing.
+        outside: bool [tokens], labels whose document id was out of range; they belong to no document and turn
+            every sum that they enter into NaN.
         labels: int32 [documents], number of labels of each whole document.
         num_documents: int32 scalar, at most the static size of `labels`.
-        axis_name: mesh axis (or axes) of an enclosing `shard_map` that cuts documents, or None.
+        axis_name: mesh axis (or axes) of an enclosing `shard_map` that documents are split over, or None.
     """
 
     document_ids: Int[AnyArray, " tokens"]
@@ -46,14 +46,14 @@ class DocumentLayout:
 
     def sum_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
         """Sum of `values` over each whole document."""
-        # Added, not selected: the gradient with respect to such a label shall be NaN as well.
+        # Added, not selected, so that the gradient with respect to such a label is NaN as well.
         values = values + jnp.where(self.outside, jnp.nan, 0.0).astype(values.dtype)
         sums = jax.ops.segment_sum(values, self.document_ids, num_segments=self.labels.shape[0])
         axes = axis_tuple(self.axis_name)
         return lax.psum(refuse_unchecked_gradient(sums, axes), axes) if axes else sums
 
     def mean_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
-        """Mean of `values`, which are 0 where masked, over the labels of each document; 0 without any."""
+        """Mean of `values`, which are 0 where masked, over the labels of each document; 0 without labels."""
         return self.sum_of(values) / jnp.maximum(self.labels, 1).astype(values.dtype)
 
     def label_weights(self, mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype) -> Float[Array, " tokens"]:
@@ -63,7 +63,7 @@ class DocumentLayout:
         return jnp.where(self.outside, jnp.nan, weights)
 
     def counted_once(self, count: Int[AnyArray, ""]) -> Int[Array, ""]:
-        """`count` on the first shard of the axis that cuts documents and 0 on the others: a psum counts it once."""
+        """`count` on the first shard of the documents' axis and 0 on the others, so that a psum counts it once."""
         if self.axis_name is None:
             return count
         return jnp.where(lax.axis_index(self.axis_name) == 0, count, jnp.zeros_like(count))
@@ -99,13 +99,13 @@ def document_layout(
 
     total = as_int32(num_documents)
     mask, ids = flat(mask), flat(as_int32(document_ids))
-    # JAX drops segment ids that are too large without a word and wraps negative ones; clamped ids do neither.
+    # JAX silently drops segment ids that are too large and wraps negative ones; clamped ids do neither.
     clamped = jnp.clip(ids, 0, jnp.maximum(jnp.minimum(total, capacity) - 1, 0))
     outside = mask & ((clamped != ids) | (total < 1))
     counted = (mask & ~outside).astype(jnp.int32)
     labels = jax.ops.segment_sum(counted, clamped, num_segments=capacity)
     labels = labels if axis_name is None else lax.psum(labels, axis_name)
-    # A count that a psum over the axes of the tokens shall add up has to vary over them.
+    # A count must vary over the axes of the tokens for a psum over them to add it up.
     total = vary_over(total, union_of_varying_axes(mask, ids))
     return DocumentLayout(clamped, outside, labels, total, axis_name)
 

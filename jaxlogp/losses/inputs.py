@@ -1,4 +1,4 @@
-"""Checks of the per-token inputs of losses and metrics, and how masked places are taken out of them.
+"""Checks of the per-token inputs of losses and metrics, and the removal of their masked entries.
 
 Checks of values (finite inputs, document ids in range) run where the values are known. Under a JAX transformation only
 shapes and dtypes can be checked; a NaN at a label then reaches the result.
@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp._compat import gathered
+from jaxlogp._compat import automatic_axes
 from jaxlogp.errors import describe, is_concrete, require, require_floating
 
 
 def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
-    """Raises ValueError unless the arrays are floating, the mask boolean, all of one shape with at least one entry."""
+    """Raises ValueError unless the arrays are floating-point, the mask boolean, and all of one non-empty shape."""
     require(is_array(mask) and mask.dtype == np.bool_, "mask", "an array of dtype bool", describe(mask))
     require(mask.size > 0, "mask", "at least one entry", f"shape {mask.shape}")
     for name, values in named.items():
@@ -25,7 +26,7 @@ def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) ->
 
 
 def check_finite(name: str, values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]) -> None:
-    """Raises ValueError that names the first label with a non-finite value, where values and mask are known."""
+    """Raises ValueError naming the first label with a non-finite value, where values and mask are known."""
     if not is_concrete(values, mask):
         return
     host = np.asarray(values, dtype=np.float64)
@@ -55,8 +56,8 @@ def selected(
 
 
 def flat(values: Shaped[AnyArray, "*tokens"]) -> Shaped[Array, " tokens"]:
-    """[tokens], also of an array that Explicit mesh axes split."""
-    return jnp.ravel(gathered(jnp.asarray(values)))
+    """[tokens], whole on every device where the array is sharded over Explicit mesh axes."""
+    return automatic_axes(jnp.ravel, jnp.asarray(values), out_specs=PartitionSpec())
 
 
 def constant(

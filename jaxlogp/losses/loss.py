@@ -1,8 +1,8 @@
 """A policy loss as an object, and its value as an unreduced sum with the count that a whole step divides it by.
 
-`policy_loss` is the loss of all tokens at once. `loss_tokens` and `weighted_losses` are its two halves, for callers that
-see log-probs piece by piece: the first holds everything that does not depend on them, the second is a function of
-log-probs and entropies alone.
+`policy_loss` is the loss of all tokens at once. `loss_tokens` and `weighted_losses` are its two halves, for callers
+that see the log-probs of a few tokens at a time: the first prepares everything that does not depend on log-probs, the
+second is a function of log-probs and entropies alone.
 """
 
 import math
@@ -29,7 +29,7 @@ RATIOS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss made of parts that are chosen apart from each other.
+    """A policy loss made of parts that are chosen independently.
 
     With r_t = exp(log_probs_t - old_log_probs_t), the advantage A_t, labels m_t, and per-label weights w_t and the count
     of the reduction, the loss of a step is Σ / count with
@@ -37,19 +37,19 @@ class PolicyLoss:
         Σ = Σ_t w_t m_t (-objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t).
 
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
-    the mean A_d of their advantages in place of r_t and A_t. KL and entropy are per token with either ratio, in the same
-    sum, so they have the weights and the denominator of the reduction.
+    the mean A_d of their advantages in place of r_t and A_t. KL and entropy are per token with either ratio and belong
+    to the same sum, so they have the weights and the denominator of the reduction.
 
-    `jaxlogp.losses` has the presets of the field; another combination is `dataclasses.replace(grpo(), ratio="sequence")`.
-    The object is hashable: it may be a static argument of `jax.jit`.
+    `jaxlogp.losses` has the published losses as presets; other combinations are made from them, as in
+    `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
 
     Args:
         name: for logs.
         ratio: "token" or "sequence".
-        objective: `Clipped`, `StopGradientWeight`, `SoftGate`, `LogLikelihood` or one of your own (`Objective`).
+        objective: `Clipped`, `StopGradientWeight`, `SoftGate`, `LogLikelihood` or your own (`Objective`).
         reduction: "labels" (w = 1, count = labels), "documents" (w = 1, count = documents), "document_mean"
             (w = 1 / N_d, count = documents) or "constant_length" (w = 1 / length, count = documents).
-        length: tokens, for "constant_length" alone.
+        length: in tokens, for "constant_length" alone.
         kl_coefficient: weight of the KL to `ref_log_probs`, at least 0 (`beta` in TRL).
         kl_estimator: "k1", "k2" or "k3", differentiated as written.
         entropy_coefficient: weight of the entropy bonus.
@@ -104,7 +104,7 @@ class PolicyLoss:
             require(self.length is None, "length", f"None for reduction {self.reduction!r}", repr(self.length))
 
 
-# JAX rebuilds it of what is no array (sentinels, None); what functions take of it is checked there.
+# JAX rebuilds it with leaves that are not arrays (sentinels, None), so functions check the fields that they use.
 @no_type_check
 @partial(
     jax.tree_util.register_dataclass,
@@ -113,7 +113,7 @@ class PolicyLoss:
 )
 @dataclass(frozen=True)
 class LossTokens:
-    """What a policy loss reads of each token apart from the policy: flat, constant, and zero where masked.
+    """The inputs of a policy loss that do not depend on the policy: flat, constant, and zero where masked.
 
     Args:
         old_log_probs: [tokens], log-probs under the sampler.
@@ -147,8 +147,8 @@ def policy_loss(
 ) -> WeightedSum:
     """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
 
-    The formula is that of :class:`jaxlogp.PolicyLoss`. Masked inputs are selected away before any arithmetic. Ratios
-    above exp(`MAX_LOG_RATIO`) have zero gradient. The gradient reaches `log_probs` and `entropy` alone.
+    The formula is that of :class:`jaxlogp.PolicyLoss`. Masked inputs are replaced before any arithmetic. Ratios
+    above exp(`MAX_LOG_RATIO`) have zero gradient. Gradients flow to `log_probs` and `entropy` alone.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
@@ -162,7 +162,7 @@ def policy_loss(
             and reduction "labels". Tokens without a label may hold anything.
         num_documents: number of documents that `document_ids` counts. A Python int, or an integer array scalar; an
             array scalar must not exceed the number of tokens.
-        document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are cut. Then
+        document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are split. Then
             `document_ids` and `num_documents` describe whole documents and are the same on every shard, and a psum of
             the result over the axis gives the loss of the whole documents, once.
 
@@ -170,7 +170,7 @@ def policy_loss(
         The sum (fp32, or float64 for float64 log-probs) and the int32 count of this part of the step.
 
     Raises:
-        ValueError: shapes or dtypes differ from the above, something that `loss` needs is missing, a value at a label is
+        ValueError: shapes or dtypes differ from the above, an input that `loss` needs is missing, a value at a label is
             not finite, or a label has a document id outside [0, num_documents); where values are not known, under a JAX
             transformation, the last two give NaN instead. Also document sums over `document_axis_name` that are
             differentiated under `shard_map(check_vma=False)`.
@@ -213,7 +213,7 @@ def loss_tokens(
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
-    """Everything of a policy loss that does not depend on the policy: checked, flat, masked, weighted.
+    """The inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
 
     Args:
         loss: the loss.
@@ -264,10 +264,10 @@ def weighted_losses(
     entropy: Float[AnyArray, " tokens"] | None,
     tokens: LossTokens,
 ) -> Float[Array, " tokens"]:
-    """The loss of each label times its weight, 0 where masked; the sum of it is the loss sum.
+    """The loss of each label times its weight, 0 where masked; these add up to the loss sum.
 
-    For ratio "token" it is elementwise: a slice of the tokens gives the slice of the result. For "sequence" it needs all
-    labels of a document, but for those on other shards of the document axis.
+    For ratio "token" it is elementwise: a slice of the tokens gives the slice of the result. For "sequence" it needs
+    all labels of a document, except those on other shards of the document axis.
 
     Args:
         loss: the loss that `tokens` was made for.

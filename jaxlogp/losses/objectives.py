@@ -1,6 +1,6 @@
-"""What a policy loss maximises at each token, or at each document: small frozen classes, and room for one's own.
+"""What a policy loss maximises at each token, or at each document: small frozen classes, open to your own.
 
-An objective of one's own is a frozen (hence hashable) dataclass with the two methods of `Objective`.
+An objective of your own is a frozen (hence hashable) dataclass with the two methods of `Objective`.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxlogp.errors import require
 class Objective(Protocol):
     """The part of a policy loss that reads ratios and advantages.
 
-    For a loss with ratio "token" the arrays hold one entry a token, for "sequence" one entry a document: its mean
+    For a loss with ratio "token" the arrays hold one entry per token, for "sequence" one entry per document: its mean
     log-ratio, mean log-prob and mean advantage. Entries without a label are 0 in all three and count nowhere.
     """
 
@@ -39,7 +39,7 @@ class Objective(Protocol):
             advantages: constants.
 
         Returns:
-            What gradient ascent shall increase, in the inputs' dtype; differentiable in the first two arguments.
+            The quantity to be maximised, in the inputs' dtype; differentiable in the first two arguments.
         """
         ...
 
@@ -54,12 +54,12 @@ class Clipped:
 
     The gradient passes where A > 0 and r ≤ 1 + epsilon_high, or A < 0 and r ≥ 1 - epsilon, bounds included. With
     `delta` (dual clip, two-sided clip) it is max(min(r A, clip(r) A), delta A) where A < 0: the ratio is limited at
-    delta as well, and no gradient passes above.
+    delta as well, with no gradient above it.
 
     Args:
         epsilon: distance of the lower bound from 1, in (0, 1).
-        epsilon_high: distance of the upper bound from 1, at least 0; `epsilon` when None. A larger one than `epsilon`
-            is DAPO's clip-higher.
+        epsilon_high: distance of the upper bound from 1, at least 0; `epsilon` when None. A value above
+            `epsilon` is DAPO's clip-higher.
         delta: largest ratio where A < 0, above 1 + epsilon_high; None for no limit.
 
     Raises:
@@ -118,7 +118,7 @@ class Clipped:
         return jnp.where(blocked, lax.stop_gradient(limited), ratio) * advantages
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Whether the ratio is outside of the bounds, whatever the sign of the advantage; the bounds are inside."""
+        """Whether the ratio is outside the closed interval, whatever the sign of the advantage."""
         return (ratio < self.low) | (ratio > self.high)
 
 
@@ -163,7 +163,7 @@ class SoftGate:
 
     Args:
         temperature_positive: τ where A > 0, above 0.
-        temperature_negative: τ elsewhere, above 0; a larger one lets gradients of unlikely tokens fall faster.
+        temperature_negative: τ elsewhere, above 0; a larger one damps gradients away from r = 1 faster.
 
     Raises:
         ValueError: a number out of range.
@@ -192,7 +192,7 @@ class SoftGate:
             jnp.asarray(x, log_ratio.dtype) for x in (self.temperature_positive, self.temperature_negative)
         )
         temperature = jnp.where(advantages > 0, positive, negative)
-        # r - 1 without the rounding of r.
+        # r - 1, without rounding r first.
         return 4.0 / temperature * jax.nn.sigmoid(temperature * jnp.expm1(log_ratio)) * advantages
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
@@ -202,10 +202,11 @@ class SoftGate:
 
 @dataclass(frozen=True)
 class LogLikelihood:
-    """A log π, the objective of REINFORCE. It knows no sampler: for samples of the policy itself.
+    """A log π, the objective of REINFORCE. It ignores the sampler's log-probs: for samples of the policy itself.
 
     References:
-        R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+        R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
+        1992.
     """
 
     def value(

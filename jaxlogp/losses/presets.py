@@ -1,7 +1,7 @@
-"""The policy losses of the field by their names, as functions that give a `PolicyLoss`, and a registry of them.
+"""Published policy losses by name, as functions that return a `PolicyLoss`, and a registry of them.
 
-Defaults are those of the papers, and of TRL where it agrees with them; KL and entropy are off, as in TRL. Every preset
-takes `kl_coefficient`, `kl_estimator`, `entropy_coefficient` and `grad_divisor` of `PolicyLoss` as well. In the formulas
+Defaults are those of the papers, and of TRL where the two agree; KL and entropy are off, as in TRL. Every preset
+also takes `kl_coefficient`, `kl_estimator`, `entropy_coefficient` and `grad_divisor` of `PolicyLoss`. In the formulas
 D is the number of labels and M the number of documents of the whole step, N_d the labels of document d, r_t and R_d the
 ratios of a token and of a document, A_t and A_d their advantages, and
 
@@ -43,7 +43,7 @@ def grpo(
 def grpo_paper(
     *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
 ) -> PolicyLoss:
-    """GRPO as in its paper (TRL's `grpo`, verl's `seq-mean-token-mean`): every document counts alike, long or short.
+    """GRPO as in its paper (TRL's `grpo`, verl's `seq-mean-token-mean`): every document counts equally, long or short.
 
     L = -(1 / M) Σ_d (1 / N_d) Σ_t m_t clipped(r_t, A_t). The paper adds 0.04 times the k3 KL to the reference.
 
@@ -74,7 +74,7 @@ def gspo(
 
     L = -(1 / M) Σ_d clipped(R_d, A_d) with weighting "document", as in the paper, and
     L = -(1 / M) Σ_d N_d clipped(R_d, A_d) with "length". R_d is the geometric mean of the ratios of d, so it stays much
-    closer to 1 than they do: the bounds of GRPO hardly ever clip it.
+    closer to 1 than they do: the bounds of GRPO would hardly ever clip it.
 
     Args:
         weighting: "document" or "length".
@@ -104,7 +104,7 @@ def gspo(
 def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> PolicyLoss:
     """DAPO's loss: the token mean over the step with a higher upper bound (clip-higher).
 
-    L = -(1 / D) Σ_t m_t clipped(r_t, A_t). Overlong filtering is a matter of the mask, dynamic sampling of the data.
+    L = -(1 / D) Σ_t m_t clipped(r_t, A_t). Overlong filtering belongs in the mask, dynamic sampling in the data.
 
     Args:
         epsilon: as in `Clipped`.
@@ -121,9 +121,9 @@ def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> 
 
 
 def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
-    """Dr. GRPO's loss: sums over documents by a constant, so that length changes no token's weight.
+    """Dr. GRPO's loss: sums over documents divided by a constant, so that length changes no token's weight.
 
-    L = -(1 / M) Σ_d (1 / length) Σ_t m_t clipped(r_t, A_t), for advantages that no standard deviation divided.
+    L = -(1 / M) Σ_d (1 / length) Σ_t m_t clipped(r_t, A_t), for advantages not divided by a standard deviation.
 
     Args:
         length: tokens, the longest completion that is sampled.
@@ -155,7 +155,7 @@ def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: A
         The loss.
 
     References:
-        TRL, `GRPOConfig.loss_type`. The advantages of the BNPO paper, arXiv:2506.02864, are another matter.
+        TRL, `GRPOConfig.loss_type`. The advantages of the BNPO paper, arXiv:2506.02864, are not part of it.
     """
     return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high), **shared)
 
@@ -210,7 +210,8 @@ def reinforce(**shared: Any) -> PolicyLoss:
         The loss.
 
     References:
-        R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+        R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
+        1992.
     """
     return PolicyLoss("reinforce", objective=LogLikelihood(), reduction="documents", **shared)
 
@@ -236,7 +237,7 @@ PRESETS: dict[str, Callable[..., PolicyLoss]] = {
     function.__name__: function
     for function in (grpo, grpo_paper, gspo, dapo, dr_grpo, bnpo, cispo, sapo, reinforce, rloo)
 }
-"""Functions of keyword arguments that give a `PolicyLoss`, by name; what a command line offers."""
+"""Functions of keyword arguments that return a `PolicyLoss`, by name; a command line offers these."""
 
 
 def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:
@@ -244,10 +245,10 @@ def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:
 
     Args:
         name: its name, an identifier that no other loss has.
-        function: of keyword arguments, gives a `PolicyLoss`; its signature and docstring are what a command line shows.
+        function: takes keyword arguments and returns a `PolicyLoss`; a command line shows its signature and docstring.
 
     Raises:
-        ValueError: a name that is taken or no identifier, or something that cannot be called.
+        ValueError: a name that is taken or not an identifier, or an object that cannot be called.
 
     Example:
         >>> from jaxlogp.losses import PRESETS, grpo, register_loss
@@ -256,6 +257,6 @@ def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:
         Clipped(epsilon=0.05, epsilon_high=None, delta=None)
     """
     require(isinstance(name, str) and name.isidentifier(), "name", "an identifier", repr(name))
-    require(name not in PRESETS, "name", f"none of the losses there are, {tuple(PRESETS)}", repr(name))
+    require(name not in PRESETS, "name", f"a name other than {tuple(PRESETS)}", repr(name))
     require(callable(function), "function", "a function that gives a PolicyLoss", repr(function))
     PRESETS[name] = function

@@ -1,7 +1,7 @@
-"""Log-ratios, importance ratios and KL estimates of tokens, safe at masked places and for any finite log-prob.
+"""Log-ratios, importance ratios and KL estimates of tokens, safe at masked entries and for any finite log-prob.
 
-Masked places are selected away before any arithmetic, so NaN, infinity or a huge value there changes neither a value nor
-a gradient. Log-ratios are bounded from above before every `exp`.
+Masked entries are replaced before any arithmetic, so NaN, infinity or a huge value there changes neither a value nor a
+gradient. Log-ratios are bounded from above before every `exp`.
 """
 
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.losses.inputs import check_arrays, selected
 
 MAX_LOG_RATIO = 30.0
-"""Log-ratios above this are treated as this constant, with zero gradient.
+"""Log-ratios above this bound are replaced by it, with zero gradient.
 
 exp(30) is about 1e13: the ratio, its square (1e26) and a sum of 1e12 such squares stay finite in fp32. A clipped loss
-meets the bound only for negative advantages, where nothing else limits the ratio.
+reaches the bound only for negative advantages, where nothing else limits the ratio.
 """
 
 
@@ -65,7 +65,7 @@ def kl_k1(
 ) -> Float[Array, "*tokens"]:
     """Per-token k1 estimate of KL(new ‖ ref), new - ref, in nats; exactly 0 with zero gradient where masked.
 
-    Unbiased as a value. Its gradient has mean zero under the policy, so as a penalty it pulls nowhere.
+    Unbiased as a value. Its gradient has mean zero under the policy, so as a penalty it has no effect.
 
     Args:
         new: [*tokens], log-probs of the sampled tokens under the policy, in nats.
@@ -89,7 +89,7 @@ def kl_k2(
 ) -> Float[Array, "*tokens"]:
     """Per-token k2 estimate of KL(new ‖ ref), (new - ref)² / 2, in nats; exactly 0 with zero gradient where masked.
 
-    Biased as a value, but on policy its gradient is an unbiased one of KL(new ‖ ref).
+    Biased as a value, but on policy its gradient is an unbiased estimate of that of KL(new ‖ ref).
 
     Args:
         new: [*tokens], log-probs of the sampled tokens under the policy, in nats.
@@ -139,17 +139,17 @@ def bounded(log_ratio: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def k1(ref_new: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
-    """-x of x = ref - new."""
+    """-x for x = ref - new."""
     return -ref_new
 
 
 def k2(ref_new: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
-    """x² / 2 of x = ref - new."""
+    """x² / 2 for x = ref - new."""
     return jnp.square(ref_new) / 2
 
 
 def k3(ref_new: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
-    """exp(x) - x - 1 of x = ref - new, bounded, without the cancellation of the naive form near 0."""
+    """exp(x) - x - 1 for x = ref - new, bounded, without the cancellation of the naive form near 0."""
     x = bounded(ref_new)
     return jnp.expm1(x) - x
 

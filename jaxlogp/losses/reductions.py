@@ -3,7 +3,7 @@
 - "labels": weight 1, count = labels. The mean over all labels of the step.
 - "documents": weight 1, count = documents. The sum over each document, averaged.
 - "document_mean": weight 1 / N_d, count = documents. The mean over each document's N_d labels, averaged.
-- "constant_length": weight 1 / length, count = documents. The sum over each document by a constant, averaged.
+- "constant_length": weight 1 / length, count = documents. The sum over each document divided by a constant, averaged.
 
 A document without labels adds nothing to the sum and one to the count.
 """
@@ -38,7 +38,7 @@ def label_weights(
 
 
 def count(reduction: str, mask: Bool[AnyArray, " tokens"], layout: DocumentLayout | None) -> Int[Array, ""]:
-    """What the sum over this part of a step counts: its labels, or its documents."""
+    """The count for the sum over this part of a step: its labels, or its documents."""
     if needs_documents(reduction):
         return layout.counted_once(layout.num_documents)
     return jnp.sum(mask, dtype=jnp.int32)

@@ -1,8 +1,8 @@
-"""One optimizer step out of many micro-batches: which micro-batches belong to it, and sums that are divided once.
+"""One optimizer step from many micro-batches: which micro-batches belong to it, and sums that are divided once.
 
 `DocumentSchedule` runs on the host and decides the extent of a step: micro-batches are taken one at a time until the
-documents of all ranks together reach a target. `StepSums` holds what the micro-batches add up to, unreduced, so that
-neither the loss nor the gradient depends on how the documents were cut into micro-batches.
+documents of all ranks together reach a target. `StepSums` holds the sums over the micro-batches, not yet divided, so
+that neither the loss nor the gradient depends on how the documents were split into micro-batches.
 """
 
 import time
@@ -34,7 +34,7 @@ class FinishedStep(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["gradients", "loss", "metrics"], meta_fields=[])
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over a part of an optimizer step: gradients of the loss sum, the loss as sum and count, metric terms.
+    """Sums over part of an optimizer step: gradients of the loss sum, the loss as sum and count, metric terms.
 
     Args:
         gradients: gradient of `loss.sum` (not of a mean) of this part; `StepSums.of` makes it fp32.
@@ -67,8 +67,8 @@ class StepSums:
     def finish(self) -> FinishedStep:
         """Divides, once, by the denominators of the whole step.
 
-        Gradients are divided by `loss.grad_divisor` where there is one, otherwise by `loss.count`; without a single
-        label or document they are 0, like the loss.
+        Gradients are divided by `loss.grad_divisor` if there is one, otherwise by `loss.count`; where no label or
+        document was counted they are 0, like the loss.
         """
         divisor = self.loss.grad_divisor
         if divisor is None:
@@ -82,7 +82,7 @@ class CollectedStep(NamedTuple):
 
     `micro_batches` holds one tuple per round, with one micro-batch for each local stream, the same number of rounds on
     every process. `num_documents` counts the documents of all processes. `data_wait_seconds` is the time this process
-    waited for its streams. `exhausted` says that no process has any data left; the step may then be partial, or empty.
+    waited for its streams. `exhausted` says that no process has data left; the step may then be partial or empty.
     """
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
@@ -96,10 +96,11 @@ class DocumentSchedule:
     """Which micro-batches make one optimizer step.
 
     Args:
-        docs_per_step: documents of all ranks together that end a step; the micro-batch that reaches the number is kept
-            whole. 0 takes `micro_batches` of them instead, whatever they hold.
+        docs_per_step: number of documents, over all ranks, that ends a step; the micro-batch that reaches it is kept
+            whole. 0 means `micro_batches` micro-batches instead, whatever they hold.
         micro_batches: micro-batches per step and rank where `docs_per_step` is 0.
-        max_empty_micro_batches: micro-batches in a row, within a step, that may come without a document on any rank.
+        max_empty_micro_batches: how many micro-batches in a row, within a step, may be without a document on every
+            rank.
 
     Raises:
         ValueError: a number out of range.
@@ -122,18 +123,18 @@ class DocumentSchedule:
         padding: MicroBatch,
         all_reduce: Callable[[Int[np.ndarray, " values"]], Int[np.ndarray, " values"]] | None = None,
     ) -> CollectedStep:
-        """Takes the micro-batches of the next step, one of each local stream at a time.
+        """Takes the micro-batches of the next step, one from each local stream at a time.
 
-        Every decision depends on globally summed counts alone, so all processes stop after the same round. A stream
+        Every decision depends only on globally summed counts, so all processes stop after the same round. A stream
         that has ended contributes `padding` from then on. When all streams of all processes have ended, the step holds
-        what was taken so far, with its true counts, and says `exhausted`; nothing is dropped and nothing hangs. A
+        what was taken so far, with its true counts, and is `exhausted`; nothing is dropped and nothing hangs. A
         stream that raises ends the step on every process.
 
         Args:
             streams: one iterator per local data rank, or a single one of the stacked micro-batches of all of them.
             padding: a micro-batch without documents, for example `pack_documents([], ...)[0]`.
-            all_reduce: sums an int64 vector over processes; called once per round by every process. None for one
-                process.
+            all_reduce: sums an int64 vector over processes; called once per round by every process. None for a
+                single process.
 
         Returns:
             The step.
@@ -161,7 +162,7 @@ class DocumentSchedule:
             waited += time.perf_counter() - started
             found, alive = _agree(taken, failure, all_reduce)
             if not alive:
-                # Rounds without any document hold nothing to train on: at the end of the data they are no step.
+                # Rounds without documents hold nothing to train on: at the end of the data they are not a step.
                 return CollectedStep(tuple(rounds) if documents else (), documents, waited, True)
             rounds.append(tuple(padding if item is None else item for item in taken))
             documents += found
@@ -185,7 +186,7 @@ def _take(streams: Sequence[Iterator[MicroBatch]]) -> tuple[list[MicroBatch | No
         for stream in streams:
             taken.append(next(stream, None))
     except Exception as failure:
-        # Raised only after the other processes know: they would wait for this one forever.
+        # Raised only after the other processes know; otherwise they would wait for this one forever.
         return taken, failure
     return taken, None
 

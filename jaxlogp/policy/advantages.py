@@ -14,7 +14,7 @@ SCALE_REWARDS = ("group", "none")
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages [num_groups, num_generations], and the groups [num_groups] that have nothing to compare."""
+    """Advantages [num_groups, num_generations], and the degenerate groups [num_groups], whose rewards are all equal."""
 
     advantages: Float[AnyArray, "num_groups num_generations"]
     degenerate: Bool[AnyArray, " num_groups"]
@@ -23,14 +23,14 @@ class GroupAdvantages(NamedTuple):
 def group_advantages(
     rewards: Float[AnyArray, "num_groups num_generations"], *, scale_rewards: str = "group", epsilon: float = 1e-4
 ) -> GroupAdvantages:
-    """Advantages of GRPO: rewards minus the mean of their group, divided by its standard deviation or not.
+    """Advantages of GRPO: rewards minus the mean of their group, optionally divided by its standard deviation.
 
     A = (r - mean(r)) / (std(r) + epsilon) for "group" and A = r - mean(r) for "none" (as in Dr. GRPO), where std is the
     sample standard deviation (divisor num_generations - 1). A group is degenerate when its largest and smallest reward
     are equal; its advantages are exactly 0. A small deviation alone does not make a group degenerate.
 
     Args:
-        rewards: [num_groups, num_generations], rewards of the completions of one prompt a row.
+        rewards: [num_groups, num_generations], one row per prompt, the rewards of its completions.
         scale_rewards: "group" or "none".
         epsilon: added to the standard deviation; at least 0.
 
@@ -38,7 +38,7 @@ def group_advantages(
         The advantages (fp32, or float64 for float64 rewards) and the degenerate groups.
 
     Raises:
-        ValueError: another rank or dtype, fewer than two generations, no group, an unknown scale, a negative epsilon,
+        ValueError: a wrong shape or dtype, fewer than two generations, no group, an unknown scale, a negative epsilon,
             or a reward that is not finite (checked where the values are known).
 
     Example:
@@ -68,7 +68,7 @@ def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generation
     A_i = r_i - Σ_{j≠i} r_j / (n - 1), n the number of generations.
 
     Args:
-        rewards: [num_groups, num_generations], rewards of the completions of one prompt a row.
+        rewards: [num_groups, num_generations], one row per prompt, the rewards of its completions.
 
     Returns:
         The advantages (fp32, or float64 for float64 rewards) and the degenerate groups, as in `group_advantages`.
@@ -81,7 +81,7 @@ def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generation
     """
     rewards, degenerate = _above_lowest(rewards)
     generations = rewards.shape[1]
-    # The same as r_i minus the mean of the others.
+    # Equal to r_i minus the mean of the others.
     centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)
     advantages = centred * (generations / (generations - 1))
     return GroupAdvantages(advantages, degenerate)
@@ -90,7 +90,7 @@ def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generation
 def _above_lowest(
     rewards: Float[AnyArray, "num_groups num_generations"],
 ) -> tuple[Float[Array, "num_groups num_generations"], Bool[Array, " num_groups"]]:
-    """Checked rewards less the lowest of their group, and whether all of the group are equal."""
+    """Checked rewards minus the lowest of their group, and whether all rewards of the group are equal."""
     require_floating(rewards, "rewards")
     shape = rewards.shape
     require(len(shape) == 2, "rewards", "shape [num_groups, num_generations]", shape)
@@ -105,5 +105,5 @@ def _above_lowest(
     rewards = jnp.asarray(rewards)
     rewards = rewards.astype(compute_dtype(rewards))
     lowest = jnp.min(rewards, axis=1, keepdims=True)
-    # Differences of close numbers are exact, their mean is not: a common offset has to go before the mean.
+    # Differences of close numbers are exact, their mean is not: so a common offset is subtracted before the mean.
     return rewards - lowest, jnp.max(rewards, axis=1) == lowest[:, 0]

@@ -20,7 +20,7 @@ from jaxlogp.errors import require
 
 PADDING_SEGMENT = -1
 _INT32_MAX = int(np.iinfo(np.int32).max)
-# By dtype: what its bits are read as, and the largest token id.
+# By dtype: the unsigned dtype that its bits are read as, and the largest token id.
 _LARGEST_ID = {
     np.dtype(f"{kind}{size}"): (np.dtype(f"u{size}"), min(int(np.iinfo(f"{kind}{size}").max), _INT32_MAX))
     for kind in "iu"
@@ -39,8 +39,10 @@ class Document:
             prompt the first entry is not used: nothing predicts the first token of a document.
         advantage: the advantage of every token of the completion.
         reward: the reward, for the metrics.
-        model_version: documents seen by the trainer when the sampler's weights were taken, for the metrics.
-        columns: further values of each completion token by name, [length - prompt_length] each, such as "ref_log_probs".
+        model_version: number of documents that the trainer had seen when the sampler's weights were taken, for the
+            metrics.
+        columns: further values of each completion token by name, [length - prompt_length] each, such as
+            "ref_log_probs".
 
     Raises:
         ValueError: a wrong length, dtype or range, or a value that is not finite.
@@ -55,7 +57,7 @@ class Document:
     columns: Mapping[str, Float[np.ndarray, " completion"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A trainer makes hundreds a step: what a message says is worked out only where something is wrong.
+        # A trainer makes hundreds of these per step, so messages are composed only where something is wrong.
         tokens, old = np.asarray(self.tokens), np.asarray(self.old_log_probs)
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "old_log_probs", old)
@@ -110,9 +112,9 @@ class Document:
 )
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Packed documents of one data rank, of the same shapes whatever was packed.
+    """Packed documents of one data rank; the shapes do not depend on the documents.
 
-    Micro-batches of several ranks are stacked: then every array has the ranks in front.
+    Micro-batches of several ranks are stacked along a new first dimension.
 
     Args:
         tokens: int32 [rows, row_length], model inputs; the padding id where there is no document.
@@ -120,12 +122,13 @@ class MicroBatch:
         positions: int32 [rows, row_length], position within the document; 0 in the padding.
         document_ids: int32 [rows, row_length], index of the document in this micro-batch, never decreasing in row-major
             order; padding carries the id of the last document before it.
-        segment_ids: int32 [rows, row_length], as `document_ids` with -1 in the padding: tokens may attend to each other
-            only where their row and their segment are equal.
+        segment_ids: int32 [rows, row_length], as `document_ids` with -1 in the padding: a token may attend only to
+            tokens of its own row and segment.
         mask: bool [rows, row_length], true where the target is a label.
-        per_token: what a loss reads at each label, by name, fp32 [rows, row_length], 0 where masked: "old_log_probs", the
-            sampler's log-prob of the target in nats; "advantages", the document's; and the documents' further columns.
-        rewards: fp32 [rows * row_length], reward of each document, in order; 0 behind the last one.
+        per_token: the inputs of a loss at each label, by name, fp32 [rows, row_length], 0 where masked:
+            "old_log_probs", the sampler's log-prob of the target in nats; "advantages", the document's; and the
+            documents' further columns.
+        rewards: fp32 [rows * row_length], reward of each document, in order; 0 after the last one.
         model_versions: int32 [rows * row_length], likewise.
         num_documents: int32 scalar.
     """
@@ -158,23 +161,23 @@ def pack_documents(
 ) -> tuple[MicroBatch, tuple[Document, ...]]:
     """Packs documents in their order, as many as fit, never splitting one.
 
-    A document that does not fit behind the previous one starts the next row; the first that fits nowhere ends the
-    micro-batch, so the order is kept and every document is either packed or handed back.
+    A document that does not fit after the previous one starts the next row; the first that fits nowhere ends the
+    micro-batch, so the order is kept and every document is either packed or returned.
 
     Args:
-        documents: the documents, possibly none: the result is then all padding, with no document.
+        documents: the documents, possibly none, in which case the result is all padding.
         rows: number of rows.
         row_length: tokens per row.
         pad_id: token id of the padding.
-        share_rows: whether a document may follow another one in its row; False gives each a row of its own.
+        share_rows: whether several documents may share a row; False gives each its own row.
         columns: names of the documents' further columns; every document has these and no others.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
 
     Raises:
-        ValueError: a document longer than a row or with other columns, among those that are packed, or a size that is
-            not positive.
+        ValueError: among the packed documents, one that is longer than a row or has other columns; or a size that
+            is not positive.
 
     Example:
         >>> import numpy as np
@@ -241,7 +244,7 @@ def _place(batch: MicroBatch, index: int, document: Document, row: int, start: i
     batch.targets[row, start : end - 1] = document.tokens[1:]
     batch.positions[row, start:end] = np.arange(length)
     batch.segment_ids[row, start:end] = index
-    # The token at `first` is the first completion token that some position predicts, the one before it.
+    # The token at `first` is the first completion token that has a predicting position, the one before it.
     first = max(document.prompt_length, 1)
     labels = slice(start + first - 1, end - 1)
     batch.mask[row, labels] = True

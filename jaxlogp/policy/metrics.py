@@ -1,7 +1,8 @@
-"""Metrics of a policy update, kept as reducible terms until the whole step is known.
+"""Metrics of a policy update, kept as reducible terms until the step is complete.
 
-A step is made of micro-batches and spread over ranks. Each part contributes terms; terms are added over micro-batches,
-reduced over mesh axes, and divided once, by `finish`. `METRICS` says how each term is reduced and what divides it.
+A step consists of micro-batches on several ranks. Each part contributes terms; terms are added over micro-batches,
+reduced over mesh axes, and divided once, by `finish`. `METRICS` says how each term is reduced and what it is divided
+by.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Reduction(Enum):
 
 
 class Metric(NamedTuple):
-    """How a term is reduced, and which other (summed) term divides it in the end."""
+    """How a term is reduced, and which other (summed) term it is divided by in the end."""
 
     reduction: Reduction
     divisor: str | None = None
@@ -68,8 +69,8 @@ METRICS: dict[str, Metric] = {
     "num_stalenesses": Metric(Reduction.SUM),
 }
 """Every term with its reduction and divisor. A metric divided by "num_documents" is reported a second time with the
-suffix "_labelled", divided by the documents that have a label: without that bias a step with many fully masked
-documents seems to have a smaller ratio, entropy and so on than it has."""
+suffix "_labelled", divided by the number of documents that have a label, because in a step with many fully masked
+documents the first form understates the ratio, the entropy and so on."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
@@ -83,7 +84,7 @@ class PolicyMetricTerms:
     values: dict[str, Array]
 
     def __add__(self, other: "PolicyMetricTerms") -> "PolicyMetricTerms":
-        """Terms of two disjoint parts of a step together.
+        """Terms of two disjoint parts of a step, combined.
 
         Raises:
             ValueError: the two hold different metrics.
@@ -97,7 +98,7 @@ class PolicyMetricTerms:
         )
 
     def __or__(self, other: "PolicyMetricTerms") -> "PolicyMetricTerms":
-        """Different metrics of the same part of a step together.
+        """Different metrics of the same part of a step, combined.
 
         Raises:
             ValueError: a metric is in both.
@@ -107,7 +108,7 @@ class PolicyMetricTerms:
         return PolicyMetricTerms({**self.values, **other.values})
 
     def psum(self, axis_name: str | tuple[str, ...]) -> "PolicyMetricTerms":
-        """Terms of all ranks of the mesh axes together: psum, pmax or pmin."""
+        """Terms combined over all ranks of the mesh axes: psum, pmax or pmin."""
         reduce = {Reduction.SUM: lax.psum, Reduction.MAX: lax.pmax, Reduction.MIN: lax.pmin}
         return PolicyMetricTerms(
             {name: reduce[METRICS[name].reduction](value, axis_name) for name, value in self.values.items()}
@@ -138,11 +139,11 @@ def policy_metrics(
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> dict[str, Array]:
-    """Final metrics of a step that is a single micro-batch: `policy_metric_terms`, reduced and divided.
+    """Final metrics of a step with a single micro-batch: `policy_metric_terms`, reduced and divided.
 
     Args:
-        log_probs: as in `policy_metric_terms`, like every argument that is not below.
-        axis_name: mesh axes of an enclosing `shard_map` that the tokens are spread over, `document_axis_name` included.
+        log_probs: as in `policy_metric_terms`, like every argument not listed here.
+        axis_name: mesh axes of an enclosing `shard_map` that tokens are sharded over, `document_axis_name` included.
 
     Returns:
         fp32 and int32 scalars by name.
@@ -194,19 +195,20 @@ def policy_metric_terms(
 ) -> PolicyMetricTerms:
     """Reducible terms of the policy metrics of one part of a step.
 
-    With w_t = m_t / N_d, M documents, and r, A the ratio and advantage of the token or of its document, as `loss.ratio`
-    says, the finished metrics are
+    With w_t = m_t / N_d, M documents, and r, A the ratio and advantage of the token or of its document, according
+    to `loss.ratio`, the finished metrics are
 
     - new_logprobs, old_logprobs, advantage, entropy: Σ_t w_t x_t / M for the value they are named after;
     - ratio_new_old: Σ_t w_t r / M; kl_new_old: Σ_t w_t (r - log r - 1) / M;
-    - clipped_ratio_fraction: Σ_t w_t [the objective clips r] / M, outside of the bounds for `Clipped`;
+    - clipped_ratio_fraction: Σ_t w_t [the objective clips r] / M; for `Clipped`, r is then outside the bounds;
     - ratio_new_old_sum, ratio_new_old_squared_sum: Σ_t m_t r and Σ_t m_t r² over labels ("token"), Σ_d R_d and Σ_d R_d²
       over documents with a label ("sequence");
-    - max_advantage, min_advantage: over labels, before any averaging; -inf and inf without labels;
+    - max_advantage, min_advantage: over labels, before any averaging; -inf and inf where there are no labels;
     - num_tokens: labels; num_documents: M; num_documents_labelled, and for "sequence" num_segments: documents with a
       label.
 
-    Those with M also come with the suffix "_labelled", divided by num_documents_labelled. No gradient flows.
+    Metrics divided by M are also reported with the suffix "_labelled", divided by num_documents_labelled. No gradient
+    flows.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
@@ -218,7 +220,7 @@ def policy_metric_terms(
         loss: the loss of the step; its ratio and its objective are read, whatever its reduction.
         entropy: [*tokens], entropy of the distribution of each target in nats; needed at level "with_entropy".
         level: "none" (no term at all), "basic" or "with_entropy".
-        document_axis_name: mesh axis over which documents are cut, as in `policy_loss`.
+        document_axis_name: mesh axis over which documents are split, as in `policy_loss`.
 
     Returns:
         The terms of this part.
@@ -251,8 +253,8 @@ def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " 
     """Terms of reward_mean, reward_max and reward_min over documents.
 
     Args:
-        rewards: [documents], one reward a document.
-        mask: bool [documents], false for entries that are no document of this part; each document belongs to one part.
+        rewards: [documents], one reward per document.
+        mask: bool [documents], false for entries without a document of this part; each document belongs to one part.
 
     Returns:
         The terms, with num_rewards, the divisor of the mean.
@@ -271,12 +273,12 @@ def staleness_terms(
 ) -> PolicyMetricTerms:
     """Terms of staleness_mean, staleness_max and staleness_min: documents seen since the sampler's weights were taken.
 
-    Subtracted as integers, before anything becomes a float, so that counters beyond 2^24 lose nothing.
+    Subtracted as integers, before any conversion to float, so that counters beyond 2^24 stay exact.
 
     Args:
         documents_seen: documents the trainer has seen before this step.
         model_versions: int [documents], documents the trainer had seen when the sampler's weights were taken.
-        mask: bool [documents], false for entries that are no document of this part.
+        mask: bool [documents], false for entries without a document of this part.
 
     Returns:
         The terms, with num_stalenesses, the divisor of the mean.
@@ -308,7 +310,7 @@ def staleness_terms(
 
 
 class _Seen(NamedTuple):
-    """Ratio, advantage and log-ratio of each token, or at each token those of its document."""
+    """Ratio, advantage and log-ratio of each token, or those of its document repeated at each token."""
 
     ratio: Float[Array, " tokens"]
     advantages: Float[Array, " tokens"]
@@ -334,7 +336,8 @@ def _averages(
     new, old, advantages = (tokens[name] for name in ("log_probs", "old_log_probs", "advantages"))
     weights = layout.label_weights(mask, new.dtype)
     if loss.ratio == "sequence":
-        # Weights that add up to 1 over a document make sums over labels sums over documents, also where it is cut.
+        # Weights that add up to 1 over a document turn sums over labels into sums over documents, also where it is
+        # split.
         seen, ratio_weights = _of_documents(new - old, advantages, layout), weights
     else:
         seen, ratio_weights = _of_tokens(new - old, advantages), mask.astype(new.dtype)
@@ -386,5 +389,5 @@ def _statistics(
 
 
 def _quotient(total: Float[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
-    # Nothing counted is a total of 0, or of NaN: labels of no document. The latter shall be seen.
+    # With a count of 0 the total is 0, or NaN from labels without a document. The NaN has to show.
     return total / jnp.maximum(count, 1).astype(total.dtype)

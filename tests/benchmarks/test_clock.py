@@ -1,4 +1,4 @@
-"""The clock of the head's benchmark: only settled runs count, medians of turns, and failures are handed back."""
+"""The clock of the benchmarks: only settled runs count, medians over turns, and failures are returned."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The programs for GPUs, as far as a CPU can tell: what they time is right, and what they launch is lowered."""
+"""The programs for GPUs, as far as a CPU can tell: the timed functions are correct, and what they launch can be lowered."""
 
 import functools
 
@@ -10,7 +10,7 @@ from benchmarks import beside_product, engines, module_text
 from benchmarks.beside_product import PRODUCT, Timed
 from benchmarks.cases import make_case
 from benchmarks.clock import Timing
-from benchmarks.hopper import train_head
+from benchmarks.hopper import layouts, train_head
 from jaxlogp import ChunkedEngine, linear_policy_loss
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 
@@ -36,6 +36,13 @@ def test_engines_beside_one_product_and_what_fails_is_said(capsys):
     assert any("broken fwd+bwd failed: no room" in line for line in lines)
     for name in (PRODUCT, "chunked forward", "chunked fwd+bwd", "broken forward"):
         assert sum(f"small {name} " in line and " ms " in line for line in lines) == 1
+
+
+def test_both_layouts_of_the_weight_beside_one_product(capsys):
+    layouts.measure(case(), ChunkedEngine(), turns=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("bits of both layouts the same: " in line for line in lines) == 3
+    assert sum(" ms " in line for line in lines) == 7
 
 
 def test_times_are_of_what_is_done_once(capsys, monkeypatch):
@@ -92,5 +99,5 @@ def test_the_parts_that_are_timed_lower_for_gpus():
     for part in (one_pass_parts.statistics(some, tiles, True), one_pass_parts.statistics(some, tiles, False)):
         assert lowered(part.func, *part.args) == 1
     exp = jnp.zeros((256, 4 * backward_parts.CHUNK), jnp.bfloat16)
-    for part in (one_pass_parts.d_hidden(exp, some.weight, tiles), one_pass_parts.d_weight(exp, some, tiles)):
+    for part in (one_pass_parts.d_hidden(exp, some, tiles), one_pass_parts.d_weight(exp, some, tiles)):
         assert lowered(part.func, *part.args) > 1

@@ -1,4 +1,4 @@
-"""Adapters of the head's benchmark to other systems: what is loaded of them, and what is said of an absent one."""
+"""Adapters of the head's benchmark to other systems: which modules are loaded, and how a missing one is reported."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The benchmark of the head, at a size of seconds: its programs agree, its ratios are what it says, its files are whole."""
+"""The benchmark of the head, at a size that takes seconds: programs agree, ratios are as stated, files are complete."""
 
 import dataclasses
 import json

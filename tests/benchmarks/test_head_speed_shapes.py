@@ -1,4 +1,4 @@
-"""The benchmark of the head against one product: exact answers, ratios, what failed or was not run, the time budget."""
+"""The benchmark of the head against one product: exact answers, ratios, programs not run, the time budget."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what went in, on any mesh, or the reason why not."""
+"""Checkpoints: a restore returns what was saved, on any mesh, or the reason why not."""
 
 import contextlib
 import resource
@@ -195,7 +195,7 @@ def test_a_template_must_place_every_leaf_on_the_same_devices(two_steps, mesh):
         ({"w": lambda: np.zeros(2)}, {}, "leaf 'w': expected a jax Array, got ndarray"),
         ({"w": lambda: 3}, {}, "leaf 'w': expected a jax Array, got int"),
         ({}, {}, "arrays: expected at least one array"),
-        ({"w": lambda: jnp.float32(1)}, {1: "a"}, "extra: expected a dict that JSON gives back unchanged"),
+        ({"w": lambda: jnp.float32(1)}, {1: "a"}, "extra: expected a dict that JSON returns unchanged"),
         ({"w": lambda: jnp.float32(1)}, {"a": (1, 2)}, "extra: expected"),
         ({"w": lambda: jnp.float32(1)}, {"a": float("inf")}, "extra: expected"),
         ({"w": lambda: jnp.float32(1)}, {"a": object()}, "extra: expected"),

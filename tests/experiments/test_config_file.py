@@ -1,4 +1,4 @@
-"""Configurations on disk: every one comes back as it was, and an edit, a wrong type or a missing key is named."""
+"""Configurations on disk: each is read back unchanged, and an edit, a wrong type or a missing key is named."""
 
 import json
 import math
@@ -124,7 +124,7 @@ class Listed:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (Listed(values=[1, 2]), "gives back unchanged"),
+        (Listed(values=[1, 2]), "returns unchanged"),
         (Listed(values=(np.int64(1),)), "got int64"),
         (Listed(values=("1",)), "expected int, got '1'"),
         (Listed(other={}), "config.other"),

@@ -1,4 +1,4 @@
-"""The comparison of paths: the fixed order keeps every byte, the others do not, and what is not run is said."""
+"""The comparison of paths: the fixed order keeps every byte, the others do not, and changes not run are reported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The measurement of the gradient filter, at a size of seconds: policies are what it says, errors are 0 where nothing is."""
+"""The measurement of the gradient filter, at a size that takes seconds: policies are as stated, errors 0 without skips."""
 
 import numpy as np
 import pytest

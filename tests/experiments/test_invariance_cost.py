@@ -1,4 +1,4 @@
-"""The benchmark of the fixed order: refusals. Its table is a matter of minutes, not of tests."""
+"""The benchmark of the fixed order: refusals. Its table takes minutes, too long for a test."""
 
 import pytest
 

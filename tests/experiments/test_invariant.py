@@ -1,4 +1,4 @@
-"""`--invariant`: the same parameters bit for bit on every mesh and cut, the same numbers in sampler and trainer."""
+"""`--invariant`: bitwise equal parameters on every mesh and micro-batch size, the same numbers in sampler and trainer."""
 
 import jax
 import numpy as np
@@ -10,7 +10,8 @@ from experiments.training.run import train
 from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
 
-# Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves over.
+# Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves
+# over.
 QUICK = [("data=2,tensor=3", 8)]
 SLOW = [
     ("data=2,tensor=4", 8),

@@ -1,8 +1,8 @@
-"""Learning, seeded and small: the reward of a tiny decoder rises, by more than luck or a wrong loss can make it rise.
+"""Learning, seeded and small: the reward of a tiny decoder rises by more than chance or a wrong loss could explain.
 
-Tried once with each of these wrong on purpose, and the mean reward of the first and the last steps: the sign of the loss
-(0.34 to 0.00), the mask moved to the prompts (0.44 to 0.37), advantages dealt to the next completion (0.44 to 0.03). Each
-fails this test.
+Tried once with each of these deliberately wrong; in parentheses the mean reward of the first and the last steps: the
+sign of the loss (0.34 to 0.00), the mask moved to the prompts (0.44 to 0.37), advantages dealt to the next completion
+(0.44 to 0.03). Each fails this test.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Meshes by name: what is accepted, what is refused and in which words, and how devices are laid out."""
+"""Meshes by name: what is accepted, what is refused and with which message, and how devices are arranged."""
 
 import dataclasses
 

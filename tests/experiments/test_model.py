@@ -13,18 +13,26 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models import decoder as model_module
-from experiments.models.decoder import Decoder, DecoderConfig
-from experiments.models.rope import RopeScaling
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig, SlidingLayers
+from experiments.models.rope import LinearScaling, Llama3Scaling
 from experiments.models.sharding import decoder_shardings
 
 SIZES = dict(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4)
 # Wavelengths of 6, 29 and 135: below the stretch (shorter than 24 / 3), inside it, and beyond (longer than 24 / 0.5).
-SCALING = RopeScaling(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_max_position_embeddings=24)
+SCALING = Llama3Scaling(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_max_position_embeddings=24)
 CONFIGS = {
     "qwen3": DecoderConfig.qwen3(**SIZES, head_dim=8, rope_theta=100.0),
     "llama3": DecoderConfig.llama3(**SIZES, head_dim=6, rope_theta=100.0, tie_embeddings=False, rope_scaling=SCALING),
     "qwen2": DecoderConfig(**SIZES, head_dim=6, rope_theta=50.0, attention_bias=True),
-}
+    # Gemma 2 and 3 at once: whatever either has, with numbers at which it counts.
+    "gemma": DecoderConfig(
+        **SIZES, head_dim=6, rope_theta=400.0, rope_scaling=LinearScaling(4.0), qk_norm=True, activation="gelu_tanh",
+        sliding=SlidingLayers(3, (True, False), rope_theta=50.0), query_scale=0.3, attention_softcap=1.5,
+        norm_plus_one=True, post_norms=True, embed_scale=32**0.5, tie_embeddings=True,
+    ),
+    "mistral": DecoderConfig(**SIZES, head_dim=6, rope_theta=50.0, sliding=SlidingLayers(4, (True, True))),
+}  # fmt: skip
 
 # 5 + 4 + 1 tokens and two of padding; one document of the whole row; padding alone.
 DOCUMENT_IDS = np.array([[0] * 5 + [1] * 4 + [2] + [-1] * 2, [3] * 12, [-1] * 12], np.int32)
@@ -53,15 +61,18 @@ def forward(graph, state, token_ids, positions, document_ids):
 # ---- float64 forward of one document ----
 
 
-def oracle_rms(x, scale, eps):
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
+def oracle_rms(x, scale, config):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.rms_norm_eps) * (scale + config.norm_plus_one)
 
 
-def oracle_rotate(x, config):
-    """Each pair (i, i + D/2) of x [T, heads, D] as a complex number times exp(1j * position * frequency)."""
-    half = config.head_dim // 2
-    frequencies = np.array([config.rope_theta ** (-2 * i / config.head_dim) for i in range(half)])
+def oracle_frequencies(config, is_sliding):
+    sliding = config.sliding
+    if is_sliding and sliding.rope_theta is not None:
+        return np.array([sliding.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
+    frequencies = np.array([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
     scaling = config.rope_scaling
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     if scaling is not None:
         for i, frequency in enumerate(frequencies):
             wavelength = 2 * np.pi / frequency
@@ -73,38 +84,61 @@ def oracle_rotate(x, config):
                     scaling.high_freq_factor - scaling.low_freq_factor
                 )
                 frequencies[i] = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    return frequencies
+
+
+def oracle_rotate(x, frequencies):
+    """Each pair (i, i + D/2) of x [T, heads, D] as a complex number times exp(1j * position * frequency)."""
+    half = x.shape[-1] // 2
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def oracle_layer(x, layer, config):
-    eps, heads_per_group = config.rms_norm_eps, config.num_heads // config.num_kv_heads
-    normed = oracle_rms(x, layer["input_layernorm"], eps)
+def oracle_gate(x, config):
+    if config.activation == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def oracle_layer(x, layer, config, is_sliding):
+    heads_per_group = config.num_heads // config.num_kv_heads
+    normed = oracle_rms(x, layer["input_layernorm"], config)
     q, k, v = (np.tensordot(normed, layer[f"{name}_proj"], axes=1) for name in "qkv")
     if config.attention_bias:
         q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
     if config.qk_norm:
-        q, k = oracle_rms(q, layer["q_norm"], eps), oracle_rms(k, layer["k_norm"], eps)
-    q, k = oracle_rotate(q, config), oracle_rotate(k, config)
+        q, k = oracle_rms(q, layer["q_norm"], config), oracle_rms(k, layer["k_norm"], config)
+    frequencies = oracle_frequencies(config, is_sliding)
+    q, k = oracle_rotate(q, frequencies), oracle_rotate(k, frequencies)
+    scale = config.query_scale or 1 / np.sqrt(config.head_dim)
     attended = np.zeros_like(q)
     for t in range(len(x)):
+        first = max(0, t + 1 - config.sliding.window) if is_sliding else 0
         for head in range(config.num_heads):
             group = head // heads_per_group
-            scores = k[: t + 1, group] @ q[t, head] / np.sqrt(config.head_dim)
+            scores = k[first : t + 1, group] @ q[t, head] * scale
+            if config.attention_softcap is not None:
+                scores = config.attention_softcap * np.tanh(scores / config.attention_softcap)
             weights = np.exp(scores - scores.max())
-            attended[t, head] = (weights / weights.sum()) @ v[: t + 1, group]
-    x = x + np.tensordot(attended, layer["o_proj"], axes=2)
-    normed = oracle_rms(x, layer["post_attention_layernorm"], eps)
-    gate = normed @ layer["gate_proj"]
-    return x + (gate / (1 + np.exp(-gate)) * (normed @ layer["up_proj"])) @ layer["down_proj"]
+            attended[t, head] = (weights / weights.sum()) @ v[first : t + 1, group]
+    added = np.tensordot(attended, layer["o_proj"], axes=2)
+    if config.post_norms:
+        x = x + oracle_rms(added, layer["post_attention_layernorm"], config)
+        normed = oracle_rms(x, layer["pre_feedforward_layernorm"], config)
+    else:
+        x = x + added
+        normed = oracle_rms(x, layer["post_attention_layernorm"], config)
+    added = (oracle_gate(normed @ layer["gate_proj"], config) * (normed @ layer["up_proj"])) @ layer["down_proj"]
+    return x + (oracle_rms(added, layer["post_feedforward_layernorm"], config) if config.post_norms else added)
 
 
 def oracle_forward(state, token_ids, config):
     parameters = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
-    x = parameters["embed_tokens"][token_ids]
+    x = parameters["embed_tokens"][token_ids] * config.embed_scale
     for index in range(config.num_layers):
-        x = oracle_layer(x, {name: value[index] for name, value in parameters["layers"].items()}, config)
-    return oracle_rms(x, parameters["norm"], config.rms_norm_eps)
+        layer = {name: value[index] for name, value in parameters["layers"].items()}
+        x = oracle_layer(x, layer, config, config.sliding is not None and config.sliding.layers[index])
+    return oracle_rms(x, parameters["norm"], config)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -127,7 +161,7 @@ GOLDEN_SIZES = dict(
 GOLDEN_CONFIGS = {
     "qwen3": DecoderConfig.qwen3(**GOLDEN_SIZES, rope_theta=1000.0),
     "llama3": DecoderConfig.llama3(
-        **GOLDEN_SIZES, rope_theta=500.0, rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=64)
+        **GOLDEN_SIZES, rope_theta=500.0, rope_scaling=Llama3Scaling(factor=4.0, original_max_position_embeddings=64)
     ),
 }
 
@@ -352,6 +386,8 @@ def test_shardings_split_what_the_tensor_axis_divides_and_nothing_else():
         ("dtype", "float16"),
         ("param_dtype", "fp32"),
         ("rope_scaling", 8.0),
+        ("activation", "relu"),
+        ("attention_softcap", 0.0),
         ("remat", "some"),
         ("attention", "flash"),
     ],
@@ -370,4 +406,4 @@ def test_inputs_of_different_shapes_and_a_small_cache_are_refused():
     with pytest.raises(ValueError, match="cache"):
         model.prefill(jnp.asarray(tokens()), jnp.ones(3, jnp.int32), model.empty_cache(3, 11))
     with pytest.raises(ValueError, match="high_freq_factor"):
-        RopeScaling(low_freq_factor=2.0, high_freq_factor=2.0)
+        Llama3Scaling(low_freq_factor=2.0, high_freq_factor=2.0)

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from experiments.config import LossConfig
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling.stream import Packing
 from experiments.training.leaf_programs import LeafPrograms

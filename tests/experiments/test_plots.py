@@ -1,4 +1,4 @@
-"""What a reader of a run sees: the curves, and the lines on the screen."""
+"""The output of a run: the curves, and the lines on the screen."""
 
 import io
 import math

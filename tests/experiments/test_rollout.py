@@ -1,4 +1,4 @@
-"""Documents dealt to data ranks: in turn, in blocks, and a whole rollout a step on any number of ranks."""
+"""Documents dealt to data ranks: in turn, in blocks, and one whole rollout per step on any number of ranks."""
 
 import json
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.models.decoder import Decoder, DecoderConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.sharding import decoder_shardings
 from experiments.sampling import sampler as sampler_module
 from experiments.sampling.sampler import make_sampler, sample
@@ -21,7 +22,7 @@ CONFIG = DecoderConfig.qwen3(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
 ROWS, WIDTH, NEW = 6, 5, 7
-OPTIONS = dict(max_new_tokens=NEW, eos_id=EOS, pad_id=PAD)
+OPTIONS = dict(max_new_tokens=NEW, eos_ids=(EOS,), pad_id=PAD)
 
 
 @functools.cache
@@ -145,7 +146,7 @@ def test_frequencies_follow_the_distribution():
     draws, temperature = 4096, 0.6
     ids = np.tile(np.array([[2, 5, 3]], np.int32), (draws, 1))
     lengths = np.full(draws, 3, np.int32)
-    options = dict(max_new_tokens=2, eos_id=EOS, pad_id=PAD, temperature=temperature)
+    options = dict(max_new_tokens=2, eos_ids=(EOS,), pad_id=PAD, temperature=temperature)
     samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(0), **options))
     followers = samples.tokens[samples.tokens[:, 0] == 4]  # the second draw, given one value of the first
     for place, drawn in ((0, samples.tokens), (1, followers)):
@@ -211,7 +212,7 @@ def test_the_sharded_sampler_draws_the_same_tokens():
         ("temperature", 0.0),
         ("temperature", float("nan")),
         ("max_new_tokens", 0),
-        ("eos_id", VOCAB),
+        ("eos_ids", (VOCAB,)),
         ("pad_id", -1),
         ("prompts", np.zeros((0, WIDTH), np.int32)),
         ("prompts", np.full((ROWS, WIDTH), VOCAB, np.int32)),

@@ -1,4 +1,4 @@
-"""A run small enough for tests: which of two digits is larger, a decoder of a few thousand parameters, seconds a run."""
+"""A run small enough for tests: which of two digits is larger, with a decoder of a few thousand parameters, in seconds."""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +20,7 @@ TINY = Config(
     model=ModelConfig(
         hidden_size=32,
         intermediate_size=64,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         num_kv_heads=2,
         head_dim=16,

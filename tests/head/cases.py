@@ -1,7 +1,7 @@
-"""One head call for all engines: operands, the program that runs it, what float64 expects, and what each engine takes.
+"""One head call for all engines: operands, the program that runs it, the float64 result, and what each engine supports.
 
-Only public functions are called. A program is compiled once for its engine, options, shapes and dtypes; cases that differ
-in their numbers alone share it.
+Only public functions are called. A program is compiled once for its engine, options, shapes and dtypes; cases that
+differ only in their numbers share it.
 """
 
 import contextlib
@@ -180,6 +180,7 @@ class Entry:
       fp32_products: it can multiply fp32 operands, as ``fp32_head`` asks for.
       mesh: sizes of the data and the tensor axis over which it runs on simulated devices.
       shards: its vocabulary shards, from V and their number.
+      both_layouts: it takes a weight [H, V] too.
       missing: why it cannot run here, or None.
     """
 
@@ -189,6 +190,7 @@ class Entry:
     fp32_products: bool = True
     mesh: tuple[int, int] = (2, 3)
     shards: Callable[[int, int], VocabShards] = VocabShards.even
+    both_layouts: bool = True
     missing: str | None = None
 
     @property
@@ -236,8 +238,8 @@ ENGINES = [
     Entry("reference", ReferenceEngine(), shards=_uneven),
     Entry("chunked", ChunkedEngine(token_chunk=7, vocab_tile=64), shards=_uneven),
     Entry("fixed_order", FixedOrderEngine(ORDER), shards=ORDER.shards),
-    Entry("hopper", hopper(), (jnp.bfloat16,), False, (1, 2), _uneven, why_not_available()),
-    Entry("triton", triton(), (jnp.bfloat16, jnp.float16), False, shards=_uneven),
+    Entry("hopper", hopper(), (jnp.bfloat16,), False, (1, 2), _uneven, missing=why_not_available()),
+    Entry("triton", triton(), (jnp.bfloat16, jnp.float16), False, shards=_uneven, both_layouts=False),
 ]
 
 

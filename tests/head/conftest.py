@@ -1,4 +1,4 @@
-"""With TRITON_INTERPRET=1 the Triton kernels' own source runs, in Triton's interpreter."""
+"""With TRITON_INTERPRET=1 the source of the Triton kernels runs in Triton's interpreter."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The front door of the head, whatever the engine: layouts of tokens, the record of what ran, and logits themselves."""
+"""Public functions of the head with any engine: layouts of tokens, the record of what ran, and logits themselves."""
 
 import jax
 import jax.numpy as jnp

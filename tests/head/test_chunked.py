@@ -1,4 +1,4 @@
-"""What is particular to the chunked engine: its accumulators, and vocabularies that are large against a tile."""
+"""Specific to the chunked engine: its accumulators, and vocabularies much larger than a tile."""
 
 import jax.numpy as jnp
 

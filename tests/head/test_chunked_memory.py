@@ -1,6 +1,6 @@
 """The chunked engine never holds the [tokens, vocab] logits, nor an fp32 copy of a bf16 weight.
 
-Both are read off the compiled program.
+Both are checked in the compiled program.
 """
 
 import functools

@@ -13,7 +13,6 @@ import pytest
 from jaxlogp import (
     ChunkedEngine,
     GradientFilter,
-    HeadSpec,
     HopperEngine,
     linear_log_probs,
     linear_policy_loss,
@@ -22,6 +21,7 @@ from jaxlogp import (
 )
 from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
 from jaxlogp.losses import grpo
 
@@ -149,8 +149,8 @@ def test_tile_statistics_are_bitwise_invariant():
 
     @jax.jit
     def statistics(hidden, weight, column):
-        width = jnp.int32(weight.shape[0])
-        return forward_statistics(hidden, weight, None, column, width, HeadSpec(), True, ALTERNATE, 132)
+        operands = Operands(hidden, weight, None, jnp.int32(weight.shape[0]))
+        return forward_statistics(operands, column, Launch(ALTERNATE, 132), with_entropy=True)
 
     whole = np.asarray(statistics(hidden, weight, column))
     for shards in (2, 4):
@@ -256,6 +256,88 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
         assert relative(actual, value) < GRADIENT_ERROR
         assert bool((actual == same).all())
     assert not np.asarray(got[0].astype(jnp.float32))[~np.asarray(mask)].any()
+
+
+def values_and_gradients(layout, coefficient, hidden, weight, targets, old, advantages, mask, g, g_entropy):
+    """Of two steps and of one pass, gradients of the weight as [V, H]."""
+
+    def one_pass(hidden, weight):
+        loss = grpo(entropy_coefficient=coefficient)
+        options = {"loss": loss, "engine": HopperEngine(), "weight_layout": layout}
+        total, values = linear_policy_loss(hidden, weight, targets, old, advantages, mask, **options)
+        return total.sum, values.log_probs
+
+    options = {"weight_layout": layout}
+    out, gradients = both(HopperEngine(), options, hidden, weight, targets, mask, g, g_entropy)
+    loss, of_one_pass = jax.value_and_grad(one_pass, (0, 1), has_aux=True)(hidden, weight)
+    return out, loss, *(d if layout == "vh" else (d[0], d[1].T) for d in (gradients, of_one_pass))
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "tokens, hidden_size, vocab", [(1937, 3584, 152064), (3001, 2304, 262144), (1530, 2048, 32256), (600, 896, 129920)]
+)
+def test_a_weight_of_the_other_layout_gives_the_same_bits(tokens, hidden_size, vocab, coefficient):
+    hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
+    mask = jnp.arange(tokens) % 5 != 1
+    old = linear_log_probs(hidden, weight, targets, mask=mask, engine=HopperEngine()).log_probs + 0.1 * g
+    rest = targets, old, g, mask, g, g_entropy
+    operands = {"vh": (hidden, weight), "hv": (hidden, weight.T)}
+    compiled = {
+        layout: jax.jit(functools.partial(values_and_gradients, layout, coefficient)).lower(*x, *rest).compile()
+        for layout, x in operands.items()
+    }
+    plain, turned = (compiled[layout](*operands[layout], *rest) for layout in ("vh", "hv"))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(turned), strict=True):
+        assert one.dtype == other.dtype and bool((one == other).all())
+
+
+def test_a_weight_of_the_other_layout_is_not_copied():
+    tokens, hidden_size, vocab = 8192, 1024, 151936
+    shapes = {"vh": (vocab, hidden_size), "hv": (hidden_size, vocab)}
+
+    def temporaries(layout):
+        def loss(hidden, weight, targets, g, mask):
+            call = {"engine": HopperEngine(), "weight_layout": layout}
+            total, _ = linear_policy_loss(hidden, weight, targets, g, g, mask, **call)
+            return total.sum + jnp.sum(linear_log_probs(hidden, weight, targets, mask=mask, **call).log_probs)
+
+        kinds = [((tokens, hidden_size), jnp.bfloat16), (shapes[layout], jnp.bfloat16), ((tokens,), jnp.int32)]
+        operands = [jax.ShapeDtypeStruct(*x) for x in (*kinds, ((tokens,), jnp.float32), ((tokens,), bool))]
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*operands).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+    (plain, _), (turned, text) = (temporaries(layout) for layout in shapes)
+    assert turned < plain + 16 * 2**20
+    assert f"bf16[{hidden_size},{vocab}]" in text and f"bf16[{vocab},{hidden_size}]" not in text
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["log-probs", "entropy"])
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_columns_of_minus_infinity_are_as_if_they_were_not_there(layout, with_entropy):
+    """A whole tile and a single column; as a target they have log-prob -inf, and the rest is as if they were not there."""
+    tokens, hidden_size, vocab = 600, 1024, 8192
+    hidden, weight, targets, g, g_entropy = inputs(tokens, hidden_size, vocab)
+    gone = jnp.zeros(vocab, bool).at[256:512].set(True).at[4000].set(True)
+    bias = jnp.where(gone, -jnp.inf, 0.0)
+    targets = jnp.where(gone[targets], 7, targets)
+    options = {"bias": bias, "weight_layout": layout}
+    operands = hidden, weight if layout == "vh" else weight.T
+    mask = jnp.ones(tokens, bool)
+    rest = mask, g, g_entropy if with_entropy else None
+    out, (d_hidden, d_weight) = jax.jit(functools.partial(both, HopperEngine(), options))(*operands, targets, *rest)
+    d_weight = d_weight if layout == "vh" else d_weight.T
+    kept = jnp.flatnonzero(~gone)
+    zero = jnp.zeros_like(g_entropy)
+    place = jnp.searchsorted(kept, targets).astype(jnp.int32)
+    wanted = float64(hidden, weight[kept], place, mask, g, g_entropy if with_entropy else zero)
+    assert np.abs(np.asarray(out.log_probs, np.float64) - np.asarray(wanted[0])).max() < VALUE_ERROR
+    if with_entropy:
+        assert np.abs(np.asarray(out.entropy, np.float64) - np.asarray(wanted[1])).max() < VALUE_ERROR
+    assert relative(d_hidden, wanted[2]) < GRADIENT_ERROR and relative(d_weight[kept], wanted[3]) < GRADIENT_ERROR
+    assert not np.asarray(d_weight[gone], np.float32).any()
+    there = linear_log_probs(*operands, targets.at[3].set(300), **options, with_entropy=True, engine=HopperEngine())
+    assert np.isneginf(there.log_probs[3]) and np.isfinite(np.asarray(there.entropy)).all()
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])

@@ -4,16 +4,18 @@ The common cases: test_engines.py.
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import HeadSpec, HopperEngine, linear_log_probs, why_not
+from jaxlogp import HopperEngine, linear_log_probs, linear_policy_loss, why_not
 from jaxlogp.head.hopper import values as hopper_values
 from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import ALTERNATE, SHARED_PAIR, HeadTiles
 from tests.head import cases
 from tests.head.cases import ALL_OPTIONS, hopper
@@ -85,10 +87,8 @@ def test_tile_statistics_are_bitwise_those_of_a_shard_and_of_a_part_of_the_batch
     column = data["targets"]
 
     def statistics(hidden, weight, column):
-        count = jnp.int32(weight.shape[0])
-        return np.asarray(
-            forward_statistics(hidden, weight, None, column, count, HeadSpec(), True, ALTERNATE, 2, interpreter())
-        )
+        operands = Operands(hidden, weight, None, jnp.int32(weight.shape[0]))
+        return np.asarray(forward_statistics(operands, column, Launch(ALTERNATE, 2, interpreter()), with_entropy=True))
 
     whole = statistics(data["hidden"], data["weight"], column)
     for shards in (2, 4):
@@ -124,6 +124,27 @@ def test_without_a_hopper_gpu_the_reason_says_so():
     data = cases.case((4,), 64, 256)
     reason = why_not("hopper", data["hidden"], data["weight"])
     assert "GPU" in reason and "cpu" in reason
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_no_program_turns_the_weight_round(layout):
+    """Neither a transposed weight nor a transposed gradient of it exists in what is lowered for a GPU."""
+    data = cases.case((300,), 128, 576)
+    data["weight"] = data["weight"] if layout == "vh" else data["weight"].T
+    options = {"engine": HopperEngine(check_device=False), "weight_layout": layout}
+    old = jnp.zeros(300)
+
+    def loss(hidden, weight):
+        total = linear_policy_loss(hidden, weight, data["targets"], old, old, old == 0.0, **options)[0]
+        result = linear_log_probs(hidden, weight, data["targets"], **options)
+        return total.sum + jnp.sum(result.log_probs)
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(data["hidden"], data["weight"])
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") > 8
+    shapes = {"x".join(map(str, shape)) for shape in re.findall(r"tensor<(\d+)x(\d+)xbf16>", text)}
+    given, turned = ("576x128", "128x576") if layout == "vh" else ("128x576", "576x128")
+    assert given in shapes and turned not in shapes
 
 
 def test_the_kernels_lower_for_cuda_without_a_gpu():

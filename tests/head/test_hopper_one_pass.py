@@ -16,7 +16,7 @@ from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.losses import grpo
 from tests import oracle
-from tests.head.cases import GRADIENT_ERROR, hopper
+from tests.head.cases import GRADIENT_ERROR, hopper, same_bits
 from tests.head.policy_problem import HEAD, compare, differentiated, one_call, problem, two_calls
 
 needs_interpreter = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
@@ -90,6 +90,41 @@ def test_a_sampler_that_is_far_from_the_policy(monkeypatch):
     assert 140 < int(data["mask"].sum()) < 256
     data["old"], data["advantages"] = data["old"].at[token].add(80.0), data["advantages"].at[token].set(5e34)
     check(data, hopper(chunk=512), grpo(), **options)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@BONUS
+def test_a_weight_of_the_other_layout(monkeypatch, coefficient):
+    """The same from [H, V], over several chunks of tokens, one of which loses its estimate."""
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 64 * (2 * 768 + 4 * 64 * 2))
+    data, options = bf16_problem(200, vocab=640, bias=True, seed=6)
+    token = int(np.flatnonzero(np.asarray(data["mask"]))[70])
+    data["old"], data["advantages"] = data["old"].at[token].add(80.0), data["advantages"].at[token].set(5e34)
+    loss, engine = grpo(entropy_coefficient=coefficient), hopper(chunk=512)
+    wanted = program(one_call, loss, engine, options)(data)
+    turned = {**data, "weight": data["weight"].T}
+    *values, gradients = program(one_call, loss, engine, {**options, "weight_layout": "hv"})(turned)
+    same_bits((*values, gradients.hidden, gradients.bias), (*wanted[:2], wanted[2].hidden, wanted[2].bias))
+    # The interpreter multiplies by NumPy, whose order of summation depends on which operand stands left.
+    seen, want = (np.asarray(x, np.float32) for x in (gradients.weight.T, wanted[2].weight))
+    assert (seen != want).mean() < 1e-3
+    np.testing.assert_allclose(seen, want, rtol=2.0**-7, atol=1e-3 * np.abs(want).max())
+
+
+@needs_interpreter
+@pytest.mark.parametrize("coefficient", [0.1, pytest.param(0.0, marks=pytest.mark.slow)], ids=["entropy bonus", "none"])
+def test_columns_of_minus_infinity(coefficient):
+    """The second tile of 256 columns, one more column, and a target there, which the policy never draws."""
+    data, options = bf16_problem(20, bias=True, seed=7)
+    gone = np.r_[256:512, 3]
+    data["bias"] = data["bias"].at[gone].set(-jnp.inf)
+    data["targets"] = jnp.where(jnp.isin(data["targets"], jnp.asarray(gone, jnp.int32)), 5, data["targets"])
+    check(data, hopper(), grpo(entropy_coefficient=coefficient), with_entropy=True, **options)
+    data["targets"] = data["targets"].at[0].set(300)
+    _, values, gradients = program(one_call, grpo(entropy_coefficient=coefficient), hopper(), options)(data)
+    assert np.isneginf(values.log_probs[0])
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (*gradients, values.log_probs[1:]))
 
 
 @needs_interpreter

@@ -128,6 +128,45 @@ def test_chunks_over_shards_and_an_estimate_that_is_far_off(monkeypatch):
     check(out, expected(data, old, advantages, 0.0))
 
 
+def masks_apart(targets, masks, layout="vh"):
+    """(loss, log-probs of both ranks, d hidden, d weight): each of two vocabulary ranks has a row of masks."""
+    data, old, advantages = problem()
+    operands = data["hidden"], data["weight"][:512] if layout == "vh" else data["weight"][:512].T
+
+    def local(hidden, weight, masks):
+        def total(hidden, weight):
+            options = {"axis_name": "tensor", "engine": cases.hopper(), "weight_layout": layout}
+            loss, values = linear_policy_loss(hidden, weight, targets, old, advantages, masks[0], **options)
+            return jax.lax.psum(loss.sum, "tensor"), values.log_probs[None]
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+
+    block = P("tensor") if layout == "vh" else P(None, "tensor")
+    specs, outs = (P(), block, P("tensor")), ((P(), P("tensor")), (P(), block))
+    run = jax.jit(jax.shard_map(local, mesh=mesh_of(1, 2), in_specs=specs, out_specs=outs))
+    with cases.interpreted_together():
+        return jax.tree.map(np.asarray, jax.block_until_ready(run(*operands, jnp.asarray(masks))))
+
+
+def test_masks_that_differ_are_nan_though_counts_and_targets_are_the_same():
+    masks = np.tile(np.arange(TOKENS) % 3 != 0, (2, 1))
+    targets = jnp.full(TOKENS, 7, jnp.int32)
+    (loss, log_probs), gradients = masks_apart(targets, masks)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (loss, log_probs, *gradients))
+    masks[1, 3:5] = True, False
+    (loss, log_probs), (d_hidden, d_weight) = masks_apart(targets, masks)
+    assert np.isnan(loss) and np.isnan(log_probs[masks]).all()
+    assert np.isnan(np.asarray(d_hidden, np.float32)[masks.any(axis=0)]).all()
+    assert np.isnan(np.asarray(d_weight, np.float32)).all()
+
+
+def test_a_weight_of_the_other_layout_over_shards():
+    masks = np.tile(np.arange(TOKENS) % 3 != 0, (2, 1))
+    targets = problem()[0]["targets"] % 512
+    plain, turned = (masks_apart(targets, masks, layout) for layout in ("vh", "hv"))
+    cases.same_bits((turned[0], (turned[1][0], turned[1][1].T.copy())), plain)
+
+
 # --- lowered for NVIDIA GPUs ----------------------------------------------------------------------------------------
 
 ENGINE = HopperEngine(check_device=False, num_sms=132, chunk=512)

@@ -1,4 +1,4 @@
-"""linear_policy_loss equals policy_loss of linear_log_probs, costs one product less, and owns each of its psums once."""
+"""linear_policy_loss equals policy_loss of linear_log_probs, costs one product less, and has each of its psums once."""
 
 import re
 

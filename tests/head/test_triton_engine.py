@@ -1,7 +1,7 @@
-"""What is particular to the triton engine: tiles, windows, packed tokens, availability. The common cases: test_engines.py.
+"""Specific to the triton engine: tiles, windows, packed tokens, availability. The common cases are in test_engines.py.
 
-As it is, the kernels' plain stand-in runs, so everything but the kernels is shown; with TRITON_INTERPRET=1 the kernels' own
-source runs in Triton's interpreter (test_triton_kernels.py does so).
+By default the kernels' plain stand-in runs, so everything but the kernels is tested; with TRITON_INTERPRET=1 the
+kernels' source runs in Triton's interpreter (test_triton_kernels.py does so).
 """
 
 import re
@@ -219,9 +219,7 @@ def test_a_policy_loss_takes_two_steps_and_says_why():
     operands = data["hidden"], data["weight"], data["targets"], data["g_lp"], data["g_lp"], data["mask"]
     with record_head_runs() as runs:
         jax.eval_shape(lambda *x: linear_policy_loss(*x, engine=triton()), *operands)
-    assert [(x.engine, x.gradient) for x in runs] == [
-        ("triton", "in two steps: it has no pass that gives gradients at once")
-    ]
+    assert [(x.engine, x.gradient) for x in runs] == [("triton", "in two steps: it has no one-pass gradient")]
 
 
 def test_why_not_installed_names_the_package(monkeypatch):

@@ -1,6 +1,6 @@
-"""The triton engine on a GPU: `pytest -m gpu tests/head/test_triton_gpu.py`. Everything here is skipped where there is none.
+"""The triton engine on a GPU: `pytest -m gpu tests/head/test_triton_gpu.py`. Skipped where there is none.
 
-JAXLOGP_TEST_GPU=1 must be set, else tests/conftest.py hides the GPU.
+JAXLOGP_TEST_GPU=1 must be set, otherwise tests/conftest.py hides the GPU.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their source in Triton's interpreter, and what compilers make of it for sm_80 to sm_90.
+"""The Triton kernels without a GPU: their source in Triton's interpreter, and its compilation for sm_80 to sm_90.
 
 Not run where Triton is not installed: pip install -e ".[triton]".
 """

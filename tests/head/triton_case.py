@@ -1,4 +1,4 @@
-"""Runs the Triton kernels' own source on the CPU by Triton's interpreter, on NumPy arrays."""
+"""Runs the source of the Triton kernels on the CPU in Triton's interpreter, on NumPy arrays."""
 
 import contextlib
 import importlib.util

@@ -1,6 +1,7 @@
-"""What the two kernels compute, in plain JAX: their specification, and a stand-in where there is no GPU.
+"""The two kernels in plain JAX: their specification, and a stand-in where there is no GPU.
 
-It takes the operands of :mod:`jaxlogp.head.triton.launch`, stores the logits of a whole call or window, and is for tests.
+It takes the operands of :mod:`jaxlogp.head.triton.launch`, stores the logits of a whole call or window, and is for
+tests.
 """
 
 import jax.numpy as jnp

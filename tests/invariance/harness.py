@@ -1,7 +1,7 @@
 """Runs a head under shard_map on simulated devices and compares raw bytes: -0.0 differs from 0.0, NaN payloads count.
 
 The same harness runs the library's fixed-order engine, its fast engine and a naive program, so that "equal" is known to
-mean something: the last two must come out broken.
+mean something: the last two must fail.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Relation I, over the batch: what a token gets does not depend on its place, nor on the other tokens."""
+"""Invariance over the batch: a token's results do not depend on its position or on the other tokens."""
 
 import jax.numpy as jnp
 import numpy as np

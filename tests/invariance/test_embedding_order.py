@@ -1,4 +1,4 @@
-"""The embedding's gradient in a fixed order: it depends on each id's own cotangents in token order, and on nothing else."""
+"""The embedding's gradient in a fixed order: it depends only on each id's own cotangents in token order."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A row with NaN, inf, 1e30, denormals or a bad id is its own affair: no other row changes a bit, in values or gradients."""
+"""A row with NaN, inf, 1e30, denormals or an invalid id changes no bit of another row, in values or gradients."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,7 @@
-"""Relation P without a tolerance: where every sum is exact in fp32, engines, chunks, shards and orders agree bit for bit.
+"""Agreement without a tolerance: where every sum is exact in fp32, engines, chunks, shards and orders agree bitwise.
 
-Hidden states and weights are small integers in bf16, so logits are exact integers. Cotangents are zero but for what the
-one-hot contributes, or the softmax is uniform over a power of two, so gradients are exact as well.
+Hidden states and weights are small integers in bf16, so logits are exact integers. Either the one-hot alone contributes
+to the gradient, or the softmax is uniform over a power of two, so gradients are exact as well.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Relation I, over processes: two processes with four devices each give the bytes of one process with eight."""
+"""Invariance over processes: two processes with four devices each give the bytes of one process with eight."""
 
 import os
 import socket

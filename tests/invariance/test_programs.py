@@ -1,4 +1,4 @@
-"""Relation I, over programs: what surrounds the head (jax.checkpoint, jax.vmap, a scan, no jit) decides no bit."""
+"""Invariance over programs: what surrounds the head (jax.checkpoint, jax.vmap, a scan, no jit) changes no bit."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Relation I, over the mesh: TP 2, 3, 4, 6, 8 give the bytes of TP 1, for uneven vocabularies, dtypes, options, values."""
+"""Invariance over the mesh: TP 2, 3, 4, 6, 8 give the bytes of TP 1, for uneven vocabularies, dtypes, options, values."""
 
 import functools
 

@@ -2,7 +2,7 @@
 
     python -m tests.invariance.two_processes RANK PROCESSES PORT OUT
 
-Writes the results of process 0 to OUT (.npz), and to OUT.refusals what the processes said about differing orders.
+Writes the results of process 0 to OUT (.npz), and the processes' messages about differing orders to OUT.refusals.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Documents with clipped, unclipped, masked and unlabelled tokens, and every policy loss of `PolicyLoss` in float64.
 
-The formulas are written label by label in NumPy; from the library come only the numbers that a loss is made of.
+The formulas are written label by label in NumPy; the library provides only the parameters of a loss.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Document ids of every integer dtype, ids out of range that no check sees, and the label counts of documents."""
+"""Document ids of every integer dtype, traced ids out of range, and the label counts of documents."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Policy losses: every combination of parts against float64, masked garbage, padding, huge ratios, NaN that must show."""
+"""Policy losses: all combinations of parts against float64, masked garbage, padding, huge ratios, propagated NaN."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Documents that are cut over the ranks of a sequence axis: the loss of whole documents, counted once."""
+"""Documents that are split over the ranks of a sequence axis: the loss of whole documents, counted once."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The losses of the field: values by hand, slopes in float64, pairs that must coincide, and a loss of one's own."""
+"""The preset losses: values by hand, slopes in float64, pairs that must coincide, and a custom loss."""
 
 import dataclasses
 import inspect

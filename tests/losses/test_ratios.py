@@ -1,4 +1,4 @@
-"""Log-ratios, ratios and KL estimates of tokens: masked places, bounds, digits near zero."""
+"""Log-ratios, ratios and KL estimates of tokens: masked entries, bounds, accuracy near zero."""
 
 import jax
 import jax.numpy as jnp

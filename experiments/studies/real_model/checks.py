@@ -1,6 +1,6 @@
-"""What the head does with given hidden states, as rows of tables: drift of its engines, masks, and the gradient filter.
+"""The head on given hidden states, as rows of tables: drift of its engines, masks, and the gradient filter.
 
-Truth is float64 on the same bf16 operands (`experiments.studies.real_model.float64`).
+The reference is float64 on the same bf16 operands (`experiments.studies.real_model.float64`).
 """
 
 import functools
@@ -40,7 +40,7 @@ REFERENCE_BLOCK = 1024
 class Drift:
     """One engine on one set of tokens; differences in nats.
 
-    `log_prob` is the library's report of log-probs against float64, `sampler` the same against what the sampler said.
+    `log_prob` is the library's report of log-probs against float64, `sampler` the same against the sampler's log-probs.
     """
 
     tokens: str
@@ -54,7 +54,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Masked:
-    """One engine with a label on half of the tokens, beside the same engine with all labels."""
+    """One engine with a label on half of the tokens, against the same engine with all labels."""
 
     engine: str
     tokens: int
@@ -128,7 +128,7 @@ def _run(engine: str, tokens: TokenSet, weight: np.ndarray) -> tuple[np.ndarray,
 
 
 def rows_computed(engine: str, live: int, tokens: int, hidden_size: int) -> int:
-    """Rows of the logits that the forward computes: engines with kernels leave out whole row tiles, the others none."""
+    """Rows of the logits that the forward computes: engines with kernels skip whole row tiles, the others none."""
     if engine == "hopper":
         config = head_tiles(hidden_size).forward
         grain = config.rows * config.cluster
@@ -140,7 +140,7 @@ def rows_computed(engine: str, live: int, tokens: int, hidden_size: int) -> int:
 
 
 def masked(tokens: TokenSet, weight: np.ndarray, engine: str, seed: int, repeats: int) -> Masked:
-    """Half of the tokens lose their label: hidden states NaN and target -100 there, which must reach nothing."""
+    """Half of the tokens lose their label: their hidden states are NaN and their targets -100, which must not matter."""
     count = len(tokens.targets)
     rng = np.random.default_rng(seed)
     live = np.zeros(count, bool)
@@ -153,7 +153,7 @@ def masked(tokens: TokenSet, weight: np.ndarray, engine: str, seed: int, repeats
     half = [jnp.asarray(x) for x in (hidden, weight, targets, g, live)]
     packed = [jnp.asarray(x) for x in (tokens.hidden[live], weight, tokens.targets[live], g[live], live[live])]
     full, seen, alone = ([np.asarray(x) for x in run(*operands)] for operands in (every, half, packed))
-    # Values and hidden gradients have a row a token; the weight gradient, the last, sums over them.
+    # Values and hidden gradients have one row per token; the weight gradient, the last, sums over tokens.
     differences = [_largest(a[live], b[live]) for a, b in zip(full[:3], seen[:3], strict=True)]
     return Masked(
         engine,
@@ -179,7 +179,7 @@ def _values_and_gradients(engine, hidden, weight, targets, g, mask):
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> float:
-    """Largest difference; NaN if there is one, which is no match."""
+    """Largest difference; NaN if any value is NaN, which never counts as a match."""
     return float(np.abs(one.astype(np.float64) - other.astype(np.float64)).max())
 
 
@@ -214,14 +214,14 @@ def filtered(
     """The unfiltered gradient, then every order and threshold.
 
     Args:
-        tokens: to measure on.
+        tokens: the tokens to measure on.
         weight: bf16 [V, H].
-        others: tokens whose mean logits give one more order, as one that was fixed before training would be; or None.
-        thresholds: of the filter.
-        token_chunk: tokens of a block.
-        vocab_tile: vocabulary columns of a block.
-        seed: of the cotangents.
-        repeats: timed runs, of which the median counts.
+        others: tokens whose mean logits give another order, like one fixed before training; or None.
+        thresholds: thresholds of the filter.
+        token_chunk: tokens per block.
+        vocab_tile: vocabulary columns per block.
+        seed: seed of the cotangents.
+        repeats: timed runs, of which the median is reported.
     """
     g = np.random.default_rng(seed).normal(size=len(tokens.targets)).astype(np.float32)
     exact = float64_gradients(tokens, weight, g.astype(np.float64))
@@ -229,7 +229,7 @@ def filtered(
     engines |= {one: ChunkedEngine(token_chunk, vocab_tile, GradientFilter(one)) for one in thresholds}
     unfiltered, rows = None, []
     for name, order in _orders(tokens, weight, others).items():
-        # Renumbered once, outside of what is timed: what a training run does before its first step.
+        # Renumbered once and not timed, as a training run does before its first step.
         places = order.places(jnp.asarray(tokens.targets))
         operands = [jnp.asarray(tokens.hidden), order.rows(jnp.asarray(weight)), places, jnp.asarray(g)]
         for threshold in (None, *thresholds) if unfiltered is None else thresholds:
@@ -247,7 +247,7 @@ def filtered(
     return rows
 
 
-# Kept, so that sets of equal sizes and the orders of one set share what has been compiled.
+# Cached, so that sets of equal sizes and the orders of one set share compiled programs.
 @functools.cache
 def _gradient_program(engine: ChunkedEngine) -> Callable:
     return jax.jit(functools.partial(policy_gradients, engine))
@@ -270,7 +270,7 @@ def _orders(tokens: TokenSet, weight: np.ndarray, others: TokenSet | None) -> di
 
 
 def spread_blocks(tokens: TokenSet, count: int, block: int) -> TokenSet:
-    """About `count` tokens of a set: whole blocks of neighbours, as a filter sees them, spread evenly over the set."""
+    """About `count` tokens of a set: whole blocks of adjacent tokens, as a filter sees them, spread evenly over the set."""
     starts = np.arange(0, max(len(tokens.targets) - block, 0) + 1, block)
     chosen = starts[np.unique(np.linspace(0, len(starts) - 1, max(count // block, 1)).astype(int))]
     which = np.concatenate([np.arange(start, min(start + block, len(tokens.targets))) for start in chosen])

@@ -1,7 +1,7 @@
-"""Head states of a real model: it reads given text, and text that it samples itself, and shows that it was loaded right.
+"""Head states of a real model that reads given text and its own samples, with checks that it was loaded correctly.
 
 Needs the extra `gguf`. The body runs in fp32; hidden states are rounded to bf16 once, at the end, and so is the head's
-weight. Perplexities are of the fp32 model.
+weight. Perplexities are those of the fp32 model.
 """
 
 import functools
@@ -19,8 +19,10 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from experiments.models.decoder import Decoder
-from experiments.models.gguf import GgufFile, load_decoder, read_gguf
-from experiments.models.gguf_tokenizer import BpeTokenizer, load_tokenizer
+from experiments.models.gguf import GgufFile, read_gguf
+from experiments.models.gguf_tokenizer import load_gguf_tokenizer
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.models.pretrained import gguf_weights
 from experiments.sampling.sampler import sample
 from experiments.studies.real_model.states import HeadStates, StoredWeight, TokenSet
 from jaxlogp import linear_log_probs
@@ -33,7 +35,7 @@ ROWS_AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Reading:
-    """What the fp32 model says of rows of tokens.
+    """The fp32 model's results on rows of tokens.
 
     Attributes:
         hidden: bf16 [N, H].
@@ -62,12 +64,12 @@ def collect_states(
     Args:
         gguf: the model.
         texts: files of text; each gives the same number of tokens, or all that it has.
-        tokens: at most so many, of all texts together.
-        row_length: tokens of a row; each begins without context.
-        prompts: questions to sample answers for, at temperature 1; none for no such set.
-        num_generations: answers to each prompt.
-        new_tokens: at most so many of each answer.
-        seed: of the sampler.
+        tokens: maximum number, over all texts.
+        row_length: tokens per row; each row begins without context.
+        prompts: questions to sample answers for, at temperature 1; without questions there is no such set.
+        num_generations: answers per prompt.
+        new_tokens: maximum number of tokens per answer.
+        seed: seed of the sampler.
 
     Returns:
         The states, with sets "text" and "samples".
@@ -76,9 +78,9 @@ def collect_states(
         ValueError: a file that cannot be used.
     """
     for text in texts:
-        require(text.is_file(), "--text", "a file", f"{text.name}, which is none")
+        require(text.is_file(), "--text", "a file", f"{text.name}, which is not a file")
     file = read_gguf(gguf)
-    tokenizer, model = load_tokenizer(file), load_decoder(file)
+    tokenizer, model = load_gguf_tokenizer(file, chat_template=False), gguf_weights(file).decoder()
     readings = [_read_text(model, tokenizer, text, tokens // len(texts), row_length) for text in texts]
     sets = [TokenSet("text", *(np.concatenate([getattr(one, x) for one in readings]) for x in ("hidden", "targets")))]
     facts = _origin(file, gguf) | {
@@ -112,7 +114,7 @@ def _text_facts(path: Path, reading: Reading) -> dict[str, Any]:
     }
 
 
-def _read_text(model: Decoder, tokenizer: BpeTokenizer, path: Path, tokens: int, row_length: int) -> Reading:
+def _read_text(model: Decoder, tokenizer: PretrainedTokenizer, path: Path, tokens: int, row_length: int) -> Reading:
     try:
         ids = tokenizer.encode(path.read_text(encoding="utf-8"))[: tokens + 1]
     except UnicodeDecodeError as error:
@@ -128,7 +130,7 @@ def _read_text(model: Decoder, tokenizer: BpeTokenizer, path: Path, tokens: int,
 
 
 def _read(model: Decoder, rows: Int[np.ndarray, "R T"], wanted: np.ndarray) -> Reading:
-    """Hidden states, targets and log-probs where a token of [R, T - 1] is wanted; padding is behind all that is."""
+    """Hidden states, targets and log-probs where a token of [R, T - 1] is wanted; padding comes last."""
     graph, state = nnx.split(model)
     pieces = []
     for start in range(0, len(rows), ROWS_AT_A_TIME):
@@ -141,7 +143,7 @@ def _read(model: Decoder, rows: Int[np.ndarray, "R T"], wanted: np.ndarray) -> R
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(graph: nnx.GraphDef[Decoder], state: nnx.State, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bf16 hidden states and fp32 log-probs of the next token; causal, so padding behind changes nothing."""
+    """bf16 hidden states and fp32 log-probs of the next token; causal, so trailing padding changes nothing."""
     model = nnx.merge(graph, state)
     inputs = rows[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
@@ -150,31 +152,36 @@ def _forward(graph: nnx.GraphDef[Decoder], state: nnx.State, rows: jax.Array) ->
     return hidden.astype(jnp.bfloat16), result.log_probs
 
 
-def _greedy(model: Decoder, tokenizer: BpeTokenizer) -> str:
+def _greedy(model: Decoder, tokenizer: PretrainedTokenizer) -> str:
     prompt = jnp.asarray([tokenizer.encode(GREEDY_PROMPT)], jnp.int32)
-    options = {"max_new_tokens": GREEDY_TOKENS, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    options = {"max_new_tokens": GREEDY_TOKENS, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     length = jnp.asarray([prompt.shape[1]], jnp.int32)
     drawn = sample(model, prompt, length, jax.random.key(0), greedy=True, **options)
     return tokenizer.decode(drawn.tokens[0, : int(drawn.lengths[0])].tolist())
 
 
-def chat_prompt(tokenizer: BpeTokenizer, question: str) -> str:
-    """The question as a turn of a chat, where the vocabulary has ChatML's control tokens; else as it is."""
-    if not tokenizer.has_token("<|im_start|>"):
+def chat_prompt(tokenizer: PretrainedTokenizer, question: str) -> str:
+    """The question as a chat turn where the vocabulary has ChatML's control tokens; otherwise as it is."""
+    if tokenizer.inner.token_to_id("<|im_start|>") is None:
         return question
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def _samples(
-    model: Decoder, tokenizer: BpeTokenizer, prompts: Sequence[str], num_generations: int, new_tokens: int, seed: int
+    model: Decoder,
+    tokenizer: PretrainedTokenizer,
+    prompts: Sequence[str],
+    num_generations: int,
+    new_tokens: int,
+    seed: int,
 ) -> tuple[TokenSet, dict[str, Any]]:
-    """Answers at temperature 1, read again by the model: what a policy gradient is made of."""
+    """Answers at temperature 1, read again by the model, as for a policy gradient."""
     encoded = [tokenizer.encode(chat_prompt(tokenizer, prompt)) for prompt in prompts for _ in range(num_generations)]
     lengths = np.array([len(ids) for ids in encoded], np.int32)
     padded = np.full((len(encoded), int(lengths.max())), tokenizer.pad_id, np.int32)
     for place, ids in enumerate(encoded):
         padded[place, : len(ids)] = ids
-    options = {"max_new_tokens": new_tokens, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    options = {"max_new_tokens": new_tokens, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     drawn = sample(model, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed), **options)
     answers, sizes = np.asarray(drawn.tokens), np.asarray(drawn.lengths)
     rows = np.full((len(encoded), padded.shape[1] + new_tokens), tokenizer.pad_id, np.int32)
@@ -187,7 +194,7 @@ def _samples(
     facts = {
         "answers": len(encoded),
         "tokens": int(sizes.sum()),
-        "finished": int((answers[np.arange(len(sizes)), sizes - 1] == tokenizer.eos_id).sum()),
+        "finished": int((np.isin(answers[np.arange(len(sizes)), sizes - 1], tokenizer.eos_ids)).sum()),
         "fp32_sampler_against_forward": float(np.abs(sampled - reading.log_probs).max()),
         "example": [prompts[0], tokenizer.decode(answers[0, : sizes[0]].tolist())],
     }
@@ -195,7 +202,7 @@ def _samples(
 
 
 def _stored_weight(file: GgufFile, model: Decoder) -> StoredWeight:
-    """8-bit blocks as they lie in the file, everything else as bf16."""
+    """8-bit blocks as stored in the file, everything else as bf16."""
     import gguf
 
     tensor = file.tensors["token_embd.weight" if model.config.tie_embeddings else "output.weight"]

@@ -1,4 +1,4 @@
-"""The head in float64 NumPy, written from the formulas, for hidden states and a weight that are known.
+"""The head in float64 NumPy, written from the formulas, for given hidden states and weight.
 
 z = hidden · weightᵀ, log p = z - lse(z), H = -Σ p log p, and for cotangents g and g_H of log-probs and entropies
 dz = g (onehot - p) - g_H p (log p + H).
@@ -15,11 +15,11 @@ from experiments.studies.gradient_filter import ENTROPY_COTANGENT
 from experiments.studies.real_model.states import TokenSet
 
 BLOCK = 256
-"""Tokens whose logits are stored at a time."""
+"""Number of tokens whose logits are stored at a time."""
 
 
 def _log_p(hidden: np.ndarray, weight: Float[np.ndarray, "V H"]) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-    """Blocks of tokens: which, their hidden states, and log p [tokens, V]."""
+    """Blocks of tokens: their positions, their hidden states, and log p [tokens, V]."""
     for start in range(0, len(hidden), BLOCK):
         block = hidden[start : start + BLOCK].astype(np.float64)
         logits = block @ weight.T

@@ -1,7 +1,8 @@
-"""What the head of a model gets on real text, in one file: hidden states, targets and the head's weight, all in bf16.
+"""The inputs of a model's head on real text, in one file: hidden states, targets and the head's weight, all in bf16.
 
-A file of arrays (npz, never pickled) carries them from a machine with the model to one with another accelerator. A weight
-that is quantised to 8 bits travels as its integers and scales, half the size of bf16, and becomes the same bf16 there.
+A file of arrays (npz, never pickled) carries them from a machine with the model to one with another accelerator. A
+weight quantised to 8 bits is stored as integers and scales, half the size of bf16, and gives the same bf16 values when
+loaded.
 
 Shapes: N tokens, H hidden features, V vocabulary entries, G blocks of a row that share a scale.
 """
@@ -19,18 +20,18 @@ from jaxtyping import Float, Int
 from jaxlogp.errors import describe, require
 
 FORMAT = 1
-"""Changes when files are laid out in another way."""
+"""Changes with the layout of the file."""
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Tokens of one origin.
+    """Tokens of one source.
 
     Attributes:
-        name: of the origin.
+        name: name of the source.
         hidden: bf16 [N, H], what the head reads to predict each target.
         targets: int32 [N], ids in [0, V).
-        sampler_log_probs: fp32 [N], what the sampler said of each target when it drew it, or None for given text.
+        sampler_log_probs: fp32 [N], the sampler's log-prob of each target when it was drawn, or None for given text.
     """
 
     name: str
@@ -45,7 +46,7 @@ class StoredWeight:
 
     Attributes:
         values: bf16 [V, H], or int8 [V, H] with scales.
-        scales: fp16 [V, G], each of H / G neighbouring integers of a row, or None.
+        scales: fp16 [V, G], each for H / G adjacent integers of a row, or None.
     """
 
     values: Float[np.ndarray, "V H"] | Int[np.ndarray, "V H"]
@@ -62,12 +63,12 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class HeadStates:
-    """What is analysed.
+    """The input of the analysis.
 
     Attributes:
-        sets: of one model.
-        weight: of its head.
-        facts: where they come from and how well the model reads the text; JSON values.
+        sets: the token sets, of one model.
+        weight: weight of its head.
+        facts: their origin and how well the model predicts the text; JSON values.
     """
 
     sets: tuple[TokenSet, ...]
@@ -97,9 +98,9 @@ def load_states(path: Path) -> HeadStates:
     """Reads what `save_states` wrote.
 
     Raises:
-        ValueError: no such file, no npz file, an array is missing or has another dtype or shape than it must have.
+        ValueError: no such file, no npz file, an array is missing or has a wrong dtype or shape.
     """
-    require(path.is_file(), "--states", "a file", f"{path.name}, which is none")
+    require(path.is_file(), "--states", "a file", f"{path.name}, which is not a file")
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

@@ -1,4 +1,4 @@
-"""The markdown of the study: where the states come from, then a table for each of the three questions."""
+"""The markdown of the study: the origin of the states, then one table for each of the three questions."""
 
 import platform
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""Engine ``chunked``: vocabulary tiles times token chunks, on any device."""
+"""Engine ``chunked``: vocabulary tiles × token chunks, on any device."""

@@ -1,16 +1,17 @@
-"""Engine ``chunked``: vocabulary tiles times token chunks, on any device, logits never stored.
+"""Engine ``chunked``: vocabulary tiles × token chunks, on any device, without storing the logits.
 
-Forward: for each vocabulary tile and token chunk the logits of one [token_chunk, vocab_tile] block are computed, reduced
-to tile statistics and dropped. Backward: each block is computed again, turned into its gradient and multiplied into both
-products. Between the two only token-sized vectors are kept. The tile loop is the outer one, so a tile of the weight's
-gradient is complete, and rounded once, when its loop over the tokens ends; the hidden gradient accumulates in fp32.
+Forward: for each vocabulary tile and token chunk the logits of one [token_chunk, vocab_tile] block are computed,
+reduced to tile statistics and dropped. Backward: each block is recomputed, turned into its gradient and multiplied into
+both products. Between the two passes only token-sized vectors are kept. The tile loop is the outer one, so a tile of
+the weight's gradient is complete, and rounded once, when its loop over the tokens ends; the hidden gradient accumulates
+in fp32.
 
-Where the width does not divide the vocabulary the last tile starts earlier, so the weight is never padded or copied; columns
-that the tile before has covered are not its own, and masked.
+Where the tile width does not divide the vocabulary, the last tile starts earlier, so the weight is never padded or
+copied; its columns that the previous tile has covered are masked.
 
-With a gradient filter the forward also keeps the largest logit of every tile and token, [tiles, tokens], and the backward's
-inner loop runs over the blocks that count. They are listed first and looped over, instead of branching in each block: a
-branch would copy the accumulators, and under vmap it would compute both sides.
+With a gradient filter the forward also keeps the largest logit of every tile and token, [tiles, tokens], and the
+backward's inner loop visits only the blocks that are kept. These are listed first and looped over, instead of branching
+in each block: a branch would copy the accumulators, and under vmap it would compute both sides.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ from jaxlogp.stats import (
 
 
 class _Kept(NamedTuple):
-    """What the backward reads of each token, and for a gradient filter the largest logits [tiles, chunks, chunk]."""
+    """What the backward needs of each token, and for a gradient filter the largest logits [tiles, chunks, chunk]."""
 
     normaliser: Normaliser
     peaks: Float[Array, "tiles chunks chunk"] | None
@@ -50,13 +51,13 @@ class _Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedEngine(Engine):
-    """Computes [token_chunk, vocab_tile] logits at a time. The result does not depend on the two sizes.
+    """Computes [token_chunk, vocab_tile] logits at a time. Up to rounding, the result does not depend on the two sizes.
 
     Attributes:
-      token_chunk: tokens a block; more than there are means all at once.
-      vocab_tile: vocabulary columns a block; more than there are means all at once.
-      gradient_filter: None, or which blocks of the gradient are left out; the result then depends on the two sizes, and
-        smaller blocks (128 tokens, 256 columns) leave out more.
+      token_chunk: tokens per block; if there are fewer, all at once.
+      vocab_tile: vocabulary columns per block; if there are fewer, all at once.
+      gradient_filter: None, or the rule by which blocks of the gradient are skipped; the result then depends on the two
+        sizes, and more is skipped with smaller blocks (128 tokens, 256 columns).
     """
 
     token_chunk: int = 512
@@ -65,7 +66,7 @@ class ChunkedEngine(Engine):
     name = "chunked"
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive integers, and what is no gradient filter."""
+        """Refuses sizes that are not positive integers, and a gradient_filter of another type."""
         check_filter(self.gradient_filter)
         for argument in ("token_chunk", "vocab_tile"):
             value = getattr(self, argument)
@@ -79,7 +80,7 @@ class ChunkedEngine(Engine):
         return values, _Kept(normaliser, peaks)
 
     def backward(self, call: HeadCall, kept: _Kept, g: TokenLogProbs) -> HeadGradients:
-        """Each block's logits once more, turned into their gradient: three products."""
+        """Each block's logits, recomputed and turned into their gradient: three products."""
         visited = None if kept.peaks is None else visits(_counting_blocks(call, self, kept, g))
         return _Backward(call, self, kept.normaliser, g, visited).gradients()
 
@@ -100,22 +101,22 @@ class ChunkedEngine(Engine):
         return self.why_not_one_pass(call, False)
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
-        """The backward alone: lse takes the place of the largest logit, with a sum of exponentials of 1."""
+        """The backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
         return self.backward(call, _Kept(Normaliser(lse, jnp.zeros_like(lse), None), None), g)
 
     def skipped_tiles(self, call: HeadCall) -> WeightedSum:
-        """Blocks of this shard that the backward leaves out, and all of them; every token of the mask has a cotangent."""
+        """Blocks of this shard that the backward skips, and all blocks, with a cotangent at every token of the mask."""
         _, kept = self.forward(call)
         g = TokenLogProbs(call.targets.mask.astype(jnp.float32), None)
         counting = _counting_blocks(call, self, kept, g)
         left_out = jnp.sum(~counting, dtype=jnp.int32)
-        # All of them, as a sum of what is there: a constant has no place on an Explicit mesh.
+        # The number of all blocks, as a sum over an array: a constant has no sharding on an Explicit mesh.
         return WeightedSum(left_out.astype(jnp.float32), left_out + jnp.sum(counting, dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """How [tokens, vocab] is cut; static."""
+    """How [tokens, vocab] is divided into blocks; static."""
 
     tokens: int
     vocab: int
@@ -135,7 +136,7 @@ class _Blocks:
         return -(-self.vocab // self.tile)
 
     def chunks(self, x: Array, fill: float | int) -> Array:
-        """[tokens, ...] as [num_chunks, chunk, ...], filled up at the end."""
+        """[tokens, ...] as [num_chunks, chunk, ...], padded at the end."""
         padding = [(0, self.num_chunks * self.chunk - self.tokens)] + [(0, 0)] * (x.ndim - 1)
         padded = jnp.pad(x, padding, constant_values=fill) if padding[0][1] else x
         return padded.reshape(self.num_chunks, self.chunk, *x.shape[1:])
@@ -144,7 +145,7 @@ class _Blocks:
         return x.reshape(-1, *x.shape[2:])[: self.tokens]
 
     def tile_columns(self, index: Array, width: Array) -> tuple[Array, Array, Array]:
-        """First column of a tile, which of its columns are its own, and which of those are real ids."""
+        """First column of a tile, which of its columns no earlier tile has covered, and which of those are real ids."""
         start = jnp.minimum(index * self.tile, self.vocab - self.tile)
         columns = start + jnp.arange(self.tile, dtype=jnp.int32)
         own = columns >= index * self.tile
@@ -152,7 +153,7 @@ class _Blocks:
 
 
 def _local_targets(column: Array, start: Array) -> Array:
-    """Columns relative to a tile; -1, which is not owned (column < 0), stays negative."""
+    """Columns relative to a tile; -1, which means not owned (column < 0), stays negative."""
     return jnp.where(column < 0, -1, column - start)
 
 
@@ -190,11 +191,11 @@ def _local_statistics(call: HeadCall, engine: ChunkedEngine) -> tuple[Any, Array
 
 
 def _counting_blocks(call: HeadCall, engine: ChunkedEngine, kept: _Kept, g: TokenLogProbs) -> Array:
-    """Which blocks [tiles, chunks] count; tokens that fill the last chunk up have no cotangent."""
+    """Which blocks [tiles, chunks] are kept; the padding of the last chunk has no cotangent."""
     blocks = _Blocks.of(engine, call.hidden.shape[0], call.num_columns)
     normaliser = Normaliser(blocks.chunks(kept.normaliser.max, 0), blocks.chunks(kept.normaliser.log_sum_exp, 0), None)
     cotangents = (None if x is None else blocks.chunks(x, 0) for x in (g.log_probs, g.entropy))
-    # Floor division keeps -1, which is no column, below every tile.
+    # Floor division keeps -1, which is not a column, below every tile.
     tile_of_target = blocks.chunks(call.targets.column, -1) // blocks.tile
     return kept_blocks(engine.gradient_filter, kept.peaks, tile_of_target, normaliser, *cotangents)
 
@@ -212,7 +213,7 @@ class _Backward:
     ) -> None:
         self.call, self.visited = call, visited
         self.blocks = blocks = _Blocks.of(engine, call.hidden.shape[0], call.num_columns)
-        # Tokens that fill the last chunk up have hidden 0, cotangent 0 and a harmless normaliser: they add exact zeros.
+        # The padding of the last chunk has hidden 0, cotangent 0 and a harmless normaliser, so it adds exact zeros.
         self.hidden = blocks.chunks(call.hidden.astype(call.operand_dtype), 0)
         self.columns = blocks.chunks(call.targets.column, -1)
         self.per_token = jax.tree.map(lambda x: blocks.chunks(x, 0), (normaliser, g.log_probs, g.entropy))
@@ -227,7 +228,7 @@ class _Backward:
         return HeadGradients(self.blocks.unchunk(d_hidden).astype(call.hidden_gradient_dtype), d_weight, d_bias)
 
     def _tile(self, index: Array, carry: tuple) -> tuple:
-        """Adds a tile to the hidden gradient and writes its rows of the others, complete and rounded once."""
+        """Adds a tile to the hidden gradient and writes its rows of the other gradients, complete and rounded once."""
         d_hidden, d_weight, d_bias = carry
         call, blocks = self.call, self.blocks
         start, own, valid = blocks.tile_columns(index, call.targets.width)

@@ -1,7 +1,8 @@
-"""Values and gradients in one pass over chunks of tokens, on any device: the logits of a chunk are there when its loss is.
+"""Values and gradients in one pass over chunks of tokens, on any device: a chunk's logits are used while at hand.
 
-By chunks: one product gives the logits, these the log-probs and, over the vocabulary shards, one pmax and one psum of
-token-sized vectors; the loss gives its cotangents; then dH = dz · W and dW += dzᵀ · H. Three products instead of four.
+For each chunk, one product gives the logits; these give the log-probs, with one pmax and one psum of token-sized
+vectors over the vocabulary shards; the loss gives their cotangents; then dH = dz · W and dW += dzᵀ · H. Three products
+instead of four.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from jaxlogp.head.projection import dot, finish_logits, product_gradient
 from jaxlogp.stats import TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp.targets import LocalTargets, mask_cotangents
 
-# fp32 numbers of the logits of one chunk of tokens, 256 MiB.
+# Most fp32 logits of one chunk of tokens, 256 MiB.
 CHUNK_ELEMENTS = 2**26
 
 
@@ -29,10 +30,10 @@ def values_and_gradients(
     """Log-probs, entropy and lse, the same on all vocabulary shards, and this shard's gradients.
 
     Args:
-      call: the call; chunks without a label are left out.
-      cotangents: the loss's cotangents of the values of a chunk of tokens.
-      tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
-      token_chunk: most tokens of a chunk; fewer where their logits would take more than 256 MiB.
+      call: the call; chunks without a label are skipped.
+      cotangents: gives the loss's cotangents for the values of a chunk of tokens.
+      tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; padded with zeros.
+      token_chunk: upper bound of the tokens in a chunk; fewer where their logits would take more than 256 MiB.
     """
     return _OnePass(call, cotangents, tokens, token_chunk).run()
 
@@ -68,7 +69,7 @@ class _OnePass:
             jnp.zeros(call.weight.shape, jnp.float32),
             None if call.bias is None else jnp.zeros(call.bias.shape, jnp.float32),
         )
-        # The all-reduces make values the same on all vocabulary shards; what a shard's columns give is not.
+        # The all-reduces make values the same on all vocabulary shards; what follows from a shard's columns differs.
         values = jax.tree.map(lambda x: vary_over(x, call.value_axes), values)
         gradients = jax.tree.map(lambda x: vary_over(x, call.axes), gradients)
         live_chunks = -(-rows.count // self.size)

@@ -1,1 +1,1 @@
-"""Engine ``fixed_order``: the same bits on every vocabulary mesh and in every batch."""
+"""Engine ``fixed_order``: bitwise equal on every vocabulary mesh and in every batch."""

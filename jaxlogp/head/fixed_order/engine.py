@@ -1,12 +1,11 @@
-"""Engine ``fixed_order``: the head, bitwise the same on every vocabulary mesh, in every batch and at every position.
+"""Engine ``fixed_order``: the head, bitwise equal on every vocabulary mesh, in every batch and at every position.
 
-The vocabulary is cut into the granules of a :class:`~jaxlogp.ReductionOrder`, granules into tiles, tokens into blocks of
-rows, and every product has the shape of one block and one tile, whatever the mesh and the batch. Forward: tile statistics
-are combined tile by tile inside a granule and by the fixed tree across granules. Backward: a tile's logits are computed
-again; the hidden gradient is summed tile by tile inside a granule and by the tree across granules, the weight's by the
-tree over blocks of rows.
+The vocabulary is divided into the granules of a :class:`~jaxlogp.ReductionOrder`, granules into tiles, tokens into
+blocks of rows, and every product has the shape of one block and one tile, whatever the mesh and the batch. Forward:
+tile statistics are added as integers, in any order. Backward: a tile's logits are recomputed; the hidden gradient is
+summed tile by tile inside a granule and by the tree across granules, the weight's by the tree over blocks of rows.
 
-Operands come as they are typed, and the backward sums each gradient over the mesh axes over which its operand does not
+Operands keep their types, and the backward sums each gradient over the mesh axes over which its operand does not
 vary: the transpose of a cast to "varying" would be a float all-reduce, whose order is the backend's.
 """
 
@@ -35,7 +34,7 @@ from jaxlogp.vocab import VocabShards
 
 @dataclasses.dataclass(frozen=True)
 class FixedOrderEngine(Engine):
-    """Sums in the order that ``order`` fixes; see docs/invariance.md for what that promises and what it costs.
+    """Sums in the order that ``order`` fixes; see docs/invariance.md for what this guarantees and what it costs.
 
     Attributes:
       order: the numeric identity.
@@ -47,13 +46,15 @@ class FixedOrderEngine(Engine):
     masks_hidden = True
 
     def why_not(self, call: HeadCall) -> str | None:
-        """Operands or shards that are not those of the order, or hidden states whose gradient a float psum would sum."""
-        if call.weight_layout != "vh":
-            return "it takes a weight [V, H], not [H, V]"
+        """Refuses operands or shards that do not match the order, and gradients that need a float psum."""
         dtype = call.operand_dtype.name
         if self.order.dtype not in (None, dtype):
             return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
-        wanted = self.order.shards(call.vocab_size, call.num_shards)
+        try:
+            wanted = self.order.shards(call.vocab_size, call.num_shards)
+            Plan.of(self.order, call)
+        except ValueError as refusal:
+            return f"its order does not fit: {refusal}"
         shards = call.shards or VocabShards.even(call.vocab_size, call.num_shards)
         if shards != wanted:
             return (
@@ -66,7 +67,7 @@ class FixedOrderEngine(Engine):
         return self.order.shards(vocab_size, num_shards)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser]:
-        """Values per token, and in blocks what the backward needs of every row of logits."""
+        """Values per token and, in blocks, what the backward needs of every row of logits."""
         operands = Operands(Plan.of(self.order, call), call)
         return _finish(operands, _tile_statistics(operands, call), call)
 
@@ -74,7 +75,8 @@ class FixedOrderEngine(Engine):
         """Gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
-          ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the gradient.
+          ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the
+            gradient.
         """
         if call.num_shards > 1:
             seen = f"a type that varies over {call.axis_name!r}: its gradient would be summed by a float all-reduce"
@@ -89,14 +91,16 @@ class FixedOrderEngine(Engine):
         d_hidden_nodes, d_weight, d_bias = sums.all_nodes()
         d_hidden = plan.unblock(_sum_nodes(d_hidden_nodes, _missing(call.hidden, axes), call.axis_name))
         d_hidden = jnp.where(call.targets.mask[:, None], d_hidden, 0.0).astype(call.hidden_gradient_dtype)
-        d_weight = _sum_nodes(d_weight[None], weight_axes, None)[: call.weight.shape[0]]
+        d_weight = lax.slice_in_dim(
+            _sum_nodes(d_weight[None], weight_axes, None), 0, call.num_columns, axis=call.vocab_dim
+        )
         if call.bias is not None:
             d_bias = _sum_nodes(d_bias[None], bias_axes, None)[: call.bias.shape[0]]
         return HeadGradients(d_hidden, d_weight.astype(call.weight_gradient_dtype), d_bias)
 
 
 def _tile_statistics(operands: Operands, call: HeadCall) -> Float[Array, "tiles 4 blocks rows"]:
-    """What every tile of this shard yields: max, Σ e^(z - max), Σ e^(z - max) (z - max), the target's logit or 0."""
+    """The statistics of every tile of this shard: max, Σ e^(z - max), Σ e^(z - max) (z - max), the target's logit or 0."""
     plan = operands.plan
 
     def step(index, statistics):
@@ -119,7 +123,7 @@ def _tile_statistics(operands: Operands, call: HeadCall) -> Float[Array, "tiles 
 def _finish(
     operands: Operands, statistics: Float[Array, "tiles 4 blocks rows"], call: HeadCall
 ) -> tuple[TokenLogProbs, Normaliser]:
-    """Values per token and, in blocks, what the backward needs. Block by block: exp and log must not see another shape."""
+    """Values per token and, in blocks, what the backward needs. Block by block: exp and log keep one shape."""
     plan, targets = operands.plan, call.targets
     maximum = jnp.max(statistics[:, 0], axis=0)
     if call.axis_name is not None:
@@ -139,12 +143,12 @@ def _finish(
 
 
 def _node_size(granules: int) -> int:
-    """The largest power of two that divides the number of local granules: what a rank may add up alone."""
+    """The largest power of two that divides the number of local granules: the subtree that a rank may add up alone."""
     return granules & -granules
 
 
 def _missing(x: Array | None, axes: frozenset) -> frozenset:
-    """The axes over which the gradient of x has to be summed."""
+    """The mesh axes over which the gradient of x has to be summed."""
     return frozenset() if x is None else axes - varying_axes(x)
 
 
@@ -179,7 +183,8 @@ class _Sums:
         size = _node_size(plan.granules)
         nodes = plan.granules // size
         weight, bias = self.operands.weight, self.operands.bias
-        # What other ranks add to is rounded after that; else a tile is complete, and rounded once, when it is written.
+        # A gradient that other ranks add to is rounded after that; otherwise a tile is complete, and rounded once, when
+        # written.
         d_weight = jnp.zeros(weight.shape, jnp.float32 if self.weight_axes else self.weight_dtype)
         d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32 if self.bias_axes else self.bias_dtype)
 
@@ -194,7 +199,7 @@ class _Sums:
         return d_hidden, d_weight, d_bias
 
     def subtree(self, size: int, first: Array, written: tuple) -> tuple[Array, tuple]:
-        """Hidden gradient of ``size`` granules (a power of two): two halves in a loop, so the body exists once."""
+        """Hidden gradient of ``size`` granules (a power of two): two halves in a loop, so that the body is compiled once."""
         if size == 1:
             return self.granule(first, written)
         half = size // 2
@@ -204,7 +209,7 @@ class _Sums:
             part, written = self.subtree(half, first + index * half, written)
             return total + part, written
 
-        # A granule has no -0.0, so to start from zero changes no bit.
+        # A granule has no -0.0, so starting from zero changes no bit.
         return lax.fori_loop(0, 2, step, (self._zeros(self.operands.hidden.shape), written))
 
     def granule(self, granule: Array, written: tuple) -> tuple[Array, tuple]:
@@ -215,8 +220,8 @@ class _Sums:
             d_hidden, (d_weight, d_bias) = carry
             tile = self.operands.tile(granule, index)
             d_hidden, d_rows, d_entries = self.tile(tile, d_hidden)
-            # A tile that overlaps the one before leaves its rows alone.
-            d_weight = plan.write(d_weight, d_rows, tile.start, tile.valid)
+            # A tile that overlaps the previous one does not write the rows that they share.
+            d_weight = plan.write(d_weight, d_rows, tile.start, tile.valid, self.operands.vocab_dim)
             d_bias = None if d_bias is None else plan.write(d_bias, d_entries, tile.start, tile.valid)
             return d_hidden, (d_weight, d_bias)
 
@@ -237,7 +242,7 @@ class _Sums:
             gradient = logit_gradient(logits, tile.targets(block), tile.valid, normaliser, g_log_probs, g_entropy)
             gradient = product_gradient(gradient, logits, spec)
             rounded = gradient.astype(operands.dtype)
-            # A row without cotangent adds nothing, even where its hidden state is NaN.
+            # A row without a cotangent adds nothing, even where its hidden state is NaN.
             live = live_tokens(g_log_probs, g_entropy)[:, None]
             rows = jnp.where(live, operands.hidden[block], jnp.zeros((), operands.dtype))
             d_hidden = d_hidden.at[block].add(dot(rounded, tile.weight, contract=(1, 0)))

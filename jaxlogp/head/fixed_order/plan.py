@@ -1,8 +1,9 @@
-"""How engine ``fixed_order`` cuts [tokens, vocabulary]: blocks of rows, granules of tiles; and its logits.
+"""How engine ``fixed_order`` divides [tokens, vocabulary] into blocks of rows, and granules of tiles; and its logits.
 
-A granule is a run of columns that no shard splits. It is cut into equal tiles, the last of which starts earlier where the
-width is not a multiple. A tile that is wider than its granule reaches into the next one, whose columns it does not count; at
-the end of a shard it is read from further ahead and moved to its place. So the weight itself is never padded or copied.
+A granule is a run of columns that no shard splits. It is divided into equal tiles, the last of which starts earlier
+where the tile width does not divide the granule. A tile that is wider than its granule reaches into the next one, whose
+columns it masks; at the end of a shard it is read from an earlier row and shifted into place. So the weight is never
+padded or copied.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jaxlogp.invariance.order import ReductionOrder
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How [tokens, vocab] is cut; static but for the rank."""
+    """How [tokens, vocab] is divided; static except for the rank."""
 
     order: ReductionOrder
     vocab_size: int
@@ -60,11 +61,11 @@ class Plan:
 
     @property
     def overhang(self) -> int:
-        """Most columns by which a tile is wider than its granule."""
+        """The most columns by which a tile is wider than its granule."""
         return max(self.tile - self.vocab_size // self.order.granules, 0)
 
     def blocks(self, x: Array, fill: float | int) -> Array:
-        """[tokens, ...] as [num_blocks, row_block, ...], filled up at the end."""
+        """[tokens, ...] as [num_blocks, row_block, ...], padded at the end."""
         missing = self.num_blocks * self.order.row_block - self.tokens
         padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
         return padded.reshape(self.num_blocks, self.order.row_block, *x.shape[1:])
@@ -78,35 +79,42 @@ class Plan:
         rank = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
         first = rank * self.granules
         start, width = edges[first + granule], edges[first + granule + 1] - edges[first + granule]
-        # The last tile ends where its granule ends and leaves out what the tile before has counted.
+        # The last tile ends where its granule ends, and masks what the previous tile has counted.
         begin = jnp.minimum(tile * self.tile, jnp.maximum(width - self.tile, 0))
         column = begin + jnp.arange(self.tile, dtype=jnp.int32)
         return start - edges[first] + begin, (column >= tile * self.tile) & (column < width)
 
-    def take(self, x: Array, start: Array) -> Array:
-        """The rows of a tile that starts at ``start``: wherever a shard ends, each row at the same place of the tile."""
-        if not self.overhang:
-            return take_rows(x, start, self.tile)
-        ahead = jnp.minimum(start, x.shape[0] - self.tile)
-        return _moved(take_rows(x, ahead, self.tile), (0, self.overhang), start - ahead)
+    def take(self, x: Array, start: Array, dim: int = 0) -> Array:
+        """The columns of a tile that starts at ``start``, as rows, each at the same place wherever the shard ends.
 
-    def write(self, x: Array, rows: Array, start: Array, owned: Array) -> Array:
+        ``dim`` is the dimension of x that counts vocabulary columns.
+        """
+        if not self.overhang:
+            return take_rows(x, start, self.tile, dim)
+        ahead = jnp.minimum(start, x.shape[dim] - self.tile)
+        return _moved(take_rows(x, ahead, self.tile, dim), (0, self.overhang), start - ahead)
+
+    def write(self, x: Array, rows: Array, start: Array, owned: Array, dim: int = 0) -> Array:
         """Writes the rows of a tile that it owns; undoes :meth:`take`."""
         if not self.overhang:
-            return write_rows(x, rows, start, owned)
-        ahead = jnp.minimum(start, x.shape[0] - self.tile)
+            return write_rows(x, rows, start, owned, dim)
+        ahead = jnp.minimum(start, x.shape[dim] - self.tile)
         rows, owned = (_moved(part, (self.overhang, 0), self.overhang - (start - ahead)) for part in (rows, owned))
-        return write_rows(x, rows, ahead, owned)
+        return write_rows(x, rows, ahead, owned, dim)
 
 
 def _moved(rows: Array, padding: tuple[int, int], first: Array) -> Array:
-    """As many rows as before, from ``first`` on, of the padded rows."""
+    """Rows from ``first`` on of the padded rows, as many as there were before padding."""
     padded = jnp.pad(rows, [padding] + [(0, 0)] * (rows.ndim - 1))
     return lax.dynamic_slice_in_dim(padded, first, rows.shape[0])
 
 
+def _filled_up(x: Array, missing: int, dim: int) -> Array:
+    return jnp.pad(x, [(0, missing if index == dim else 0) for index in range(x.ndim)])
+
+
 def _logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
-    """As :func:`jaxlogp.head.projection.finish_logits`, each multiplication ending in an addition."""
+    """As :func:`jaxlogp.head.projection.finish_logits`, from exact partial products, so that any addition may follow."""
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
     logits = scaled(logits, spec.logit_scale)
     if spec.softcap is not None:
@@ -123,31 +131,29 @@ def product_gradient(gradient: Array, logits: Array, spec: HeadSpec) -> Array:
 
 
 class Operands:
-    """hidden, weight and bias of one call as the loops read them."""
+    """hidden, weight and bias of one call, in the form that the loops read."""
 
     def __init__(self, plan: Plan, call: HeadCall):
         self.plan, self.spec = plan, call.spec
         self.dtype = call.operand_dtype
-        # Selected out before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
+        # Replaced before any product: 0 * NaN from a masked row would reach every row of the weight's gradient.
         kept = jnp.where(call.targets.mask[:, None], call.hidden.astype(self.dtype), jnp.zeros((), self.dtype))
         self.hidden = plan.blocks(kept, 0)
         self.column = plan.blocks(call.targets.column, -1)
-        # A shard of a vocabulary that is smaller than one tile is filled up to it.
-        missing = max(plan.tile - call.weight.shape[0], 0)
-        self.weight, self.bias = (
-            None if x is None else jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-            for x in (call.weight, call.bias)
-        )
+        # A shard that is smaller than one tile is padded to it.
+        missing, self.vocab_dim = max(plan.tile - call.num_columns, 0), call.vocab_dim
+        self.weight = _filled_up(call.weight, missing, call.vocab_dim)
+        self.bias = None if call.bias is None else _filled_up(call.bias, missing, 0)
 
     def tile(self, granule: Array, tile: Array) -> "Tile":
         start, valid = self.plan.columns(granule, tile)
-        rows = self.plan.take(self.weight, start).astype(self.dtype)
+        rows = self.plan.take(self.weight, start, self.vocab_dim).astype(self.dtype)
         return Tile(self, start, valid, rows, None if self.bias is None else self.plan.take(self.bias, start))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One tile: its first local row, which columns count, and its rows of the weight and the bias."""
+    """One tile: its first local column, which columns count, and their rows of the weight and entries of the bias."""
 
     operands: Operands
     start: Array

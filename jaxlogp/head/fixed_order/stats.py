@@ -1,7 +1,8 @@
-"""Statistics of one tile, and the gradient of its logits: no bit depends on the program around them.
+"""Statistics of one tile, and the gradient of its logits; no bit depends on the surrounding program.
 
-A float sum over the columns would take its order from that program (``jax.checkpoint``, ``jax.vmap``, a fusion). So each
-term is cut into two integers, and integers are added; :mod:`jaxlogp.head.fold` then adds up the tiles as integers too.
+A float sum over the columns would take its order from that program (``jax.checkpoint``, ``jax.vmap``, a fusion). So
+each term is split into two integers, and integers are added; :mod:`jaxlogp.head.fold` then adds up the tiles as
+integers too.
 """
 
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ def tile_statistics(
     Args:
       logits: fp32, final (scaled, capped, divided by the temperature).
       valid: False for columns that are padding or belong to another tile.
-      with_entropy: whether the last of the three is wanted; else it is 0.
+      with_entropy: whether the last of the three is wanted; otherwise it is 0.
     """
     seen = jnp.where(valid[None, :], logits, -jnp.inf)
     maximum = jnp.max(seen, axis=-1)
-    # A row that is not finite shows in its maximum; what it adds up to is then of no use.
+    # A row that is not finite is recognised by its maximum; its sums are then not used.
     shift = jnp.where(jnp.isneginf(seen), -jnp.inf, seen - maximum[:, None])
     exp = jnp.exp(shift)
     if not with_entropy:
@@ -41,7 +42,7 @@ def tile_statistics(
 def sum_columns(terms: Float[Array, "rows columns"]) -> Float[Array, " rows"]:
     """Σ over columns, |term| <= 1, in any order: each term as a 2^-bits + b 2^-(2 bits) with integers a and b.
 
-    As many bits as the sums of a fit into int32: 20 with 1024 columns, where a term is rounded at 2^-40.
+    With as many bits as let the sums of a fit into int32: 20 for 1024 columns, where a term is rounded at 2^-40.
     """
     scale = 2.0 ** (30 - (terms.shape[-1] - 1).bit_length())
     # Powers of two: both products are exact, so contracting them with the subtraction changes nothing.
@@ -75,7 +76,7 @@ def logit_gradient(
 
 
 def _exp(shift: Float[Array, "..."]) -> Float[Array, "..."]:
-    """exp without denormals. The selection also parts the last product inside of exp from what is added to it."""
+    """exp without denormals. The selection also separates the last product inside exp from what is added to it."""
     return jnp.where(shift < SMALLEST_SHIFT, 0.0, jnp.exp(jnp.maximum(shift, SMALLEST_SHIFT)))
 
 

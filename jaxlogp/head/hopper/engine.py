@@ -15,6 +15,9 @@ shards, whose contributions a float psum adds; a weight gradient depends on the 
 With a gradient filter the forward's tile maxima decide which blocks of dz count, and all three kernels of the backward walk
 over lists of them (:mod:`jaxlogp.head.hopper.work_lists`); a row of the hidden gradient then does depend on the rows that
 share its block.
+
+The weight is read, and its gradient written, as it lies, [V, H] or [H, V]: products take either operand from either side.
+Only the filter wants [V, H]: its work lists for dW name blocks of the vocabulary as rows.
 """
 
 import dataclasses
@@ -35,6 +38,9 @@ from jaxlogp.head.hopper.values import KeptStatistics, head_values
 from jaxlogp.head.row_scalars import row_scalars
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
+
+# Rows of 16 bytes for the copy engine; where columns are the minor dimension of the weight, whole swizzled lines.
+COLUMNS_MULTIPLE = {"vh": 8, "hv": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +77,16 @@ class HopperEngine(HopperSettings, Engine):
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
-        if call.weight_layout != "vh":
-            return "it takes a weight [V, H], not [H, V]"
+        if call.weight_layout != "vh" and self.gradient_filter is not None:
+            return "its gradient filter takes a weight [V, H], not [H, V]"
         if weight.dtype != jnp.bfloat16:
             return f"it needs a bfloat16 weight, got {weight.dtype}"
         if call.spec.fp32_head and hidden.dtype != jnp.bfloat16:
             return f"fp32_head needs {hidden.dtype} operands, the kernels multiply bfloat16"
-        forward = self.head_tiles(weight).forward
-        if weight.shape[0] % 8:
-            return f"it needs a number of weight rows that is a multiple of 8, got {weight.shape[0]}"
+        forward = self.head_tiles(hidden.shape[-1]).forward
+        multiple = COLUMNS_MULTIPLE[call.weight_layout]
+        if call.num_columns % multiple:
+            return f"it needs a number of vocabulary columns that is a multiple of {multiple}, got {call.num_columns}"
         if hidden.shape[-1] % forward.depth:
             return f"it needs a hidden size that is a multiple of {forward.depth}, got {hidden.shape[-1]}"
         most = MOST_TILES * forward.columns
@@ -127,7 +134,7 @@ class HopperEngine(HopperSettings, Engine):
         _, kept = self.forward(call)
         mask = call.targets.mask
         counting = counting_blocks(call, self, kept, TokenLogProbs(mask.astype(jnp.float32), None))
-        tokens = row_multiple(self.head_tiles(call.weight), self.interpret)
+        tokens = row_multiple(self.head_tiles(call.hidden.shape[-1]), self.interpret)
         live = whole_rows(jnp.sum(mask, dtype=jnp.int32), tokens) // tokens
         total = counting.shape[0] * live
         return WeightedSum((total - jnp.sum(counting, dtype=jnp.int32)).astype(jnp.float32), total)

@@ -19,12 +19,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
-from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, special_tiles
+from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, MASKED, special_tiles
+from jaxlogp.head.hopper.operands import Operands
 from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadSpec, finish_logits
+from jaxlogp.head.projection import finish_logits
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser
+from jaxlogp.targets import LocalTargets
 
 # How far an estimate may be off, in nats: e^±40 lies in the range of bf16 with room for every probability above e^-47, and
 # so does c, which a policy loss makes proportional to the square of the ratio, itself at most e^30.
@@ -63,6 +65,8 @@ def exp_to_gradient(
     # e^-1000 is 0 already, and the -1e30 of a tile without a real column would not stay finite times a slope.
     distance = jnp.maximum(maxima - normaliser.max[None, :], -1000.0)
     scale = jnp.exp(distance - normaliser.log_sum_exp[None, :])
+    # The log-prob of a target whose bias is -inf; 0 inf would be NaN.
+    target = jnp.maximum(target, MASKED)
     own = scalars.constant + scalars.slope * target
     own = scalars.onehot + jnp.exp(target - normaliser.log_sum_exp) * own
     config = TileConfig(rows=ROWS, columns=columns // tiles, alternate=True)
@@ -129,21 +133,20 @@ def exp_to_gradient(
 
 
 def estimate_log_sum_exp(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
-    column: Int[Array, " tokens"],
-    mask: Bool[Array, " tokens"],
-    old_log_probs: Float[Array, " tokens"],
-    spec: HeadSpec,
+    operands: Operands, targets: LocalTargets, old_log_probs: Float[Array, " tokens"]
 ) -> Float[Array, " tokens"]:
     """z_target - old_log_prob, which is log Σ e^z as far as the policy is the sampler's; 0 where there is no label."""
-    place = jnp.maximum(column, 0)
-    product = jnp.sum(hidden.astype(jnp.float32) * weight[place].astype(jnp.float32), axis=1)
-    own_bias = None if bias is None else bias[place]
-    logits = product if own_bias is None else product + own_bias.astype(jnp.float32)
-    logits = finish_logits(logits[:, None], None, spec)[:, 0]
-    return jnp.where(mask & (column >= 0), logits - old_log_probs.astype(jnp.float32), 0.0)
+    place, hidden = jnp.maximum(targets.column, 0), operands.hidden.astype(jnp.float32)
+    if operands.vocab_dim == 0:
+        rows = operands.weight[place]
+    else:
+        # Element by element: to gather columns XLA would transpose the weight.
+        rows = operands.weight[jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :], place[:, None]]
+    logits = jnp.sum(hidden * rows.astype(jnp.float32), axis=1)
+    if operands.bias is not None:
+        logits = logits + operands.bias[place]
+    logits = finish_logits(logits[:, None], None, operands.spec)[:, 0]
+    return jnp.where(targets.mask & (targets.column >= 0), logits - old_log_probs.astype(jnp.float32), 0.0)
 
 
 class TokenFactors(NamedTuple):

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
+from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.product import CONSUMERS, output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadSpec
@@ -30,7 +31,7 @@ MAX, SUM_EXP, SUM_EXP_SHIFTED, TARGET = range(4)
 
 
 def finish_tile(products: Any, bias: Any, spec: HeadSpec) -> Any:
-    """:func:`jaxlogp.head.projection.finish_logits` on a tile in registers.
+    """:func:`jaxlogp.head.projection.finish_logits` on a tile in registers; a logit of -inf, by its bias, becomes MASKED.
 
     tanh goes through exp2: the hardware's tanh is good to 2^-11 only.
     """
@@ -40,20 +41,17 @@ def finish_tile(products: Any, bias: Any, spec: HeadSpec) -> Any:
         doubled = jnp.exp2(logits * (2.0 * LOG2_E * spec.logit_scale / spec.softcap))
         return (1.0 - 2.0 / (1.0 + doubled)) * (spec.softcap / spec.temperature)
     factor = spec.logit_scale / spec.temperature
-    return logits if factor == 1.0 else logits * factor
+    logits = logits if factor == 1.0 else logits * factor
+    # The comparison, unlike a maximum, lets NaN through.
+    return logits if bias is None else jnp.where(logits < MASKED, MASKED, logits)
 
 
 def forward_statistics(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
+    operands: Operands,
     column: Int[Array, " tokens"],
-    width: Int[Array, ""],
-    spec: HeadSpec,
+    launch: Launch,
+    *,
     with_entropy: bool,
-    config: TileConfig,
-    num_sms: int,
-    interpret: Any = None,
     live: Int[Array, ""] | None = None,
     with_exp: bool = False,
     estimate: Float[Array, " tokens"] | None = None,
@@ -61,17 +59,11 @@ def forward_statistics(
     """Tile statistics of all columns, and if wanted the exponentials themselves.
 
     Args:
-      hidden: bf16 [tokens, H], tokens a multiple of config.rows.
-      weight: bf16 [V, H]. Rows that the last tile reads past the end arrive as 0 and their columns are masked.
-      bias: fp32 [V] or None.
-      column: int32 [tokens], the target's row of the weight, -1 where there is none.
-      width: int32, number of rows of the weight that are real ids.
-      spec: scale, soft cap and temperature.
+      operands: hidden, weight and a bias of whole tiles. Columns past the end of the weight are masked.
+      column: int32 [tokens], the target's column, -1 where there is none.
+      launch: how the kernel is launched.
       with_entropy: whether entropy is wanted.
-      config: tile shapes.
-      num_sms: number of persistent blocks.
-      interpret: None, or what runs the kernel on the CPU.
-      live: int32, how many tokens, from the first, need statistics; None means all. Row tiles behind them are not
+      live: int32, how many tokens, from the first, need statistics; None means all. Row tiles after them are not
         computed, and their results may be anything.
       with_exp: also write e^(z - max), max being the tile's; its statistics are bitwise the same.
       estimate: with ``with_exp`` write e^(z - estimate) instead, fp32, an estimate of log Σ e^z of each token. Where a
@@ -79,13 +71,13 @@ def forward_statistics(
 
     Returns:
       fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
-      entropy), target logit or 0.
+      entropy), target logit or 0; -inf where that is MASKED by its bias.
       With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked (1 in a tile
       of masked columns alone, whose maximum is -1e30, without ``estimate``).
     """
-    tokens, vocab = hidden.shape[0], weight.shape[0]
+    (tokens, hidden_size), bias, config = operands.hidden.shape, operands.bias, launch.config
     tile, share = config.columns, config.share
-    tiles = -(-vocab // tile)
+    tiles = -(-operands.num_columns // tile)
     row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     place_of_estimate = 3 if bias is None else 4
 
@@ -93,7 +85,7 @@ def forward_statistics(
         return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
 
     def right_index(index, step, _):
-        return pl.ds(index * tile, tile), pl.ds(step * config.depth, config.depth)
+        return operands.weight_index(pl.ds(index * tile, tile), pl.ds(step * config.depth, config.depth))
 
     def prologue(first_row, index, _, others):
         def of_rows(ref):
@@ -109,7 +101,7 @@ def forward_statistics(
         bias_tile = None
         if bias is not None:
             bias_tile = plgpu.load(others[3].at[pl.ds(start, tile)], layout=column_layout, optimized=False)
-        logits = finish_tile(products, bias_tile, spec)
+        logits = finish_tile(products, bias_tile, operands.spec)
 
         def all_columns(logits):
             return logits, plgpu.layout_cast(jnp.zeros((share,), jnp.float32), row_layout)
@@ -118,7 +110,8 @@ def forward_statistics(
             columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
             logits = jnp.where(columns < others[1][0] - start, logits, MASKED)
             chosen = columns == lax.broadcast_in_dim(target - start, logits.shape, [0])
-            return logits, jnp.sum(jnp.where(chosen, logits, 0.0), axis=1)
+            target_logit = jnp.sum(jnp.where(chosen, logits, 0.0), axis=1)
+            return logits, target_logit if bias is None else jnp.where(target_logit <= MASKED, -jnp.inf, target_logit)
 
         logits, target_logit = lax.cond(special > 0, some_columns, all_columns, logits)
         maximum = jnp.max(logits, axis=1)
@@ -151,24 +144,22 @@ def forward_statistics(
         config=config,
         row_tiles=tokens // config.rows,
         column_tiles=tiles,
-        steps=hidden.shape[1] // config.depth,
+        steps=hidden_size // config.depth,
         left_minor=True,
-        right_minor=True,
+        right_minor=operands.vocab_dim == 0,
         left_index=left_index,
         right_index=right_index,
         out_type=(statistics, jax.ShapeDtypeStruct((tokens, tiles * tile), jnp.bfloat16)) if with_exp else statistics,
         scratch=scratch_types,
-        num_sms=num_sms,
-        interpret=interpret,
+        num_sms=launch.num_sms,
+        interpret=launch.interpret,
         prologue=prologue,
         live=lambda others: others[1][1],
     )
-    special = special_tiles(column, jnp.int32(0), width, tiles, config)
-    # The copy engine pads the weight; the bias is read by plain loads and is padded here.
-    padded_bias = None if bias is None else jnp.pad(bias, (0, tiles * tile - vocab))
-    extra = (x for x in (padded_bias, estimate) if x is not None)
-    bounds = jnp.stack([width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
-    return call(hidden, weight, column, bounds, special, *extra)
+    special = special_tiles(column, jnp.int32(0), operands.width, tiles, config)
+    extra = (x for x in (bias, estimate) if x is not None)
+    bounds = jnp.stack([operands.width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
+    return call(operands.hidden, operands.weight, column, bounds, special, *extra)
 
 
 def _tile_sums(

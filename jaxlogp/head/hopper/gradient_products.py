@@ -13,8 +13,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import kernel
+from jaxlogp.head.hopper.operands import EVERYTHING, Launch, Operands, Work
 from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
+from jaxlogp.head.hopper.work_lists import group_rows
 
 
 def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Array:
@@ -67,38 +69,32 @@ def _sum_in(out: Any, interpret: Any) -> dict[str, Any]:
 def add_hidden_gradient(
     d_hidden: Any,
     gradient: Float[Array, "tokens chunk"],
-    weight: Float[Array, "vocab hidden"],
+    operands: Operands,
     index: Int[Array, ""],
-    config: TileConfig,
-    num_sms: int,
-    interpret: Any = None,
-    live: Int[Array, ""] | None = None,
-    plan: Int[Array, " n"] | None = None,
-    plan_steps: int | None = None,
+    launch: Launch,
+    *,
+    work: Work = EVERYTHING,
     window: int | None = None,
     parts: int = 1,
     first: bool = False,
 ) -> None:
-    """d_hidden += gradient · weight[index * chunk :][: chunk].
+    """d_hidden += gradient · weight[index * chunk :][: chunk], counted in vocabulary columns.
 
     Args:
-      d_hidden: reference that :func:`hidden_gradient_sums` made, tokens a multiple of config.rows.
+      d_hidden: reference that :func:`hidden_gradient_sums` made, tokens a multiple of the tile's rows.
       gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, of which
         as many are taken.
-      weight: bf16 [V, H].
-      index: which chunk; with ``window`` its first column, a multiple of config.depth.
-      config: tile shapes.
-      num_sms: number of persistent blocks.
-      interpret: None, or what runs the kernel on the CPU.
-      live: int32, how many tokens, from the first, have a gradient; None means all. Others keep what they had.
-      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`); other tiles keep
-        what they had, other steps are not read. None means all of ``live``.
-      plan_steps: steps that make one of the plan's blocks.
-      window: None, or how many columns, a multiple of config.depth.
-      parts: how many parts of the columns are summed apart; each has whole steps. Not together with ``plan``.
+      operands: the weight among them.
+      index: which chunk; with ``window`` its first column, a multiple of the tile's depth.
+      launch: how the kernel is launched.
+      work: the tiles and steps that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`); other tiles keep what they
+        had.
+      window: None, or how many columns, a multiple of the tile's depth.
+      parts: how many parts of the columns are summed apart; each has whole steps. Not together with a plan.
       first: write to the tiles that count, whatever they hold, instead of adding.
     """
-    (tokens, width), hidden_size = gradient.shape, weight.shape[1]
+    (tokens, width), hidden_size, config = gradient.shape, operands.hidden.shape[1], launch.config
+    live, plan, plan_steps = work
     chunk = width if window is None else window
     if chunk % (config.depth * parts) or (plan is not None and parts > 1):
         raise ValueError(
@@ -123,13 +119,14 @@ def add_hidden_gradient(
     def right_index(column, step, start):
         part, column = of_part(column)
         place = start + (part * steps + step) * config.depth
-        return pl.ds(place, config.depth), pl.ds(column * config.columns, config.columns)
+        # The hidden size is the columns of this product, the vocabulary its contracted dimension.
+        return operands.weight_index(pl.ds(place, config.depth), pl.ds(column * config.columns, config.columns))
 
     def epilogue(products, first_row, column, warpgroup, _, early, others, scratch):
         part, column = of_part(column)
         buffer = scratch["piece"].at[warpgroup]
         rows, out = pl.ds(part * tokens + first_row, config.share), others[1]
-        how = {} if first else _sum_in(out, interpret)
+        how = {} if first else _sum_in(out, launch.interpret)
         store_tile(products, buffer, out, rows, column * config.columns, **how)
 
     product(
@@ -140,58 +137,67 @@ def add_hidden_gradient(
         column_tiles=column_tiles * parts,
         steps=steps,
         left_minor=True,
-        right_minor=False,
+        right_minor=operands.vocab_dim == 1,
         left_index=left_index,
         right_index=right_index,
         out_type=(),
         scratch={"piece": output_buffer(config, jnp.float32)},
-        num_sms=num_sms,
-        interpret=interpret,
+        num_sms=launch.num_sms,
+        interpret=launch.interpret,
         setup=lambda others: others[0][0] * unit,
         live=None if plan is not None else lambda others: others[0][1],
         plan=None if plan is None else lambda others: others[2],
         plan_steps=plan_steps,
     )(
         gradient,
-        weight,
+        operands.weight,
         _bounds(index if window is None else index // config.depth, live, tokens),
         d_hidden,
         *(() if plan is None else (plan,)),
     )
 
 
+def weight_gradient_sums(operands: Operands, config: TileConfig, columns: int, interpret: Any = None) -> Any:
+    """Reference to anything, in fp32, of which :func:`write_weight_gradient` may take the parts of several calls.
+
+    Like the weight, but with ``columns`` vocabulary columns, whole tiles of them, and whole tiles of the hidden size.
+    """
+    hidden_size = operands.hidden.shape[1]
+    unit = config.columns if operands.vocab_dim == 0 else group_rows(config, interpret)
+    shape = operands.weight_index(columns, -(-hidden_size // unit) * unit)
+    return jax.new_ref(uninitialised(shape, jnp.float32, interpret))
+
+
 def write_weight_gradient(
     d_weight: Any,
     gradient: Float[Array, "tokens chunk"],
-    hidden: Float[Array, "tokens hidden"],
+    operands: Operands,
     index: Int[Array, ""],
-    config: TileConfig,
-    num_sms: int,
-    interpret: Any = None,
-    live: Int[Array, ""] | None = None,
+    launch: Launch,
+    *,
+    work: Work = EVERYTHING,
     addend: Any = None,
-    plan: Int[Array, " n"] | None = None,
-    plan_steps: int | None = None,
 ) -> None:
-    """d_weight[index * chunk :][: chunk] = gradientᵀ · hidden + addend, rounded once; rows past the end are not written.
+    """d_weight[index * chunk :][: chunk] = gradientᵀ · hidden + addend, counted in vocabulary columns, rounded once.
+
+    What lies past the end is not written. Of a weight [H, V] it is the product hiddenᵀ · gradient, whose tiles are written
+    as they are: nobody transposes it.
 
     Args:
-      d_weight: reference to bf16 [V, H], or to an fp32 one whose dimensions are multiples of config.rows and
-        config.columns.
-      gradient: bf16 [tokens, chunk], tokens a multiple of config.depth.
-      hidden: bf16 [tokens, H].
+      d_weight: reference to bf16 like the weight, or to what :func:`weight_gradient_sums` made.
+      gradient: bf16 [tokens, chunk], tokens a multiple of the tile's depth, columns of its rows and columns.
+      operands: hidden among them, and which way the weight lies.
       index: which chunk.
-      config: tile shapes.
-      num_sms: number of persistent blocks.
-      interpret: None, or what runs the kernel on the CPU.
-      live: int32, how many tokens, from the first, have a gradient; None means all. Steps over the others are left out;
-        with 0 nothing is written.
-      addend: None, or a reference to fp32 of such multiples, of which the same rows are added; may be ``d_weight``.
-      plan: int32, the tiles and steps that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`); other tiles are not
-        written, other steps are not read. None means all of ``live``.
-      plan_steps: steps that make one of the plan's blocks.
+      launch: how the kernel is launched.
+      work: the tiles and steps over tokens that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`). A plan is for
+        a weight [V, H] alone: its rows are blocks of vocabulary columns.
+      addend: None, or a reference that :func:`weight_gradient_sums` made, of which the same place is added; may be
+        ``d_weight``.
     """
-    (tokens, chunk), hidden_size = gradient.shape, hidden.shape[1]
+    (tokens, chunk), hidden, config, interpret = gradient.shape, operands.hidden, launch.config, launch.interpret
+    as_rows, (live, plan, plan_steps) = operands.vocab_dim == 0, work
+    left, right = (gradient, hidden) if as_rows else (hidden, gradient)
+    group = group_rows(config, interpret)
 
     def left_index(row, _, step, __):
         return pl.ds(step * config.depth, config.depth), pl.ds(row * config.rows, config.rows)
@@ -200,18 +206,19 @@ def write_weight_gradient(
         return pl.ds(step * config.depth, config.depth), pl.ds(column * config.columns, config.columns)
 
     def epilogue(products, first_row, column, warpgroup, start, early, others, scratch):
-        rows = pl.ds(start + first_row, config.share)
+        first_column = column * config.columns
+        first_row, first_column = (start + first_row, first_column) if as_rows else (first_row, start + first_column)
         buffer, out = scratch["piece"].at[warpgroup], others[1]
         how = {} if addend is None else _sum_in(out, interpret) if addend is d_weight else {"addend": others[2]}
-        store_tile(products, buffer, out, rows, column * config.columns, **how)
+        store_tile(products, buffer, out, pl.ds(first_row, config.share), first_column, **how)
 
     others = () if addend is None or addend is d_weight else (addend,)
     product(
         epilogue,
         name="head_weight_gradient",
         config=config,
-        row_tiles=chunk // config.rows,
-        column_tiles=-(-hidden_size // config.columns),
+        row_tiles=-(-left.shape[1] // group) * group // config.rows,
+        column_tiles=-(-right.shape[1] // config.columns),
         steps=tokens // config.depth,
         left_minor=False,
         right_minor=False,
@@ -219,11 +226,11 @@ def write_weight_gradient(
         right_index=right_index,
         out_type=(),
         scratch={"piece": output_buffer(config, d_weight.dtype)},
-        num_sms=num_sms,
+        num_sms=launch.num_sms,
         interpret=interpret,
         setup=lambda others: others[0][0] * chunk,
         live=None if plan is not None else lambda others: others[0][1],
         live_steps=True,
         plan=None if plan is None else lambda others: others[-1],
         plan_steps=plan_steps,
-    )(gradient, hidden, _bounds(index, live, tokens), d_weight, *others, *(() if plan is None else (plan,)))
+    )(left, right, _bounds(index, live, tokens), d_weight, *others, *(() if plan is None else (plan,)))

@@ -18,10 +18,11 @@ from jaxlogp.head.hopper.gradient_products import (
     write_weight_gradient,
 )
 from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.operands import Operands, Work
 from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_rows
 from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.hopper.values import KeptStatistics
-from jaxlogp.head.hopper.work_lists import block_shape, gradient_plan, group_rows, product_plan
+from jaxlogp.head.hopper.work_lists import BlockShape, block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.stats import Normaliser, TokenLogProbs
@@ -31,7 +32,7 @@ def counting_blocks(
     call: HeadCall, engine: HopperSettings, kept: KeptStatistics, g: TokenLogProbs
 ) -> Bool[Array, "tiles blocks"]:
     """Which blocks [tiles, blocks of packed tokens] of dz count."""
-    tiles, targets = engine.head_tiles(call.weight), call.targets
+    tiles, targets = engine.head_tiles(call.hidden.shape[1]), call.targets
     shape = block_shape(tiles, row_multiple(tiles, engine.interpret), engine.interpret)
     padded = -(-targets.mask.shape[0] // shape.tokens) * shape.tokens
     rows = live_rows(targets.mask, padded, call.all_live)
@@ -52,15 +53,37 @@ def counting_blocks(
 
 
 class _Plans(NamedTuple):
-    """Work lists of the three kernels and the blocks [blocks of tokens, tiles] behind them, of one chunk or of each."""
+    """Work lists of the three kernels and the blocks [blocks of tokens, tiles] behind them, of every chunk."""
 
-    gradient: Array | None
-    d_hidden: Array | None
-    d_weight: Array | None
-    kept: Array | None
+    gradient: Array
+    d_hidden: Array
+    d_weight: Array
+    kept: Array
 
 
-_NO_PLANS = _Plans(None, None, None, None)
+class _ChunkWork(NamedTuple):
+    """The work of the three kernels for one chunk, and which elements [tokens, columns] of its dz count; None: all."""
+
+    gradient: Work
+    d_hidden: Work
+    d_weight: Work
+    written: Bool[Array, "tokens columns"] | None
+
+
+def _chunk_work(
+    plans: _Plans | None, index: Array, live: Array, tiles: HeadTiles, shape: BlockShape | None
+) -> _ChunkWork:
+    everything = Work(live)
+    if plans is None:
+        return _ChunkWork(everything, everything, everything, None)
+    plan = _Plans(*(x[index] for x in plans))
+    written = jnp.repeat(jnp.repeat(plan.kept, shape.tokens, axis=0), shape.columns, axis=1)
+    return _ChunkWork(
+        Work(live, plan.gradient),
+        Work(live, plan.d_hidden, shape.columns // tiles.d_hidden.depth),
+        Work(live, plan.d_weight, shape.tokens // tiles.d_weight.depth),
+        written,
+    )
 
 
 def _plans(kept: Array, tiles: HeadTiles, chunks: int, chunk: int, hidden_size: int, interpret: Any) -> _Plans:
@@ -104,76 +127,40 @@ def head_gradients(
       with_slope: whether the entropy has a cotangent.
       kept: which blocks of dz count; None means all.
     """
-    hidden, weight, bias, axes = call.hidden, call.weight, call.bias, call.axes
-    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
+    axes, bias = call.axes, call.bias
+    (tokens, hidden_size), vocab = call.hidden.shape, call.num_columns
+    tiles, interpret = engine.head_tiles(hidden_size), engine.interpret
     multiple = row_multiple(tiles, interpret)
-    (tokens, hidden_size), vocab = hidden.shape, weight.shape[0]
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(call.targets.mask, padded, call.all_live)
-    packed, scalars = rows.pack(hidden.astype(jnp.bfloat16), 0), scalars.pack(rows)
-    live = whole_rows(rows.count, multiple)
+    scalars, live = scalars.pack(rows), whole_rows(rows.count, multiple)
     chunk = engine.chunk_columns(vocab, tiles)
     chunks = -(-vocab // chunk)
-    bias_operand = None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, chunks * chunk - vocab))
+    operands = Operands.of(call, rows.pack(call.hidden.astype(jnp.bfloat16), 0), chunks * chunk)
     # Work lists name output tiles of one part.
     parts = tiles.d_hidden_parts if kept is None else 1
     d_hidden = hidden_gradient_sums(padded, hidden_size, tiles.d_hidden, parts)
+    plans, shape = None, None
     if kept is None:
-        d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
+        d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
     else:
         # Vocabulary tiles of which no block counts are never written.
-        d_weight = jax.new_ref(jnp.zeros(weight.shape, weight.dtype))
+        d_weight = jax.new_ref(jnp.zeros(call.weight.shape, call.weight.dtype))
         plans = _plans(kept, tiles, chunks, chunk, hidden_size, interpret)
+        shape = block_shape(tiles, multiple, interpret)
+    launches = [engine.launch(config) for config in (tiles.logit_gradient, tiles.d_hidden, tiles.d_weight)]
 
     def chunk_step(index, d_bias):
-        plan = _NO_PLANS if kept is None else _Plans(*(x[index] for x in plans))
-        shape = None if kept is None else block_shape(tiles, multiple, interpret)
+        work = _chunk_work(plans, index, live, tiles, shape)
         gradient = chunk_gradient(
-            packed,
-            weight,
-            bias_operand,
-            scalars,
-            call.targets.width,
-            index,
-            chunk,
-            call.spec,
-            with_slope,
-            tiles.logit_gradient,
-            num_sms,
-            interpret,
-            live,
-            plan.gradient,
+            operands, scalars, index, chunk, launches[0], with_slope=with_slope, work=work.gradient
         )
-        add_hidden_gradient(
-            d_hidden,
-            gradient,
-            weight,
-            index,
-            tiles.d_hidden,
-            num_sms,
-            interpret,
-            live,
-            plan=plan.d_hidden,
-            plan_steps=None if shape is None else shape.columns // tiles.d_hidden.depth,
-            parts=parts,
-        )
-        write_weight_gradient(
-            d_weight,
-            gradient,
-            packed,
-            index,
-            tiles.d_weight,
-            num_sms,
-            interpret,
-            live,
-            plan=plan.d_weight,
-            plan_steps=None if shape is None else shape.tokens // tiles.d_weight.depth,
-        )
+        add_hidden_gradient(d_hidden, gradient, operands, index, launches[1], work=work.d_hidden, parts=parts)
+        write_weight_gradient(d_weight, gradient, operands, index, launches[2], work=work.d_weight)
         if bias is None:
             return None
-        if shape is not None:
-            written = jnp.repeat(jnp.repeat(plan.kept, shape.tokens, axis=0), shape.columns, axis=1)
-            gradient = jnp.where(written, gradient, jnp.zeros((), gradient.dtype))
+        if work.written is not None:
+            gradient = jnp.where(work.written, gradient, jnp.zeros((), gradient.dtype))
         return d_bias.at[index].set(jnp.sum(select_live(gradient, live), axis=0, dtype=jnp.float32))
 
     d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)

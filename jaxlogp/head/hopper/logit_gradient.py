@@ -14,51 +14,37 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.hopper._pallas_compat import plgpu
 from jaxlogp.head.hopper.forward import LOG2_E, finish_tile, special_tiles
+from jaxlogp.head.hopper.operands import EVERYTHING, Launch, Operands, Work
 from jaxlogp.head.hopper.product import output_buffer, product, store_tile
-from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.row_scalars import RowScalars
 
 
 def chunk_gradient(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
+    operands: Operands,
     rows: RowScalars,
-    width: Int[Array, ""],
     index: Int[Array, ""],
     chunk: int,
-    spec: HeadSpec,
+    launch: Launch,
+    *,
     with_slope: bool,
-    config: TileConfig,
-    num_sms: int,
-    interpret: Any = None,
-    live: Int[Array, ""] | None = None,
-    plan: Int[Array, " n"] | None = None,
+    work: Work = EVERYTHING,
     into: Any = None,
 ) -> Float[Array, "tokens chunk"] | None:
     """Gradient of hidden · weightᵀ + bias for the index-th chunk of columns, bf16.
 
     Args:
-      hidden: bf16 [tokens, H], tokens a multiple of config.rows.
-      weight: bf16 [V, H]; a last chunk that reads past the end has zeros there.
-      bias: fp32 [V], padded to whole chunks, or None.
+      operands: hidden, weight and a bias that is padded to whole chunks. A last chunk that reads past the end of the weight
+        has zeros there; columns that are no real ids get 0.
       rows: scalars of each token.
-      width: number of rows of the weight that are real ids; further columns get 0.
       index: which chunk.
-      chunk: number of columns, a multiple of config.columns.
-      spec: scale, soft cap and temperature.
+      chunk: number of columns, a multiple of the tile's.
+      launch: how the kernel is launched.
       with_slope: whether the entropy has a cotangent: B is not 0.
-      config: tile shapes.
-      num_sms: number of persistent blocks.
-      interpret: None, or what runs the kernel on the CPU.
-      live: int32, how many tokens, from the first, have a gradient; None means all. Row tiles behind them are not
-        computed, and their results may be anything. With 0 nothing is computed at all.
-      plan: int32, the tiles to compute (:func:`jaxlogp.head.hopper.work_lists.gradient_plan`), others may be anything;
-        None means all of ``live``.
+      work: the tiles to compute (:func:`jaxlogp.head.hopper.work_lists.gradient_plan`); others may be anything.
       into: None, or a reference to bf16 [tokens, chunk] that the gradient is written to instead of returned.
     """
-    tokens, tile, share = hidden.shape[0], config.columns, config.share
+    (tokens, hidden_size), bias, spec, config = operands.hidden.shape, operands.bias, operands.spec, launch.config
+    tile, share, (live, plan, _) = config.columns, config.share, work
     if chunk % tile:
         raise ValueError(f"chunk: expected a multiple of the tile's {tile} columns, got {chunk}")
     tiles = chunk // tile
@@ -72,7 +58,8 @@ def chunk_gradient(
         return pl.ds(row * config.rows, config.rows), pl.ds(step * config.depth, config.depth)
 
     def right_index(index, step, bounds):
-        return pl.ds(bounds[0] + index * tile, tile), pl.ds(step * config.depth, config.depth)
+        columns = pl.ds(bounds[0] + index * tile, tile)
+        return operands.weight_index(columns, pl.ds(step * config.depth, config.depth))
 
     def prologue(first_row, index, bounds, others):
         place = pl.ds(first_row, share)
@@ -123,21 +110,23 @@ def chunk_gradient(
         config=config,
         row_tiles=tokens // config.rows,
         column_tiles=tiles,
-        steps=hidden.shape[1] // config.depth,
+        steps=hidden_size // config.depth,
         left_minor=True,
-        right_minor=True,
+        right_minor=operands.vocab_dim == 0,
         left_index=left_index,
         right_index=right_index,
         out_type=jax.ShapeDtypeStruct((tokens, chunk), jnp.bfloat16) if into is None else (),
         scratch={"gradient": output_buffer(config, jnp.bfloat16)},
-        num_sms=num_sms,
-        interpret=interpret,
+        num_sms=launch.num_sms,
+        interpret=launch.interpret,
         setup=setup,
         prologue=prologue,
         live=None if plan is not None else lambda others: others[0][2],
         plan=None if plan is None else lambda others: others[-2],
     )
+    width = operands.width
     bounds = jnp.stack([index, width, jnp.int32(tokens) if live is None else live]).astype(jnp.int32)
     special = special_tiles(rows.target, index * chunk, width, tiles, config)
-    result = call(hidden, weight, bounds, special, *rows, *(x for x in (bias, plan, into) if x is not None))
+    extra = (x for x in (bias, plan, into) if x is not None)
+    result = call(operands.hidden, operands.weight, bounds, special, *rows, *extra)
     return result if into is None else None

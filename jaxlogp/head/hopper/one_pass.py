@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxlogp._compat import vary_over
+from jaxlogp._compat import vary_over, varying_axes
+from jaxlogp.agreement import id_codes
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
@@ -29,9 +30,11 @@ from jaxlogp.head.hopper.gradient_products import (
     finish_hidden_gradient,
     hidden_gradient_sums,
     uninitialised,
+    weight_gradient_sums,
     write_weight_gradient,
 )
 from jaxlogp.head.hopper.logit_gradient import chunk_gradient
+from jaxlogp.head.hopper.operands import Launch, Operands, Work
 from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_rows
 from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.live_rows import live_rows, select_live
@@ -101,28 +104,23 @@ def _after(x: Array, *others: Array) -> Array:
     return x
 
 
-def _chunk_products(
-    dz: Array,
-    scale: Array | None,
-    hidden: Array,
-    weight: Array,
-    d_weight: Any,
-    addend: Any,
-    live: Array,
-    engine: HopperSettings,
-) -> Array:
-    """Writes dzᵀ · H + addend to the reference d_weight and returns dz · W in fp32, dz being multiplied by ``scale``.
+class _LogitGradient(NamedTuple):
+    """dz of a chunk of tokens: ``values``, whose rows are to be multiplied by ``scale`` unless that is None."""
 
-    Rows of the result after the live ones may be anything.
-    """
-    tiles, num_sms, interpret = engine.head_tiles(weight), engine.num_blocks(), engine.interpret
-    (tokens, columns), hidden_size = dz.shape, hidden.shape[1]
-    cut = windows(weight.shape[0], columns, tiles, engine)
-    sums = hidden_gradient_sums(tokens, hidden_size, tiles.d_hidden, cut.parts, interpret, zeros=False)
+    values: Array
+    scale: Array | None
+
+
+def _hidden_gradient(dz: _LogitGradient, operands: Operands, engine: HopperSettings, live: Array) -> Array:
+    """dz · W in fp32; rows after the live ones may be anything."""
+    (tokens, columns), hidden_size = dz.values.shape, operands.hidden.shape[1]
+    tiles = engine.head_tiles(hidden_size)
+    launch, cut = engine.launch(tiles.d_hidden), windows(operands.num_columns, columns, tiles, engine)
+    sums = hidden_gradient_sums(tokens, hidden_size, tiles.d_hidden, cut.parts, engine.interpret, zeros=False)
 
     def add_window(start, size, parts, first=False):
         how = {"window": size, "parts": parts, "first": first}
-        add_hidden_gradient(sums, dz, weight, start, tiles.d_hidden, num_sms, interpret, live, **how)
+        add_hidden_gradient(sums, dz.values, operands, start, launch, work=Work(live), **how)
 
     whole, rest = divmod(columns, cut.columns)
     add_window(jnp.int32(0), cut.columns, cut.parts, first=True)
@@ -132,25 +130,36 @@ def _chunk_products(
         # Of windows apart a few steps are left, too few for all parts.
         whole_steps = rest % (tiles.d_hidden.depth * cut.parts) == 0
         add_window(jnp.int32(whole * cut.columns), rest, cut.parts if whole_steps else 1)
-    scaled = hidden if scale is None else (hidden.astype(jnp.float32) * scale[:, None]).astype(hidden.dtype)
-    write_weight_gradient(d_weight, dz, scaled, jnp.int32(0), tiles.one_pass_d_weight, num_sms, interpret, live, addend)
     d_hidden = finish_hidden_gradient(sums, hidden_size, cut.parts)
-    return d_hidden if scale is None else d_hidden * scale[:, None]
+    return d_hidden if dz.scale is None else d_hidden * dz.scale[:, None]
+
+
+def _add_weight_gradient(
+    d_weight: Any, dz: _LogitGradient, operands: Operands, launch: Launch, live: Array, addend: Any
+) -> None:
+    """Writes dzᵀ · H + addend to the reference d_weight."""
+    hidden = operands.hidden
+    if dz.scale is not None:
+        hidden = (hidden.astype(jnp.float32) * dz.scale[:, None]).astype(hidden.dtype)
+    scaled = operands.with_hidden(hidden)
+    write_weight_gradient(d_weight, dz.values, scaled, jnp.int32(0), launch, work=Work(live), addend=addend)
 
 
 class _Chunk(NamedTuple):
     """What the pass knows of one chunk of packed tokens.
 
     Attributes:
-      hidden: bf16 [size, H].
+      operands: with the hidden states [size, H] of its tokens.
       targets: of its tokens.
       estimate: of log Σ e^z, or None.
+      origin: codes of the places where its tokens come from, or None where all shards pack the same ones.
       live: int32, rows of all tiles with a live token, or 0.
     """
 
-    hidden: Float[Array, "size hidden"]
+    operands: Operands
     targets: LocalTargets
     estimate: Float[Array, " size"] | None
+    origin: Int[Array, " size"] | None
     live: Int[Array, ""]
 
 
@@ -187,9 +196,10 @@ class _OnePass:
         old_log_probs: Float[Array, " tokens"] | None,
     ) -> None:
         self.call, self.engine, self.cotangents = call, engine, cotangents
-        self.tiles, self.config = engine.head_tiles(call.weight), engine.head_tiles(call.weight).exponentials
+        self.tiles = engine.head_tiles(call.hidden.shape[1])
+        self.config = self.tiles.exponentials
         self.multiple = row_multiple(self.tiles, engine.interpret)
-        self.columns = -(-call.weight.shape[0] // self.config.columns) * self.config.columns
+        self.columns = -(-call.num_columns // self.config.columns) * self.config.columns
         self.size = self._chunk_size()
         self.chunks = -(-call.hidden.shape[0] // self.size)
         filled, given = self.chunks * self.size, call.targets
@@ -199,15 +209,17 @@ class _OnePass:
         invalid = None if given.invalid is None else rows.pack(given.invalid, False)
         codes = None if given.codes is None else rows.pack(given.codes, 0)
         self.targets = given._replace(column=rows.pack(given.column, -1), mask=alive, invalid=invalid, codes=codes)
-        self.hidden = rows.pack(call.hidden.astype(jnp.bfloat16), 0)
+        # Types say where masks may differ between shards: what is packed to a place is then compared as well.
+        differing = call.axis_name in varying_axes(given.mask)
+        self.origin = id_codes(rows.source, alive) if differing else None
+        self.operands = Operands.of(call, rows.pack(call.hidden.astype(jnp.bfloat16), 0), self.columns)
         self.tokens = jax.tree.map(lambda x: rows.pack(x, 0), tokens)
-        self.bias = None if call.bias is None else call.bias.astype(jnp.float32)
         self.estimate = None if old_log_probs is None else self._estimate(rows.pack(old_log_probs, 0))
 
     def _chunk_size(self) -> int:
         """Tokens of a chunk, whose exponentials and sums of dH fit into the memory that the pass may take."""
-        (tokens, hidden_size), vocab = self.call.hidden.shape, self.call.weight.shape[0]
-        parts = windows(vocab, self.columns, self.tiles, self.engine).parts
+        tokens, hidden_size = self.call.hidden.shape
+        parts = windows(self.call.num_columns, self.columns, self.tiles, self.engine).parts
         token_bytes = 2 * self.columns + 4 * hidden_size * parts
         one_chunk = CHUNK_BYTES + 4 * self.columns * hidden_size
         padded = -(-tokens // self.multiple) * self.multiple
@@ -217,11 +229,9 @@ class _OnePass:
 
     def _estimate(self, old_log_probs: Array) -> Array:
         """log Σ e^z as far as the policy is the sampler's; over shards from the one that owns the target."""
-        call, targets = self.call, self.targets
-        estimate = estimate_log_sum_exp(
-            self.hidden, call.weight, call.bias, targets.column, targets.mask, old_log_probs, call.spec
-        )
-        return estimate if call.axis_name is None else lax.psum(estimate, call.axis_name)
+        estimate = estimate_log_sum_exp(self.operands, self.targets, old_log_probs)
+        axis_name = self.call.axis_name
+        return estimate if axis_name is None else lax.psum(estimate, axis_name)
 
     def run(self) -> tuple[TokenLogProbs, HeadGradients]:
         call, interpret = self.call, self.engine.interpret
@@ -240,15 +250,14 @@ class _OnePass:
             self._chunk(0, d_weight, None)
         else:
             # Chunks before the last are summed in fp32, and the last one adds them and rounds.
-            shape = self.columns, hidden_size + -hidden_size % self.tiles.one_pass_d_weight.columns
-            total = jax.new_ref(uninitialised(shape, jnp.float32, interpret))
+            total = weight_gradient_sums(self.operands, self.tiles.one_pass_d_weight, self.columns, interpret)
             self._chunk(0, total, None)
             # All of them, however many tokens are live: the host would wait for a number that it does not know.
             lax.fori_loop(1, self.chunks - 1, lambda index, _: self._chunk(index, total, total, may_skip=True), None)
             self._chunk(self.chunks - 1, d_weight, total)
         log_probs, entropy, lse = (self.rows.unpack(x) for x in jax.freeze(self.results))
         values = TokenLogProbs(log_probs, entropy if call.with_entropy else None, lse)
-        d_bias = None if call.bias is None else jax.freeze(self.d_bias)[: call.weight.shape[0]]
+        d_bias = None if call.bias is None else jax.freeze(self.d_bias)[: call.num_columns]
         d_weight = vary_over(jax.freeze(d_weight), call.axes)
         return values, HeadGradients(self.rows.unpack(jax.freeze(self.d_hidden)), d_weight, d_bias)
 
@@ -267,14 +276,15 @@ class _OnePass:
             return lax.dynamic_slice_in_dim(x, start, self.size)
 
         targets = jax.tree.map(part, self.targets._replace(width=None))._replace(width=self.targets.width)
-        estimate = None if self.estimate is None else part(self.estimate)
-        values, dz, scale = self._logit_gradient(
-            _Chunk(part(self.hidden), targets, estimate, live), jax.tree.map(part, self.tokens)
-        )
-        d_here = _chunk_products(dz, scale, part(self.hidden), self.call.weight, out, addend, live, self.engine)
-        if self.bias is not None:
-            of_rows = select_live(dz, live).astype(jnp.float32)
-            d_bias = jnp.sum(of_rows if scale is None else of_rows * scale[:, None], axis=0)
+        operands = self.operands.with_hidden(part(self.operands.hidden))
+        chunk = _Chunk(operands, targets, *jax.tree.map(part, (self.estimate, self.origin)), live)
+        values, dz = self._logit_gradient(chunk, jax.tree.map(part, self.tokens))
+        d_here = _hidden_gradient(dz, operands, self.engine, live)
+        launch = self.engine.launch(self.tiles.one_pass_d_weight)
+        _add_weight_gradient(out, dz, operands, launch, live, addend)
+        if self.call.bias is not None:
+            of_rows = select_live(dz.values, live).astype(jnp.float32)
+            d_bias = jnp.sum(of_rows if dz.scale is None else of_rows * dz.scale[:, None], axis=0)
             self.d_bias[...] += vary_over(d_bias, self.call.axes)
         # Typed here: JAX 0.11 gives a reference that is written as a whole the type of what was written.
         self.d_hidden[place] = vary_over(d_here.astype(self.d_hidden.dtype), self.call.axes)
@@ -284,21 +294,15 @@ class _OnePass:
             self.results[1, place] = values.entropy
         self.results[2, place] = values.lse
 
-    def _logit_gradient(self, chunk: _Chunk, tokens: Any) -> tuple[TokenLogProbs, Array, Array | None]:
-        """Values of a chunk, and dz: as it is (and None), or what is dz once each token is multiplied by a factor."""
+    def _logit_gradient(self, chunk: _Chunk, tokens: Any) -> tuple[TokenLogProbs, _LogitGradient]:
+        """Values of a chunk, and its dz."""
         call = self.call
         partials, exp = forward_statistics(
-            chunk.hidden,
-            call.weight,
-            self.bias,
+            chunk.operands,
             chunk.targets.column,
-            chunk.targets.width,
-            call.spec,
-            call.with_entropy,
-            self.config,
-            self.engine.num_blocks(),
-            self.engine.interpret,
-            chunk.live,
+            self.engine.launch(self.config),
+            with_entropy=call.with_entropy,
+            live=chunk.live,
             with_exp=True,
             estimate=chunk.estimate,
         )
@@ -307,7 +311,7 @@ class _OnePass:
         if call.axis_name is not None:
             maximum = lax.pmax(maximum, call.axis_name)
         sums = sum_tiles(partials, maximum, chunk.targets.column, call.with_entropy)
-        sums = spoiled_together(sum_shards(sums, call.axis_name, chunk.targets.codes))
+        sums = spoiled_together(sum_shards(sums, call.axis_name, chunk.targets.codes, chunk.origin))
         values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
         g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
         scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)
@@ -315,11 +319,12 @@ class _OnePass:
         if chunk.estimate is None:
             gradient = jax.new_ref(exp)
             exp_to_gradient(gradient, partials[:, 0], normaliser, scalars, target, chunk.live, self.engine.interpret)
-            return values, jax.freeze(gradient), None
+            return values, _LogitGradient(jax.freeze(gradient), None)
         factors = token_factors(chunk.estimate, normaliser, scalars, target)
         # First all of dz where an estimate was lost: types of shard_map forbid a kernel to write to what they say varies.
         exp = self._recomputed_where_lost(chunk, exp, factors.lost, scalars)
-        return values, write_targets(exp, factors), jnp.where(factors.lost, 1.0, factors.scale)
+        scale = jnp.where(factors.lost, 1.0, factors.scale)
+        return values, _LogitGradient(write_targets(exp, factors), scale)
 
     def _recomputed_where_lost(self, chunk: _Chunk, exp: Array, lost: Array, scalars: RowScalars) -> Array:
         """The exponentials, or where an estimate was lost all of dz, now that log Σ e^z is known.
@@ -327,21 +332,8 @@ class _OnePass:
         A kernel with nothing to do ends at once; a condition of XLA would have the host wait for its outcome.
         """
         gradient = jax.new_ref(exp)
-        missing = self.columns - self.call.weight.shape[0]
+        launch, work = self.engine.launch(self.tiles.logit_gradient), Work(jnp.where(lost, chunk.live, 0))
         chunk_gradient(
-            chunk.hidden,
-            self.call.weight,
-            None if self.bias is None else jnp.pad(self.bias, (0, missing)),
-            scalars,
-            chunk.targets.width,
-            jnp.int32(0),
-            self.columns,
-            self.call.spec,
-            False,
-            self.tiles.logit_gradient,
-            self.engine.num_blocks(),
-            self.engine.interpret,
-            jnp.where(lost, chunk.live, 0),
-            into=gradient,
+            chunk.operands, scalars, jnp.int32(0), self.columns, launch, with_slope=False, work=work, into=gradient
         )
         return jax.freeze(gradient)

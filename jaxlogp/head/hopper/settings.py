@@ -10,7 +10,8 @@ from jaxtyping import Array, Int
 
 from jaxlogp.errors import require
 from jaxlogp.head.gradient_filter import GradientFilter, check_filter
-from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, head_tiles
+from jaxlogp.head.hopper.operands import Launch
+from jaxlogp.head.hopper.tiles import FILTERED, HeadTiles, TileConfig, head_tiles
 from jaxlogp.head.hopper.work_lists import group_rows
 
 # Most vocabulary columns of one chunk of dz; constant, so that the order in which dH is summed is. Takes 416 MiB at 8192
@@ -33,13 +34,13 @@ class HopperSettings:
         """Refuses what is no gradient filter."""
         check_filter(self.gradient_filter)
 
-    def head_tiles(self, weight: Array) -> HeadTiles:
+    def head_tiles(self, hidden_size: int) -> HeadTiles:
         """The tile shapes of a call."""
         if self.tiles is not None:
             return self.tiles
         if self.gradient_filter is not None:
             return FILTERED
-        return head_tiles(weight.shape[1], jax.devices()[0].device_kind)
+        return head_tiles(hidden_size, jax.devices()[0].device_kind)
 
     def num_blocks(self) -> int:
         """Persistent blocks of a kernel."""
@@ -48,6 +49,10 @@ class HopperSettings:
         device = jax.devices()[0]
         return 132 if device.platform != "gpu" else int(device.core_count)
 
+    def launch(self, config: TileConfig) -> Launch:
+        """How a kernel of such tiles is launched."""
+        return Launch(config, self.num_blocks(), self.interpret)
+
     def chunk_columns(self, vocab: int, tiles: HeadTiles) -> int:
         """Vocabulary columns of a chunk of the backward.
 
@@ -55,7 +60,7 @@ class HopperSettings:
           ValueError: ``chunk`` does not cut at tiles of all kernels.
         """
         tile, group = tiles.logit_gradient.columns, group_rows(tiles.d_weight, self.interpret)
-        whole = math.lcm(tile, tiles.d_hidden.depth * tiles.d_hidden_parts, group)
+        whole = math.lcm(tile, tiles.d_hidden.depth * tiles.d_hidden_parts, group, tiles.d_weight.columns)
         if self.chunk is not None:
             expected = f"None or a positive multiple of {whole}, which is whole tiles"
             require(self.chunk > 0 and self.chunk % whole == 0, "chunk", expected, self.chunk)

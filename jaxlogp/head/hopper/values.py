@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.fold import block_tokens, fold_blocks
 from jaxlogp.head.hopper.forward import forward_statistics
+from jaxlogp.head.hopper.operands import Operands
 from jaxlogp.head.hopper.settings import HopperSettings, row_multiple
 from jaxlogp.head.live_rows import live_rows
 from jaxlogp.stats import Normaliser, TokenLogProbs
@@ -26,11 +27,12 @@ class KeptStatistics(NamedTuple):
 
 def head_values(call: HeadCall, engine: HopperSettings) -> tuple[TokenLogProbs, KeptStatistics]:
     """Values of all tokens, and what the backward needs of them."""
-    hidden, weight, targets = call.hidden, call.weight, call.targets
-    tokens, tiles = hidden.shape[0], engine.head_tiles(weight)
+    hidden, targets = call.hidden, call.targets
+    tokens, tiles = hidden.shape[0], engine.head_tiles(hidden.shape[1])
     config = tiles.forward
+    columns = -(-call.num_columns // config.columns) * config.columns
     # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
-    per_token = -(-weight.shape[0] // config.columns) * 16 + (0 if call.all_live else 2 * hidden.shape[1])
+    per_token = columns // config.columns * 16 + (0 if call.all_live else 2 * hidden.shape[1])
     blocks = 1 if tokens * per_token <= WHOLE_BYTES else -(-tokens * per_token // BLOCK_BYTES)
     block = block_tokens(tokens, blocks, row_multiple(tiles, engine.interpret))
     rows = live_rows(targets.mask, -(-tokens // block) * block, call.all_live)
@@ -38,22 +40,11 @@ def head_values(call: HeadCall, engine: HopperSettings) -> tuple[TokenLogProbs, 
     if call.all_live:
         # Filled up once, and not in every block.
         narrow = rows.pack(narrow, 0)
-    bias = None if call.bias is None else call.bias.astype(jnp.float32)
+    operands, launch = Operands.of(call, narrow, columns), engine.launch(config)
 
     def statistics(start, column, live):
-        return forward_statistics(
-            rows.pack_block(narrow, 0, start, block),
-            weight,
-            bias,
-            column,
-            targets.width,
-            call.spec,
-            call.with_entropy,
-            config,
-            engine.num_blocks(),
-            engine.interpret,
-            live,
-        )
+        here = operands.with_hidden(rows.pack_block(narrow, 0, start, block))
+        return forward_statistics(here, column, launch, with_entropy=call.with_entropy, live=live)
 
     values, normaliser, peaks = fold_blocks(call, statistics, rows, block, engine.gradient_filter is not None)
     return values, KeptStatistics(normaliser, peaks)

@@ -1,4 +1,4 @@
-"""Triton kernels through jax-triton (the extra ``triton``), for NVIDIA GPUs without wgmma; by name on Hopper too."""
+"""Triton kernels through jax-triton (the extra ``triton``), for NVIDIA GPUs without wgmma, and for Hopper when named."""
 
 from jaxlogp.head.triton.engine import TritonEngine
 

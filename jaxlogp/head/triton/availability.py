@@ -11,20 +11,20 @@ from jaxlogp.head.triton.tiles import TABLE
 
 @functools.cache
 def why_not_installed() -> str | None:
-    """Why jax-triton cannot be used here, or None when it can. Imports it: called after everything that is cheap."""
+    """Why jax-triton cannot be used here, or None when it can. Imports it, so it is called after the cheap checks."""
     for module in ("jax_triton", "triton"):
         if importlib.util.find_spec(module) is None:
             return f'{module} is not installed (pip install "jaxlogp[triton]")'
     try:
         importlib.import_module("jax_triton")
     except (ImportError, RuntimeError) as error:
-        # RuntimeError: Triton looks for a driver, and what it finds may not be one that it knows.
+        # RuntimeError: Triton looks for a driver, and may find one that it does not support.
         return f"jax_triton cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return None
 
 
 def device_capability() -> int | None:
-    """Compute capability of the default device, times ten; None when it is no NVIDIA GPU."""
+    """Compute capability of the default device, times ten; None when it is not an NVIDIA GPU."""
     device = jax.devices()[0]
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     # AMD GPUs name an architecture instead of a number.

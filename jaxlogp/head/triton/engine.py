@@ -1,19 +1,19 @@
 """Engine ``triton``: Triton kernels through jax-triton, for NVIDIA GPUs of compute capability 8 and 9.0; no logits stored.
 
-Forward: one product whose epilogue leaves four numbers a token and vocabulary tile; they are folded exactly, as integers
-(:mod:`jaxlogp.head.fold`). Backward: :mod:`jaxlogp.head.triton.gradients`.
+Forward: one product whose epilogue writes four numbers per token and vocabulary tile; these are added exactly, as
+integers (:mod:`jaxlogp.head.fold`). Backward: :mod:`jaxlogp.head.triton.gradients`.
 
-Operands enter the products in the weight's dtype, bf16 or fp16, and accumulate in fp32; dz is rounded to that dtype, after
-the one-hot was subtracted in fp32. fp16 has few exponents: scaling the loss so that dz does not vanish is the caller's
-part, as in any fp16 training.
+Operands enter the products in the weight's dtype, bf16 or fp16, and accumulate in fp32; dz is rounded to that dtype
+after the one-hot is subtracted in fp32. The range of fp16 is small: scaling the loss so that dz does not vanish is up
+to the caller, as in any fp16 training.
 
-Tokens whose mask is False are moved after the others and left out of the forward's products, whole row tiles at a time;
+Tokens whose mask is False are moved after the others and skipped in the forward's products, whole row tiles at a time;
 so are tokens without a cotangent in the backward, by quarters of the rows.
 
-The kernels have no atomics, split no sum over programs and choose nothing by timing: log-probs and entropies are bitwise
-the same run to run, in every program, in every batch and at every place in it, and for every number of vocabulary shards
-whose first rows are multiples of the tile's columns. Gradients are the same run to run of one compiled program; how XLA
-sums in its products depends on their shapes, hence on the batch.
+The kernels use no atomics, split no sum over programs and choose nothing by timing: log-probs and entropies are bitwise
+equal from run to run, in every program, in every batch and at every position in it, and for every number of vocabulary
+shards whose first rows are multiples of the tile's columns. Gradients are bitwise equal from run to run of one compiled
+program; how XLA sums in its products depends on their shapes, hence on the batch.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ class TritonEngine(Engine):
 
     Attributes:
       tiles: tile shapes; None takes the table's entry for the device.
-      window: vocabulary columns a window of the backward; None takes what the table's constants allow.
+      window: vocabulary columns per window of the backward; None derives it from the constants of the tile table.
       capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
-      functions: what stands for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
-        launches them.
+      functions: stand-ins for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
+        launches the kernels.
     """
 
     tiles: HeadTiles | None = None
@@ -63,7 +63,7 @@ class TritonEngine(Engine):
     masks_hidden = True
 
     def why_not(self, call: HeadCall) -> str | None:
-        """The device, then dtypes and sizes that the kernels do not take, then whether jax-triton can be imported."""
+        """Checks the device, then the dtypes and sizes, then whether jax-triton can be imported."""
         return self._why_not_here() or self._why_not_operands(call) or self._why_not_imported()
 
     def why_not_automatic(self, call: HeadCall) -> str | None:
@@ -76,7 +76,7 @@ class TritonEngine(Engine):
         """One product; hidden is cast to the weight's dtype for it."""
         hidden, weight, targets = call.hidden, call.weight, call.targets
         tokens, config = hidden.shape[0], self.head_tiles().forward
-        # Statistics take 16 bytes a token and vocabulary tile: many tokens go block by block.
+        # Statistics take 16 bytes per token and vocabulary tile: many tokens are processed block by block.
         blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
         block = block_tokens(tokens, blocks, self.row_multiple())
         rows = live_rows(targets.mask, -(-tokens // block) * block, call.all_live)
@@ -97,7 +97,7 @@ class TritonEngine(Engine):
         """See :mod:`jaxlogp.head.triton.gradients`."""
         scalars = row_scalars(kept, g.log_probs, g.entropy, call.targets.column, call.spec)
         kernels = Kernels(self._functions(), self.head_tiles().gradient, g.entropy is not None, self.capability)
-        # Not from the scalars, where a row of NaN logits has 0 NaN. A cotangent of NaN counts: a target is invalid there.
+        # Not from the scalars, where a row of NaN logits has 0 * NaN. A NaN cotangent counts: its target is invalid.
         wanted = g.log_probs != 0.0 if g.entropy is None else (g.log_probs != 0.0) | (g.entropy != 0.0)
         return head_gradients(call, scalars, wanted, kernels, self.row_multiple(), self.window)
 
@@ -107,12 +107,13 @@ class TritonEngine(Engine):
         return None
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
-        """The backward alone: lse takes the place of the largest logit, with a sum of exponentials of 1."""
+        """The backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
         return self.backward(call, Normaliser(lse, jnp.zeros_like(lse), None), g)
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
         if call.weight_layout != "vh":
+            # Rows of a tile are read in 16-byte loads; columns of [H, V] are aligned for some V and windows alone.
             return "it takes a weight [V, H], not [H, V]"
         if weight.dtype not in DTYPES:
             return f"it needs a bfloat16 or float16 weight, got {weight.dtype} (the kernels multiply 16-bit operands)"
@@ -139,7 +140,7 @@ class TritonEngine(Engine):
         return TABLE.get(capability, HeadTiles())
 
     def row_multiple(self) -> int:
-        """Tokens are padded to a multiple of it: whole tiles in both kernels."""
+        """Tokens are padded to a multiple of this: whole tiles in both kernels."""
         tiles = self.head_tiles()
         return math.lcm(tiles.forward.rows, tiles.gradient.rows)
 

@@ -1,8 +1,8 @@
 """Gradients of hidden states, weight and bias by windows of the vocabulary.
 
 For each window the kernel writes dz [tokens, columns] in the weight's dtype; then dH += dz · W_window in fp32, and
-dW_window = dzᵀ · H, which is complete and rounded once. Both products are XLA's own. A window is gone when the next one
-comes: nothing of size [tokens, V] exists.
+dW_window = dzᵀ · H, which is complete and rounded once. Both products are XLA's own. A window is dropped before the
+next one: nothing of size [tokens, V] exists.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from jaxlogp.head.triton.tiles import TileConfig, row_parts, window_columns
 
 
 class Kernels(NamedTuple):
-    """The gradient kernel as it is launched.
+    """The gradient kernel and the settings of its launch.
 
     Attributes:
       functions: the kernels' launches, or their stand-in.
@@ -50,11 +50,11 @@ def head_gradients(
 
     Args:
       call: the call.
-      scalars: what dz is made of, a value per token.
-      wanted: False for tokens to leave out, whose gradient is exactly zero.
+      scalars: the scalars of dz, one value per token.
+      wanted: False for tokens to skip, whose gradient is exactly zero.
       kernels: the gradient kernel.
       multiple: tokens are padded to a multiple of it.
-      window: columns of a window; None takes what the table's constants allow.
+      window: columns of a window; None derives it from the constants of the tile table.
     """
     weight, axes = call.weight, call.axes
     tokens, vocab = call.hidden.shape[0], weight.shape[0]
@@ -65,7 +65,7 @@ def head_gradients(
     window = min(window or window_columns(padded, vocab), vocab)
 
     def products_of(size: int):
-        """The products over the first ``size`` rows, among which are all that have a gradient."""
+        """The products over the first ``size`` rows, which include all rows with a gradient."""
 
         def branch(packed, filled, count):
             here, scalars = packed[:size], RowScalars(*(x[:size] for x in filled))
@@ -114,15 +114,15 @@ def _window_products(
 
     def add(index: Int[Array, ""], sums):
         d_hidden, d_weight, d_bias = sums
-        # The last window starts earlier where the width does not divide the vocabulary. Columns that the window before it
-        # has covered get the same gradient of the weight again, and nothing is added to dH for them.
+        # The last window starts earlier where the width does not divide the vocabulary. For columns that the previous
+        # window has covered, the same gradient of the weight is written again, and nothing is added to dH.
         start = jnp.minimum(index * window, vocab - window)
         dz = gradient(start)
         own = start + jnp.arange(window, dtype=jnp.int32) >= index * window
         rows = lax.dynamic_slice_in_dim(weight, start, window)
         d_hidden = d_hidden + dot(dz, jnp.where(own[:, None], rows, jnp.zeros((), rows.dtype)), contract=(1, 0))
-        # 16-bit operands with a result of their dtype: summed in fp32 and rounded as it is written. An fp32 result and a
-        # cast would be the same numbers and, where XLA does not join the two, twice the memory.
+        # 16-bit operands with a result of their dtype: summed in fp32 and rounded when written. An fp32 result and a
+        # cast would give the same numbers and, where XLA does not fuse the two, take twice the memory.
         rounded = lax.dot_general(
             dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=call.weight_gradient_dtype
         )

@@ -1,10 +1,10 @@
 """The two Triton kernels: tile statistics of the logits, and the gradient of a window of logits.
 
-Both compute one [ROWS, COLUMNS] tile of hidden · weightᵀ a program and finish it in registers; the logits are written by
-neither. This is the only module that imports Triton, and it is imported when a kernel is launched.
+In both, a program computes one [ROWS, COLUMNS] tile of hidden · weightᵀ and finishes it in registers; neither writes
+the logits. This is the only module that imports Triton, and it is imported when a kernel is launched.
 
-Shapes: hidden [tokens, HIDDEN], weight [vocab, HIDDEN], bias fp32 [vocab], target int32 [tokens] (a row of the weight, or
--1). ``bounds`` is int32 [3]: first column, number of columns that are real ids, tokens that need work.
+Shapes: hidden [tokens, HIDDEN], weight [vocab, HIDDEN], bias fp32 [vocab], target int32 [tokens] (a row of the weight,
+or -1). ``bounds`` is int32 [3]: first column, number of columns that are real ids, tokens that need work.
 """
 
 import triton
@@ -17,7 +17,7 @@ MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def place(index, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile) of a program: GROUP row tiles are walked before the next column of tiles."""
+    """(row tile, column tile) of a program: GROUP row tiles are visited before the next column of tiles."""
     band = GROUP * column_tiles
     first = index // band * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -39,7 +39,7 @@ def tile_products(
 ):
     """hidden[rows] · weight[columns]ᵀ in fp32, over the first ``steps`` steps of DEPTH."""
     depth = tl.arange(0, DEPTH)
-    # Rows of a large head begin past 2^31 elements.
+    # Rows of a large head begin beyond 2^31 elements.
     left = hidden + (rows.to(tl.int64) * HIDDEN)[:, None] + depth[None, :]
     right = weight + (columns.to(tl.int64) * HIDDEN)[None, :] + depth[:, None]
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -67,18 +67,19 @@ def finish(
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
 ):
-    """softcap(SCALE (products + bias)) / TEMPERATURE; SOFTCAP 0 is none."""
+    """softcap(SCALE (products + bias)) / TEMPERATURE; SOFTCAP 0 means none."""
     logits = products
     if HAS_BIAS:
         logits = logits + tl.load(bias + columns)[None, :]
     if SOFTCAP > 0.0:
-        # tanh(x) = 1 - 2 / (1 + e^(2 x)); e^(2 x) = inf gives 1 and 0 gives -1. The hardware's tanh is good to 2^-11 only.
+        # tanh(x) = 1 - 2 / (1 + e^(2 x)); e^(2 x) = inf gives 1 and 0 gives -1. The hardware's tanh is accurate to only
+        # 2^-11.
         doubled = tl.exp2(logits * (2.0 * LOG2_E * SCALE / SOFTCAP))
         logits = (1.0 - 2.0 / (1.0 + doubled)) * (SOFTCAP / TEMPERATURE)
     elif SCALE != TEMPERATURE:
         logits = logits * (SCALE / TEMPERATURE)
     if HAS_BIAS:
-        # A bias of -inf is a column without probability. The comparison, unlike a maximum, lets NaN through.
+        # A bias of -inf gives a column probability 0. The comparison, unlike a maximum, lets NaN through.
         logits = tl.where(logits < MASKED, MASKED, logits)
     return logits
 
@@ -106,7 +107,7 @@ def forward_kernel(
 ):
     """out[tile, :, rows]: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
 
-    Row tiles behind the live rows are not computed, nor written.
+    Row tiles after the live rows are neither computed nor written.
     """
     width = tl.load(bounds + 1)
     row_tiles = tl.cdiv(tl.load(bounds + 2), ROWS)
@@ -117,7 +118,7 @@ def forward_kernel(
     row, tile = place(index, row_tiles, column_tiles, GROUP)
     rows = row * ROWS + tl.arange(0, ROWS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    # Past the end the last row is read again, and its columns are masked.
+    # Beyond the end the last row is read again, and its columns are masked.
     sources = tl.minimum(columns, vocab - 1)
     steps: tl.constexpr = (HIDDEN + DEPTH - 1) // DEPTH
     products = tile_products(hidden, weight, rows, sources, steps, HIDDEN, ROWS, COLUMNS, DEPTH)
@@ -165,7 +166,7 @@ def gradient_kernel(
     """out[rows, WINDOW columns] = gradient of hidden · weightᵀ + bias, rounded once.
 
     dz = p (A + B (z - max)) + g onehot, from scalars fp32 [5, tokens]: max, log2 Σ e^(z - max), A, B, g. Rows whose A, B and
-    g are 0 get 0, whatever their logits; so do row tiles behind the live rows, without a product.
+    g are 0 get 0, whatever their logits; so do row tiles after the live rows, without a product.
     """
     start = tl.load(bounds)
     width = tl.load(bounds + 1)

@@ -13,7 +13,7 @@ from jaxlogp.head.triton.tiles import TileConfig
 
 @runtime_checkable
 class TileFunctions(Protocol):
-    """The two functions behind which everything on the GPU happens: this module, or :mod:`tests.head.triton_plain`."""
+    """The two functions that run on the GPU: this module, or :mod:`tests.head.triton_plain` in their place."""
 
     def forward_statistics(self, *operands: Any) -> Array:
         """See :func:`forward_statistics`."""
@@ -43,14 +43,15 @@ def forward_statistics(
       bias: fp32 [V] or None.
       column: int32 [tokens], the target's row of the weight, -1 where there is none.
       bounds: int32: 0, number of rows of the weight that are real ids, number of tokens, from the first, that need
-        statistics. Row tiles behind these are not computed, and their results may be anything.
+        statistics. Row tiles after these are not computed, and their results may be anything.
       spec: scale, soft cap and temperature.
       with_slope: whether the entropy has a cotangent.
       config: tile shapes.
       capability: compute capability times ten to compile for; None asks the device.
 
     Returns:
-      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without entropy), target logit or 0.
+      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without entropy), target logit
+      or 0.
     """
     from jaxlogp.head.triton.kernels import forward_kernel
 
@@ -87,9 +88,9 @@ def window_gradient(
       hidden: [tokens, H] in the weight's dtype, tokens a multiple of config.rows.
       weight: bf16 or fp16 [V, H].
       bias: fp32 [V] or None.
-      scalars: what dz is made of, a value per token; a row whose constant, slope and onehot are 0 gets 0.
+      scalars: the scalars of dz, one value per token; a row whose constant, slope and onehot are 0 gets 0.
       bounds: int32: first column of the window, number of rows of the weight that are real ids (further columns get 0),
-        number of tokens, from the first, that have a gradient (row tiles behind these get 0 without a product).
+        number of tokens, from the first, that have a gradient (row tiles after these get 0 without a product).
       window: number of columns, all of them rows of the weight.
       spec: scale, soft cap and temperature.
       with_slope: whether the entropy has a cotangent.

@@ -1,7 +1,7 @@
-"""Writes decoder_parity.npz: tiny random Qwen3 and Llama-3 models of Hugging Face transformers, and what they compute.
+"""Writes decoder_parity.npz: tiny random Qwen3 and Llama-3 models of Hugging Face transformers, and their results.
 
-Run by hand, with torch and transformers installed (2.13.0 and 5.23.0 for the file in place); the tests read the file
-alone:
+Run by hand, with torch and transformers installed (2.13.0 and 5.23.0 for the current file); the tests only read the
+file:
 
     python tests/experiments/golden/make_decoder_parity.py
 

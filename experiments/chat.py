@@ -1,0 +1,130 @@
+"""Talks to a model in the terminal, word by word as it answers.
+
+    python -m experiments.chat DIRECTORY
+    python -m experiments.chat runs/NAME --prompt "37+48="
+
+A run folder, a Hugging Face directory or a GGUF file. With a chat template the conversation goes on; without one every
+line is a prompt of its own. An empty line, or the end of the input, ends it.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import tyro
+
+from experiments.command_line import errors_in_one_line
+from experiments.models.decoder_config import DTYPES
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.sampling.token_stream import StreamOptions, stream_tokens
+from experiments.tasks.tokenizer import UNKNOWN
+from experiments.training.loaded import Loaded, load_model
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Options of a conversation."""
+
+    model: tyro.conf.Positional[str]
+    """Run folder, Hugging Face directory or GGUF file."""
+    prompt: str | None = None
+    """Answer this and end; None asks for lines."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer."""
+    temperature: float = 0.7
+    """Divisor of the logits; 0 takes the likeliest token."""
+    seed: int = 0
+    """Seed of the answers."""
+    dtype: str = "float32"
+    """Dtype of a model on disk in memory, float32 or bfloat16."""
+
+
+class Chat:
+    """A conversation with one model.
+
+    Args:
+        loaded: the model.
+        options: how it draws.
+        seed: of the answers.
+    """
+
+    def __init__(self, loaded: Loaded, options: StreamOptions, seed: int) -> None:
+        self._loaded, self._options, self._graph = loaded, options, loaded.graph
+        self._key, self._answers = jax.random.key(seed), 0
+        self._messages: list[dict[str, str]] = []
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Pieces of the answer to a text, which becomes part of the conversation.
+
+        Raises:
+            ValueError: a text that the tokenizer or the chat template refuses.
+        """
+        tokenizer = self._loaded.tokenizer
+        prompt = self._prompt(text)
+        key = jax.random.fold_in(self._key, self._answers)
+        self._answers += 1
+        ids: list[int] = []
+        said = ""
+        for token in stream_tokens(self._graph, self._loaded.params, prompt, key, self._options):
+            if token in tokenizer.eos_ids:
+                break
+            ids.append(token)
+            whole = tokenizer.decode(ids)
+            # A character of several bytes may still lack some of them.
+            if not whole.endswith(UNKNOWN):
+                yield whole[len(said) :]
+                said = whole
+        rest = tokenizer.decode(ids)
+        if len(rest) > len(said):
+            yield rest[len(said) :]
+        self._messages.append({"role": "assistant", "content": rest})
+
+    def _prompt(self, text: str) -> list[int]:
+        tokenizer = self._loaded.tokenizer
+        if not isinstance(tokenizer, PretrainedTokenizer) or tokenizer.template is None:
+            return tokenizer.encode_prompt(text)
+        self._messages.append({"role": "user", "content": text})
+        return tokenizer.encode_messages(self._messages)
+
+
+def start(config: ChatConfig) -> Chat:
+    """Loads the model.
+
+    Raises:
+      ValueError: a model that cannot be loaded, or an option out of range.
+    """
+    require(config.dtype in DTYPES, "--dtype", " or ".join(DTYPES), config.dtype)
+    options = StreamOptions(config.max_new_tokens, config.temperature)
+    return Chat(load_model(config.model, dtype=config.dtype), options, config.seed)
+
+
+def _say(chat: Chat, text: str) -> None:
+    with errors_in_one_line():
+        for piece in chat.answer(text):
+            print(piece, end="", flush=True)
+    print()
+
+
+def run_cli(arguments: list[str] | None = None) -> None:
+    """The command line: bad options, files and texts end in one line on stderr and exit code 2."""
+    config = tyro.cli(ChatConfig, args=arguments, prog="python -m experiments.chat", description=__doc__)
+    with errors_in_one_line():
+        chat = start(config)
+    if config.prompt is not None:
+        _say(chat, config.prompt)
+        return
+    mark = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            text = input(mark)
+        except EOFError:
+            return
+        if not text:
+            return
+        _say(chat, text)
+
+
+if __name__ == "__main__":
+    run_cli()

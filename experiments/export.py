@@ -1,0 +1,57 @@
+"""Writes a run's newest checkpoint, or a GGUF file, as a directory that transformers loads.
+
+    python -m experiments.export runs/NAME OUT
+    python -m experiments.export model.gguf OUT --dtype bfloat16
+
+Needs the extra hf. The directory appears whole or not at all.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from experiments.command_line import errors_in_one_line
+from experiments.models.decoder_config import DTYPES
+from experiments.models.huggingface.export import export
+from experiments.training.loaded import load_model
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Options of an export."""
+
+    model: tyro.conf.Positional[str]
+    """Run folder, GGUF file or Hugging Face directory."""
+    out: tyro.conf.Positional[str]
+    """Directory to make."""
+    dtype: str | None = None
+    """Dtype of the stored weights, float32 or bfloat16; None takes that of the run's parameters."""
+
+
+def main(config: ExportConfig) -> Path:
+    """Loads and writes; returns the directory.
+
+    Raises:
+      ValueError: a model that cannot be loaded or that transformers does not have, or a directory that exists already.
+    """
+    out = Path(config.out)
+    require(not out.exists(), "out", "a directory that does not exist yet", out)
+    require(config.dtype in (None, *DTYPES), "--dtype", " or ".join(DTYPES), config.dtype)
+    loaded = load_model(config.model)
+    export(loaded.params, loaded.config, loaded.files(), out, config.dtype or loaded.config.param_dtype)
+    return out
+
+
+def run_cli(arguments: list[str] | None = None) -> Path:
+    """The command line: bad options and files end in one line on stderr and exit code 2."""
+    config = tyro.cli(ExportConfig, args=arguments, prog="python -m experiments.export", description=__doc__)
+    with errors_in_one_line():
+        out = main(config)
+    print(f"written: {out}")
+    return out
+
+
+if __name__ == "__main__":
+    run_cli()

@@ -1,0 +1,136 @@
+"""A decoder written as a checkpoint directory that transformers loads: config.json, safetensors, tokenizer."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.huggingface.config import config_json
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.models.huggingface.weights import INDEX, SINGLE
+from experiments.models.parameters import HUGGING_FACE, Parameter, parameters_of
+from jaxlogp.errors import require
+
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
+"""What is in a directory beside the weights."""
+MAX_SHARD_BYTES = 2 * 2**30
+"""Of one file of weights, which is made in memory."""
+
+
+def made_files(config: DecoderConfig, tokenizer: PretrainedTokenizer) -> dict[str, bytes]:
+    """The files beside the weights of a model that did not come from such a directory.
+
+    Raises:
+        ValueError: an architecture that transformers does not have.
+    """
+    text_of = tokenizer.inner.id_to_token
+    ends = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
+    options: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": text_of(tokenizer.eos_ids[0]),
+        "pad_token": text_of(tokenizer.pad_id),
+    }
+    if tokenizer.template is not None:
+        options |= {"chat_template": tokenizer.template.source, **tokenizer.template.tokens}
+    return {
+        "config.json": _json(config_json(config) | ends),
+        "generation_config.json": _json(ends),
+        "tokenizer.json": tokenizer.inner.to_str().encode(),
+        "tokenizer_config.json": _json(options),
+    }
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Makes a folder of files."""
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def export(params: nnx.State, config: DecoderConfig, files: Mapping[str, bytes], out: Path, dtype: str) -> None:
+    """Writes a checkpoint directory; under its name there is the whole one or none.
+
+    Args:
+        params: of a decoder.
+        config: its sizes and options.
+        files: those beside the weights, with a config.json of the same model.
+        out: the directory, which must not exist.
+        dtype: of the stored weights.
+
+    Raises:
+        ValueError: the directory exists.
+    """
+    require(not out.exists(), "export", "a directory that does not exist yet", out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
+    described = json.loads(files["config.json"])
+    described.pop("torch_dtype", None)
+    try:
+        write_files(unfinished, {**files, "config.json": _json({**described, "dtype": dtype})})
+        _write_weights(params, config, unfinished, np.dtype(jnp.dtype(dtype)))
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_weights(params: nnx.State, config: DecoderConfig, folder: Path, dtype: np.dtype) -> None:
+    from safetensors.numpy import save_file
+
+    shards = _shards(config, dtype.itemsize)
+    tensors = _tensors(params, config, dtype)
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # The format is what transformers asks for before it reads a file.
+        save_file(dict(next(tensors) for _ in names), folder / file, metadata={"format": "pt"})
+        # The package makes files that nobody else may read.
+        (folder / file).chmod((folder / "config.json").stat().st_mode)
+        files |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(_size(parameter) for parameter in parameters_of(config)) * dtype.itemsize
+        (folder / INDEX).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": files}))
+
+
+def _shards(config: DecoderConfig, itemsize: int) -> list[list[str]]:
+    """Names of tensors, file by file, each of at most MAX_SHARD_BYTES or one tensor."""
+    shards, size = [[]], 0
+    for parameter in parameters_of(config):
+        for name in parameter.tensors(HUGGING_FACE):
+            each = int(np.prod(parameter.stored_shape)) * itemsize
+            if shards[-1] and size + each > MAX_SHARD_BYTES:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += each
+    return shards
+
+
+def _size(parameter: Parameter) -> int:
+    return int(np.prod(parameter.shape)) * (parameter.layers or 1)
+
+
+def _tensors(params: nnx.State, config: DecoderConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor in the order of `_shards`, one parameter on the host at a time."""
+    tree = nnx.to_pure_dict(params)
+    for parameter in parameters_of(config):
+        values: Any = tree
+        for key in parameter.path:
+            values = values[key]
+        host = np.asarray(values)
+        layers = [host] if parameter.layers is None else host
+        for name, layer in zip(parameter.tensors(HUGGING_FACE), layers, strict=True):
+            yield name, np.ascontiguousarray(parameter.to_stored(layer).astype(dtype, copy=False))
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -1,0 +1,38 @@
+"""The trainer's own tokenizers in the form of tokenizer.json, for models from nothing that are exported."""
+
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.tasks.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID, ByteTokenizer, CharTokenizer
+from jaxlogp.errors import require
+
+SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
+
+
+def pretrained_form(tokenizer: CharTokenizer | ByteTokenizer) -> PretrainedTokenizer:
+    """A byte-pair tokenizer without any merges: its symbols stay single, and prompts begin with the start token.
+
+    Raises:
+        ValueError: the extra hf is not installed.
+    """
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    except ImportError:
+        require(False, "tokenizer", 'the extra hf (pip install -e ".[experiments,hf]")', "no package tokenizers")
+    symbols = list(tokenizer.alphabet) if isinstance(tokenizer, CharTokenizer) else _byte_symbols()
+    vocabulary = SPECIAL | {symbol: number for number, symbol in enumerate(symbols, start=NUM_SPECIAL)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    if isinstance(tokenizer, ByteTokenizer):
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+    else:
+        inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    inner.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS_ID)])
+    return PretrainedTokenizer(inner, tokenizer.eos_ids, tokenizer.pad_id, None)
+
+
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies: itself where it is printable."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return [symbols[byte] for byte in range(256)]

@@ -1,0 +1,148 @@
+"""The tokenizer of a checkpoint directory: tokenizer.json, its special tokens, the chat template and what ends an answer."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.models.huggingface.chat_template import ChatTemplate, Message
+from experiments.models.huggingface.files import JsonObject, read_object, read_text
+from experiments.tasks.tokenizer import UNKNOWN
+from jaxlogp.errors import require
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True)
+class PretrainedTokenizer:
+    """A `Tokenizer` whose prompts go through a chat template; without one, they are text behind the start token.
+
+    Attributes:
+        inner: a `tokenizers.Tokenizer`.
+        eos_ids: tokens that end an answer; the first is the one that training answers end with.
+        pad_id: token behind the end.
+        template: the chat template, or None.
+    """
+
+    inner: Any
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    template: ChatTemplate | None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens spelled out in it become their ids, none is added."""
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a question, the sole message of its user."""
+        return self.encode_messages([{"role": "user", "content": text}])
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation, up to where the model is to speak; without a template, of its texts, one behind the other.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        if self.template is not None:
+            return self.encode(self.template.render(messages))
+        return self.inner.encode("".join(each["content"] for each in messages), add_special_tokens=True).ids
+
+    def longest_prompt(self, text_tokens: int) -> int:
+        """See `Tokenizer.longest_prompt`; a token is at least a byte of text."""
+        return len(self.encode_prompt("")) + text_tokens
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids up to the first of `eos_ids`, special tokens left out; ids without a token read as U+FFFD."""
+        return "".join(self._texts(ids))
+
+    def _texts(self, ids: Iterable[int]) -> Iterator[str]:
+        known: list[int] = []
+        for token in ids:
+            if token in self.eos_ids:
+                break
+            if self.inner.id_to_token(token) is not None:
+                known.append(token)
+                continue
+            yield self.inner.decode(known) + UNKNOWN
+            known = []
+        yield self.inner.decode(known)
+
+
+def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
+    """The tokenizer of a directory.
+
+    Args:
+        path: the directory.
+        chat_template: whether prompts go through its chat template; None where there is one.
+
+    Raises:
+        ValueError: a file that is missing or damaged, no chat template where there has to be one, no end token, or the
+            extra hf is not installed.
+    """
+    inner = _inner(path)
+    options = _optional(path, "tokenizer_config.json")
+    tokens = {name: _token_text(options, name) for name in SPECIAL_TOKENS if options.has(name)}
+    template = None if chat_template is False else _template(path, options, tokens, needed=chat_template is True)
+    ids = [_optional(path, name) for name in ("generation_config.json", "config.json")]
+    # The tokenizer's own end token first: it is the one that ends a turn of the chat.
+    named = [inner.token_to_id(tokens["eos_token"])] if "eos_token" in tokens else []
+    listed = next((_id_list(file, "eos_token_id") for file in ids if file.has("eos_token_id")), [])
+    eos_ids = tuple(dict.fromkeys(each for each in (*named, *listed) if each is not None))
+    require(bool(eos_ids), "tokenizer", "a token that ends an answer (eos_token or eos_token_id)", "none")
+    pad = inner.token_to_id(tokens["pad_token"]) if "pad_token" in tokens else None
+    return PretrainedTokenizer(inner, eos_ids, eos_ids[0] if pad is None else pad, template)
+
+
+def _inner(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        require(False, "tokenizer", 'the extra hf (pip install -e ".[experiments,hf]")', "no package tokenizers")
+    text = read_text(path / "tokenizer.json")
+    try:
+        inner = Tokenizer.from_str(text)
+    # The package raises bare exceptions for all that it cannot read.
+    except Exception as error:
+        raise ValueError(f"tokenizer.json: expected a tokenizer, got {error}") from None
+    require(inner.get_vocab_size() > 0, "tokenizer.json", "a vocabulary", "an empty one")
+    # Rows are padded and cut elsewhere.
+    inner.no_padding()
+    inner.no_truncation()
+    return inner
+
+
+def _optional(path: Path, name: str) -> JsonObject:
+    return read_object(path / name) if (path / name).exists() else JsonObject(name, {})
+
+
+def _token_text(options: JsonObject, name: str) -> str:
+    is_object = isinstance(options.values[name], dict)
+    return options.object(name).text("content") if is_object else options.text(name)
+
+
+def _template(path: Path, options: JsonObject, tokens: dict[str, str], *, needed: bool) -> ChatTemplate | None:
+    if (path / "chat_template.jinja").exists():
+        return ChatTemplate(read_text(path / "chat_template.jinja"), tokens)
+    source = options.values.get("chat_template")
+    if isinstance(source, list):
+        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        source = named.get("default")
+    if source is None and not needed:
+        return None
+    expected = "a chat template (or --model.no-chat-template, for prompts as they are)"
+    require(source is not None, "tokenizer", expected, f"none in {path}")
+    require(isinstance(source, str), f"{options.place}, chat_template", "a string", type(source).__name__)
+    return ChatTemplate(source, tokens)
+
+
+def _id_list(file: JsonObject, key: str) -> list[int]:
+    values = file.values[key]
+    values = values if isinstance(values, list) else [values]
+    are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in values)
+    require(are_ids, f"{file.place}, {key}", "an id or a list of them", repr(values))
+    return values

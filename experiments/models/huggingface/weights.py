@@ -1,0 +1,99 @@
+"""Tensors of a checkpoint directory: model.safetensors, or shards that model.safetensors.index.json names."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.models.huggingface.files import read_object
+from jaxlogp.errors import require
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16", "F64")
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Buffers that older Llama checkpoints store; they follow from config.json."""
+
+
+class SafetensorsDirectory:
+    """A `TensorSource` of one directory. A file is opened for one tensor at a time: what has been read leaves memory.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        ValueError: no weights, a shard that is missing or outside of the directory, a file that is damaged or cut short,
+            a tensor of another dtype, or the extra hf is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        indexed = _weight_map(path) if (path / INDEX).exists() else None
+        for file in [path / SINGLE] if indexed is None else sorted({path / name for name in indexed.values()}):
+            require(file.is_file(), "weights", f"a directory with {file.name}", f"none in {path}")
+            self._read_header(file)
+        if indexed is not None:
+            for name, file in indexed.items():
+                seen = self._files[name].name if name in self._files else "no file"
+                require(seen == file, f"{INDEX}, tensor {name}", f"to be in {seen}, which has it", file)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor by name."""
+        return self._shapes
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the dtype in which it is stored."""
+        with _opened(self._files[name]) as tensors:
+            return tensors.get_tensor(name)
+
+    def drop_copy(self, name: str, original: str) -> None:
+        """Leaves a tensor out that is stored a second time, such as a tied head.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if name in self._shapes and original in self._shapes:
+            same = np.array_equal(self.read(name), self.read(original))
+            require(
+                same, f"weights, tensor {name}", f"a copy of {original}, as tie_word_embeddings says", "another one"
+            )
+            del self._shapes[name]
+
+    def _read_header(self, file: Path) -> None:
+        with _opened(file) as tensors:
+            for name in tensors.keys():
+                if COMPUTED.fullmatch(name):
+                    continue
+                view = tensors.get_slice(name)
+                dtype, place = view.get_dtype(), f"{file.name}, tensor {name}"
+                require(dtype in DTYPES, place, f"one of {', '.join(DTYPES)}", dtype)
+                require(name not in self._files, place, "a tensor that no other file has", "one of two")
+                self._files[name], self._shapes[name] = file, tuple(view.get_shape())
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor to file name, as the index says."""
+    files = read_object(path / INDEX).object("weight_map").values
+    require(bool(files), f"{INDEX}, weight_map", "a file for every tensor", "nothing")
+    for name, file in files.items():
+        # A plain name cannot lead out of the directory; links inside of it are how hubs store shards.
+        inside = isinstance(file, str) and re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) is not None
+        require(inside, f"{INDEX}, tensor {name}", "the name of a safetensors file of this directory", repr(file))
+    return dict(files)
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        require(False, "weights", 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            yield tensors
+    except (SafetensorError, OSError, OverflowError) as error:
+        raise ValueError(f"{file.name}: expected a whole safetensors file, got {error}") from None

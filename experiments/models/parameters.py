@@ -1,0 +1,209 @@
+"""The parameters of a `Decoder` in files: their names in each format, their layout, and how they reach a mesh.
+
+Checkpoints store one tensor a layer, outputs first; here layers are stacked and inputs come first. Reading goes parameter
+by parameter and layer by layer: beside the parameters themselves the host holds one stacked parameter at a time.
+
+Shapes: L layers, in and out the inputs and outputs of a matrix.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from jaxlogp.errors import require
+
+HUGGING_FACE, GGUF = 0, 1
+"""Columns of `NAMES`."""
+_LAYER, _BLOCK = "model.layers.{layer}.", "blk.{layer}."
+NAMES: dict[str, tuple[str, str | None]] = {
+    "embed_tokens": ("model.embed_tokens.weight", "token_embd.weight"),
+    "norm": ("model.norm.weight", "output_norm.weight"),
+    "lm_head": ("lm_head.weight", "output.weight"),
+    "input_layernorm": (_LAYER + "input_layernorm.weight", _BLOCK + "attn_norm.weight"),
+    "q_proj": (_LAYER + "self_attn.q_proj.weight", _BLOCK + "attn_q.weight"),
+    "k_proj": (_LAYER + "self_attn.k_proj.weight", _BLOCK + "attn_k.weight"),
+    "v_proj": (_LAYER + "self_attn.v_proj.weight", _BLOCK + "attn_v.weight"),
+    "o_proj": (_LAYER + "self_attn.o_proj.weight", _BLOCK + "attn_output.weight"),
+    "q_bias": (_LAYER + "self_attn.q_proj.bias", None),
+    "k_bias": (_LAYER + "self_attn.k_proj.bias", None),
+    "v_bias": (_LAYER + "self_attn.v_proj.bias", None),
+    "q_norm": (_LAYER + "self_attn.q_norm.weight", None),
+    "k_norm": (_LAYER + "self_attn.k_norm.weight", None),
+    "post_attention_layernorm": (_LAYER + "post_attention_layernorm.weight", _BLOCK + "ffn_norm.weight"),
+    "pre_feedforward_layernorm": (_LAYER + "pre_feedforward_layernorm.weight", None),
+    "post_feedforward_layernorm": (_LAYER + "post_feedforward_layernorm.weight", None),
+    "gate_proj": (_LAYER + "mlp.gate_proj.weight", _BLOCK + "ffn_gate.weight"),
+    "up_proj": (_LAYER + "mlp.up_proj.weight", _BLOCK + "ffn_up.weight"),
+    "down_proj": (_LAYER + "mlp.down_proj.weight", _BLOCK + "ffn_down.weight"),
+}
+"""Name in `Decoder` or `DecoderLayer` to the names in a Hugging Face directory and in a GGUF file of Llama's family."""
+INPUT_AXES = {"o_proj": 2, **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"), 1)}
+"""How many leading axes of a matrix are inputs. What is not here is stored as it is, its heads flattened."""
+
+
+class TensorSource(Protocol):
+    """Where tensors are read from."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor by name, outputs first."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, of a floating-point dtype.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a decoder.
+
+    Attributes:
+        name: in `Decoder` or `DecoderLayer`.
+        path: in the parameters' tree.
+        shape: here, of one layer.
+        layers: L where the tree has all layers stacked, or None.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    layers: int | None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of one tensor in a file."""
+        if self.name in INPUT_AXES:
+            inputs = INPUT_AXES[self.name]
+            return math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
+        return self.shape if self.layers is None else (math.prod(self.shape),)
+
+    def tensors(self, column: int) -> list[str]:
+        """Names of its tensors in a file, one a layer."""
+        name = NAMES[self.name][column]
+        require(name is not None, "checkpoint", "a GGUF file of Llama's family", f"a model with {self.name}")
+        return [name] if self.layers is None else [name.format(layer=layer) for layer in range(self.layers)]
+
+    def from_stored(self, tensor: np.ndarray) -> np.ndarray:
+        """A layer as it is here."""
+        return (tensor.T if self.name in INPUT_AXES else tensor).reshape(self.shape)
+
+    def to_stored(self, layer: np.ndarray) -> np.ndarray:
+        """A layer as it is in a file; a view where there is one."""
+        out, *inputs = self.stored_shape
+        return layer.reshape(*inputs, out).T if self.name in INPUT_AXES else layer.reshape(self.stored_shape)
+
+
+def parameters_of(config: DecoderConfig) -> list[Parameter]:
+    """All parameters of a decoder, in the order of their tree."""
+    _, shapes = abstract_decoder(config)
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(shapes)):
+        keys = tuple(entry.key for entry in path)
+        stacked = keys[0] == "layers"
+        shape, layers = (leaf.shape[1:], leaf.shape[0]) if stacked else (leaf.shape, None)
+        found.append(Parameter(keys[-1], keys, shape, layers))
+    return found
+
+
+def abstract_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph of a decoder, and its parameters' shapes and dtypes; no number is drawn."""
+    graph, state = _traced_decoder(config, mesh)
+    # A new state for every caller: states are filled in place.
+    return graph, jax.tree.map(lambda leaf: leaf, state)
+
+
+@functools.lru_cache(maxsize=8)
+def _traced_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh)))
+
+
+def check_tensors(config: DecoderConfig, source: TensorSource, column: int) -> None:
+    """Every tensor accounted for before the first one is read.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or is left over.
+    """
+    wanted = {name: parameter.stored_shape for parameter in parameters_of(config) for name in parameter.tensors(column)}
+    missing = [name for name in wanted if name not in source.shapes]
+    require(not missing, "weights", "every tensor of the model", f"no {_some(missing)}")
+    for name, shape in wanted.items():
+        seen = tuple(source.shapes[name])
+        require(seen == shape, f"weights, tensor {name}", f"shape {list(shape)}", list(seen))
+    left_over = sorted(set(source.shapes) - set(wanted))
+    require(not left_over, "weights", "no other tensors than the model's", _some(left_over))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def load_parameters(
+    config: DecoderConfig, source: TensorSource, column: int, shardings: Callable[[nnx.State], Any]
+) -> nnx.State:
+    """Reads all parameters straight into their shardings, in the dtype of `config.param_dtype`.
+
+    Args:
+        config: sizes and options.
+        source: has been checked by `check_tensors`.
+        column: of `NAMES`.
+        shardings: a sharding for every leaf of a state, such as `decoder_shardings`.
+
+    Raises:
+        ValueError: a tensor that cannot be read, or that holds NaN or an infinity.
+    """
+    _, state = abstract_decoder(config)
+    places = nnx.to_pure_dict(shardings(state))
+    dtype = np.dtype(jax.numpy.dtype(config.param_dtype))
+    loaded: dict[str, Any] = {}
+    for parameter in parameters_of(config):
+        sharding, target = places, loaded
+        for key in parameter.path[:-1]:
+            sharding, target = sharding[key], target.setdefault(key, {})
+        layers = (parameter.from_stored(_finite(name, source.read(name), dtype)) for name in parameter.tensors(column))
+        target[parameter.path[-1]] = _placed(parameter, layers, dtype, sharding[parameter.path[-1]])
+    nnx.replace_by_pure_dict(state, loaded)
+    return state
+
+
+def _finite(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    # Overflow is looked for after the conversion, and reported below rather than by a warning.
+    with np.errstate(over="ignore"):
+        tensor = tensor.astype(dtype, copy=False)
+    bad = ~np.isfinite(tensor)
+    if bad.any():
+        place = tuple(int(each) for each in np.argwhere(bad)[0])
+        require(False, f"weights, tensor {name}", f"finite numbers in {dtype}", f"{tensor[place]} at {list(place)}")
+    return tensor
+
+
+def _placed(
+    parameter: Parameter, layers: Iterator[np.ndarray], dtype: np.dtype, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """A parameter on its devices; each distinct shard is filled once, whoever holds copies of it."""
+    shape = parameter.shape if parameter.layers is None else (parameter.layers, *parameter.shape)
+    devices: dict[tuple, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        devices.setdefault(tuple(part.indices(size) for part, size in zip(index, shape, strict=True)), []).append(
+            device
+        )
+    buffers = {bounds: np.empty([stop - start for start, stop, _ in bounds], dtype) for bounds in devices}
+    for place, layer in enumerate(layers):
+        for bounds, buffer in buffers.items():
+            if parameter.layers is None:
+                buffer[...] = layer[tuple(slice(*each) for each in bounds)]
+            else:
+                # The tensor axis splits features; layers are never split.
+                buffer[place] = layer[tuple(slice(*each) for each in bounds[1:])]
+    shards = [jax.device_put(buffers[bounds], device) for bounds, group in devices.items() for device in group]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)

@@ -1,0 +1,131 @@
+"""The door for models on disk, `--model PATH`: a Hugging Face directory, or a GGUF file of Llama's family.
+
+What is small (sizes, options, tokenizer) is read and checked at once. Weights are read when their places on the devices
+are known, straight into them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from experiments.models import gguf, parameters
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.gguf_tokenizer import load_gguf_tokenizer
+from experiments.models.huggingface.config import decoder_config
+from experiments.models.huggingface.export import SMALL_FILES, made_files
+from experiments.models.huggingface.files import read_object
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer, load_tokenizer
+from experiments.models.huggingface.weights import SafetensorsDirectory
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors that are a decoder's parameters, every one of them accounted for.
+
+    Attributes:
+        config: sizes and options; fp32 unless replaced.
+        source: the tensors.
+        column: of `experiments.models.parameters.NAMES`.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or is left over.
+    """
+
+    config: DecoderConfig
+    source: parameters.TensorSource
+    column: int
+
+    def __post_init__(self) -> None:
+        parameters.check_tensors(self.config, self.source, self.column)
+
+    def load(self, config: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
+        """The parameters, in the dtype that `config`, this one with other dtypes, says, on the devices of the shardings.
+
+        Raises:
+            ValueError: a tensor that cannot be read, or that holds NaN or an infinity.
+        """
+        return parameters.load_parameters(config, self.source, self.column, shardings)
+
+    def decoder(self) -> Decoder:
+        """The whole model on one device."""
+        graph, _ = parameters.abstract_decoder(self.config)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return nnx.merge(graph, self.load(self.config, lambda state: jax.tree.map(lambda _: device, state)))
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model on disk.
+
+    Attributes:
+        path: of the directory or file.
+        config: sizes and options.
+        tokenizer: its own.
+    """
+
+    path: Path
+    config: DecoderConfig
+    tokenizer: PretrainedTokenizer
+
+    def weights(self) -> Weights:
+        """Opens the weights; none is read yet.
+
+        Raises:
+            ValueError: files that are missing or damaged, or whose tensors are not the model's.
+        """
+        if self.path.is_file():
+            return gguf_weights(gguf.read_gguf(self.path))
+        source = SafetensorsDirectory(self.path)
+        if self.config.tie_embeddings:
+            source.drop_copy("lm_head.weight", "model.embed_tokens.weight")
+        return Weights(self.config, source, parameters.HUGGING_FACE)
+
+
+def gguf_weights(file: gguf.GgufFile) -> Weights:
+    """The weights in a GGUF file.
+
+    Raises:
+        ValueError: another architecture than Llama's, or tensors that are not the model's.
+    """
+    return Weights(gguf.decoder_config(file), file, parameters.GGUF)
+
+
+def small_files(pretrained: Pretrained) -> dict[str, bytes]:
+    """All of a checkpoint directory but the weights: as they are, or made of what a GGUF file says."""
+    if pretrained.path.is_dir():
+        return {
+            name: (pretrained.path / name).read_bytes() for name in SMALL_FILES if (pretrained.path / name).is_file()
+        }
+    return made_files(pretrained.config, pretrained.tokenizer)
+
+
+def open_pretrained(path: str | Path, *, chat_template: bool | None = True) -> Pretrained:
+    """Opens a model on disk.
+
+    Args:
+        path: a directory with config.json, or a GGUF file.
+        chat_template: whether prompts go through the chat template, which then has to be there; None where there is one.
+
+    Raises:
+        ValueError: no such path, a model that cannot be expressed, or a tokenizer with more ids than the embedding has.
+    """
+    path = Path(path)
+    require(path.exists(), "model", "a Hugging Face directory or a GGUF file", f"{path}, which does not exist")
+    if path.is_file():
+        file = gguf.read_gguf(path)
+        config, tokenizer = gguf.decoder_config(file), load_gguf_tokenizer(file, chat_template=chat_template)
+    else:
+        config = decoder_config(read_object(path / "config.json"))
+        tokenizer = load_tokenizer(path, chat_template=chat_template)
+    expected = f"at most {config.vocab_size} ids, the rows of the embedding"
+    require(tokenizer.vocab_size <= config.vocab_size, "tokenizer", expected, tokenizer.vocab_size)
+    known = all(token < config.vocab_size for token in (*tokenizer.eos_ids, tokenizer.pad_id))
+    seen = (*tokenizer.eos_ids, tokenizer.pad_id)
+    require(known, "tokenizer, end and padding tokens", f"ids below {config.vocab_size}", seen)
+    return Pretrained(path, config, tokenizer)

@@ -1,0 +1,95 @@
+"""Models in memory, from a run's newest checkpoint or from disk, for commands that do not train."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from experiments.config import Config
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.huggingface.export import made_files
+from experiments.models.huggingface.own_tokenizers import pretrained_form
+from experiments.models.parameters import abstract_decoder
+from experiments.models.pretrained import Pretrained, open_pretrained, small_files
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.console import RunConsole
+from experiments.runs.folder import RunFolder
+from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.run import stored_config
+from experiments.training.trainer import Trainer
+from jaxlogp.errors import require
+
+
+def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored: stored) -> Trainer:
+    """The trainer of a run with its newest checkpoint.
+
+    Args:
+      run: run folder.
+      change: of its options.
+
+    Raises:
+      ValueError: no run folder, or no good checkpoint.
+    """
+    folder = RunFolder.open(run)
+    stored = change(stored_config(folder))
+    trainer = Trainer(stored, restored=True)
+    with Checkpoints(folder.checkpoints, stored.checkpoint.keep) as checkpoints:
+        trainer.restore(checkpoints, RunConsole())
+    return trainer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory.
+
+    Attributes:
+      params: its parameters.
+      config: sizes and options.
+      tokenizer: its tokenizer.
+      pretrained: what it began as, where it is or was a model on disk.
+    """
+
+    params: nnx.State
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    pretrained: Pretrained | None
+
+    @property
+    def graph(self) -> nnx.GraphDef[Decoder]:
+        """Graph definition, on one device."""
+        return abstract_decoder(self.config)[0]
+
+    def files(self) -> dict[str, bytes]:
+        """Those of a checkpoint directory, beside the weights.
+
+        Raises:
+          ValueError: an architecture that transformers does not have.
+        """
+        if self.pretrained is not None:
+            return small_files(self.pretrained)
+        return made_files(self.config, pretrained_form(self.tokenizer))
+
+
+def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
+    """A run's newest checkpoint, or a model on disk on the first device, with its chat template where there is one.
+
+    Args:
+      path: run folder, GGUF file or Hugging Face directory.
+      dtype: of activations and parameters of a model on disk; a run has its own.
+
+    Raises:
+      ValueError: neither of them, or one that cannot be used.
+    """
+    path = Path(path)
+    require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
+    if (path / "env.json").is_file():
+        trainer = restored(path)
+        return Loaded(trainer.state.params, trainer.decoder, trainer.tokenizer, trainer.pretrained)
+    found = open_pretrained(path, chat_template=None)
+    config = replace(found.config, dtype=dtype, param_dtype=dtype)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = found.weights().load(config, lambda state: jax.tree.map(lambda _: device, state))
+    return Loaded(params, config, found.tokenizer, found)

@@ -1,0 +1,126 @@
+"""Against Hugging Face transformers itself, on tiny random models of every family; needs the extra parity.
+
+python -m pytest -m parity tests/experiments/test_parity.py
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.models.huggingface.export import export
+from experiments.models.huggingface.own_tokenizers import pretrained_form
+from experiments.models.parameters import abstract_decoder
+from experiments.models.pretrained import open_pretrained, small_files
+from experiments.sampling.sampler import logits_of, sample
+from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
+from experiments.training.loaded import load_model
+from tests.experiments.tiny_directory import CONFIGS, VOCAB, write_tiny_directory
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
+torch = pytest.importorskip("torch", reason="the extra parity is not installed")
+
+TOKENS = np.random.RandomState(2).randint(0, VOCAB, (3, 24)).astype(np.int32)
+NEW = 32
+
+
+def theirs(path):
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+def their_logits(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(tokens).long()).logits.numpy()
+
+
+@jax.jit
+def hidden_of(model, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return model.hidden_states(tokens, positions, jnp.zeros_like(tokens))
+
+
+def our_logits(model, tokens):
+    spec, weight = model.head()
+    hidden = hidden_of(model, jnp.asarray(tokens))
+    return np.asarray(logits_of(hidden.reshape(-1, hidden.shape[-1]), spec, weight)).reshape(*tokens.shape, -1)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def directory(request, tmp_path_factory):
+    return write_tiny_directory(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def test_logits_and_greedy_continuations_through_the_cache_are_equal(directory):
+    model, reference = open_pretrained(directory).weights().decoder(), theirs(directory)
+    seen, wanted = our_logits(model, TOKENS), their_logits(reference, TOKENS)
+    np.testing.assert_allclose(seen, wanted, atol=1e-4, rtol=0)
+    # Prompts of three lengths, so that windows pass the empty slots behind the shorter ones. No token is the end.
+    lengths = np.array([24, 9, 1], np.int32)
+    options = {"max_new_tokens": NEW, "greedy": True, "eos_ids": (), "pad_id": 0}
+    drawn = sample(model, jnp.asarray(TOKENS), jnp.asarray(lengths), jax.random.key(0), **options)
+    for row, length in enumerate(lengths):
+        prompt = torch.tensor(TOKENS[row : row + 1, :length]).long()
+        settings = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        with torch.no_grad():
+            generated = reference.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+        np.testing.assert_array_equal(drawn.tokens[row], generated[0, length:].numpy())
+
+
+def test_an_exported_directory_has_the_logits_of_the_first(directory, tmp_path):
+    loaded = load_model(directory)
+    export(loaded.params, loaded.config, loaded.files(), tmp_path / "out", "float32")
+    np.testing.assert_array_equal(
+        their_logits(theirs(tmp_path / "out"), TOKENS), their_logits(theirs(directory), TOKENS)
+    )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_written_config_json_is_the_same_model_in_transformers(family, tmp_path):
+    from experiments.models.huggingface.export import made_files
+
+    directory = write_tiny_directory(tmp_path / "in", family)
+    found = open_pretrained(directory)
+    params = load_model(directory).params
+    export(params, found.config, made_files(found.config, found.tokenizer), tmp_path / "out", "float32")
+    seen, wanted = their_logits(theirs(tmp_path / "out"), TOKENS), their_logits(theirs(directory), TOKENS)
+    np.testing.assert_allclose(seen, wanted, atol=1e-6, rtol=0)
+
+
+def test_prompts_are_those_of_transformers(tmp_path):
+    directory = write_tiny_directory(tmp_path / "in")
+    ours, reference = open_pretrained(directory).tokenizer, transformers.AutoTokenizer.from_pretrained(directory)
+    messages = [{"role": "user", "content": "2 + 2 = é"}, {"role": "assistant", "content": "4"}]
+    messages.append({"role": "user", "content": "and 3?\n"})
+    wanted = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_messages(messages) == wanted
+    # Without the first, a special token that generation_config.json has among those that end an answer.
+    assert ours.decode(wanted[1:8]) == reference.decode(wanted[1:8], skip_special_tokens=True) == "2 + 2 ="
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer("0123456789+="), ByteTokenizer()])
+def test_the_own_tokenizers_read_the_same_in_transformers(tokenizer, tmp_path):
+    from experiments.models.huggingface.export import made_files
+
+    config = dataclasses.replace(
+        open_pretrained(write_tiny_directory(tmp_path / "in")).config, vocab_size=tokenizer.vocab_size
+    )
+    params = nnx.state(nnx.merge(*zeros(config)))
+    export(params, config, made_files(config, pretrained_form(tokenizer)), tmp_path / "out", "bfloat16")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "37+48=" if isinstance(tokenizer, CharTokenizer) else "37 + é = \n"
+    assert reference(text)["input_ids"] == tokenizer.encode_prompt(text)
+    assert reference.decode(tokenizer.encode(text)) == text
+    again = open_pretrained(tmp_path / "out", chat_template=False)
+    assert again.tokenizer.encode_prompt(text) == tokenizer.encode_prompt(text)
+    assert again.tokenizer.decode([*again.tokenizer.encode(text), 2, 5]) == text
+    assert small_files(again)["config.json"].count(b"bfloat16") == 1
+
+
+def zeros(config):
+    graph, state = abstract_decoder(config)
+    return graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)

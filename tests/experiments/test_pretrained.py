@@ -1,0 +1,384 @@
+"""Hugging Face directories: what transformers computes of them, how weights reach a mesh, and what is refused."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import grpo
+from experiments.models import decoder as decoder_module
+from experiments.models.huggingface.config import config_json, decoder_config
+from experiments.models.huggingface.files import JsonObject
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.parameters import abstract_decoder
+from experiments.models.pretrained import open_pretrained
+from experiments.models.sharding import decoder_shardings
+from experiments.sampling.sampler import logits_of
+from tests.experiments.tiny_directory import CONFIGS, END, SPECIAL, random_tensors, write_tiny_directory
+
+pytest.importorskip("safetensors", reason="the extra hf is not installed")
+pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+pytest.importorskip("jinja2", reason="the extra hf is not installed")
+
+GOLDEN = Path(__file__).parent / "golden" / "family_logits.npz"
+FAMILIES = ("llama3", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")
+
+
+def one_device(state):
+    return jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), state)
+
+
+def load(path, shardings=one_device, **changes):
+    """Graph and parameters of a directory."""
+    found = open_pretrained(path)
+    config = dataclasses.replace(found.config, **changes)
+    return abstract_decoder(config)[0], found.weights().load(config, shardings)
+
+
+# ---- what transformers computes ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, tmp_path, monkeypatch):
+    # One layer is traced for all, which compiles faster and shows that windows and tables reach each layer of a scan.
+    monkeypatch.setattr(decoder_module, "MAX_UNROLLED_LAYERS", 0)
+    graph, params = load(write_tiny_directory(tmp_path / family, family))
+    golden = np.load(GOLDEN, allow_pickle=False)
+
+    @jax.jit
+    def logits(params, tokens):
+        model = nnx.merge(graph, params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        spec, weight = model.head()
+        hidden = model.hidden_states(tokens, positions, jnp.zeros_like(tokens))
+        return logits_of(hidden.reshape(-1, hidden.shape[-1]), spec, weight)
+
+    seen = np.asarray(logits(params, golden["tokens"])).reshape(2, 24, -1)[..., ::5]
+    # fp32 on both sides, logits of up to about 7.
+    np.testing.assert_allclose(seen, golden[family], atol=1e-4, rtol=0)
+
+
+# ---- config.json ----
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_config_json_is_written_so_that_it_reads_back_the_same(family):
+    config = decoder_config(JsonObject("config.json", CONFIGS[family]))
+    assert decoder_config(JsonObject("config.json", config_json(config))) == config
+
+
+def test_both_spellings_of_rotary_options_are_one():
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    plain = {key: value for key, value in CONFIGS["llama3"].items() if key != "rope_parameters"}
+    older = plain | {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", **scaling}}
+    newer = CONFIGS["llama3"]
+    assert decoder_config(JsonObject("a", older)) == decoder_config(JsonObject("a", newer))
+    gemma = {key: value for key, value in CONFIGS["gemma3"].items() if key != "rope_parameters"}
+    older = {
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    assert decoder_config(JsonObject("a", gemma | older)) == decoder_config(JsonObject("a", CONFIGS["gemma3"]))
+
+
+def test_windows_belong_to_the_layers_that_the_type_says():
+    layers = {name: decoder_config(JsonObject("a", CONFIGS[name])).sliding for name in CONFIGS}
+    assert layers["mistral"].layers == (True, True, True) and layers["mistral"].window == 7
+    assert layers["qwen2"].layers == (False, True, True) and layers["qwen2.5"] is None and layers["llama3"] is None
+    assert layers["gemma2"].layers == (True, False, True) and layers["gemma3"].layers == (True, True, False)
+    none = CONFIGS["mistral"] | {"sliding_window": None}
+    assert decoder_config(JsonObject("a", none)).sliding is None
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama3", {"model_type": "mixtral"}, "config.json, model_type: expected one of llama"),
+        ("llama3", {"model_type": None}, "config.json: expected the key model_type, got none"),
+        (
+            "llama3",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config: expected weights that are not quantised",
+        ),
+        ("qwen3", {"num_experts": 8}, "num_experts: expected no mixture of experts, got 8"),
+        ("llama3", {"attention_bias": True}, "attention_bias: expected no bias on the attention's output, got True"),
+        ("llama3", {"mlp_bias": True}, "mlp_bias: expected no biases in the gated products"),
+        ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected whole heads that are rotated"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rope_parameters, partial_rotary_factor: expected whole heads",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters, rope_type: expected default, linear or llama3, got 'yarn'",
+        ),
+        (
+            "llama2",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type: expected default, linear or llama3",
+        ),
+        ("llama3", {"hidden_act": "relu"}, "hidden_act: expected one of silu"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected attention to earlier"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected none in gemma3_text, got one"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: expected 3 of sliding_attention"),
+        ("llama3", {"hidden_size": "32"}, "hidden_size: expected a positive integer, got '32'"),
+        ("llama3", {"num_hidden_layers": 10**6}, "num_hidden_layers: expected at most 1000, got 1000000"),
+        ("llama3", {"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of 4 query heads, got 3"),
+        (
+            "llama3",
+            {"auto_map": {"AutoModel": "own.py"}},
+            "auto_map: expected a model type of transformers without code",
+        ),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_name(family, changes, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        decoder_config(JsonObject("config.json", CONFIGS[family] | changes))
+
+
+@pytest.mark.bad_input
+def test_a_model_that_transformers_does_not_have_is_not_written():
+    config = decoder_config(JsonObject("a", CONFIGS["llama3"]))
+    with pytest.raises(
+        ValueError, match="export: expected a model that transformers has .* got one with .*logit_scale"
+    ):
+        config_json(dataclasses.replace(config, logit_scale=0.5))
+
+
+# ---- weights ----
+
+
+def test_shards_reach_a_mesh_as_one_file_reaches_one_device(tmp_path):
+    _, whole = load(write_tiny_directory(tmp_path / "whole"))
+    mesh = make_mesh(MeshSpec(data=2, tensor=2))
+    _, split = load(write_tiny_directory(tmp_path / "split", shards=4), lambda state: decoder_shardings(state, mesh))
+    places = jax.tree.leaves(decoder_shardings(whole, mesh))
+    assert [leaf.sharding for leaf in jax.tree.leaves(split)] == places
+    assert any(not place.is_fully_replicated for place in places)
+    jax.tree.map(np.testing.assert_array_equal, split, whole)
+
+
+def test_parameters_are_the_tensors_with_inputs_first(tmp_path):
+    _, params = load(write_tiny_directory(tmp_path / "a"))
+    tensors = random_tensors(CONFIGS["llama3"])
+    layers = nnx.to_pure_dict(params)["layers"]
+    q = tensors["model.layers.1.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(layers["q_proj"][1], q.T.reshape(32, 4, 12))
+    o = tensors["model.layers.2.self_attn.o_proj.weight"]
+    np.testing.assert_array_equal(layers["o_proj"][2], o.T.reshape(4, 12, 32))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
+)
+def test_dtypes_are_converted(stored, wanted, tmp_path):
+    _, params = load(write_tiny_directory(tmp_path / "a", dtype=stored), param_dtype=wanted)
+    expected = jnp.asarray(random_tensors(CONFIGS["llama3"])["model.norm.weight"]).astype(stored).astype(wanted)
+    seen = nnx.to_pure_dict(params)["norm"]
+    assert seen.dtype == wanted
+    np.testing.assert_array_equal(seen, expected)
+
+
+def test_a_tied_head_may_be_stored_again_but_only_as_a_copy(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    path = write_tiny_directory(tmp_path / "a", "smollm2")
+    tensors = load_file(path / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].copy()
+    save_file({**tensors, "lm_head.weight": copy}, path / "model.safetensors")
+    load(path)
+    save_file({**tensors, "lm_head.weight": copy + 1}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight: expected a copy of model.embed_tokens.weight"):
+        load(path)
+
+
+PEAK_MEMORY = """
+import re, sys
+from pathlib import Path
+import jax, numpy as np
+from experiments.models.pretrained import open_pretrained
+found = open_pretrained(sys.argv[1])
+place = lambda state: jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), state)
+# Of this program alone; getrusage counts what the process was before it.
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+before = peak()
+params = found.weights().load(found.config, place)
+after = peak()
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+print((after - before) / size, size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_the_host_never_holds_a_second_copy(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "head_dim": 128}
+    path = write_tiny_directory(tmp_path / "a", shards=2, **sizes)
+    command = [sys.executable, "-c", PEAK_MEMORY, str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    ratio, size = map(float, done.stdout.split())
+    assert size > 100e6
+    # The parameters themselves, on a CPU in the same memory, and one stacked matrix of a fifth of them.
+    assert 1.0 <= ratio < 1.5
+
+
+# ---- tokenizer ----
+
+
+def test_prompts_go_through_the_chat_template_and_end_tokens_come_from_both_files(tmp_path):
+    tokenizer = open_pretrained(write_tiny_directory(tmp_path / "a")).tokenizer
+    user, model = (tokenizer.inner.token_to_id(token) for token in SPECIAL[1:])
+    assert tokenizer.encode_prompt("2+2=") == [user, *tokenizer.encode("2+2="), END, model]
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((END, END + 1), END, 259)
+    assert tokenizer.decode([*tokenizer.encode("é42"), END + 1, 7]) == "é42"
+    assert tokenizer.decode([*tokenizer.encode("4"), 262, *tokenizer.encode("2")]) == "4\ufffd2"
+    assert len(tokenizer.encode_prompt("é" * 20)) <= tokenizer.longest_prompt(40)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    text = tokenizer.inner.decode(tokenizer.encode_messages(messages), skip_special_tokens=False)
+    assert text == "<|user|>a<|end|><|model|>b<|end|><|user|>c<|end|><|model|>"
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path):
+    path = write_tiny_directory(tmp_path / "a")
+    (path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")
+    with pytest.raises(ValueError, match="chat template: expected text for 1 messages, got SecurityError"):
+        open_pretrained(path).tokenizer.encode_prompt("a")
+
+
+# ---- bad input ----
+
+
+def change_json(path, name, **changes):
+    values = json.loads((path / name).read_text(encoding="utf-8"))
+    (path / name).write_text(json.dumps({**values, **changes}), encoding="utf-8")
+
+
+def cut_short(path):
+    file = path / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_tensors(path, change):
+    from safetensors.numpy import load_file, save_file
+
+    weight_map = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    file = path / weight_map["model.embed_tokens.weight"]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def with_nan(tensors):
+    tensors["model.embed_tokens.weight"][3, 5] = np.nan
+
+
+def with_another_shape(tensors):
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].copy()
+
+
+def change_index(path, change):
+    index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    change(index["weight_map"])
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def outside(weight_map):
+    weight_map["lm_head.weight"] = "../other/model.safetensors"
+
+
+def larger_vocabulary(path):
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["vocab"] |= {f"word{number}": 300 + number for number in range(3)}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+BAD = {
+    "no such path": (lambda path: path.rename(path.with_name("gone")), "model: expected a Hugging Face directory or"),
+    "no config": (lambda path: (path / "config.json").unlink(), "checkpoint: expected a directory with config.json"),
+    "config not JSON": (lambda path: (path / "config.json").write_text("{"), "config.json: expected JSON, got"),
+    "cut short": (cut_short, "model-00002-of-00003.safetensors: expected a whole safetensors file, got"),
+    "no shard": (
+        lambda path: (path / "model-00003-of-00003.safetensors").unlink(),
+        "weights: expected a directory with model-00003-of-00003.safetensors",
+    ),
+    "shard outside": (
+        lambda path: change_index(path, outside),
+        "model.safetensors.index.json, tensor lm_head.weight: expected the name of a safetensors file",
+    ),
+    "tensor elsewhere": (
+        lambda path: change_index(path, lambda names: names.update({"lm_head.weight": names["model.norm.weight"]})),
+        "model.safetensors.index.json, tensor lm_head.weight: expected to be in",
+    ),
+    "wrong shape": (
+        lambda path: change_tensors(path, with_another_shape),
+        "weights, tensor model.embed_tokens.weight: expected shape [264, 32], got [263, 32]",
+    ),
+    "fewer layers": (
+        lambda path: change_json(path, "config.json", num_hidden_layers=2),
+        "weights: expected no other tensors than the model's, got model.layers.2.input_layernorm.weight",
+    ),
+    "more layers": (
+        lambda path: change_json(path, "config.json", num_hidden_layers=4),
+        "weights: expected every tensor of the model, got no model.layers.3.",
+    ),
+    "NaN": (
+        lambda path: change_tensors(path, with_nan),
+        "weights, tensor model.embed_tokens.weight: expected finite numbers in float32, got nan at [3, 5]",
+    ),
+    "large vocabulary": (larger_vocabulary, "tokenizer: expected at most 264 ids, the rows of the embedding, got 303"),
+    "end token outside": (
+        lambda path: change_json(path, "generation_config.json", eos_token_id=[9000]),
+        "tokenizer, end and padding tokens: expected ids below 264, got (256, 9000, 256)",
+    ),
+    "no template": (
+        lambda path: change_json(path, "tokenizer_config.json", chat_template=None),
+        "tokenizer: expected a chat template (or --model.no-chat-template",
+    ),
+    "bad template": (
+        lambda path: (path / "chat_template.jinja").write_text("{% for %}"),
+        "chat template: expected a Jinja program, got",
+    ),
+    "no tokenizer": (
+        lambda path: (path / "tokenizer.json").unlink(),
+        "checkpoint: expected a directory with tokenizer",
+    ),
+    "bad tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json: expected a tokenizer"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_directory_ends_in_one_line_exit_code_2_and_no_run(name, tmp_path, capsys):
+    path = write_tiny_directory(tmp_path / "model", shards=3)
+    spoil, words = BAD[name]
+    spoil(path)
+    with pytest.raises(SystemExit) as stopped:
+        # Little to do, where it is not refused.
+        short = ["--schedule.steps", "0", "--evaluation.num-prompts", "1", "--rollout.max-new-tokens", "1"]
+        grpo.run_cli(["--model.path", str(path), "--out", str(tmp_path / "runs"), *short])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}"), lines
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.bad_input
+def test_an_option_that_the_directory_decides_is_refused(tmp_path, capsys):
+    path = write_tiny_directory(tmp_path / "model")
+    with pytest.raises(SystemExit):
+        grpo.run_cli(["--model.path", str(path), "--model.hidden-size", "128", "--out", str(tmp_path / "runs")])
+    assert "--model.hidden-size: expected nothing beside --model.path" in capsys.readouterr().err

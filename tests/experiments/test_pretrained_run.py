@@ -1,0 +1,175 @@
+"""A run that begins with a model from disk: trained, resumed, scored, exported and talked to."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import chat, evaluate, export, grpo
+from experiments.config import ModelConfig
+from experiments.models.huggingface import export as export_module
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.sampling.sampler import sample
+from experiments.sampling.token_stream import StreamOptions, stream_tokens
+from experiments.training.loaded import load_model
+from experiments.training.run import train
+from experiments.training.trainer import Trainer
+from tests.experiments.tiny import tiny, train_records
+from tests.experiments.tiny_directory import write_tiny_directory
+from tests.experiments.tiny_gguf import write_tiny_gguf
+
+pytest.importorskip("safetensors", reason="the extra hf is not installed")
+pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+
+SMALL = {
+    "task": "comparison:1", "model": {}, "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
+    "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2}, "evaluation": {"num_prompts": 4},
+}  # fmt: skip
+
+
+def options(path, out, name, **changes):
+    config = tiny(out, name, **SMALL)
+    model = ModelConfig(path=str(path), **changes)
+    return dataclasses.replace(config, model=model)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A bf16 directory."""
+    path = tmp_path_factory.mktemp("models") / "gemma2"
+    return write_tiny_directory(path, "gemma2", dtype="bfloat16", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps that began with a bf16 directory, which is gone afterwards."""
+    folder = tmp_path_factory.mktemp("run")
+    path = write_tiny_directory(folder / "model", "gemma2", dtype="bfloat16", num_hidden_layers=2)
+    result = train(options(path, folder, "a"))
+    path.rename(folder / "moved")
+    return result, folder / "moved"
+
+
+def test_the_trainer_takes_parameters_tokenizer_and_sizes_from_the_directory(directory, tmp_path):
+    trainer = Trainer(options(directory, tmp_path, "a", param_dtype="bfloat16"))
+    assert trainer.decoder.attention_softcap == 5.0 and trainer.decoder.sliding.window == 6
+    assert trainer.sizes.prompt == trainer.tokenizer.longest_prompt(trainer.task.max_prompt_tokens)
+    loaded = load_model(directory, dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, loaded.params)
+
+
+@pytest.mark.slow
+def test_a_loaded_model_is_trained_without_a_warm_start(trained):
+    result, _ = trained
+    records = train_records(result)
+    assert len(records) == 2 and all(record["update_applied"] for record in records)
+    assert not [record for record in result.metrics if record["kind"] == "warm_start"]
+    # Sampler and trainer are one model: windows, soft caps and templates alike.
+    assert max(record["drift_max"] for record in records) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_run_is_exported_without_the_original(trained, tmp_path):
+    result, _ = trained
+    out = export.run_cli([str(result.run.path), str(tmp_path / "out")])
+    again = load_model(out)
+    jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_stored_bits_come_back(directory, tmp_path, monkeypatch):
+    from safetensors.numpy import load_file
+
+    # fp32 in memory on the way; three files, so that the index is written and read.
+    monkeypatch.setattr(export_module, "MAX_SHARD_BYTES", 30_000)
+    back = export.run_cli([str(directory), str(tmp_path / "back"), "--dtype", "bfloat16"])
+    stored = load_file(directory / "model.safetensors")
+    files = sorted(back.glob("*.safetensors"))
+    seen = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 1 and stored.keys() == seen.keys()
+    for name in stored:
+        np.testing.assert_array_equal(stored[name].view(np.uint16), seen[name].view(np.uint16))
+    jax.tree.map(np.testing.assert_array_equal, load_model(back).params, load_model(directory).params)
+
+
+@pytest.mark.slow
+def test_evaluate_and_resume_read_the_runs_own_copy(trained, capsys):
+    result, original = trained
+    scores = evaluate.run_cli([str(result.run.path)])
+    assert scores == result.after
+    first = evaluate.run_cli(
+        ["--model", str(original), "--task", "comparison:1", "--max-new-tokens", "3", "--num-prompts", "4"]
+    )
+    assert first == result.before
+    resumed = grpo.run_cli(["--resume", str(result.run.path), "--schedule.steps", "3", "--quiet"])
+    assert resumed.before == result.before and resumed.trainer.progress.step == 3
+
+
+@pytest.mark.slow
+def test_chat_streams_what_the_sampler_draws(directory):
+    loaded = load_model(directory)
+    prompt = np.array([loaded.tokenizer.encode_prompt("1 or 2?")], np.int32)
+    drawn = list(
+        stream_tokens(loaded.graph, loaded.params, prompt[0].tolist(), jax.random.key(0), StreamOptions(6, 0.0))
+    )
+    settings = {"max_new_tokens": 6, "greedy": True, "eos_ids": (), "pad_id": 0}
+    lengths = np.array([prompt.shape[1]], np.int32)
+    wanted = sample(nnx.merge(loaded.graph, loaded.params), prompt, lengths, jax.random.key(0), **settings)
+    assert drawn == wanted.tokens[0].tolist()
+
+
+def test_a_conversation_goes_on_and_ends_with_its_input(directory, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand now?\n"))
+    encode = PretrainedTokenizer.encode_messages
+    monkeypatch.setattr(
+        PretrainedTokenizer, "encode_messages", lambda self, texts: seen.append([*texts]) or encode(self, texts)
+    )
+    chat.run_cli([str(directory), "--max-new-tokens", "3", "--temperature", "0"])
+    printed = capsys.readouterr().out
+    first, second = seen
+    assert first == [{"role": "user", "content": "hello"}]
+    answer = second[1]
+    assert second == [*first, answer, {"role": "user", "content": "and now?"}] and answer["role"] == "assistant"
+    assert printed.startswith(answer["content"] + "\n") and len(printed) > len(answer["content"]) + 1
+
+
+def test_a_gguf_file_goes_through_the_same_door(tmp_path):
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    tiny_gguf = write_tiny_gguf(tmp_path / "tiny.gguf")
+    out = export.run_cli([str(tiny_gguf.path), str(tmp_path / "out")])
+    one, other = load_model(tiny_gguf.path), load_model(out)
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    text = "hello there 12<|im_end|>"
+    assert (
+        one.tokenizer.encode(text) == other.tokenizer.encode(text) and one.tokenizer.eos_ids == other.tokenizer.eos_ids
+    )
+    assert other.config == one.config
+
+
+@pytest.mark.bad_input
+def test_bad_input_of_the_commands_ends_in_one_line(directory, tmp_path, capsys):
+    here = str(directory)
+    for run, arguments, words in [
+        (
+            export.run_cli,
+            ["nowhere", str(tmp_path / "out")],
+            "model: expected a run folder, a directory or a GGUF file",
+        ),
+        (export.run_cli, [here, str(tmp_path)], "out: expected a directory that does not exist yet"),
+        (export.run_cli, [here, str(tmp_path / "out"), "--dtype", "int8"], "--dtype: expected float32 or bfloat16"),
+        (chat.run_cli, ["nowhere"], "model: expected a run folder, a directory or a GGUF file"),
+        (chat.run_cli, [here, "--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
+        (chat.run_cli, [here, "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1"),
+        (evaluate.run_cli, [], "run: expected a run folder, or --model, got neither"),
+        (evaluate.run_cli, ["runs/a", "--model", here], "--model: expected nothing beside a run"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            run(arguments)
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}"), lines
+    assert not (tmp_path / "out").exists()
