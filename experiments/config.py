@@ -10,6 +10,7 @@ import jax
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.remat import POLICIES
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
@@ -56,6 +57,9 @@ class ModelConfig:
     """Dtype of the stored parameters: float32 or bfloat16."""
     attention: str = "auto"
     """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
+    remat: str = "auto"
+    """What layers keep for the backward pass: none (what the compiler wants), products, attention (the results of attention
+    and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
@@ -76,18 +80,20 @@ class ModelConfig:
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
-        """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply.
+        """With what "auto" means here. On a GPU it is the one that the kernels of the head multiply.
 
         Invariant runs have kernels of their own, were tested in fp32, and attend by the einsum, whose order is known.
         """
         narrow = jax.default_backend() == "gpu" and not invariant
         dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
-        fixed = invariant and self.attention == "auto"
-        return dataclasses.replace(self, dtype=dtype, attention="einsum" if fixed else self.attention)
+        attention = "einsum" if invariant and self.attention == "auto" else self.attention
+        spacious = jax.default_backend() == "cpu" or invariant
+        remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
+        return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
 _ON_DISK = ("path", "chat_template")
-_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
@@ -402,4 +408,5 @@ _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", *IMPLEMENTATIONS),
+    "model.remat": ("auto", *POLICIES),
 }

@@ -65,7 +65,7 @@ def milliseconds_by_part(
     parts, kernels, calls = collections.Counter(), collections.Counter(), collections.Counter()
     for event in events:
         part = part_of(event, scopes, module)
-        key = (part, event.get("args", {}).get("hlo_op", "") + " " + event["name"])
+        key = (part, re.sub(r"[._]\d+$", "", event["name"]))
         parts[part] += event["dur"] / repeats / 1e3
         kernels[key] += event["dur"] / repeats / 1e3
         calls[key] += 1

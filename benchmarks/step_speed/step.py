@@ -105,8 +105,16 @@ def packed_rounds(rows: Rows, vocab_size: int) -> list[MicroBatch]:
     return jax.device_put(rounds)
 
 
-def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int) -> float:
-    """Floating-point operations of a step that the model needs: 6 for each parameter and token, and causal attention
-    within rows, 12 · L · N · D · T / 2 for each token: what is recomputed, or spared by short documents, does not count."""
-    attention = 6 * config.num_layers * config.num_heads * config.head_dim * rows.length
+def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context: int) -> float:
+    """Floating-point operations of a step that the model needs; what is computed twice does not count.
+
+    6 for each parameter and token, and 12 · layers · heads · features · context / 2 for each token's attention.
+
+    Args:
+      config: the decoder.
+      rows: of the step.
+      num_parameters: of the model, a tied head once.
+      context: tokens that attend to each other: a row for the usual number, a document for what is needed.
+    """
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * context
     return rows.tokens * (6 * num_parameters + attention)

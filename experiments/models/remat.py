@@ -14,8 +14,8 @@ POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names("attended"),
     "products": jax.checkpoint_policies.save_only_these_names(*PRODUCTS),
 }
-"""none: the compiler keeps what it wants; full: the layer's input alone; attention: the results of attention too, whose
-kernel is not run again; products: of every product, so that no product is run again."""
+"""none: the compiler keeps what it wants; full: the layer's input alone; attention: the results of attention too, so that
+its forward pass is not run again (hopper and chunked; the others' gradients need more); products: those of every product."""
 
 
 def named(name: str, x: Array) -> Array:
@@ -23,6 +23,13 @@ def named(name: str, x: Array) -> Array:
     return checkpoint_name(x, name)
 
 
-def rematerialised(layer: Callable, policy: str) -> Callable:
-    """The layer under a policy of POLICIES."""
-    return layer if policy == "none" else jax.checkpoint(layer, policy=POLICIES[policy], prevent_cse=False)
+def rematerialised(layer: Callable, policy: str, *, unrolled: bool) -> Callable:
+    """The layer under a policy of POLICIES.
+
+    Args:
+        layer: a function of arrays.
+        policy: its name.
+        unrolled: the layers are compiled one by one; then the compiler could find what is computed again to be what it
+            has, and keep it, unless it is told not to look. In a loop it cannot.
+    """
+    return layer if policy == "none" else jax.checkpoint(layer, policy=POLICIES[policy], prevent_cse=unrolled)

@@ -48,7 +48,7 @@ class MicroBatchSums:
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
-        self._add = jax.jit(add_sums)
+        self._add = jax.jit(add_sums, donate_argnums=0)
         # A program for each set of columns: a step that is strictly on policy has more of them, and another head call.
         self._head_runs: dict[frozenset[str], HeadRun] = {}
         self.head_run: HeadRun | None = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -93,8 +94,8 @@ class Trainer:
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
-        self.state = self.update.init(self._mode.params)
-        # A second reference would keep the first parameters on the devices for the whole run.
+        # A copy, or a second reference, would keep a large model's first parameters on the devices beside the state.
+        self.state = self.update.init(self._mode.params, copy=False)
         del self._mode.params
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
         self.reference: nnx.State | None = None
@@ -159,7 +160,8 @@ class Trainer:
         A model from disk needs none.
         """
         if self.pretrained is not None:
-            self.reference = self.state.params if self._with_reference else None
+            # Steps overwrite the state's own.
+            self.reference = jax.tree.map(jnp.copy, self.state.params) if self._with_reference else None
             return
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)

@@ -17,6 +17,8 @@ from experiments.models.attention import (
 )
 from experiments.models.attention.allowed import AllowedKeys
 from experiments.models.attention.chunked import BLOCK, attend_chunked
+from experiments.training.run import set_up
+from tests.experiments.tiny import tiny
 
 # Query heads, key-value heads, features.
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -197,3 +199,18 @@ def test_the_choice_says_why():
 def test_an_implementation_that_cannot_run_here_is_refused_with_the_reason(name):
     with pytest.raises(ValueError, match="attention: expected .*" + ("'flash'" if name == "flash" else "NVIDIA GPU")):
         choose_attention(name, call(dtype="bfloat16"))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": {"attention": "cudnn"}}, "--model.attention: .*cudnn: .*NVIDIA GPU"),
+        ({"model": {"attention": "flash"}}, "--model.attention: expected one of auto, einsum, .*flash"),
+        ({"model": {"attention": "chunked"}, "invariant": True}, "--model.attention: expected auto or einsum"),
+    ],
+)
+def test_the_trainer_refuses_an_implementation_before_it_makes_a_folder(tmp_path, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        set_up(tiny(tmp_path, "refused", **changes))
+    assert not list(tmp_path.iterdir())

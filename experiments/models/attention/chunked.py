@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention.einsum import MASKED_SCORE, capped, precision_of
+from experiments.models.remat import named
 
 BLOCK = 128
 """Queries, and keys, of a block: on a CPU four times faster than 512."""
@@ -105,7 +106,7 @@ def _forward(options: Options, queries, keys, values, first):
 
 
 def _forward_rule(options: Options, queries, keys, values, first):
-    out, log_sums = _forward(options, queries, keys, values, first)
+    out, log_sums = (named("attended", x) for x in _forward(options, queries, keys, values, first))
     return out, (queries, keys, values, first, out, log_sums)
 
 

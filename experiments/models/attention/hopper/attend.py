@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -40,19 +41,23 @@ def attend_hopper(
     return by_head(functools.partial(_attend, settings), mesh, *padded, bounds)[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings, queries, keys, values, bounds):
+def _attend(settings: Settings, queries: Array, keys: Array, values: Array, bounds: Bounds) -> Array:
     # Imported where a GPU is there: older versions of JAX have no backend for them.
     from experiments.models.attention.hopper.forward import forward
 
-    return forward(queries, keys, values, bounds, settings)[0]
+    # The kernel stands outside of the function with the gradient: so a policy that keeps its results runs it once.
+    constants = lax.stop_gradient((queries, keys, values))
+    out, sums = forward(*constants, bounds, settings)
+    return _with_gradient(settings, queries, keys, values, bounds, named("attended", out), named("attended", sums))
 
 
-def _forward_rule(settings, queries, keys, values, bounds):
-    from experiments.models.attention.hopper.forward import forward
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(settings, queries, keys, values, bounds, out, sums):
+    """`out`, with the gradient of attention."""
+    return out
 
-    out, sums = forward(queries, keys, values, bounds, settings)
-    out, sums = named("attended", out), named("attended", sums)
+
+def _forward_rule(settings, queries, keys, values, bounds, out, sums):
     return out, (queries, keys, values, bounds, out, sums)
 
 
@@ -60,7 +65,7 @@ def _backward_rule(settings, residuals, d_out):
     from experiments.models.attention.hopper.backward import backward
 
     queries, keys, values, bounds, out, sums = residuals
-    return *backward(queries, keys, values, out, sums, d_out, bounds, settings), None
+    return *backward(queries, keys, values, out, sums, d_out, bounds, settings), None, None, None
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+_with_gradient.defvjp(_forward_rule, _backward_rule)

@@ -45,7 +45,8 @@ def _interpret(settings: Settings) -> dict[str, Any]:
 
 def _queries(queries, keys, values, d_out, sums, centres, bounds: Bounds, settings: Settings):
     rows, length, heads, features = queries.shape
-    group, dtype, step_keys = heads // keys.shape[2], queries.dtype, settings.key_block
+    group, dtype = heads // keys.shape[2], queries.dtype
+    step_keys, stages = settings.d_queries
     row_layout = plgpu.Layout.WGMMA.reduce(1)
     shape = (BLOCK, step_keys)
 
@@ -111,7 +112,7 @@ def _queries(queries, keys, values, d_out, sums, centres, bounds: Bounds, settin
         plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(high - low,),
-            max_concurrent_steps=settings.stages,
+            max_concurrent_steps=stages,
             num_compute_wgs=WARPGROUPS,
             memory_registers=MEMORY_REGISTERS,
             wg_axis="warpgroup",
@@ -140,13 +141,14 @@ def _queries(queries, keys, values, d_out, sums, centres, bounds: Bounds, settin
 
 def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds, settings: Settings):
     rows, length, heads, features = queries.shape
-    kv_heads, dtype, step_queries = keys.shape[2], queries.dtype, settings.query_block
+    kv_heads, dtype = keys.shape[2], queries.dtype
+    step_queries, stages = settings.d_keys
     group = heads // kv_heads
     column_layout = plgpu.Layout.WGMMA.reduce(0)
     shape = (BLOCK, step_queries)
 
     def body(operands, outputs, k_smems, v_smems, barriers):
-        q_gmem, k_gmem, v_gmem, do_gmem, sums_gmem, centres_gmem, first_gmem, last_gmem = operands
+        q_gmem, k_gmem, v_gmem, do_gmem, sums_gmem, centres_gmem, first_gmem, highest_gmem, last_gmem = operands
         dk_gmem, dv_gmem = outputs
         row, kv_head, tile, warpgroup = (lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup"))
         begin = tile * TILE + warpgroup * BLOCK
@@ -190,9 +192,14 @@ def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds
             scores, log_sum, centre, first = pl.run_scoped(products, accumulator)
             scores, slope = scores_in_bits(scores, settings)
             probabilities = jnp.exp2(scores - along_columns(log_sum, shape))
-            slots = begin + iota(shape, 0)
-            visible = (slots <= query + iota(shape, 1)) & (slots >= along_columns(first, shape))
-            probabilities = jnp.where(visible, probabilities, 0.0)
+
+            def masked():
+                slots = begin + iota(shape, 0)
+                visible = (slots <= query + iota(shape, 1)) & (slots >= along_columns(first, shape))
+                return jnp.where(visible, probabilities, 0.0)
+
+            inside = (begin + BLOCK > query) | (begin < highest_gmem[row, lax.div(query, TILE)])
+            probabilities = lax.cond(inside, masked, lambda: probabilities)
 
             def d_products(accumulator):
                 plgpu.wgmma(accumulator, v_smem, do_smem.T)
@@ -217,7 +224,7 @@ def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds
         plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(high - low, group),
-            max_concurrent_steps=settings.stages,
+            max_concurrent_steps=stages,
             num_compute_wgs=WARPGROUPS,
             memory_registers=MEMORY_REGISTERS,
             wg_axis="warpgroup",
@@ -227,7 +234,7 @@ def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds
         )(*(x.at[row] for x in (sums_gmem, centres_gmem, first_gmem, do_gmem, q_gmem)))
 
     run = kernel(
-        grouped(body, operands=8, outputs=2),
+        grouped(body, operands=9, outputs=2),
         name="attention_d_keys_values",
         out_type=(queries_like(keys), queries_like(values)),
         scratch_types=(
@@ -241,4 +248,4 @@ def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds
         **THREADS,
         **_interpret(settings),
     )
-    return run(queries, keys, values, d_out, sums, centres, bounds.first, bounds.last)
+    return run(queries, keys, values, d_out, sums, centres, bounds.first, bounds.highest, bounds.last)

@@ -28,7 +28,8 @@ LOWEST = -1e30
 def forward(queries: Any, keys: Any, values: Any, bounds: Bounds, settings: Settings) -> tuple[Any, Any]:
     """Out [B, T, N, D], and the log2 of the sum of 2^scores, fp32 [B, N, T]. T is a multiple of TILE."""
     rows, length, heads, features = queries.shape
-    group, dtype, step_keys = heads // keys.shape[2], queries.dtype, settings.key_block
+    group, dtype = heads // keys.shape[2], queries.dtype
+    step_keys, stages = settings.forward
     row_layout = plgpu.Layout.WGMMA.reduce(1)
     shape = (BLOCK, step_keys)
 
@@ -100,7 +101,7 @@ def forward(queries: Any, keys: Any, values: Any, bounds: Bounds, settings: Sett
         plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(high - low,),
-            max_concurrent_steps=settings.stages,
+            max_concurrent_steps=stages,
             num_compute_wgs=WARPGROUPS,
             memory_registers=MEMORY_REGISTERS,
             wg_axis="warpgroup",

@@ -20,17 +20,17 @@ class Settings(NamedTuple):
     Attributes:
         scale: multiplier of the products.
         softcap: bound of the scaled products, or None.
-        key_block: keys of a step, forward and in dq.
-        query_block: queries of a step in dk and dv.
-        stages: steps whose operands are in shared memory at a time.
+        forward: (keys of a step, steps whose operands are in shared memory at a time) of the forward kernel.
+        d_queries: the same of the kernel for the queries' gradient.
+        d_keys: (queries of a step, steps in shared memory) of the kernel for the keys' and values' gradients.
         interpret: what `plgpu.kernel` takes to run on the CPU, or None.
     """
 
     scale: float
     softcap: float | None = None
-    key_block: int = 64
-    query_block: int = 64
-    stages: int = 2
+    forward: tuple[int, int] = (128, 2)
+    d_queries: tuple[int, int] = (64, 2)
+    d_keys: tuple[int, int] = (64, 2)
     interpret: Any = None
 
 
