@@ -94,8 +94,8 @@ class Trainer:
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
+        # A copy, or a second reference, would keep a large model's first parameters on the devices beside the state.
         self.state = self.update.init(self._mode.params)
-        # A second reference would keep the first parameters on the devices for the whole run.
         del self._mode.params
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
         self.reference: nnx.State | None = None
