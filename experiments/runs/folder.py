@@ -3,7 +3,7 @@
     config.json    the configuration and its sha256
     env.json       versions, devices, git revision and command of the start, and of every later resume
     metrics.jsonl  one object a line: step, kind, scalars
-    samples.jsonl  one object a line: step, phase, prompt, completion, answer, reward
+    samples.jsonl  one object a line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
     summary.json   the final numbers
     model/         of a run that began with a model from disk: its files, without the weights
     curves.png, checkpoints/, tb/<kind>/
@@ -124,12 +124,16 @@ def describe_git(root: Path) -> dict[str, Any]:
 
 
 class Sample(NamedTuple):
-    """One completion: the text given, the text sampled, the expected answer and the reward."""
+    """One completion: the text given, the text sampled, the expected answer, and the reward, in all and by its functions;
+    how many tokens were sampled, and whether an end token ended them."""
 
     prompt: str
     completion: str
     answer: str
     reward: float
+    rewards: Mapping[str, float]
+    num_tokens: int
+    ended: bool
 
 
 class MetricsLog(NamedTuple):

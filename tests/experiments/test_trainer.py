@@ -195,7 +195,7 @@ class Copying:
         digit = str((2 * index + (split == "held_out")) % 10)
         return Example(digit, digit)
 
-    def reward(self, example, completion):
+    def verify(self, example, completion):
         return float(completion == example.answer)
 
 
