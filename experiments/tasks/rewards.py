@@ -146,12 +146,9 @@ def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> 
     """
     if isinstance(functions, Rewards):
         return functions
-    if callable(functions):
-        functions = [(functions, 1.0)]
-    expected = "a function, or pairs of a function and its weight"
-    require(isinstance(functions, list | tuple), "reward", expected, repr(functions))
-    pairs = [each for each in functions if isinstance(each, tuple) and len(each) == 2]
-    require(len(pairs) == len(functions), "reward", expected, repr(functions))
+    pairs: Any = functions if isinstance(functions, list | tuple) else [(functions, 1.0)]
+    are_pairs = all(isinstance(each, tuple) and len(each) == 2 and callable(each[0]) for each in pairs)
+    require(are_pairs, "reward", "a function, or pairs of a function and its weight", repr(functions))
     return Rewards(tuple(RewardTerm(_name(function), function, weight) for function, weight in pairs))
 
 
@@ -170,7 +167,8 @@ class RewardOptions:
 
 def _pattern(options: RewardOptions) -> Reward:
     expected = "a regular expression for the reward pattern"
-    require(options.pattern is not None, "--reward.pattern", expected, None)
+    if options.pattern is None:
+        raise ValueError(f"--reward.pattern: expected {expected}, got None")
     try:
         compiled = re.compile(options.pattern, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:

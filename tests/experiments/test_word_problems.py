@@ -8,7 +8,7 @@ from experiments.tasks import make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.tasks.word_problems import LARGEST, NUM_EXAMPLES
 
-MANY = 400
+MANY = 200
 
 
 def examples(task, count=MANY):
