@@ -69,6 +69,9 @@ def test_rollouts_are_counted():
 
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
     plain, masked = rollouts().next(None, 0), rollouts(mask_truncated=True).next(None, 0)
+    assert [len(document.old_log_probs) for document in plain[:4]] == [2, 3, 3, 2], (
+        "without the option nothing is masked"
+    )
     for number, (one, other) in enumerate(zip(plain, masked, strict=True)):
         cut = number % 4 == 2
         assert (one.advantage, one.reward, one.prompt_length) == (other.advantage, other.reward, other.prompt_length)

@@ -15,6 +15,33 @@ def examples(task, count=MANY):
     return [task.example(index, split) for split in ("train", "held_out") for index in range(count)]
 
 
+SENTENCES = (
+    (r"\w+ has (\d+) \w+ with (\d+) \w+ each", lambda amount, count, each: count * each),
+    (r"\w+ buys (\d+) more", lambda amount, number: amount + number),
+    (r"Then \w+ gives \w+ (\d+) \w+", lambda amount, number: amount + number),
+    (r"\w+ gives (\d+) of the \w+ to \w+", lambda amount, number: amount - number),
+    (r"On the way home \w+ loses (\d+) of them", lambda amount, number: amount - number),
+    (r"A week later \w+ has (\d+) as many \w+", lambda amount, number: amount * number),
+    (r"\w+ shares the \w+ equally among (\d+) children", lambda amount, number: amount / number),
+    (r"\w+ sells all of the \w+ for \$(\d+) each", lambda amount, number: amount * number),
+    # The hero at the beginning, or a friend who is counted in all.
+    (r"\w+ has (\d+) \w+", lambda amount, number: amount + number),
+)
+
+
+def solve(prompt):
+    """The answer to a story by what its sentences say."""
+    *told, question = prompt.removesuffix("?").split(". ")
+    assert question.startswith("How many ")
+    amount = 0
+    for sentence in told:
+        ((numbers, change),) = [
+            (m.groups(), change) for words, change in SENTENCES if (m := re.fullmatch(words, sentence))
+        ]
+        amount = change(amount, *map(int, numbers))
+    return amount
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_worked_answers_are_right(size):
     task = make_task(f"word_problems:{size}")
@@ -37,6 +64,7 @@ def test_worked_answers_are_right(size):
         assert [told[0], *told[1::2]] == list(example.source)
         prompt = example.prompt.replace("twice", "2").replace("three times", "3").replace("four times", "4")
         assert [int(number) for number in re.findall(r"\d+", prompt)] == list(example.source)
+        assert solve(prompt) == int(work[-1].split()[-1])
     assert seen == ({1} if size == 1 else set(range(2, size + 1)))
 
 
