@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import jax
 
+from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.remat import POLICIES
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
@@ -53,6 +55,11 @@ class ModelConfig:
     """Dtype of activations and head: float32, bfloat16, or auto, bfloat16 on a GPU (not with --invariant), else float32."""
     param_dtype: str = "float32"
     """Dtype of the stored parameters: float32 or bfloat16."""
+    attention: str = "auto"
+    """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
+    remat: str = "auto"
+    """What layers keep for the backward pass: none (what the compiler wants), products, attention (the results of attention
+    and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
@@ -73,18 +80,20 @@ class ModelConfig:
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
-        """With the dtype that "auto" means here. On a GPU it is the one that the kernels of the head multiply.
+        """With what "auto" means here. On a GPU it is the one that the kernels of the head multiply.
 
-        Invariant runs have kernels of their own, and were tested in fp32.
+        Invariant runs have kernels of their own, were tested in fp32, and attend by the einsum, whose order is known.
         """
-        if self.dtype != "auto":
-            return self
         narrow = jax.default_backend() == "gpu" and not invariant
-        return dataclasses.replace(self, dtype="bfloat16" if narrow else "float32")
+        dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
+        attention = "einsum" if invariant and self.attention == "auto" else self.attention
+        spacious = jax.default_backend() == "cpu" or invariant
+        remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
+        return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
 _ON_DISK = ("path", "chat_template")
-_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
@@ -398,8 +407,9 @@ def _validate_invariant(config: Config, completions: int) -> None:
         expected,
         config.schedule.docs_per_step,
     )
-    engine = config.loss.engine
+    engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
+    require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
 
 
 def _get(config: Config, option: str) -> object:
@@ -445,4 +455,6 @@ _CHOICES = {
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", *IMPLEMENTATIONS),
+    "model.remat": ("auto", *POLICIES),
 }

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlogp
 from benchmarks.head_speed import __main__ as head_speed
-from experiments import evaluate, grpo
+from experiments import chat, evaluate, export, grpo
 from jaxlogp.head.registry import ENGINES
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def test_every_extra_that_is_mentioned_exists():
 
 def test_every_option_that_is_mentioned_exists(capsys):
     text = ""
-    for program in (grpo, evaluate, head_speed):
+    for program in (grpo, evaluate, export, chat, head_speed):
         with pytest.raises(SystemExit) as stopped:
             program.run_cli(["--help"])
         assert stopped.value.code == 0

@@ -26,24 +26,25 @@ from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import (
     AllowedKeys,
-    AttentionCall,
-    AttentionRun,
     KVCache,
     attend,
     attend_packed,
-    choose_attention,
     first_keys,
     mask_bias,
     precision_of,
 )
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.remat import named, rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables, rotate
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
 MAX_UNROLLED_LAYERS = 4
 """Up to here the layers are compiled one by one: faster to run, and still a matter of seconds to compile."""
+MAX_UNROLLED_LAYERS_ON_GPU = 64
+"""The same of whole rows on a GPU. A loop copies all that it keeps for the backward pass into arrays of all layers, a sixth
+of the time of a step."""
 
 
 def matrix_init(fan_in: int, depth_scale: float = 1.0) -> Callable[..., Array]:
@@ -123,13 +124,14 @@ class DecoderLayer(nnx.Module):
     def _norm(self, x: Float[Array, "*tokens F"], weight: nnx.Param) -> Float[Array, "*tokens F"]:
         return rms_norm(x, weight[...], self.config)
 
+    @jax.named_scope("projections")
     def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
         config = self.config
         x = self._norm(x, self.input_layernorm)
-        queries = self._product(x, self.q_proj, out_axes=2)
-        keys = self._product(x, self.k_proj, out_axes=2)
-        values = self._product(x, self.v_proj, out_axes=2)
+        queries = named("queries", self._product(x, self.q_proj, out_axes=2))
+        keys = named("keys", self._product(x, self.k_proj, out_axes=2))
+        values = named("values", self._product(x, self.v_proj, out_axes=2))
         if config.attention_bias:
             queries = queries + self.q_bias[...].astype(x.dtype)
             keys = keys + self.k_bias[...].astype(x.dtype)
@@ -144,6 +146,7 @@ class DecoderLayer(nnx.Module):
         options = {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
         return read(queries, keys, values, view.keys, **options)
 
+    @jax.named_scope("feed_forward")
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
         """The residual stream after the attention's output projection and the gated products."""
         added = self._product(attended, self.o_proj)
@@ -151,10 +154,10 @@ class DecoderLayer(nnx.Module):
         before = self.post_attention_layernorm
         if self.config.post_norms:
             added, before = self._norm(added, self.post_attention_layernorm), self.pre_feedforward_layernorm
-        x = x + added
+        x = named("after_attention", x + added)
         normed = self._norm(x, before)
-        gate = self._product(normed, self.gate_proj)
-        up = self._product(normed, self.up_proj)
+        gate = named("gate", self._product(normed, self.gate_proj))
+        up = named("up", self._product(normed, self.up_proj))
         gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
         added = self._product(gate * up, self.down_proj)
         return x + (self._norm(added, self.post_feedforward_layernorm) if self.config.post_norms else added)
@@ -295,7 +298,7 @@ class Decoder(nnx.Module):
         return self._final_norm(x)[:, 0], KVCache(keys, values, valid)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
-        attention = self._attention(segment_ids.shape)
+        attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
         views = self._views(positions, lambda window: attention.allow(first_keys(segment_ids, window)))
         graph, stacked = nnx.split(self.layers)
 
@@ -306,16 +309,11 @@ class Decoder(nnx.Module):
             x = layer.finish(x, layer.attend(queries, keys, values, view))
             return x, (keys, values) if keep_keys_values else (None, None)
 
-        body = jax.checkpoint(step) if self.config.remat else step
+        unrolled = self._unroll(MAX_UNROLLED_LAYERS_ON_GPU)
+        body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())
-        x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=self._unroll())
+        x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=unrolled)
         return self._final_norm(x), keys, values
-
-    def _attention(self, shape: tuple[int, int]) -> AttentionRun:
-        config = self.config
-        sizes = (*shape, config.num_heads, config.num_kv_heads, config.head_dim)
-        call = AttentionCall(*sizes, dtype=config.dtype, softcap=config.attention_softcap, mesh=self.mesh)
-        return choose_attention(config.attention, call)
 
     def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys | Array]) -> tuple[View, ...]:
         """One view where all layers are alike; else that of the full layers and that of the sliding ones.
@@ -349,17 +347,15 @@ class Decoder(nnx.Module):
             embedded = embedding_lookup(table, tokens)
         embedded = embedded.astype(self.config.dtype)
         # In the embeddings' dtype, as the models were trained: √hidden_size is rounded to it.
-        return (
-            embedded
-            if self.config.embed_scale == 1.0
-            else embedded * jnp.asarray(self.config.embed_scale, embedded.dtype)
-        )
+        scale = self.config.embed_scale
+        return embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
 
     def _final_norm(self, x):
         return rms_norm(x, self.norm[...], self.config)
 
-    def _unroll(self) -> bool:
-        return self.config.num_layers <= MAX_UNROLLED_LAYERS
+    def _unroll(self, on_gpu: int | None = None) -> bool:
+        most = on_gpu if on_gpu is not None and jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
+        return self.config.num_layers <= most
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:

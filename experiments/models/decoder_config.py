@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass, fields
 
-from experiments.models.attention import IMPLEMENTATIONS
+from jax.sharding import Mesh
+
+from experiments.models.attention import IMPLEMENTATIONS, AttentionCall, AttentionRun, choose_attention
+from experiments.models.remat import POLICIES
 from experiments.models.rope import Llama3Scaling, RopeScaling
 from jaxlogp import HeadSpec
 from jaxlogp.errors import require
@@ -68,7 +71,7 @@ class DecoderConfig:
         fp32_head: multiply hidden states and head as fp32 whatever their dtype.
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
-        remat: keep one residual per layer for the backward pass and recompute the rest.
+        remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
 
     Raises:
@@ -106,7 +109,7 @@ class DecoderConfig:
     fp32_head: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: bool = False
+    remat: str = "none"
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -134,13 +137,24 @@ class DecoderConfig:
         _ = self.head_spec
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
-        choices = ("auto", *IMPLEMENTATIONS)
-        require(self.attention in choices, "attention", f"one of {', '.join(choices)}", repr(self.attention))
+        for name, choices in (("attention", ("auto", *IMPLEMENTATIONS)), ("remat", tuple(POLICIES))):
+            value = getattr(self, name)
+            require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
 
     @property
     def attention_scale(self) -> float:
         """Multiplier of the products of queries and keys."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh | None = None) -> AttentionRun:
+        """Which implementation attends over packed rows of this shape here, and why.
+
+        Raises:
+            ValueError: the one that `attention` names cannot.
+        """
+        sizes = (rows, length, self.num_heads, self.num_kv_heads, self.head_dim)
+        call = AttentionCall(*sizes, dtype=self.dtype, softcap=self.attention_softcap, mesh=mesh)
+        return choose_attention(self.attention, call)
 
     @property
     def head_spec(self) -> HeadSpec:

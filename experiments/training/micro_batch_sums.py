@@ -48,7 +48,7 @@ class MicroBatchSums:
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
-        self._add = jax.jit(add_sums)
+        self._add = jax.jit(add_sums, donate_argnums=0)
         # A program for each set of columns: a step that is strictly on policy has more of them, and another head call.
         self._head_runs: dict[frozenset[str], HeadRun] = {}
         self.head_run: HeadRun | None = None
@@ -71,6 +71,10 @@ class MicroBatchSums:
         """
         jax.eval_shape(self._sums, params, self._placed(padding), np.int32(0))
         self.head_run = self._head_runs[frozenset(padding.per_token)]
+
+    def compiled(self, params: nnx.State, batch: MicroBatch) -> jax.stages.Compiled:
+        """The program of one micro-batch, for its memory and its text."""
+        return self._sums.lower(params, self._placed(batch), np.int32(0)).compile()
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """See `GradientSums`."""
@@ -125,7 +129,7 @@ class MicroBatchSums:
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
 
     def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
-        with record_head_runs() as runs:
+        with record_head_runs() as runs, jax.named_scope("head"):
             loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
         self._head_runs[frozenset(batch.per_token)] = runs[0]
         return LossParts(loss.psum(DATA_AXIS), terms.psum(DATA_AXIS), lax.pmax(drift, DATA_AXIS))

@@ -202,6 +202,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "head": "not run"
         if head is None
         else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
+        "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}

@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from experiments.config import Config, validate
+from experiments.models.attention import AttentionRun
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
@@ -64,6 +67,7 @@ class Trainer:
       pretrained: the model that the run began with, where it is one from disk.
       decoder: sizes and options of the model.
       warnings: what the console should say before the run.
+      attention_run: the implementation of attention over micro-batches, and why it.
 
     Raises:
       ValueError: an option out of range, an unknown task, a mesh that does not fit, an engine that cannot run here.
@@ -90,11 +94,14 @@ class Trainer:
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, decoder, load)
         self.mesh = self._mode.mesh
         self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
+        self.attention_run = _attention_run(decoder, ranks * self.sizes.rows, self.sizes.row, self.mesh)
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
-        self.state = self.update.init(self._mode.params)
+        # A copy, or a second reference, would keep a large model's first parameters on the devices beside the state.
+        self.state = self.update.init(self._mode.params, copy=False)
+        del self._mode.params
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
         self.reference: nnx.State | None = None
         self._packing = Packing(
@@ -158,7 +165,8 @@ class Trainer:
         A model from disk needs none.
         """
         if self.pretrained is not None:
-            self.reference = self.state.params if self._with_reference else None
+            # Steps overwrite the state's own.
+            self.reference = jax.tree.map(jnp.copy, self.state.params) if self._with_reference else None
             return
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
@@ -242,6 +250,7 @@ class Trainer:
             "drift_max": float(applied.drift),
             "learning_rate": float(applied.learning_rate),
             "update_applied": int(applied.finite),
+            "attention": self.attention_run.implementation,
             "head_path": head_run.path,
             "head_engine": head_run.engine,
             "head_reason": head_run.reason,
@@ -337,6 +346,15 @@ def slower_head(head_run: HeadRun | None) -> str | None:
         "Hopper GPU use JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16; on one of compute capability "
         '8, pip install -e ".[triton]"'
     )
+
+
+def _attention_run(decoder: DecoderConfig, rows: int, length: int, mesh: jax.sharding.Mesh) -> AttentionRun:
+    """How micro-batches attend; one that was named and cannot run here is refused before anything is trained."""
+    try:
+        return decoder.attention_run(rows, length, mesh)
+    except ValueError as error:
+        require(False, "--model.attention", "an implementation that can run here", f"{decoder.attention}: {error}")
+        raise
 
 
 def _learning_rate(config: Config) -> optax.Schedule:

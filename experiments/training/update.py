@@ -61,8 +61,13 @@ class Update:
         self._optimizer, self._place = optimizer, place
         self._apply = None
 
-    def init(self, params: nnx.State) -> TrainState:
-        """Places ``params`` and makes the optimizer's state beside them."""
+    def init(self, params: nnx.State, *, copy: bool = True) -> TrainState:
+        """Brings ``params`` to their places and makes the optimizer's state beside them.
+
+        A step gives its state's memory to the next one: without a copy the caller's parameters are gone then.
+        """
+        if copy:
+            params = jax.tree.map(jnp.copy, params)
         return self.place(TrainState(params, self._optimizer.transformation.init(params)))
 
     def place(self, state: TrainState) -> TrainState:
@@ -70,10 +75,13 @@ class Update:
         return TrainState(*map(self._place, state))
 
     def __call__(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
-        """Divides by the step's totals and updates; a loss or gradient that is not finite leaves the state as it was."""
+        """Divides by the step's totals and updates; a loss or gradient that is not finite leaves the values as they were.
+
+        The memory of ``state`` goes to the new one: nobody may read the old one afterwards.
+        """
         if self._apply is None:
             places = jax.tree.map(lambda x: x.sharding, state)
-            self._apply = jax.jit(self._applied, out_shardings=(places, None))
+            self._apply = jax.jit(self._applied, out_shardings=(places, None), donate_argnums=0)
         return self._apply(state, step)
 
     def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:

@@ -202,6 +202,14 @@ def test_hidden_states_equal_those_of_the_transformers_library(name):
     np.testing.assert_allclose(hidden, golden[f"{name}/last_hidden_state"], atol=5e-5, rtol=0)
 
 
+def test_attention_in_blocks_gives_the_hidden_states_of_the_einsum():
+    graph, state = decoder("qwen3")
+    inputs = (tokens(), POSITIONS, DOCUMENT_IDS)
+    blocks = forward(decoder("qwen3", attention="chunked")[0], state, *inputs)
+    # The same sums in another order.
+    np.testing.assert_allclose(blocks, forward(graph, state, *inputs), atol=2e-5, rtol=0)
+
+
 def test_documents_of_one_row_do_not_see_each_other_nor_the_padding():
     graph, state = decoder("qwen3")
     ids = tokens()
@@ -255,9 +263,24 @@ def test_scanned_layers_and_recomputed_layers_equal_the_unrolled_ones(monkeypatc
 
     unrolled = gradient(graph)
     monkeypatch.setattr(model_module, "MAX_UNROLLED_LAYERS", 0)
-    for other in (gradient(graph), gradient(decoder("qwen3", remat=True)[0])):
+    for other in (
+        gradient(graph),
+        gradient(decoder("qwen3", remat="full")[0]),
+        gradient(decoder("qwen3", remat="products")[0]),
+    ):
         # The same sums in another order: rounding of gradients of size up to about 10.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), other, unrolled)
+
+
+@pytest.mark.parametrize(("policy", "times"), [("none", 1), ("full", 2), ("attention", 1), ("products", 1)])
+def test_attention_is_run_again_only_where_its_results_are_not_kept(policy, times):
+    graph, state = decoder("qwen3", attention="chunked", remat=policy)
+
+    def loss(state):
+        return jnp.sum(nnx.merge(graph, state).hidden_states(tokens(), POSITIONS, DOCUMENT_IDS))
+
+    # A forward pass over blocks has two exponentials, the backward pass one; nothing else in the body has any.
+    assert str(jax.make_jaxpr(jax.grad(loss))(state)).count("= exp ") == 2 * times + 1
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -365,6 +388,8 @@ def test_shardings_split_what_the_tensor_axis_divides_and_nothing_else():
         ("rope_scaling", 8.0),
         ("activation", "relu"),
         ("attention_softcap", 0.0),
+        ("remat", "some"),
+        ("attention", "flash"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(field, value):

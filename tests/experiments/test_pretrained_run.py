@@ -27,7 +27,8 @@ pytest.importorskip("tokenizers", reason="the extra hf is not installed")
 
 SMALL = {
     "task": "comparison:1", "model": {}, "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
-    "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2}, "evaluation": {"num_prompts": 4},
+    "loss": {"kl_coefficient": 0.01}, "evaluation": {"num_prompts": 4},
+    "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2},
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_a_refused_update_leaves_parameters_and_learning_rate():
     state = update.init({"w": jnp.ones(2)})
     rates = []
     for loss in (1.0, np.nan, 1.0, 1.0):
-        before = state
+        before = jax.tree.map(jnp.copy, state)
         state, applied = update(state, sums(loss))
         rates.append(float(applied.learning_rate))
         assert bool(applied.finite) == np.isfinite(loss)

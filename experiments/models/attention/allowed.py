@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.models.attention.einsum import mask_bias
+from experiments.models.attention.hopper.bounds import Bounds
 
 
 def first_keys(segment_ids: Int[Array, "B T"], window: int | Int[Array, ""] | None = None) -> Int[Array, "B T"]:
@@ -56,18 +57,22 @@ class AllowedKeys:
 
     Attributes:
         first: int32 [B, T].
-        bias: fp32 [B, T, T] for "einsum", else None.
+        prepared: for "einsum" the bias, fp32 [B, T, T]; for "hopper" its `Bounds`; else None.
         implementation: name of the implementation.
         mesh: the mesh that rows ("data") and heads ("tensor") are split over, or None.
     """
 
     first: Int[Array, "B T"]
-    bias: Float[Array, "B T T"] | None
+    prepared: Float[Array, "B T T"] | Bounds | None
     implementation: str = field(metadata={"static": True})
     mesh: Mesh | None = field(metadata={"static": True})
 
     @classmethod
     def of(cls, first: Int[Array, "B T"], implementation: str, mesh: Mesh | None = None) -> "AllowedKeys":
         """Makes what `implementation` reads."""
-        bias = mask_bias(packed_mask(first)) if implementation == "einsum" else None
-        return cls(first, bias, implementation, mesh)
+        prepared = None
+        if implementation == "einsum":
+            prepared = mask_bias(packed_mask(first))
+        elif implementation == "hopper":
+            prepared = Bounds.of(first)
+        return cls(first, prepared, implementation, mesh)

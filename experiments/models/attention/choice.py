@@ -1,46 +1,35 @@
-"""Which implementation of attention runs over packed rows, and a record of what ran.
+"""Which implementation of attention runs over packed rows, and why.
 
 A named one is used or an error is raised; "auto" takes the first that can and is not slower here, and says why.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from experiments.models.attention import cudnn, tokamax
 from experiments.models.attention.allowed import AllowedKeys
+from experiments.models.attention.call import AttentionCall
+from experiments.models.attention.chunked import attend_chunked
 from experiments.models.attention.einsum import attend
+from experiments.models.attention.hopper import attend as hopper
+from experiments.models.attention.hopper.settings import Settings
 from jaxlogp.errors import require
 
-IMPLEMENTATIONS = ("einsum",)
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """What decides which implementation runs.
-
-    Attributes:
-        rows: B.
-        length: T.
-        heads: N.
-        kv_heads: K, a divisor of `heads`.
-        head_dim: D.
-        dtype: of queries, keys and values.
-        softcap: bound of the scaled products, or None.
-        mesh: the mesh that rows ("data") and heads ("tensor") are split over, or None.
-    """
-
-    rows: int
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    softcap: float | None = None
-    mesh: Mesh | None = None
+WHY_NOT: dict[str, Callable[[AttentionCall], str | None]] = {
+    "einsum": lambda call: None,
+    "chunked": lambda call: None,
+    "hopper": hopper.why_not,
+    "tokamax": tokamax.why_not,
+    "cudnn": cudnn.why_not,
+}
+IMPLEMENTATIONS = tuple(WHY_NOT)
+FASTEST_FIRST = ("hopper", "tokamax", "cudnn")
+SHORT = 128
+"""Up to this many tokens a row the einsum is the fastest form; at 256 the blocks are 4 times faster on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +49,8 @@ class AttentionRun:
         return AllowedKeys.of(first, self.implementation, self.mesh)
 
 
-_records: contextvars.ContextVar[tuple[list[AttentionRun], ...]] = contextvars.ContextVar("attention_runs", default=())
-
-
 def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
-    """The implementation to run and the reason, added to every open `record_attention_runs`.
+    """The implementation to run and the reason.
 
     Args:
         name: "auto" or one of IMPLEMENTATIONS.
@@ -74,13 +60,26 @@ def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
         ValueError: an unknown name, or one that cannot take the call here; the sentence says why not.
     """
     require(name in ("auto", *IMPLEMENTATIONS), "attention", f"auto or one of {', '.join(IMPLEMENTATIONS)}", repr(name))
-    reason = "auto" if name == "auto" else "named by the caller"
-    run = AttentionRun("einsum", reason, call.mesh)
-    for record in _records.get():
-        record.append(run)
-    return run
+    if name == "auto":
+        return _automatic(call)
+    refusal = WHY_NOT[name](call)
+    require(refusal is None, "attention", f"a call that {name!r} takes", refusal)
+    return AttentionRun(name, "named by the caller", call.mesh)
 
 
+def _automatic(call: AttentionCall) -> AttentionRun:
+    if call.length <= SHORT:
+        return AttentionRun("einsum", f"auto; rows of {call.length} tokens, no more than {SHORT}", call.mesh)
+    refusals = ["auto"]
+    for name in FASTEST_FIRST if jax.default_backend() == "gpu" else ():
+        refusal = WHY_NOT[name](call)
+        if refusal is None:
+            return AttentionRun(name, "; ".join(refusals), call.mesh)
+        refusals.append(f"{name} not used: {refusal}")
+    return AttentionRun("chunked", "; ".join(refusals), call.mesh)
+
+
+@jax.named_scope("attention")
 def attend_packed(
     queries: Float[Array, "B T N D"],
     keys: Float[Array, "B T K D"],
@@ -105,15 +104,13 @@ def attend_packed(
     Returns:
         [B, T, N, D] in the values' dtype.
     """
-    return attend(queries, keys, values, allowed.bias, scale=scale, softcap=softcap)
-
-
-@contextlib.contextmanager
-def record_attention_runs() -> Iterator[list[AttentionRun]]:
-    """Collects an `AttentionRun` for every forward pass over rows that is traced inside of the ``with`` block."""
-    record: list[AttentionRun] = []
-    token = _records.set((*_records.get(), record))
-    try:
-        yield record
-    finally:
-        _records.reset(token)
+    operands = (queries, keys, values)
+    if allowed.implementation == "einsum":
+        return attend(*operands, allowed.prepared, scale=scale, softcap=softcap)
+    if allowed.implementation == "chunked":
+        return attend_chunked(*operands, allowed.first, scale=scale, softcap=softcap)
+    if allowed.implementation == "hopper":
+        return hopper.attend_hopper(*operands, allowed.prepared, Settings(scale, softcap), allowed.mesh)
+    if allowed.implementation == "cudnn":
+        return cudnn.attend_cudnn(*operands, allowed.first, scale=scale)
+    return tokamax.attend_tokamax(*operands, allowed.first, scale=scale, softcap=softcap, mesh=allowed.mesh)

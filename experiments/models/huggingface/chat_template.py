@@ -43,9 +43,9 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or fails.
         """
         try:
-            return self._program.render(
-                messages=[dict(each) for each in messages], add_generation_prompt=True, **self.tokens
-            )
+            copies = [dict(each) for each in messages]
+            given = {"messages": copies, "add_generation_prompt": True, "raise_exception": _raise_exception}
+            return self._program.render(**self.tokens, **given)
         # A template is a program: it fails with whatever its expressions raise.
         except Exception as error:
             raise ValueError(f"chat template: expected text for {len(messages)} messages, got {error!r}") from None
@@ -60,7 +60,6 @@ class ChatTemplate:
             require(False, "chat template", 'the extra hf (pip install -e ".[experiments,hf]")', "no package jinja2")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
         try:
             return environment.from_string(self.source)
         except (TemplateError, RecursionError) as error:

@@ -219,7 +219,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
     """Without what is not the model's: dtypes and how it is computed."""
-    computed = {"dtype": "float32", "param_dtype": "float32", "fp32_head": False, "remat": False, "attention": "auto"}
+    computed = {"dtype": "float32", "param_dtype": "float32", "fp32_head": False, "remat": "none", "attention": "auto"}
     return dataclasses.replace(config, **computed)
 
 
@@ -243,7 +243,8 @@ def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:
         "rope_parameters": _rope_json(config, model_type),
     }
     sliding = config.sliding
-    values["sliding_window"] = None if sliding is None else sliding.window
+    if model_type != "llama":
+        values["sliding_window"] = None if sliding is None else sliding.window
     if model_type not in ("llama", "mistral"):
         kinds = (False,) * config.num_layers if sliding is None else sliding.layers
         values["layer_types"] = [SLIDING if each else FULL for each in kinds]

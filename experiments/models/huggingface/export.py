@@ -93,6 +93,8 @@ def _write_weights(params: nnx.State, config: DecoderConfig, folder: Path, dtype
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         # The format is what transformers asks for before it reads a file.
         save_file(dict(next(tensors) for _ in names), folder / file, metadata={"format": "pt"})
+        # The package makes files that nobody else may read.
+        (folder / file).chmod((folder / "config.json").stat().st_mode)
         files |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(_size(parameter) for parameter in parameters_of(config)) * dtype.itemsize

@@ -1,0 +1,120 @@
+"""The trainer's own step for a model of random weights: micro-batch sums, then one update."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.stages import Compiled
+
+from experiments.config import OptimizerConfig
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.sampling.stream import Packing
+from experiments.training.micro_batch_sums import MicroBatchSums
+from experiments.training.objectives import PolicyObjective
+from experiments.training.sums import MicroSums
+from experiments.training.update import TrainState, Update, adamw
+from jaxlogp import Document, MicroBatch
+from jaxlogp.losses import grpo
+
+MODELS: dict[str, Callable[..., DecoderConfig]] = {
+    "qwen3-0.6b": DecoderConfig.qwen3,
+    "qwen3-1.7b": functools.partial(DecoderConfig.qwen3, hidden_size=2048, intermediate_size=6144),
+    "llama-3.2-1b": DecoderConfig.llama3,
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows of a step.
+
+    Attributes:
+      rows: of the whole step.
+      length: tokens of a row.
+      document: tokens of a document.
+      micro_batches: how many the step is cut into.
+    """
+
+    rows: int
+    length: int
+    document: int
+    micro_batches: int
+
+    @property
+    def tokens(self) -> int:
+        """Slots of the step, padding too."""
+        return self.rows * self.length
+
+
+class Step:
+    """A model's training step, compiled for its rows.
+
+    Args:
+      config: the decoder.
+      rows: what a step reads.
+      engine: the head's engine.
+    """
+
+    def __init__(self, config: DecoderConfig, rows: Rows, engine: str) -> None:
+        mesh = make_mesh(MeshSpec())
+        # Weights are drawn on the device, whole: their values do not matter.
+        graph, params = nnx.split(nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh))())
+        self.config, self.rows = config, rows
+        self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+        objective = PolicyObjective(grpo(), "with_entropy")
+        self.sums = MicroBatchSums(graph, mesh, objective, temperature=1.0, engine=engine)
+        self.update = Update(adamw(OptimizerConfig(), optax.constant_schedule(1e-6)), self.sums.place)
+        self.state: TrainState = self.update.init(params)
+        self.rounds = packed_rounds(rows, config.vocab_size)
+
+    def __call__(self) -> MicroSums:
+        """One step; what it returns is ready when the step is done."""
+        sums = self.sums.sums_of(self.state.params, self.rounds, 0)
+        self.state, applied = self.update(self.state, sums)
+        return applied
+
+    def micro_batch_program(self) -> Compiled:
+        """The compiled gradient sums of one micro-batch."""
+        return self.sums.compiled(self.state.params, self.rounds[0])
+
+
+def packed_rounds(rows: Rows, vocab_size: int) -> list[MicroBatch]:
+    """Micro-batches of random documents, a label on every token but the first; packed as the trainer packs."""
+    rng = np.random.default_rng(0)
+    per_row = rows.length // rows.document
+    tail = rows.length - per_row * rows.document
+    lengths = [rows.document] * per_row + ([tail] if tail > 1 else [])
+    documents = [
+        Document(
+            tokens=rng.integers(0, vocab_size, length).astype(np.int32),
+            prompt_length=1,
+            old_log_probs=np.full(length - 1, -np.log(vocab_size), np.float32),
+            advantage=float(rng.normal()),
+        )
+        for _ in range(rows.rows)
+        for length in lengths
+    ]
+    packing = Packing(1, rows.rows // rows.micro_batches, rows.length, vocab_size, 0)
+    rounds = packing.rounds(documents)
+    assert len(rounds) == rows.micro_batches
+    return jax.device_put(rounds)
+
+
+def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context: int) -> float:
+    """Floating-point operations of a step that the model needs; what is computed twice does not count.
+
+    6 for each parameter and token, and 12 · layers · heads · features · context / 2 for each token's attention.
+
+    Args:
+      config: the decoder.
+      rows: of the step.
+      num_parameters: of the model, a tied head once.
+      context: tokens that attend to each other: a row for the usual number, a document for what is needed.
+    """
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * context
+    return rows.tokens * (6 * num_parameters + attention)

@@ -1,0 +1,76 @@
+"""What decides which implementation of attention runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Shapes and options of the attention over whole rows.
+
+    Attributes:
+        rows: B.
+        length: T.
+        heads: N.
+        kv_heads: K, a divisor of `heads`.
+        head_dim: D.
+        dtype: of queries, keys and values.
+        softcap: bound of the scaled products, or None.
+        mesh: the mesh that rows ("data") and heads ("tensor") are split over, or None.
+    """
+
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    softcap: float | None = None
+    mesh: Mesh | None = None
+
+
+NARROW_DTYPES = ("bfloat16", "float16")
+
+
+def why_not_by_head(call: AttentionCall) -> str | None:
+    """Why kernels that are not split by the compiler cannot take the call, or None: each device is given its rows and its
+    heads, and features in halves of 64."""
+    if call.dtype not in NARROW_DTYPES:
+        return f"it takes bfloat16 and float16, not {call.dtype}"
+    if call.head_dim not in (64, 128):
+        return f"it takes head sizes of 64 and 128, not {call.head_dim}"
+    if call.mesh is None:
+        return None
+    data, tensor = (call.mesh.shape.get(axis, 1) for axis in (DATA_AXIS, TENSOR_AXIS))
+    if call.rows % data:
+        return f"{data} data ranks do not divide {call.rows} rows"
+    if call.kv_heads % tensor:
+        return f"{tensor} tensor ranks do not divide {call.kv_heads} key-value heads"
+    return None
+
+
+def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, values, per_row) -> Array:
+    """`attend(queries, keys, values, per_row)` on each device's own rows and heads."""
+    if mesh is None or mesh.size == 1:
+        return attend(queries, keys, values, per_row)
+    heads = P(DATA_AXIS, None, TENSOR_AXIS)
+    split = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads, heads, heads, P(DATA_AXIS)), out_specs=heads, check_vma=False
+    )
+    return split(queries, keys, values, per_row)
+
+
+def needs_nvidia_gpu(generation: int) -> str | None:
+    """Why there is no NVIDIA GPU of at least this compute capability (its first number), or None."""
+    if jax.default_backend() != "gpu":
+        return "it needs an NVIDIA GPU"
+    capability = getattr(jax.devices()[0], "compute_capability", "0")
+    major = int(str(capability).partition(".")[0])
+    return None if major >= generation else f"it needs compute capability {generation} or more, not {capability}"

@@ -1,0 +1,78 @@
+"""Static facts of a call, and what the kernels share."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlogp.head.hopper._pallas_compat import plgpu
+
+LOG2_E = math.log2(math.e)
+WARPGROUPS = 2
+MEMORY_REGISTERS = 40
+
+
+class Settings(NamedTuple):
+    """Options of a call.
+
+    Attributes:
+        scale: multiplier of the products.
+        softcap: bound of the scaled products, or None.
+        forward: (keys of a step, steps whose operands are in shared memory at a time) of the forward kernel.
+        d_queries: the same of the kernel for the queries' gradient.
+        d_keys: (queries of a step, steps in shared memory) of the kernel for the keys' and values' gradients.
+        interpret: what `plgpu.kernel` takes to run on the CPU, or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    forward: tuple[int, int] = (128, 2)
+    d_queries: tuple[int, int] = (64, 2)
+    d_keys: tuple[int, int] = (64, 2)
+    interpret: Any = None
+
+
+def transforms(features: int) -> tuple:
+    """How rows of 16-bit features lie in shared memory: as the matrix units and the copy engine like it."""
+    swizzle = plgpu.find_swizzle(features * 16)
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+
+
+def tile_buffer(rows: int, features: int, dtype: Any) -> Any:
+    """Shared memory of each compute warpgroup for [rows, features]."""
+    return plgpu.SMEM((WARPGROUPS, rows, features), dtype, transforms=transforms(features))
+
+
+def block_spec(shape: tuple, index_map: Any) -> Any:
+    """Blocks of rows of features for a pipeline."""
+    return plgpu.BlockSpec(shape, index_map, transforms=transforms(shape[-1]))
+
+
+def scores_in_bits(products: Any, settings: Settings) -> tuple[Any, Any]:
+    """log2(e) · cap(scale · products), and the slope of the cap, or None."""
+    if settings.softcap is None:
+        return products * (settings.scale * LOG2_E), None
+    bent = jnp.tanh(products * (settings.scale / settings.softcap))
+    return bent * (settings.softcap * LOG2_E), 1.0 - bent * bent
+
+
+def iota(shape: tuple[int, int], dimension: int) -> Any:
+    """Row or column numbers of an accumulator."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+
+def along_rows(x: Any, shape: tuple[int, int]) -> Any:
+    """A number for each row of an accumulator."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: Any, shape: tuple[int, int]) -> Any:
+    """A number for each column of an accumulator."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def grouped(body: Callable[..., None], operands: int, outputs: int) -> Callable[..., None]:
+    """A kernel's body that takes its operands, and its outputs, as one argument each."""
+    return lambda *refs: body(refs[:operands], refs[operands : operands + outputs], *refs[operands + outputs :])

@@ -1,0 +1,52 @@
+"""What step_speed reads off a compiled module and a profile, and its count of operations."""
+
+import numpy as np
+
+from benchmarks.step_speed.parts import OPTIMIZER, OTHER, SCOPES, instruction_scopes, milliseconds_by_part
+from benchmarks.step_speed.step import MODELS, Rows, model_flops, packed_rounds
+
+MODULE = """HloModule jit__of_micro_batch, entry_computation_layout={()}
+ENTRY %main {
+  %gemm.1 = f32[2]{0} custom-call(), metadata={op_name="jit(f)/transpose(jvp(feed_forward))/dot_general" id=3}
+  ROOT %fusion.2 = f32[2]{0} fusion(), metadata={op_name="jit(f)/attention/exp"}
+  %copy.3 = f32[2]{0} copy()
+}
+"""
+
+
+def event(name, microseconds, op="", module="jit__of_micro_batch(7)"):
+    return {"name": name, "dur": microseconds, "args": {"hlo_op": op, "hlo_module": module}}
+
+
+def test_kernels_belong_to_the_scope_of_their_instruction():
+    assert instruction_scopes(MODULE)["fusion.2"] == "jit(f)/attention/exp"
+    events = [
+        event("gemm_1", 4000, "gemm.1"),
+        event("gemm_2", 2000, "gemm.1"),
+        event("fused", 1000, "fusion.2"),
+        event("copy", 500, "copy.3"),
+        event("adam", 3000, "loop", "jit__applied"),
+        event("memset", 100, "", ""),
+    ]
+    parts, kernels = milliseconds_by_part(events, MODULE, repeats=2)
+    expected = {SCOPES["feed_forward"]: 3.0, OPTIMIZER: 1.5, SCOPES["attention"]: 0.5, OTHER: 0.3}
+    assert {name: round(ms, 9) for name, ms in parts.items()} == expected
+    assert kernels[0] == (3.0, 1, SCOPES["feed_forward"], "gemm")
+
+
+def test_rows_are_packed_as_asked_and_every_slot_but_first_ones_has_a_label():
+    rows = Rows(rows=4, length=50, document=20, micro_batches=2)
+    rounds = packed_rounds(rows, vocab_size=30)
+    assert [batch.tokens.shape for batch in rounds] == [(1, 2, 50)] * 2
+    # Documents of 20, 20 and 10 tokens in every row.
+    assert [int(batch.num_documents[0]) for batch in rounds] == [6, 6]
+    assert all(int(np.sum(batch.mask)) == 2 * (50 - 3) for batch in rounds)
+
+
+def test_operations_of_the_published_shape():
+    config = MODELS["qwen3-0.6b"]()
+    rows = Rows(rows=16, length=2048, document=700, micro_batches=1)
+    # 6 operations a parameter and token, and 12 · layers · heads · features · (T / 2) for causal attention.
+    by_hand = 16 * 2048 * (6 * 596_049_920 + 12 * 28 * 16 * 128 * 1024)
+    assert model_flops(config, rows, 596_049_920, 2048) == by_hand
+    assert MODELS["qwen3-1.7b"]().hidden_size == 2048

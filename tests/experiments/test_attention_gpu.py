@@ -1,0 +1,55 @@
+"""Attention kernels on a GPU against float64; run with JAXLOGP_TEST_GPU=1 and -m gpu."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.models.attention import AttentionCall, attend_packed, choose_attention, first_keys
+from experiments.models.attention.choice import WHY_NOT
+from tests.experiments import test_attention as cases
+
+pytestmark = pytest.mark.gpu
+LENGTH = 700
+
+
+@functools.partial(jax.jit, static_argnames=("name", "softcap"))
+def value_and_gradients(q, k, v, d_out, ids, window, *, name, softcap):
+    call = AttentionCall(*q.shape[:3], k.shape[2], q.shape[3], dtype=str(q.dtype), softcap=softcap)
+    allowed = choose_attention(name, call).allow(first_keys(ids, window))
+    out, pull_back = jax.vjp(lambda *x: attend_packed(*x, allowed, scale=cases.SCALE, softcap=softcap), q, k, v)
+    return out, *pull_back(d_out)
+
+
+@functools.cache
+def expected(head_dim, window, softcap):
+    """Operands, ids, and float64 results."""
+    data = cases.operands(LENGTH, heads=4, kv_heads=2, head_dim=head_dim, dtype=jnp.bfloat16)
+    ids = cases.packed_ids(LENGTH)
+    return data, ids, cases.oracle(*data, cases.visible_keys(ids, window), softcap)
+
+
+@pytest.mark.parametrize("name", ["hopper", "tokamax", "cudnn", "chunked", "einsum"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(10**6, None), (300, 5.0)])
+def test_values_and_gradients_in_bf16_are_near_float64(monkeypatch, name, head_dim, window, softcap):
+    monkeypatch.setattr(cases, "SCALE", head_dim**-0.5)
+    call = AttentionCall(3, LENGTH, 4, 2, head_dim, "bfloat16", softcap)
+    if WHY_NOT[name](call) is not None:
+        pytest.skip(WHY_NOT[name](call))
+    data, ids, wanted = expected(head_dim, window, softcap)
+    seen = value_and_gradients(*data, ids, window, name=name, softcap=softcap)
+    errors = {}
+    for part, got, exact in zip(("out", "dq", "dk", "dv"), seen, wanted, strict=True):
+        got = np.asarray(got, np.float64)
+        assert np.isfinite(got).all(), part
+        errors[part] = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+    # Results are rounded to bf16, up to 2^-9 = 2e-3 a number, and so are probabilities and their gradients inside.
+    assert max(errors.values()) < 6e-3, errors
+
+
+def test_the_automatic_choice_takes_a_kernel():
+    chosen = choose_attention("auto", AttentionCall(2, 2048, 8, 2, 128, "bfloat16"))
+    assert chosen.implementation in ("hopper", "tokamax", "cudnn"), chosen
