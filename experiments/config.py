@@ -97,6 +97,48 @@ _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    """How examples are put to the model. Keys, patterns and verifier belong to task jsonl:PATH alone."""
+
+    prompt_key: str | None = None
+    """Key of the prompt, a text or a list of messages with role and content; None takes prompt, question or messages."""
+    answer_key: str = "answer"
+    """Key of the answer."""
+    answer_pattern: str | None = None
+    """Regular expression with one group, found once in every answer: the group is what counts. For GSM8K '#### (.+)'."""
+    other_keys: bool = False
+    """Lines may have further keys, which become the example's source; else they are refused."""
+    verifier: str = "exact"
+    """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
+    tolerance: float = 0.0
+    """Largest difference of numbers that the numeric verifier takes for equal."""
+    percent: str = "unit"
+    """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
+    system: str | None = None
+    """System message before every prompt; needs a chat template."""
+    instruction: str | None = None
+    """Text behind every prompt, after an empty line."""
+    extract: tuple[str, ...] = ()
+    """Where the answer is in a completion: whole, tag (<answer>…</answer>), boxed (\\boxed{…}), answer_is, last_number. The
+    first that finds something decides; none leaves it to the task."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The reward of a completion: a weighted sum. Held-out scores are exact match whatever it is."""
+
+    functions: tuple[str, ...] = ("correct",)
+    """correct (the task's verdict), tags (all of it is <think>…</think><answer>…</answer>), pattern (all of it matches),
+    ended (by an end token), short (1 - tokens / length beyond length, else 0), or a name of one's own."""
+    weights: tuple[float, ...] | None = None
+    """One for each function; None for 1.0 each."""
+    pattern: str | None = None
+    """Regular expression of the function pattern; a dot matches line breaks too."""
+    length: int | None = None
+    """Tokens of the function short."""
+
+
+@dataclass(frozen=True)
 class WarmStartConfig:
     """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
 
@@ -126,6 +168,9 @@ class RolloutConfig:
     """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
     """Longest completion in tokens, end token included; None takes the task's own bound."""
+    mask_truncated: bool = False
+    """Take completions without an end token out of the loss: no token of theirs is a label, while their rewards stay in the
+    mean and deviation of their group. A divisor that counts labels loses theirs; one that counts documents keeps them."""
     rescore: bool = False
     """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then saves
     a strictly on-policy step the forward pass of the head."""
@@ -293,7 +338,8 @@ class Config:
     """A policy loss on a verifiable task, from a warm-started small decoder."""
 
     task: str = "addition"
-    """addition, comparison, letter_counting, reversal or sorting (with :SIZE), reasoning_gym:NAME, or jsonl:PATH."""
+    """addition, comparison, letter_counting, reversal, sorting or word_problems (with :SIZE), reasoning_gym:NAME, or
+    jsonl:PATH."""
     seed: int = 0
     """Seed of parameters, data order and sampling."""
     out: str = "runs"
@@ -309,6 +355,8 @@ class Config:
     quiet: bool = False
     """Print only warnings and the final scores."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -6,12 +6,12 @@ python -m experiments.evaluate --model DIRECTORY --task reasoning_gym:chain_sum 
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tyro
 
 from experiments.command_line import errors_in_one_line
-from experiments.config import Config, ModelConfig
+from experiments.config import Config, DataConfig, ModelConfig
 from experiments.training.loaded import restored
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
@@ -29,6 +29,7 @@ class EvaluateConfig:
     """With --model: put prompts through its chat template."""
     task: str | None = None
     """With --model: the task."""
+    data: DataConfig = field(default_factory=DataConfig)
     max_new_tokens: int | None = None
     """Longest completion in tokens; None takes the run's own number, or the task's."""
     num_prompts: int | None = None
@@ -46,11 +47,14 @@ def load(config: EvaluateConfig) -> Trainer:
     if config.run is None:
         require(config.model is not None, "run", "a run folder, or --model", "neither")
         given = {} if config.task is None else {"task": config.task}
-        stored = Config(model=ModelConfig(path=config.model, chat_template=config.chat_template), **given)
+        stored = Config(
+            model=ModelConfig(path=config.model, chat_template=config.chat_template), data=config.data, **given
+        )
         return Trainer(_changed(stored, config))
     for name in ("model", "task"):
         value = getattr(config, name)
         require(value is None, f"--{name}", "nothing beside a run, which has its own", value)
+    require(config.data == DataConfig(), "--data", "nothing beside a run, which has its own", "other options")
     return restored(config.run, lambda stored: _changed(stored, config))
 
 

@@ -3,7 +3,7 @@
     config.json    the configuration and its sha256
     env.json       versions, devices, git revision and command of the first start and of every resume
     metrics.jsonl  one object per line: step, kind, scalars
-    samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward
+    samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
     summary.json   the final numbers
     model/         of a run that began with a model from disk: its files, without the weights
     curves.png, checkpoints/, tb/<kind>/
@@ -124,12 +124,16 @@ def describe_git(root: Path) -> dict[str, Any]:
 
 
 class Sample(NamedTuple):
-    """One completion: the prompt, the sampled text, the expected answer and the reward."""
+    """One completion: the prompt, the sampled text, the expected answer, the reward (the sum and its parts by function),
+    the number of sampled tokens, and whether an end token ended them."""
 
     prompt: str
     completion: str
     answer: str
     reward: float
+    rewards: Mapping[str, float]
+    num_tokens: int
+    ended: bool
 
 
 class MetricsLog(NamedTuple):

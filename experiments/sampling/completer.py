@@ -9,7 +9,8 @@ from flax import nnx
 from experiments.runs.folder import Sample
 from experiments.sampling.prompts import Sizes, encode_prompt
 from experiments.sampling.sampler import Samples
-from experiments.tasks import Example, Task
+from experiments.tasks import Completion, Example, Rewards
+from experiments.tasks.protocol import prompt_text
 from experiments.tasks.tokenizer import Tokenizer
 
 
@@ -31,13 +32,23 @@ class Draw(Protocol):
 
 
 class Completions(NamedTuple):
-    """Sampled completions, one or several of each example in adjacent rows."""
+    """Sampled completions, one or several of each example in adjacent rows, with their rewards.
+
+    Attributes:
+        prompts: ids of the prompts.
+        tokens: ids of the completions, including end tokens.
+        log_probs: of these tokens, in nats.
+        texts: the decoded completions.
+        rewards: [N], the weighted sums.
+        parts: [N, K], the value of each reward function.
+    """
 
     prompts: list[list[int]]
     tokens: list[np.ndarray]
     log_probs: list[np.ndarray]
-    texts: list[str]
+    texts: list[Completion]
     rewards: np.ndarray
+    parts: np.ndarray
 
     def first(self, number: int) -> "Completions":
         """The first completions only."""
@@ -49,16 +60,20 @@ class Completer:
 
     Args:
       draw: draws the tokens.
-      task: rewards completions.
+      rewards: rewards completions.
       tokenizer: text to tokens and back.
       sizes: bounds of prompts and completions.
     """
 
-    def __init__(self, draw: Draw, task: Task, tokenizer: Tokenizer, sizes: Sizes) -> None:
-        self._draw, self._task, self._tokenizer, self._sizes = draw, task, tokenizer, sizes
+    def __init__(self, draw: Draw, rewards: Rewards, tokenizer: Tokenizer, sizes: Sizes) -> None:
+        self._draw, self.rewards, self._tokenizer, self._sizes = draw, rewards, tokenizer, sizes
 
     def complete(self, params: nnx.State, examples: list[Example], key: jax.Array, *, copies: int = 1) -> Completions:
-        """Draws `copies` completions for each example and rewards them."""
+        """Draws `copies` completions for each example and rewards them.
+
+        Raises:
+          ValueError: a prompt that cannot be encoded, or a reward function that fails.
+        """
         prompts = [encode_prompt(self._tokenizer, example, self._sizes) for example in examples]
         padded = np.full((len(prompts), self._sizes.prompt), self._tokenizer.pad_id, np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
@@ -68,14 +83,29 @@ class Completer:
         ends = samples.lengths.tolist()
         tokens = [row[:end] for row, end in zip(samples.tokens, ends, strict=True)]
         scored = [row[:end] for row, end in zip(samples.log_probs, ends, strict=True)]
-        texts = [self._tokenizer.decode(row.tolist()) for row in tokens]
+        texts = [self._completion(row.tolist()) for row in tokens]
         repeated = [example for example in examples for _ in range(copies)]
-        rewards = [self._task.reward(example, text) for example, text in zip(repeated, texts, strict=True)]
         prompts = [prompt for prompt in prompts for _ in range(copies)]
-        return Completions(prompts, tokens, scored, texts, np.array(rewards, np.float32))
+        return Completions(prompts, tokens, scored, texts, *self.rewards.score(repeated, texts))
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        ended = tokens[-1] in self._tokenizer.eos_ids
+        return Completion(self._tokenizer.decode(tokens), num_tokens=len(tokens), ended=ended)
 
 
-def readable(examples: list[Example], completions: Completions) -> list[Sample]:
-    """Records for samples.jsonl, one completion per example."""
-    rows = zip(examples, completions.texts, completions.rewards.tolist(), strict=True)
-    return [Sample(example.prompt, text, example.answer, reward) for example, text, reward in rows]
+def readable(examples: list[Example], completions: Completions, names: tuple[str, ...]) -> list[Sample]:
+    """Records for samples.jsonl, one completion per example; `names` are those of the reward functions."""
+    return [
+        Sample(
+            prompt_text(example.prompt),
+            str(text),
+            example.answer,
+            reward,
+            dict(zip(names, parts, strict=True)),
+            text.num_tokens,
+            text.ended,
+        )
+        for example, text, reward, parts in zip(
+            examples, completions.texts, completions.rewards.tolist(), completions.parts.tolist(), strict=True
+        )
+    ]

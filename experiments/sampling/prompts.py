@@ -6,7 +6,8 @@ import grain
 import jax
 
 from experiments.config import RolloutConfig, ScheduleConfig
-from experiments.tasks import Example, Split, Task
+from experiments.tasks import Example, Prompt, Split, Task
+from experiments.tasks.protocol import SPLITS
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
@@ -44,9 +45,12 @@ def sizes_for(
       leaf_rows: divisor of the number of rows.
 
     Raises:
-      ValueError: the longest document does not fit into ``schedule.row_length``.
+      ValueError: the longest document does not fit into ``schedule.row_length``, or a prompt that cannot be encoded.
     """
-    prompt = rollout.max_prompt_tokens or tokenizer.longest_prompt(task.max_prompt_tokens)
+    for split in SPLITS:
+        # Refused here, and not in the first rollout.
+        encode(tokenizer, task.example(0, split).prompt)
+    prompt = rollout.max_prompt_tokens or longest_prompt(task, tokenizer)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = schedule.row_length or longest
@@ -62,13 +66,37 @@ def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> in
     return -(-rows // leaf_rows) * leaf_rows
 
 
+def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt where the examples can be counted, else a bound on it.
+
+    Raises:
+      ValueError: a prompt that the tokenizer cannot encode.
+    """
+    counts = {split: task.num_examples(split) for split in SPLITS}
+    if None not in counts.values():
+        prompts = (task.example(index, split).prompt for split, count in counts.items() for index in range(count))
+        return max(len(encode(tokenizer, prompt)) for prompt in prompts)
+    prompt = task.example(0, "train").prompt
+    if isinstance(prompt, str):
+        return tokenizer.longest_prompt(task.max_prompt_tokens)
+    # A token is at least a byte of text, or part of what the template puts around the messages.
+    return len(encode(tokenizer, tuple(each._replace(content="") for each in prompt))) + task.max_prompt_tokens
+
+
+def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """The prompt as the model reads it: a text by the tokenizer's own rule, a conversation by the chat template."""
+    if isinstance(prompt, str):
+        return tokenizer.encode_prompt(prompt)
+    return tokenizer.encode_messages([message._asdict() for message in prompt])
+
+
 def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
-    """The prompt as the model reads it.
+    """The prompt of an example within the static size.
 
     Raises:
       ValueError: the prompt is longer than the bound.
     """
-    tokens = tokenizer.encode_prompt(example.prompt)
+    tokens = encode(tokenizer, example.prompt)
     expected = f"prompts of at most {sizes.prompt} tokens"
     require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, len(tokens))
     return tokens

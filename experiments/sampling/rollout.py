@@ -1,6 +1,7 @@
 """Rollouts: groups of sampled, rewarded completions of the next training prompts, as documents with advantages."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -19,19 +20,57 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
 """Functions from rewards [groups, generations] to advantages, by the name of the option."""
 
 
+@dataclass
+class RolloutCounts:
+    """Sums over rollouts, divided once by `metrics`.
+
+    Attributes:
+      rewards: sum of what each reward function said, by its name.
+    """
+
+    groups: int = 0
+    degenerate: int = 0
+    completions: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    def add(self, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray) -> None:
+        """Adds one rollout; `names` are those of the reward functions, `degenerate` says it of each group."""
+        self.groups += degenerate.size
+        self.degenerate += int(np.sum(degenerate))
+        self.completions += len(drawn.texts)
+        self.truncated += sum(not text.ended for text in drawn.texts)
+        self.tokens += sum(text.num_tokens for text in drawn.texts)
+        for name, total in zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True):
+            self.rewards[name] = self.rewards.get(name, 0.0) + total
+
+    def metrics(self) -> dict[str, float]:
+        """Shares and means by name; none without a rollout."""
+        if not self.completions:
+            return {}
+        return {
+            "degenerate_groups": self.degenerate / self.groups,
+            "truncated_completions": self.truncated,
+            "truncated_share": self.truncated / self.completions,
+            "completion_length_mean": self.tokens / self.completions,
+            **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
+        }
+
+
 class Rollouts:
     """Makes one rollout after the other.
 
-    Args:
-      prompts: gives the next prompts.
-      completer: completes them.
-      options: sizes of a rollout.
-      advantages: a name of `ADVANTAGES`.
-      key: random key of all rollouts; each folds in its number.
+      Args:
+        prompts: gives the next prompts.
+        completer: completes them.
+        options: sizes of a rollout.
+        advantages: a name of `ADVANTAGES`.
+        key: random key of all rollouts; each folds in its number.
 
-    Attributes:
-      made: number of rollouts so far.
-      degenerate: for each rollout since the reader cleared the list, the share of groups whose rewards are all equal.
+      Attributes:
+        made: number of rollouts so far.
+    counts: of the rollouts since the reader last reset them.
     """
 
     def __init__(
@@ -40,7 +79,7 @@ class Rollouts:
         self._prompts, self._completer, self._options = prompts, completer, options
         self._advantages, self._key = ADVANTAGES[advantages], key
         self.made = 0
-        self.degenerate: list[float] = []
+        self.counts = RolloutCounts()
 
     def next(self, params: nnx.State, model_version: int) -> list[Document]:
         """The documents of the next prompts, completed with ``params``; none when the data has ended."""
@@ -56,18 +95,31 @@ class Rollouts:
         return self._documents(drawn.first(len(examples) * options.num_generations), model_version)
 
     def _documents(self, drawn: Completions, model_version: int) -> list[Document]:
+        """Documents with the advantages of their groups.
+
+        With `mask_truncated`, a completion without an end token is a document of its prompt alone: no token of it is a
+        label. Its reward stays in the mean and deviation of its group and in the metrics, as TRL does it
+        (mask_truncated_completions). Denominators, also as there: reduction "labels" divides by the labels that are left;
+        "documents", "document_mean" and "constant_length" divide by all documents, this one with a sum of zero. A step
+        without any label has loss and gradient 0.
+        """
         groups = self._advantages(drawn.rewards.reshape(-1, self._options.num_generations))
         advantages, degenerate = jax.device_get(groups)
-        self.degenerate.append(float(np.mean(degenerate)))
-        columns = (drawn.prompts, drawn.tokens, drawn.log_probs, advantages.ravel().tolist(), drawn.rewards.tolist())
+        self.counts.add(drawn, self._completer.rewards.names, degenerate)
         return [
-            Document(
-                tokens=np.concatenate([np.array(prompt, np.int32), tokens]),
-                prompt_length=len(prompt),
-                old_log_probs=log_probs,
-                advantage=advantage,
-                reward=reward,
-                model_version=model_version,
-            )
-            for prompt, tokens, log_probs, advantage, reward in zip(*columns, strict=True)
+            self._document(drawn, number, advantage, model_version)
+            for number, advantage in enumerate(advantages.ravel().tolist())
         ]
+
+    def _document(self, drawn: Completions, number: int, advantage: float, model_version: int) -> Document:
+        prompt = np.array(drawn.prompts[number], np.int32)
+        masked = self._options.mask_truncated and not drawn.texts[number].ended
+        labels = 0 if masked else None
+        return Document(
+            tokens=np.concatenate([prompt, drawn.tokens[number][:labels]]),
+            prompt_length=len(prompt),
+            old_log_probs=drawn.log_probs[number][:labels],
+            advantage=advantage,
+            reward=float(drawn.rewards[number]),
+            model_version=model_version,
+        )

@@ -1,19 +1,138 @@
 """Tasks from a file with one JSON object a line: {"prompt": "2+2=", "answer": "4"}.
 
-A line may carry a third key, "metadata", with any value; it travels along as the example's source. Every other key is
-refused, because a misspelt key would otherwise vanish without a word.
+The prompt is a string, or a list of messages with `role` and `content`, which only a model with a chat template can read.
+Its key is `prompt`, `question` or `messages`, or the one that is named. The answer is a string or a number; where only a
+part of it counts, as behind "####" in GSM8K, a pattern says which.
+
+A line may carry "metadata", with any value; it travels along as the example's source. Every other key is refused, because a
+misspelt key would otherwise vanish without a word, unless `other_keys` asks for them: then the source is all that the line
+holds beside prompt and answer.
 """
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from experiments.tasks.protocol import HELD_OUT_ONE_IN, SPLITS, Example, Split, check_request, split_of
+from experiments.tasks.numbers import only_number, same_number
+from experiments.tasks.protocol import (
+    HELD_OUT_ONE_IN,
+    SPLITS,
+    Example,
+    Message,
+    Prompt,
+    Split,
+    check_request,
+    prompt_text,
+    split_of,
+)
+from jaxlogp.errors import require
 
-TEXT_KEYS = ("prompt", "answer")
-KEYS = (*TEXT_KEYS, "metadata")
+PROMPT_KEYS = ("prompt", "question", "messages")
+METADATA = "metadata"
+VERIFIERS = ("exact", "numeric")
 ENOUGH_LINES = 5 * HELD_OUT_ONE_IN
+
+
+@dataclass(frozen=True)
+class JsonlFormat:
+    """How lines become examples, and completions right or wrong.
+
+    Args:
+        prompt_key: key of the prompt; None takes the one of `PROMPT_KEYS` that a line has.
+        answer_key: key of the answer.
+        answer_pattern: regular expression with one group, found exactly once in every answer: the group is what counts.
+        other_keys: whether a line may have other keys.
+        verifier: "exact", equal up to white space around either; or "numeric", see `experiments.tasks.numbers.same_number`.
+        tolerance: of the numeric verifier.
+        percent: of the numeric verifier.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    prompt_key: str | None = None
+    answer_key: str = "answer"
+    answer_pattern: str | None = None
+    other_keys: bool = False
+    verifier: str = "exact"
+    tolerance: float = 0.0
+    percent: str = "unit"
+
+    def __post_init__(self) -> None:
+        require(self.verifier in VERIFIERS, "verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))
+        # Raises for an option of the numeric verifier that is out of range.
+        same_number("0", "0", tolerance=self.tolerance, percent=self.percent)
+        if self.answer_pattern is None:
+            return
+        expected = "a regular expression with one group"
+        try:
+            groups = re.compile(self.answer_pattern).groups
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"answer_pattern: expected {expected}, got {self.answer_pattern!r}: {error}") from None
+        require(groups == 1, "answer_pattern", expected, f"{groups} groups in {self.answer_pattern!r}")
+
+    def require_default(self) -> None:
+        """Refuses options of files where there is no file.
+
+        Raises:
+            ValueError: an option that is not the default; names it as it is written on the command line.
+        """
+        for each in fields(self):
+            option, value = f"--data.{each.name.replace('_', '-')}", getattr(self, each.name)
+            require(value == each.default, option, "nothing beside a task other than jsonl:PATH", value)
+
+    def parse(self, line: bytes) -> Example:
+        """One example from one line; the message of its ValueError is the reason alone."""
+        record = _record(line)
+        prompt_key = self._prompt_key(record)
+        known = (prompt_key, self.answer_key, METADATA)
+        rest = {key: value for key, value in record.items() if key not in known[:2]}
+        unknown = sorted(set(record) - set(known))
+        if unknown and not self.other_keys:
+            raise ValueError(f"unknown key {unknown[0]!r}; a line has {', '.join(known)}, or --data.other-keys")
+        if self.answer_key not in record:
+            raise ValueError(f"missing key {self.answer_key!r}")
+        prompt, answer = _prompt(prompt_key, record[prompt_key]), self._answer(record[self.answer_key])
+        return Example(prompt, answer, rest if self.other_keys else rest.get(METADATA))
+
+    def verify(self, answer: str, completion: str) -> bool:
+        """Whether a completion is the answer."""
+        if self.verifier == "exact":
+            return completion.strip() == answer.strip()
+        return same_number(completion, answer, tolerance=self.tolerance, percent=self.percent)
+
+    def _prompt_key(self, record: dict[str, Any]) -> str:
+        keys = PROMPT_KEYS if self.prompt_key is None else (self.prompt_key,)
+        found = [key for key in keys if key in record]
+        if not found:
+            raise ValueError(f"missing key {' or '.join(map(repr, keys))}")
+        if len(found) > 1:
+            raise ValueError(
+                f"keys {' and '.join(map(repr, found))} in one line; --data.prompt-key says which is the prompt"
+            )
+        return found[0]
+
+    def _answer(self, value: Any) -> str:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            # As JSON writes it: 42, 0.5.
+            value = json.dumps(value)
+        _check_text(self.answer_key, value)
+        if self.answer_pattern is not None:
+            found = re.findall(self.answer_pattern, value)
+            if len(found) != 1 or not found[0].strip():
+                raise ValueError(
+                    f"{self.answer_key!r} must match --data.answer-pattern {self.answer_pattern!r} once, "
+                    f"got {len(found)} matches"
+                )
+            value = found[0].strip()
+        if self.verifier == "numeric" and only_number(value, percent=self.percent) is None:
+            raise ValueError(
+                f"{self.answer_key!r} must hold exactly one number for a numeric verifier, got {value[:80]!r}"
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -25,10 +144,12 @@ class JsonlTask:
     Args:
         path: where the examples came from.
         examples: the examples of each split.
+        format: how its lines were read, and verifies completions.
     """
 
     path: str
     examples: dict[Split, tuple[Example, ...]]
+    format: JsonlFormat
 
     family: ClassVar[str] = "jsonl"
     alphabet: ClassVar[None] = None
@@ -41,12 +162,15 @@ class JsonlTask:
     @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt of the file in UTF-8 bytes."""
-        return max(len(example.prompt.encode()) for split in SPLITS for example in self.examples[split])
+        return self._longest(lambda example: prompt_text(example.prompt))
 
     @property
     def max_answer_tokens(self) -> int:
         """Length of the longest answer of the file in UTF-8 bytes."""
-        return max(len(example.answer.encode()) for split in SPLITS for example in self.examples[split])
+        return self._longest(lambda example: example.answer)
+
+    def _longest(self, text: Callable[[Example], str]) -> int:
+        return max(len(text(example).encode()) for split in SPLITS for example in self.examples[split])
 
     def num_examples(self, split: Split) -> int:
         """Number of lines that belong to the split."""
@@ -61,16 +185,20 @@ class JsonlTask:
             raise ValueError(f"index: expected less than {len(examples)} ({split} of {self.path}), got {index}")
         return examples[index]
 
-    def reward(self, example: Example, completion: str) -> float:
-        """1.0 when the completion is the answer, up to white space around either."""
-        return float(completion.strip() == example.answer.strip())
+    def verify(self, example: Example, completion: str) -> float:
+        """1.0 when the completion is the answer, by the format's verifier."""
+        return float(self.format.verify(example.answer, completion))
 
 
-def load_jsonl(path: str) -> JsonlTask:
+DEFAULT_FORMAT = JsonlFormat()
+
+
+def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
     """Reads a file of examples, all of it, into memory.
 
     Args:
         path: a UTF-8 file, one JSON object a line.
+        form: how to read the lines.
 
     Returns:
         The task.
@@ -91,13 +219,14 @@ def load_jsonl(path: str) -> JsonlTask:
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            example = _parse(line)
-            if example.prompt in first_line:
-                raise ValueError(f"duplicate prompt {example.prompt!r}, first on line {first_line[example.prompt]}")
+            example = form.parse(line)
+            prompt = prompt_text(example.prompt)
+            if prompt in first_line:
+                raise ValueError(f"duplicate prompt {prompt!r}, first on line {first_line[prompt]}")
         except ValueError as error:
             raise ValueError(f"task file {path}, line {number}: {error}") from error
-        first_line[example.prompt] = number
-        examples[split_of(JsonlTask.family, example.prompt)].append(example)
+        first_line[prompt] = number
+        examples[split_of(JsonlTask.family, prompt)].append(example)
     for split in SPLITS:
         if not examples[split]:
             raise ValueError(
@@ -105,11 +234,10 @@ def load_jsonl(path: str) -> JsonlTask:
                 f"{split}; a hash holds out about one prompt in {HELD_OUT_ONE_IN}, so {ENOUGH_LINES} lines or more "
                 "will do"
             )
-    return JsonlTask(path, {split: tuple(examples[split]) for split in SPLITS})
+    return JsonlTask(path, {split: tuple(examples[split]) for split in SPLITS}, form)
 
 
-def _parse(line: bytes) -> Example:
-    """One example from one line; the message of its ValueError is the reason alone."""
+def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
@@ -120,14 +248,7 @@ def _parse(line: bytes) -> Example:
         raise ValueError("invalid JSON: nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
-    unknown = sorted(set(record) - set(KEYS))
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}; a line has {', '.join(KEYS)}")
-    for key in TEXT_KEYS:
-        if key not in record:
-            raise ValueError(f"missing key {key!r}")
-        _check_text(key, record[key])
-    return Example(record["prompt"], record["answer"], record.get("metadata"))
+    return record
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,6 +257,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if keys.count(key) > 1:
             raise ValueError(f"key {key!r} occurs twice in one object")
     return dict(pairs)
+
+
+def _prompt(key: str, value: Any) -> Prompt:
+    if not isinstance(value, list):
+        _check_text(key, value)
+        return value
+    if not value:
+        raise ValueError(f"{key!r} is empty")
+    return tuple(_message(f"{key}[{number}]", message) for number, message in enumerate(value))
+
+
+def _message(place: str, value: Any) -> Message:
+    if not isinstance(value, dict) or set(value) != set(Message._fields):
+        seen = f"keys {', '.join(sorted(value))}" if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{place!r} must be an object with role and content, got {seen}")
+    for name in Message._fields:
+        _check_text(f"{place}.{name}", value[name])
+    return Message(**value)
 
 
 def _check_text(key: str, value: Any) -> None:

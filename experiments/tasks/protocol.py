@@ -9,7 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 Split = Literal["train", "held_out"]
 
@@ -19,6 +19,17 @@ MAX_ATTEMPTS = 1000
 MAX_SIZE = 64
 
 
+class Message(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[Message, ...]
+"""What the model reads: a text, or a conversation, which only a model with a chat template can read."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One prompt and its reference answer.
@@ -26,12 +37,24 @@ class Example:
     Args:
         prompt: what the model reads.
         answer: what it should write, without an end marker.
-        source: what the task needs to score other answers, or None.
+        source: what the task, or a reward, needs to score other answers, or None.
     """
 
-    prompt: str
+    prompt: Prompt
     answer: str
     source: Any | None = None
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt for readers, and for the hash of its split: a text as it is, of a conversation every turn with its role.
+
+    Example:
+        >>> prompt_text((Message("user", "2+2?"), Message("assistant", "4"), Message("user", "times 3?")))
+        'user: 2+2?\\n\\nassistant: 4\\n\\nuser: times 3?'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
 
 
 class Task(Protocol):
@@ -63,57 +86,8 @@ class Task(Protocol):
             ValueError: the index is negative or not an integer, or the split is unknown or has no such example.
         """
 
-    def reward(self, example: Example, completion: str) -> float:
-        """How good the completion is, a finite number: for our own tasks 1.0 when it answers the example, else 0.0."""
-
-
-Reward = Callable[[Example, str], float]
-"""Scores a completion of an example, by any finite number."""
-
-
-@dataclass(frozen=True)
-class Rewarded:
-    """A task with another reward.
-
-    Args:
-        task: gives the examples.
-        score: scores completions in the task's place.
-    """
-
-    task: Task
-    score: Reward
-
-    @property
-    def name(self) -> str:
-        """The task's."""
-        return self.task.name
-
-    @property
-    def alphabet(self) -> str | None:
-        """The task's."""
-        return self.task.alphabet
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The task's."""
-        return self.task.max_prompt_tokens
-
-    @property
-    def max_answer_tokens(self) -> int:
-        """The task's."""
-        return self.task.max_answer_tokens
-
-    def num_examples(self, split: Split) -> int | None:
-        """The task's."""
-        return self.task.num_examples(split)
-
-    def example(self, index: int, split: Split) -> Example:
-        """The task's."""
-        return self.task.example(index, split)
-
-    def reward(self, example: Example, completion: str) -> float:
-        """The other one."""
-        return float(self.score(example, completion))
+    def verify(self, example: Example, completion: str) -> float:
+        """The task's verdict: 1.0 when the completion answers the example, else 0.0. Held-out scores are means of it."""
 
 
 def split_of(family: str, prompt: str) -> Split:
@@ -157,7 +131,12 @@ def check_seed(seed: int) -> None:
 
 
 def draw_example(
-    name: str, family: str, seed: int, split: Split, index: int, candidate: Callable[[random.Random], Example | None]
+    name: str,
+    seed: int,
+    split: Split,
+    index: int,
+    candidate: Callable[[random.Random], Example | None],
+    belongs_to: Callable[[Example], Split],
 ) -> Example:
     """Draws candidates until one belongs to the split.
 
@@ -166,11 +145,11 @@ def draw_example(
 
     Args:
         name: the task with its size, for the seed and for messages.
-        family: what `split_of` hashes together with the prompt.
         seed: seed of the task.
         split: the split to draw from.
         index: which of its examples.
         candidate: makes an example from a generator, or returns None to pass over what it drew.
+        belongs_to: the split of an example.
 
     Returns:
         The first candidate that belongs to the split.
@@ -181,7 +160,7 @@ def draw_example(
     check_request(index, split)
     for attempt in range(MAX_ATTEMPTS):
         example = candidate(random.Random(f"{name} {seed} {split} {int(index)} {attempt}"))
-        if example is not None and split_of(family, example.prompt) == split:
+        if example is not None and belongs_to(example) == split:
             return example
     raise ValueError(
         f"task {name!r}: expected a {split} prompt among {MAX_ATTEMPTS} draws, got none; "
@@ -194,7 +173,7 @@ class SizedTask(ABC):
     """A task that makes its prompts from a random generator, with one number that says how hard they are.
 
     Args:
-        size: difficulty, from 1 to 64; what it counts is up to the task.
+        size: difficulty, from 1 to `max_size`; what it counts is up to the task.
         seed: another seed gives other examples, of the same splits.
 
     Raises:
@@ -206,12 +185,13 @@ class SizedTask(ABC):
 
     family: ClassVar[str]
     alphabet: ClassVar[str]
+    max_size: ClassVar[int] = MAX_SIZE
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and 1 <= self.size <= MAX_SIZE
+        is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and 1 <= self.size <= self.max_size
         if not is_size:
-            raise ValueError(f"{self.family} size: expected an integer from 1 to {MAX_SIZE}, got {self.size!r}")
+            raise ValueError(f"{self.family} size: expected an integer from 1 to {self.max_size}, got {self.size!r}")
 
     @property
     def name(self) -> str:
@@ -232,6 +212,10 @@ class SizedTask(ABC):
     def candidate(self, generator: random.Random) -> Example:
         """Draws an example of either split."""
 
+    def belongs_to(self, example: Example) -> Split:
+        """The split that the prompt's hash says."""
+        return split_of(self.family, prompt_text(example.prompt))
+
     def num_examples(self, split: Split) -> int | None:
         """None: every index has an example."""
         check_request(0, split)
@@ -239,8 +223,8 @@ class SizedTask(ABC):
 
     def example(self, index: int, split: Split) -> Example:
         """See `Task.example`."""
-        return draw_example(self.name, self.family, self.seed, split, index, self.candidate)
+        return draw_example(self.name, self.seed, split, index, self.candidate, self.belongs_to)
 
-    def reward(self, example: Example, completion: str) -> float:
+    def verify(self, example: Example, completion: str) -> float:
         """1.0 when the completion is the answer, up to white space around it."""
         return float(completion.strip() == example.answer)

@@ -23,7 +23,7 @@ import random
 import re
 from typing import Any, ClassVar
 
-from experiments.tasks.protocol import Example, Split, check_request, check_seed, draw_example
+from experiments.tasks.protocol import Example, Split, check_request, check_seed, draw_example, prompt_text, split_of
 
 POOL_SIZE = 10_000
 SAMPLE_SIZE = 32
@@ -87,9 +87,9 @@ class ReasoningGymTask:
 
     def example(self, index: int, split: Split) -> Example:
         """See `Task.example`; the example's source is the data set's own entry."""
-        return draw_example(self.name, self.name, self._seed, split, index, self._candidate)
+        return draw_example(self.name, self._seed, split, index, self._candidate, self._belongs_to)
 
-    def reward(self, example: Example, completion: str) -> float:
+    def verify(self, example: Example, completion: str) -> float:
         """1.0 when the data set scores the completion, without white space around it, as exactly 1.0.
 
         Raises:
@@ -103,6 +103,9 @@ class ReasoningGymTask:
             # Scorers parse model text and differ in what they let through; __init__ has seen this one work.
             return 0.0
         return float(score == 1.0)
+
+    def _belongs_to(self, example: Example) -> Split:
+        return split_of(self.name, prompt_text(example.prompt))
 
     def _candidate(self, generator: random.Random) -> Example | None:
         example = self._pooled(generator.randrange(POOL_SIZE))
@@ -123,10 +126,10 @@ class ReasoningGymTask:
         if not sample:
             raise ValueError(f"task {self.name!r}: refused, it has no reference answers")
         for example in sample:
-            if self.reward(example, example.answer) != 1.0:
+            if self.verify(example, example.answer) != 1.0:
                 raise ValueError(f"task {self.name!r}: refused, one of its own answers scores less than 1.0")
             for nonsense in NONSENSE:
-                if self.reward(example, nonsense) == 1.0:
+                if self.verify(example, nonsense) == 1.0:
                     raise ValueError(f"task {self.name!r}: refused, {nonsense!r} for an answer scores 1.0")
 
 

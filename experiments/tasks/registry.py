@@ -4,20 +4,21 @@ import re
 
 from experiments.tasks.addition import Addition
 from experiments.tasks.comparison import Comparison
-from experiments.tasks.jsonl import load_jsonl
+from experiments.tasks.jsonl import DEFAULT_FORMAT, JsonlFormat, load_jsonl
 from experiments.tasks.letter_counting import LetterCounting
-from experiments.tasks.protocol import MAX_SIZE, SPLITS, SizedTask, Task
+from experiments.tasks.protocol import SPLITS, SizedTask, Task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
 from experiments.tasks.reversal import Reversal
 from experiments.tasks.sorting import Sorting
+from experiments.tasks.word_problems import WordProblems
 
 SIZED_TASKS: dict[str, type[SizedTask]] = {
-    task.family: task for task in (Addition, Comparison, LetterCounting, Reversal, Sorting)
+    task.family: task for task in (Addition, Comparison, LetterCounting, Reversal, Sorting, WordProblems)
 }
 TASK_FORMS = (*(f"{family}[:SIZE]" for family in SIZED_TASKS), "reasoning_gym:NAME", "jsonl:PATH")
 
 
-def make_task(spec: str, *, seed: int = 0) -> Task:
+def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -> Task:
     """Makes the task that a text names.
 
     Args:
@@ -26,6 +27,7 @@ def make_task(spec: str, *, seed: int = 0) -> Task:
             ("jsonl:questions.jsonl").
         seed: which examples are drawn, in which order. It moves no prompt from one split to the other, and has no
             effect on a file, whose order is that of its lines.
+        form: how to read the lines of a file.
 
     Returns:
         The task, with an example in either split.
@@ -39,19 +41,22 @@ def make_task(spec: str, *, seed: int = 0) -> Task:
     """
     family, colon, argument = spec.partition(":")
     if family in SIZED_TASKS:
-        task = SIZED_TASKS[family](seed=seed, **({"size": _size(spec, argument)} if colon else {}))
+        made = SIZED_TASKS[family]
+        task = made(seed=seed, **({"size": _size(spec, argument, made.max_size)} if colon else {}))
     elif family == "reasoning_gym" and argument:
         task = ReasoningGymTask(argument, seed=seed)
     elif family == "jsonl" and argument:
-        task = load_jsonl(argument)
+        task = load_jsonl(argument, form)
     else:
         raise ValueError(f"task: expected one of {', '.join(TASK_FORMS)}; got {spec!r}")
+    if family != "jsonl":
+        form.require_default()
     for split in SPLITS:
         task.example(0, split)
     return task
 
 
-def _size(spec: str, argument: str) -> int:
-    if not re.fullmatch("0*[0-9]{1,9}", argument, re.ASCII) or not 1 <= int(argument) <= MAX_SIZE:
-        raise ValueError(f"task {spec!r}: expected a size from 1 to {MAX_SIZE} behind the colon, got {argument!r}")
+def _size(spec: str, argument: str, largest: int) -> int:
+    if not re.fullmatch("0*[0-9]{1,9}", argument, re.ASCII) or not 1 <= int(argument) <= largest:
+        raise ValueError(f"task {spec!r}: expected a size from 1 to {largest} behind the colon, got {argument!r}")
     return int(argument)

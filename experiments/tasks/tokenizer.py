@@ -6,7 +6,7 @@ nothing: `encode` never returns them, and a model that samples one reads it back
 """
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -41,6 +41,16 @@ class Tokenizer(Protocol):
             ValueError: as `encode`.
         """
 
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """What the model reads of a conversation, up to where it is to speak.
+
+        Args:
+            messages: `role` and `content` of each.
+
+        Raises:
+            ValueError: no chat template, or one that refuses the messages.
+        """
+
     def longest_prompt(self, text_tokens: int) -> int:
         """Most ids of a prompt whose text has so many characters, or bytes where any text is allowed."""
 
@@ -68,6 +78,11 @@ class _StartToken:
     def encode_prompt(self: Tokenizer, text: str) -> list[int]:
         """See `Tokenizer.encode_prompt`."""
         return [BOS_ID, *self.encode(text)]
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Raises ValueError: these tokenizers have no chat template."""
+        expected = "a model with a chat template (--model.path) for prompts that are conversations"
+        raise ValueError(f"messages: expected {expected}, got the tokenizer of a model from nothing")
 
     def longest_prompt(self, text_tokens: int) -> int:
         """See `Tokenizer.longest_prompt`."""

@@ -2,12 +2,13 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
 
-from experiments.config import Config
+from experiments.config import Config, RewardConfig
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
 from experiments.runs.checkpoint import Checkpoints
@@ -15,11 +16,17 @@ from experiments.runs.config_file import load_config, save_config, write_json
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
 from experiments.runs.plots import plot_curves
-from experiments.tasks import Reward, Rewarded, Task, make_task
+from experiments.tasks import Reward, Rewards, Task
+from experiments.tasks.configured import own_task, task_for
+from experiments.tasks.rewards import rewards_of
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
 MAY_CHANGE_ON_RESUME = ("resume", "quiet", "schedule")
+
+
+RewardPairs = Sequence[tuple[Reward, float]]
+"""Functions with their weights."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,17 @@ class Run:
         return _train(self)
 
 
-def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Run:
+def set_up(config: Config, *, task: Task | None = None, reward: Reward | RewardPairs | Rewards | None = None) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+    rewards = None if reward is None else rewards_of(reward)
+    alone = rewards is None or config.reward == RewardConfig()
+    require(alone, "--reward", "no other options where train is given a reward", "other options")
     if config.resume is None:
         # What a run began with it keeps, whatever device it is resumed on.
         config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
-        task = _task_of(config, task, reward)
+        task = _task_of(config, task)
         config = dataclasses.replace(config, task=task.name)
-        trainer = Trainer(config, task)
+        trainer = Trainer(config, task, rewards)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
         if trainer.pretrained is not None:
             # All but the weights, so that the run can be resumed, scored and exported without the original.
@@ -75,19 +85,20 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | None = 
         return Run(trainer, folder, False)
     folder = RunFolder.open(config.resume)
     config = _resumed_config(config, stored_config(folder))
-    task = _task_of(config, task, reward)
+    task = _task_of(config, task)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
-    return Run(Trainer(config, task, restored=True), folder, True)
+    return Run(Trainer(config, task, rewards, restored=True), folder, True)
 
 
-def train(config: Config, *, task: Task | None = None, reward: Reward | None = None) -> Result:
-    """Trains a policy from scratch and writes a run folder.
+def train(config: Config, *, task: Task | None = None, reward: Reward | RewardPairs | Rewards | None = None) -> Result:
+    """Trains a policy and writes a run folder.
 
     Args:
       config: the options, as on the command line.
       task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
-      reward: maps an example and its completion to a finite number; None takes the task's own. Held-out scores are
-        means of this reward too. A run must be resumed with the task and reward that it began with.
+      reward: maps an example and its completion to a finite number; or pairs of such a function and its weight, whose
+        weighted sum is the reward; None takes those that ``config.reward`` names. Held-out scores are the task's verdict
+        whatever the reward. A run must be resumed with the task and reward that it began with.
 
     Returns:
       Scores before and after, the run folder, the log, and the trainer.
@@ -110,9 +121,8 @@ def stored_config(folder: RunFolder) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
 
 
-def _task_of(config: Config, task: Task | None, reward: Reward | None) -> Task:
-    task = make_task(config.task, seed=config.seed) if task is None else task
-    return task if reward is None else Rewarded(task, reward)
+def _task_of(config: Config, task: Task | None) -> Task:
+    return task_for(config) if task is None else own_task(task, config.data)
 
 
 def _train(run: Run) -> Result:

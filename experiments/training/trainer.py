@@ -17,11 +17,12 @@ from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
-from experiments.sampling.completer import Completer, readable
+from experiments.sampling.completer import Completer, Completions, readable
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
-from experiments.sampling.rollout import Rollouts
+from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.stream import Packing, RoundStream
-from experiments.tasks import Example, Task, make_task
+from experiments.tasks import Example, Rewards, Task
+from experiments.tasks.configured import configured_rewards, task_for
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import scoring
 from experiments.training.modes import InvariantMode, PlainMode, placeholders, replicated_embedding
@@ -38,7 +39,7 @@ FASTEST_ON_GPU = ("hopper", "triton")
 
 
 class Scores(NamedTuple):
-    """Exact match on held-out prompts, in [0, 1]."""
+    """Exact match on held-out prompts, the task's verdict, in [0, 1]."""
 
     sampled: float
     greedy: float
@@ -56,25 +57,29 @@ class Progress:
 class Trainer:
     """Everything a run needs, made from its options.
 
-    Args:
-      config: the options.
-      task: your own task instead of the one that ``config.task`` names.
-      restored: whether `restore` will bring the parameters: none are drawn or read.
+      Args:
+        config: the options.
+        task: your own task instead of the one that ``config.task`` names.
+    rewards: your own rewards instead of those that ``config.reward`` names.
+        restored: whether `restore` will bring the parameters: none are drawn or read.
 
-    Attributes:
-      pretrained: the model that the run began with, where it is one from disk.
-      decoder: sizes and options of the model.
-      warnings: what the console should say before the run.
-      attention_run: the implementation of attention over micro-batches, and why it.
+      Attributes:
+        pretrained: the model that the run began with, where it is one from disk.
+        decoder: sizes and options of the model.
+        warnings: what the console should say before the run.
+        attention_run: the implementation of attention over micro-batches, and why it.
 
-    Raises:
-      ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
+      Raises:
+        ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
     """
 
-    def __init__(self, config: Config, task: Task | None = None, *, restored: bool = False) -> None:
+    def __init__(
+        self, config: Config, task: Task | None = None, rewards: Rewards | None = None, *, restored: bool = False
+    ) -> None:
         ranks = validate(config).data
         self.config = config
-        self.task = make_task(config.task, seed=config.seed) if task is None else task
+        self.task = task_for(config) if task is None else task
+        self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
         model, load = config.model, placeholders if restored else None
         self.pretrained: Pretrained | None = None
         if model.path is None:
@@ -131,7 +136,7 @@ class Trainer:
 
     def _completer(self, temperature: float, *, greedy: bool = False) -> Completer:
         draw = self._mode.draw(self.tokenizer, self.sizes, temperature=temperature, greedy=greedy)
-        return Completer(draw, self.task, self.tokenizer, self.sizes)
+        return Completer(draw, self.rewards, self.tokenizer, self.sizes)
 
     def _columns(self) -> tuple[str, ...]:
         rescored = scoring.RESCORED_COLUMNS if self.config.rollout.rescore else ()
@@ -211,7 +216,7 @@ class Trainer:
           RuntimeError: the fifth step in a row whose loss or gradient is not finite.
         """
         started = time.perf_counter()
-        self.stream.seconds, self.rollouts.degenerate = 0.0, []
+        self.stream.seconds, self.rollouts.counts = 0.0, RolloutCounts()
         collected = self._schedule.collect([self.stream], padding=self._stream_packing.padding())
         if not collected.micro_batches:
             return None, True
@@ -233,9 +238,8 @@ class Trainer:
             "rollout_seconds": self.stream.seconds,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
+            **self.rollouts.counts.metrics(),
         }
-        if self.rollouts.degenerate:
-            values["degenerate_groups"] = float(np.mean(self.rollouts.degenerate))
         self._count_refused(bool(applied.finite))
         return values, collected.exhausted
 
@@ -267,17 +271,22 @@ class Trainer:
 
     def _score(self, judge: str, params: nnx.State, examples: list[Example], salt: int) -> float:
         key = jax.random.fold_in(jax.random.fold_in(self.key, 2), salt)
-        return float(self._judges[judge].complete(params, examples, key).rewards.mean())
+        return self._exact_match(examples, self._judges[judge].complete(params, examples, key))
+
+    def _exact_match(self, examples: list[Example], drawn: Completions) -> float:
+        verdicts = [self.task.verify(example, text) for example, text in zip(examples, drawn.texts, strict=True)]
+        return float(np.mean(verdicts))
 
     def evaluate(self, metrics: MetricsWriter | None = None) -> Scores:
         """Exact match on the held-out prompts with the current parameters; the same random numbers every time."""
         key = jax.random.fold_in(self.key, 3)
         drawn = {name: judge.complete(self.state.params, self._held_out, key) for name, judge in self._judges.items()}
-        scores = Scores(*(float(drawn[name].rewards.mean()) for name in Scores._fields))
+        scores = Scores(*(self._exact_match(self._held_out, drawn[name]) for name in Scores._fields))
         if metrics is not None:
             values = {f"exact_match_{name}": score for name, score in scores._asdict().items()}
+            values |= {f"reward_{name}": float(each.rewards.mean()) for name, each in drawn.items()}
             metrics.write(self.progress.step, "eval", values)
-            shown = readable(self._held_out, drawn["sampled"])[:SHOWN_SAMPLES]
+            shown = readable(self._held_out, drawn["sampled"], self.rewards.names)[:SHOWN_SAMPLES]
             metrics.write_samples(self.progress.step, "held_out", shown)
         return scores
 

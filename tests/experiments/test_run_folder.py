@@ -117,10 +117,14 @@ def test_open_says_what_is_wrong(run, damage, words):
     assert "\n" not in str(caught.value)
 
 
+ODD = Sample("inf", "nan", "\ud800", 1.0, {"a": float("inf"), "b": 1.0}, 5, False)
+
+
 def write_steps(writer, steps, kind="train"):
     for step in steps:
         writer.write(step, kind, {"reward": step / 10})
-        writer.write_samples(step, kind, [Sample("1+1=", str(step), "2", 0.0), Sample("inf", "nan", "\ud800", 1.0)])
+        samples = [Sample("1+1=", str(step), "2", 0.0, {"correct": 0.0}, 2, True), ODD]
+        writer.write_samples(step, kind, samples)
 
 
 def written(run):
@@ -199,8 +203,14 @@ def test_resume_repeats_no_step(run, restored):
     samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
     assert [(sample["phase"], sample["step"]) for sample in samples] == [pair for pair in expected for _ in range(2)]
     assert samples[-2:] == [
-        {"step": 5, "phase": "train", "prompt": "1+1=", "completion": "5", "answer": "2", "reward": 0.0},
-        {"step": 5, "phase": "train", "prompt": "inf", "completion": "nan", "answer": "\ud800", "reward": 1.0},
+        {
+            **{"step": 5, "phase": "train", "prompt": "1+1=", "completion": "5", "answer": "2", "reward": 0.0},
+            **{"rewards": {"correct": 0.0}, "num_tokens": 2, "ended": True},
+        },
+        {
+            **{"step": 5, "phase": "train", "prompt": "inf", "completion": "nan", "answer": "\ud800", "reward": 1.0},
+            **{"rewards": {"a": "inf", "b": 1.0}, "num_tokens": 5, "ended": False},
+        },
     ]
 
 

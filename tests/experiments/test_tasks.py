@@ -1,7 +1,6 @@
 """Tasks: splits that share no prompt, examples that repeat exactly, rewards, limits, and every refusal."""
 
 import builtins
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from experiments.tasks import TASK_FORMS, Example, make_task, split_of
 from experiments.tasks.protocol import draw_example
 from experiments.tasks.tokenizer import tokenizer_for
+from tests.experiments.lines import records, write
 
 OWN = ("addition", "comparison", "letter_counting", "reversal", "sorting")
 SIZED = tuple(f"{family}{size}" for family in OWN for size in ("", ":2", ":3", ":12"))
@@ -35,15 +35,6 @@ def solve(prompt):
     if kind == "s":
         return "".join(str(digit) * text.count(str(digit)) for digit in range(10))
     return "".join(reversed(text)) if kind == "r" else str(sum(letter == kind for letter in text))
-
-
-def write(path, *lines):
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
-    return str(path)
-
-
-def records(count):
-    return [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(count)]
 
 
 @pytest.mark.parametrize("spec", SIZED)
@@ -106,12 +97,12 @@ def test_one_prompt_in_ten_is_held_out():
 
 @pytest.mark.parametrize("completion", ["85", " 85\n"])
 def test_rewards(completion):
-    assert make_task("addition").reward(Example("37+48=", "85"), completion) == 1.0
+    assert make_task("addition").verify(Example("37+48=", "85"), completion) == 1.0
 
 
 @pytest.mark.parametrize("completion", ["", "8", "86", "085", "8 5", "85=", "185", "85.0", "85 or 86", "\ufffd85"])
 def test_no_partial_reward(completion):
-    reward = make_task("addition").reward(Example("37+48=", "85"), completion)
+    reward = make_task("addition").verify(Example("37+48=", "85"), completion)
     assert isinstance(reward, float) and reward == 0.0
 
 
@@ -130,11 +121,14 @@ def test_refuses_splits(tmp_path):
 
 
 def test_gives_up_when_there_is_no_prompt_of_the_split():
+    def few(example):
+        return split_of("few", example.prompt)
+
     prompt = next(f"{n}" for n in range(100) if split_of("few", f"{n}") == "train")
     with pytest.raises(ValueError, match="task 'few': expected a held_out prompt among 1000 draws, got none"):
-        draw_example("few", "few", 0, "held_out", 0, lambda generator: Example(prompt, "1"))
+        draw_example("few", 0, "held_out", 0, lambda generator: Example(prompt, "1"), few)
     with pytest.raises(ValueError, match="got none"):
-        draw_example("few", "few", 0, "train", 0, lambda generator: None)
+        draw_example("few", 0, "train", 0, lambda generator: None, few)
     with pytest.raises(ValueError, match="task 'reversal:1': expected a held_out prompt"):
         make_task("reversal:1")
 
@@ -165,76 +159,6 @@ def test_refuses_bad_constructor_arguments():
 def test_names_make_the_task_again(family):
     assert make_task(make_task(family).name) == make_task(family)
     assert make_task(f"{family}:05") == make_task(f"{family}:5")
-
-
-def test_jsonl_keeps_every_line(tmp_path):
-    lines = [{**record, "metadata": {"line": n}} for n, record in enumerate(records(100))]
-    spec = f"jsonl:{write(tmp_path / 'a:b.jsonl', *lines, b'')}"
-    task = make_task(spec)
-    counts = {split: task.num_examples(split) for split in ("train", "held_out")}
-    assert sum(counts.values()) == 100 and min(counts.values()) > 0
-    drawn = {split: [task.example(index, split) for index in range(count)] for split, count in counts.items()}
-    together = sorted(drawn["train"] + drawn["held_out"], key=lambda example: example.source["line"])
-    assert [(example.prompt, example.answer) for example in together] == [(r["prompt"], r["answer"]) for r in lines]
-    for split, found in drawn.items():
-        assert all(split_of("jsonl", example.prompt) == split for example in found)
-        assert found == sorted(found, key=lambda example: example.source["line"])
-        with pytest.raises(ValueError, match=f"index: expected less than {counts[split]} .*, got {counts[split]}"):
-            task.example(counts[split], split)
-    assert task.name == spec and task.alphabet is None
-
-
-def test_jsonl_counts_bytes_and_strips(tmp_path):
-    lines = [*records(60), {"prompt": "größer?", "answer": " ääää\n"}]
-    task = make_task(f"jsonl:{write(tmp_path / 'a', *lines)}")
-    assert (task.max_prompt_tokens, task.max_answer_tokens) == (9, 10)
-    odd = Example("größer?", " ääää\n")
-    assert task.reward(odd, "ääää ") == 1.0 and task.reward(odd, "äää") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"", "invalid JSON"),
-        (b"{", "invalid JSON"),
-        (b"[" * 100_000, "invalid JSON: nested too deeply"),
-        (b'{"prompt": "\xff", "answer": "1"}', "invalid UTF-8 at byte 12"),
-        (["prompt", "answer"], "expected a JSON object, got list"),
-        (None, "expected a JSON object, got NoneType"),
-        ({"prompt": "a"}, "missing key 'answer'"),
-        ({"answer": "a"}, "missing key 'prompt'"),
-        ({"prompt": "a", "answer": 1}, "'answer' must be a string, got int"),
-        ({"prompt": None, "answer": "1"}, "'prompt' must be a string, got NoneType"),
-        ({"prompt": "", "answer": "1"}, "'prompt' is empty"),
-        ({"prompt": "a", "answer": " "}, "'answer' is empty"),
-        ({"prompt": "\ud800", "answer": "1"}, "'prompt' holds half of a surrogate pair at character 0"),
-        ({"prompt": "a", "answer": "1", "anwser": "2"}, "unknown key 'anwser'; a line has prompt, answer, metadata"),
-        (b'{"prompt": "a", "prompt": "b", "answer": "1"}', "key 'prompt' occurs twice in one object"),
-        ({"prompt": "0+1=", "answer": "2"}, "duplicate prompt '0+1=', first on line 1"),
-    ],
-)
-def test_jsonl_refuses_lines(tmp_path, line, reason):
-    path = write(tmp_path / "a.jsonl", *records(60), line, {"prompt": "z", "answer": "1"})
-    with pytest.raises(ValueError) as caught:
-        make_task(f"jsonl:{path}")
-    assert str(caught.value).startswith(f"task file {path}, line 61: {reason}")
-    assert "\n" not in str(caught.value)
-
-
-def test_jsonl_refuses_files(tmp_path):
-    with pytest.raises(ValueError, match=f"task file {tmp_path}/none: expected a readable file, got No such file"):
-        make_task(f"jsonl:{tmp_path}/none")
-    with pytest.raises(ValueError, match=f"task file {tmp_path}: expected a readable file, got Is a directory"):
-        make_task(f"jsonl:{tmp_path}")
-    with pytest.raises(ValueError, match="got an empty file"):
-        make_task(f"jsonl:{write(tmp_path / 'empty')}")
-
-
-@pytest.mark.parametrize("missing", ["train", "held_out"])
-def test_jsonl_refuses_an_empty_split(tmp_path, missing):
-    lines = [record for record in records(60) if split_of("jsonl", record["prompt"]) != missing]
-    with pytest.raises(ValueError, match=rf"got {len(lines)} lines and none of them {missing}; .* 50 lines or more"):
-        make_task(f"jsonl:{write(tmp_path / 'a', *lines)}")
 
 
 def test_reasoning_gym_missing(monkeypatch):
@@ -273,11 +197,11 @@ def test_reasoning_gym_pays_only_full_scores(gym):
     task = make_task("reasoning_gym:chain_sum")
     example = task.example(0, "train")
     assert 0 < gym.create_dataset("chain_sum").score_answer(f"{example.answer} or so", example.source) < 1
-    assert task.reward(example, f"{example.answer} or so") == 0.0
-    assert task.reward(example, "") == 0.0
-    assert task.reward(example, f" {example.answer}\n") == 1.0
+    assert task.verify(example, f"{example.answer} or so") == 0.0
+    assert task.verify(example, "") == 0.0
+    assert task.verify(example, f" {example.answer}\n") == 1.0
     with pytest.raises(ValueError, match="got one without a source"):
-        task.reward(Example(example.prompt, example.answer), example.answer)
+        task.verify(Example(example.prompt, example.answer), example.answer)
 
 
 def test_reasoning_gym_scorer_that_raises_pays_nothing(gym):
@@ -285,7 +209,7 @@ def test_reasoning_gym_scorer_that_raises_pays_nothing(gym):
     example = task.example(0, "train")
     with pytest.raises(ValueError, match="could not convert|invalid literal"):
         gym.create_dataset("prime_factorization").score_answer("a", example.source)
-    assert task.reward(example, "a") == 0.0 and task.reward(example, example.answer) == 1.0
+    assert task.verify(example, "a") == 0.0 and task.verify(example, example.answer) == 1.0
 
 
 def test_reasoning_gym_passes_over_examples(gym, monkeypatch):

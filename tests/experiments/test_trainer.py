@@ -181,6 +181,8 @@ def test_the_example_of_a_reward_of_ones_own(tmp_path):
     config = short(tmp_path, "own", schedule={"steps": 1})
     (record,) = train_records(train(config, reward=example.reward))
     assert record["reward_max"] in (0.0, 0.5, 1.0) and record["num_rewards"] == 64
+    assert record["reward/reward"] == record["reward_mean"], "multiples of a half: sums are exact"
+    assert 0.0 <= record["truncated_share"] == record["truncated_completions"] / 64 <= 1.0
 
 
 class Copying:
@@ -195,7 +197,7 @@ class Copying:
         digit = str((2 * index + (split == "held_out")) % 10)
         return Example(digit, digit)
 
-    def reward(self, example, completion):
+    def verify(self, example, completion):
         return float(completion == example.answer)
 
 

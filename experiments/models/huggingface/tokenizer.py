@@ -39,18 +39,20 @@ class PretrainedTokenizer:
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a question, the sole message of its user."""
+        """Ids of a question, the sole message of its user; without a template, of its text behind the start token."""
+        if self.template is None:
+            return self.inner.encode(text, add_special_tokens=True).ids
         return self.encode_messages([{"role": "user", "content": text}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation, up to where the model is to speak; without a template, of its texts, one behind the other.
+        """Ids of a conversation, up to where the model is to speak.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: no template, or one that refuses the messages.
         """
-        if self.template is not None:
-            return self.encode(self.template.render(messages))
-        return self.inner.encode("".join(each["content"] for each in messages), add_special_tokens=True).ids
+        expected = "a chat template, for prompts that are conversations"
+        require(self.template is not None, "messages", expected, "none, or --model.no-chat-template")
+        return self.encode(self.template.render(messages))
 
     def longest_prompt(self, text_tokens: int) -> int:
         """See `Tokenizer.longest_prompt`; a token is at least a byte of text."""

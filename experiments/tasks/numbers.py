@@ -1,0 +1,131 @@
+r"""Numbers in text, read by a grammar and compared as exact rationals. Nothing that a model wrote is ever evaluated.
+
+A number is, with an optional sign and a currency sign before it,
+
+- digits, with or without commas between groups of three: 1234, 1,234;
+- a decimal: 3.50, .5, 1,234.5, each also with an exponent of at most two digits: 1.2e3;
+- a fraction of whole numbers, alone or behind a whole one: 3/4, 3 / 4, 1 1/2, \frac{3}{4};
+
+and an optional percent sign behind it. A minus is a sign where no letter, digit or closing bracket stands before it: "5-3"
+holds 5 and 3. Other commas separate numbers: "1,2" holds 1 and 2. What stands inside of a word (x2, H2O) or of a longer
+chain (3.4.5, 1/2/2020) is no number, nor are more than 40 digits in a row; a fraction over zero is a number without a value.
+
+Every repetition of the grammar is bounded and begins at one place only, so the time grows as the length of the text.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+from jaxlogp.errors import require
+
+PERCENT = ("unit", "fraction")
+"""What a percent sign means: "unit", nothing, so that 50% is 50; "fraction", that 50% is 1/2."""
+
+_WHOLE = r"(?:\d{1,3}(?:,\d{3}){1,12}|\d{1,40})"
+_NUMBER = re.compile(
+    rf"""
+    (?<!\w)(?<!\d[./])
+    (?P<sign>(?<![)\]}}])[-+])? (?:[$€£¥](?P<inner_sign>[-+])?)?
+    (?:
+        \\[dt]?frac\{{(?P<over>\d{{1,40}})\}}\{{(?P<under>\d{{1,40}})\}}
+      | (?:(?P<ones>\d{{1,9}})[ ])?(?P<numerator>{_WHOLE})[ ]?/[ ]?(?P<denominator>{_WHOLE})(?!\.\d)
+      | (?P<decimal>{_WHOLE}(?:\.\d{{1,40}})?|\.\d{{1,40}})(?P<exponent>[eE][-+]?\d{{1,2}})?
+    )
+    (?![\d_]|[./]\d|[eE][-+]?\d)
+    (?P<percent>[ ]?\\?%)?
+    """,
+    re.ASCII | re.VERBOSE,
+)
+_MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-"})
+
+
+def numbers_in(text: str, *, percent: str = "unit") -> list[Fraction | None]:
+    """Every number of a text, in order.
+
+    Args:
+        text: any text.
+        percent: one of `PERCENT`.
+
+    Returns:
+        The values; None for a fraction with a denominator of zero.
+
+    Raises:
+        ValueError: an unknown meaning of the percent sign.
+
+    Example:
+        >>> [str(value) for value in numbers_in("7 boxes of 1,200 make -$8,400.50, or 3/4 of it")]
+        ['7', '1200', '-16801/2', '3/4']
+    """
+    require(percent in PERCENT, "percent", f"one of {', '.join(PERCENT)}", repr(percent))
+    return [_value(match, percent) for match in _NUMBER.finditer(text.translate(_MINUS))]
+
+
+def last_number_text(text: str) -> str | None:
+    """The last number of a text as it is written there, or None.
+
+    Example:
+        >>> last_number_text("12 + 30 makes $42.00 in all.")
+        '$42.00'
+    """
+    found = None
+    # One character is replaced by one, so the places are those of the text as it was.
+    for match in _NUMBER.finditer(text.translate(_MINUS)):
+        found = match
+    return None if found is None else text[found.start() : found.end()]
+
+
+def same_number(text: str, reference: str, *, tolerance: float | Fraction = 0, percent: str = "unit") -> bool:
+    """Whether the only number of a text is that of the reference: |a - b| ≤ tolerance, in exact arithmetic.
+
+    Words and units may stand around the number. A text with no number, or with several, is not right.
+
+    Args:
+        text: an answer, such as "42 apples".
+        reference: text with exactly one number.
+        tolerance: largest difference, at least 0; a float means the decimal that it prints as.
+        percent: one of `PERCENT`.
+
+    Raises:
+        ValueError: a reference without exactly one number, or an option out of range.
+
+    Example:
+        >>> same_number("$1,050.00", "1050"), same_number("1/3", "0.33"), same_number("1/3", "0.33", tolerance=0.01)
+        (True, False, True)
+    """
+    allowed = _exact(tolerance)
+    wanted = only_number(reference, percent=percent)
+    require(wanted is not None, "reference", "text with exactly one number", repr(reference[:80]))
+    seen = only_number(text, percent=percent)
+    return seen is not None and abs(seen - wanted) <= allowed
+
+
+def only_number(text: str, *, percent: str = "unit") -> Fraction | None:
+    """The value of the only number of a text; None where there is none, several, or one that has no value."""
+    values = numbers_in(text, percent=percent)
+    return values[0] if len(values) == 1 else None
+
+
+def _exact(tolerance: float | Fraction) -> Fraction:
+    ok = isinstance(tolerance, int | float | Fraction) and 0 <= tolerance < math.inf
+    require(ok, "tolerance", "a finite number of at least 0", repr(tolerance))
+    return Fraction(str(tolerance))
+
+
+def _value(match: re.Match[str], percent: str) -> Fraction | None:
+    part = match.groupdict()
+    if part["decimal"] is not None:
+        value = Fraction(_digits(part["decimal"]) + (part["exponent"] or ""))
+    else:
+        over, under = part["over"] or part["numerator"], part["under"] or part["denominator"]
+        denominator = int(_digits(under))
+        if denominator == 0:
+            return None
+        value = int(part["ones"] or 0) + Fraction(int(_digits(over)), denominator)
+    if "-" in (part["sign"], part["inner_sign"]):
+        value = -value
+    return value / 100 if percent == "fraction" and part["percent"] else value
+
+
+def _digits(text: str) -> str:
+    return text.replace(",", "")

@@ -1,0 +1,94 @@
+"""A task asked in other words: a system message and an instruction around its prompts, and rules for where answers are.
+
+The task keeps its examples, its split and its verdict; so a data set whose answers are bare numbers can be put to a chat
+model, which writes sentences around them.
+"""
+
+from dataclasses import dataclass, replace
+
+from experiments.tasks.extraction import extract_answer
+from experiments.tasks.protocol import Example, Message, Prompt, Split, Task
+
+SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class PromptedTask:
+    """A task with other prompts, whose verdict is about the answer within a completion.
+
+    Args:
+        task: gives the examples.
+        system: message before every conversation, or None; a text becomes a conversation by it.
+        instruction: text behind every prompt and an empty line, or behind the last message of its user; or None.
+        extract: rules of `experiments.tasks.extraction`; empty leaves completions as they are.
+
+    Raises:
+        ValueError: an unknown rule.
+    """
+
+    task: Task
+    system: str | None = None
+    instruction: str | None = None
+    extract: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        extract_answer("", self.extract)
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return self.task.name
+
+    @property
+    def alphabet(self) -> str | None:
+        """The task's: what is added to its prompts does not change the model's vocabulary."""
+        return self.task.alphabet
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The task's, and what is added."""
+        system = 0 if self.system is None else len(self.system.encode())
+        instruction = 0 if self.instruction is None else len((SEPARATOR + self.instruction).encode())
+        return self.task.max_prompt_tokens + system + instruction
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """The task's."""
+        return self.task.max_answer_tokens
+
+    def num_examples(self, split: Split) -> int | None:
+        """The task's."""
+        return self.task.num_examples(split)
+
+    def example(self, index: int, split: Split) -> Example:
+        """The task's, asked in these words.
+
+        Raises:
+            ValueError: as the task; or a conversation that has a system message already, or does not end with its user.
+        """
+        example = self.task.example(index, split)
+        return replace(example, prompt=self._prompt(example.prompt))
+
+    def verify(self, example: Example, completion: str) -> float:
+        """The task's verdict about the answer that the rules find; 0.0 where they find none."""
+        answer = extract_answer(completion, self.extract) if self.extract else completion
+        return 0.0 if answer is None else self.task.verify(example, answer)
+
+    def _prompt(self, prompt: Prompt) -> Prompt:
+        if self.instruction is not None:
+            prompt = _instructed(prompt, self.instruction)
+        if self.system is None:
+            return prompt
+        messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+        if messages[0].role == "system":
+            raise ValueError("--data.system: expected prompts without a system message, got one that has its own")
+        return (Message("system", self.system), *messages)
+
+
+def _instructed(prompt: Prompt, instruction: str) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt + SEPARATOR + instruction
+    *before, last = prompt
+    if last.role != "user":
+        raise ValueError(f"--data.instruction: expected conversations that end with their user, got {last.role!r}")
+    return (*before, Message("user", last.content + SEPARATOR + instruction))

@@ -1,0 +1,228 @@
+"""Rewards: functions of an example and a completion, several with weights, whose weighted sum a group is compared by.
+
+A function takes (example, completion) and returns a finite number. The completion is a `Completion`: text that also knows
+how many tokens it has and whether an end token ended it. `REWARDS` holds those that the command line knows by name, beside
+"correct", the verdict of the task.
+"""
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Float
+
+from experiments.tasks.protocol import Example, Task, prompt_text
+from jaxlogp.errors import require
+
+CORRECT = "correct"
+_LARGEST = float(np.finfo(np.float32).max)
+_THINK_ANSWER = re.compile(
+    r"\s*<think>((?:[^<]|<(?!/?think>|/?answer>))*)</think>"
+    r"\s*<answer>((?:[^<]|<(?!/?think>|/?answer>))*)</answer>\s*"
+)
+
+
+class Completion(str):
+    """The text of a completion.
+
+    Attributes:
+        num_tokens: its tokens, the end token included.
+        ended: whether an end token ended it; else it was cut at the longest length.
+    """
+
+    num_tokens: int
+    ended: bool
+
+    def __new__(cls, text: str, *, num_tokens: int, ended: bool) -> Self:
+        self = super().__new__(cls, text)
+        self.num_tokens, self.ended = num_tokens, ended
+        return self
+
+
+Reward = Callable[[Example, Completion], float]
+"""Scores a completion of an example, by any finite number."""
+
+
+class RewardTerm(NamedTuple):
+    """One summand of the reward: weight × function."""
+
+    name: str
+    function: Reward
+    weight: float = 1.0
+
+
+class Scored(NamedTuple):
+    """Rewards of N completions: the weighted sums, and what each of K functions said."""
+
+    rewards: Float[np.ndarray, " N"]
+    parts: Float[np.ndarray, "N K"]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """r = Σ_k w_k f_k(example, completion).
+
+    Args:
+        terms: the functions with their names and weights.
+
+    Raises:
+        ValueError: no term, a name that occurs twice, or a weight that is not a finite number.
+
+    Example:
+        >>> short = RewardTerm("short", lambda example, completion: len(completion) < 3, 0.5)
+        >>> rewards = Rewards((RewardTerm("right", lambda example, completion: completion == example.answer), short))
+        >>> said = [Completion(text, num_tokens=len(text), ended=True) for text in ("4", "4 or 5")]
+        >>> rewards.score([Example("2+2=", "4")] * 2, said).rewards.tolist()
+        [1.5, 0.0]
+    """
+
+    terms: tuple[RewardTerm, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.terms) > 0, "reward", "at least one function", "none")
+        require(
+            len(set(self.names)) == len(self.names), "reward", "functions of different names", ", ".join(self.names)
+        )
+        for term in self.terms:
+            require(callable(term.function), "reward", f"a function for {term.name!r}", type(term.function).__name__)
+            is_weight = _number(term.weight) is not None
+            require(is_weight, "reward", f"a finite weight for {term.name!r}", repr(term.weight))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions."""
+        return tuple(term.name for term in self.terms)
+
+    def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Scored:
+        """Scores completions, one for each example.
+
+        Raises:
+            ValueError: a function raised, or returned something else than a finite number; names function and example.
+        """
+        pairs = list(zip(examples, completions, strict=True))
+        parts = np.array([[_call(term, *pair) for term in self.terms] for pair in pairs], np.float64)
+        parts = parts.reshape(len(pairs), len(self.terms))
+        rewards = parts @ np.array([term.weight for term in self.terms], np.float64)
+        for (example, completion), reward in zip(pairs, rewards.tolist(), strict=True):
+            if _number(reward) is None:
+                raise ValueError(f"reward: expected a finite sum {_of(example, completion)}, got {reward}")
+        return Scored(rewards.astype(np.float32), parts.astype(np.float32))
+
+
+def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | None, options: "RewardOptions") -> Rewards:
+    """Rewards by their names.
+
+    Args:
+        task: whose verdict is "correct".
+        names: "correct", or names of `REWARDS`.
+        weights: one for each name; None for 1.0 each.
+        options: of the functions.
+
+    Raises:
+        ValueError: an unknown name, another number of weights, or an option that a function lacks.
+    """
+    weights = [1.0] * len(names) if weights is None else weights
+    require(len(weights) == len(names), "--reward.weights", f"{len(names)} numbers, one a function", len(weights))
+    known = (CORRECT, *REWARDS)
+    terms = []
+    for name, weight in zip(names, weights, strict=True):
+        require(name in known, "--reward.functions", f"some of {', '.join(known)}", repr(name))
+        terms.append(RewardTerm(name, task.verify if name == CORRECT else REWARDS[name](options), weight))
+    return Rewards(tuple(terms))
+
+
+def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> Rewards:
+    """Rewards of functions, each called by its name in Python.
+
+    Args:
+        functions: one function, pairs of function and weight, or rewards as they are.
+
+    Raises:
+        ValueError: something else, or as `Rewards`.
+    """
+    if isinstance(functions, Rewards):
+        return functions
+    pairs: Any = functions if isinstance(functions, list | tuple) else [(functions, 1.0)]
+    are_pairs = all(isinstance(each, tuple) and len(each) == 2 and callable(each[0]) for each in pairs)
+    require(are_pairs, "reward", "a function, or pairs of a function and its weight", repr(functions))
+    return Rewards(tuple(RewardTerm(_name(function), function, weight) for function, weight in pairs))
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """What the functions of `REWARDS` need beside example and completion.
+
+    Args:
+        pattern: regular expression of the reward "pattern".
+        length: tokens of the reward "short".
+    """
+
+    pattern: str | None = None
+    length: int | None = None
+
+
+def _pattern(options: RewardOptions) -> Reward:
+    expected = "a regular expression for the reward pattern"
+    if options.pattern is None:
+        raise ValueError(f"--reward.pattern: expected {expected}, got None")
+    try:
+        compiled = re.compile(options.pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"--reward.pattern: expected {expected}, got {options.pattern!r}: {error}") from None
+    return lambda example, completion: float(compiled.fullmatch(completion) is not None)
+
+
+def _short(options: RewardOptions) -> Reward:
+    length = options.length
+    require(length is not None and length >= 1, "--reward.length", "at least 1 token for the reward short", length)
+    return lambda example, completion: min(0.0, 1.0 - completion.num_tokens / length)
+
+
+REWARDS: dict[str, Callable[[RewardOptions], Reward]] = {
+    "tags": lambda options: lambda example, completion: float(_THINK_ANSWER.fullmatch(completion) is not None),
+    "pattern": _pattern,
+    "ended": lambda options: lambda example, completion: float(completion.ended),
+    "short": _short,
+}
+"""Functions by name: 1.0 where the whole completion is <think>…</think><answer>…</answer>, each tag once; where it matches
+--reward.pattern as a whole; where an end token ended it; and 1 - tokens / length where it is longer than --reward.length,
+else 0.0. Add one of your own to use it by name."""
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
+
+
+def _call(term: RewardTerm, example: Example, completion: Completion) -> float:
+    try:
+        value = term.function(example, completion)
+    # Whatever it raises, the reader needs to know for which example.
+    except Exception as error:
+        seen = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward {term.name!r}: expected a number {_of(example, completion)}, got {seen}") from error
+    number = _number(value)
+    if number is None:
+        expected = f"a finite number {_of(example, completion)}"
+        raise ValueError(f"reward {term.name!r}: expected {expected}, got {value!r}")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """A float that fp32 can hold, or None."""
+    if not isinstance(value, numbers.Real | np.bool_):
+        # A scalar of JAX or NumPy; a string, a list, None is none.
+        if getattr(value, "ndim", None) != 0 or getattr(value, "dtype", np.dtype(object)).kind not in "biufV":
+            return None
+    try:
+        number = float(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) and abs(number) <= _LARGEST else None
+
+
+def _of(example: Example, completion: str) -> str:
+    return f"for prompt {prompt_text(example.prompt)[:200]!r} and completion {str(completion)[:200]!r}"

@@ -1,0 +1,247 @@
+"""Word problems of grade school: a short story with two to four steps of arithmetic, answered by a number.
+
+The numbers of a story, in their order, decide its split: no held-out problem repeats the numbers of a training problem, with
+whatever names and things.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from experiments.tasks.extraction import extract_answer
+from experiments.tasks.numbers import same_number
+from experiments.tasks.protocol import SPLITS, Example, SizedTask, Split, check_request, draw_example, split_of
+
+NUM_EXAMPLES: dict[Split, int] = {"train": 8192, "held_out": 1024}
+EXTRACT = ("boxed", "answer_is", "last_number")
+"""Where an answer is looked for."""
+LARGEST = 400
+"""No quantity of a story is larger."""
+
+NAMES = (
+    "Ada", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Kira", "Leo", "Maria", "Nina",
+    "Omar", "Paul", "Rosa", "Sam", "Tara", "Victor",
+)  # fmt: skip
+THINGS = (
+    "apples", "books", "buttons", "candles", "coins", "cookies", "eggs", "flowers", "marbles", "muffins", "oranges",
+    "pencils", "shells", "stamps", "stickers", "tomatoes",
+)  # fmt: skip
+HOLDERS = ("bags", "baskets", "boxes", "jars", "trays")
+TIMES = {2: "twice", 3: "three times", 4: "four times"}
+
+
+@dataclass
+class Story:
+    """A story as it is told.
+
+    Args:
+        draw: the generator of everything in it.
+
+    Attributes:
+        sentences: so far.
+        numbers: those that were told, in order.
+        work: the calculation of each step.
+        amount: what the hero has now.
+        last: the newest turn, which is not told twice in a row.
+    """
+
+    draw: random.Random
+    sentences: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    work: list[str] = field(default_factory=list)
+    amount: int = 0
+    last: "Turn | None" = None
+
+    def __post_init__(self) -> None:
+        self.hero, self.friend = self.draw.sample(NAMES, 2)
+        self.things = self.draw.choice(THINGS)
+
+    def tell(self, sentence: str, *numbers: int) -> None:
+        """Adds a sentence with its numbers."""
+        self.sentences.append(sentence)
+        self.numbers.extend(numbers)
+
+    def step(self, sign: str, number: int) -> None:
+        """One step of arithmetic with what the hero has."""
+        before = self.amount
+        self.amount = {"+": before + number, "-": before - number, "*": before * number, "/": before // number}[sign]
+        self.work.append(f"{before} {sign} {number} = {self.amount}")
+
+
+@dataclass(frozen=True)
+class WordProblems(SizedTask):
+    """Problems of two to `size` steps, all equally likely; of one step where `size` is 1.
+
+    The answer of an example is worked: the calculations, then "The answer is" and the number. A completion is right when the
+    number that `EXTRACT` finds in it is the right one. There are `NUM_EXAMPLES` of each split; another seed gives others.
+
+    Example:
+        >>> example = WordProblems(2).example(0, "train")
+        >>> print(example.prompt)
+        Grace has 2 baskets with 3 shells each. Hugo has 37 shells. How many shells do Grace and Hugo have in all?
+        >>> print(example.answer)
+        2 * 3 = 6. 6 + 37 = 43. The answer is 43.
+    """
+
+    size: int = 4
+
+    family: ClassVar[str] = "word_problems"
+    alphabet: ClassVar[str] = "ABCDEFGHIJKLMNOPRSTVabcdefghijklmnopqrstuvwxyz0123456789 .,?$+-*/="
+    max_size: ClassVar[int] = 4
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Characters of the longest of all prompts."""
+        return self._longest[0]
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """Characters of the longest of all worked answers."""
+        return self._longest[1]
+
+    @cached_property
+    def _longest(self) -> tuple[int, int]:
+        examples = [self.example(index, split) for split in SPLITS for index in range(NUM_EXAMPLES[split])]
+        return max(len(each.prompt) for each in examples), max(len(each.answer) for each in examples)
+
+    def num_examples(self, split: Split) -> int:
+        """See `NUM_EXAMPLES`."""
+        check_request(0, split)
+        return NUM_EXAMPLES[split]
+
+    def example(self, index: int, split: Split) -> Example:
+        """See `Task.example`; the example's source are the numbers of its story."""
+        check_request(index, split)
+        if index >= NUM_EXAMPLES[split]:
+            raise ValueError(f"index: expected less than {NUM_EXAMPLES[split]} ({split} of {self.name}), got {index}")
+        return draw_example(self.name, self.seed, split, index, self.candidate, self.belongs_to)
+
+    def belongs_to(self, example: Example) -> Split:
+        """The split that the hash of the numbers says."""
+        return split_of(self.family, " ".join(map(str, example.source)))
+
+    def candidate(self, generator: random.Random) -> Example:
+        """Tells a story."""
+        story = Story(generator)
+        steps = generator.randint(min(2, self.size), self.size)
+        if steps > 1 and generator.random() < 0.5:
+            _begin_with_product(story)
+        else:
+            _begin(story)
+        ending = generator.choice(ENDINGS)
+        while len(story.work) < steps - 1:
+            _turn(story)
+        ending(story)
+        return Example(
+            " ".join(story.sentences), f"{'. '.join(story.work)}. The answer is {story.amount}.", tuple(story.numbers)
+        )
+
+    def verify(self, example: Example, completion: str) -> float:
+        """1.0 when the number that `EXTRACT` finds is that of the worked answer."""
+        answer = extract_answer(completion, EXTRACT)
+        wanted = extract_answer(example.answer, ("answer_is",))
+        return float(answer is not None and same_number(answer, wanted))
+
+
+def _begin(story: Story) -> None:
+    story.amount = story.draw.randint(6, 60)
+    story.tell(f"{story.hero} has {story.amount} {story.things}.", story.amount)
+
+
+def _begin_with_product(story: Story) -> None:
+    holders, count, each = story.draw.choice(HOLDERS), story.draw.randint(2, 9), story.draw.randint(3, 12)
+    story.amount = count
+    story.tell(f"{story.hero} has {count} {holders} with {each} {story.things} each.", count, each)
+    story.step("*", each)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Something that happens in a story: one step.
+
+    Args:
+        possible: whether it can happen to so many things.
+        tell: makes it happen.
+    """
+
+    possible: Callable[[int], bool]
+    tell: Callable[[Story], None]
+
+
+def _buys(story: Story) -> None:
+    number = story.draw.randint(2, 40)
+    story.tell(f"{story.hero} buys {number} more.", number)
+    story.step("+", number)
+
+
+def _is_given(story: Story) -> None:
+    number = story.draw.randint(2, 40)
+    story.tell(f"Then {story.friend} gives {story.hero} {number} {story.things}.", number)
+    story.step("+", number)
+
+
+def _gives_away(story: Story) -> None:
+    number = story.draw.randint(2, min(40, story.amount - 2))
+    story.tell(f"{story.hero} gives {number} of the {story.things} to {story.friend}.", number)
+    story.step("-", number)
+
+
+def _loses(story: Story) -> None:
+    number = story.draw.randint(2, min(40, story.amount - 2))
+    story.tell(f"On the way home {story.hero} loses {number} of them.", number)
+    story.step("-", number)
+
+
+def _multiplies(story: Story) -> None:
+    number = story.draw.choice(list(TIMES))
+    story.tell(f"A week later {story.hero} has {TIMES[number]} as many {story.things}.", number)
+    story.step("*", number)
+
+
+TURNS = (
+    Turn(lambda amount: amount <= LARGEST - 40, _buys),
+    Turn(lambda amount: amount <= LARGEST - 40, _is_given),
+    Turn(lambda amount: amount >= 4, _gives_away),
+    Turn(lambda amount: amount >= 4, _loses),
+    Turn(lambda amount: amount <= LARGEST // 4, _multiplies),
+)
+
+
+def _turn(story: Story) -> None:
+    possible = [turn for turn in TURNS if turn.possible(story.amount) and turn is not story.last]
+    story.last = story.draw.choice(possible)
+    story.last.tell(story)
+
+
+def _how_many(story: Story) -> None:
+    _turn(story)
+    story.tell(f"How many {story.things} does {story.hero} have now?")
+
+
+def _in_all(story: Story) -> None:
+    number = story.draw.randint(5, 60)
+    story.tell(f"{story.friend} has {number} {story.things}.", number)
+    story.tell(f"How many {story.things} do {story.hero} and {story.friend} have in all?")
+    story.step("+", number)
+
+
+def _shares(story: Story) -> None:
+    divisors = [number for number in range(2, 11) if story.amount % number == 0 and story.amount > number]
+    if not divisors:
+        return _how_many(story)
+    number = story.draw.choice(divisors)
+    story.tell(f"{story.hero} shares the {story.things} equally among {number} children.", number)
+    story.tell(f"How many {story.things} does each child get?")
+    story.step("/", number)
+
+
+def _sells(story: Story) -> None:
+    number = story.draw.randint(2, 9)
+    story.tell(f"{story.hero} sells all of the {story.things} for ${number} each.", number)
+    story.tell(f"How many dollars does {story.hero} get?")
+    story.step("*", number)
+
+
+ENDINGS = (_how_many, _in_all, _shares, _sells)

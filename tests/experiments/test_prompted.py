@@ -1,0 +1,161 @@
+"""Prompts as the model reads them: instructions, system messages and conversations, through a chat template or refused."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+
+from experiments.config import Config, DataConfig, RolloutConfig, ScheduleConfig
+from experiments.sampling.prompts import encode, encode_prompt, longest_prompt, sizes_for
+from experiments.tasks import Message, make_task
+from experiments.tasks.configured import task_for
+from experiments.tasks.tokenizer import ByteTokenizer, tokenizer_for
+from tests.experiments.lines import records, write
+from tests.experiments.tiny_directory import write_tiny_directory
+
+TALK = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "again"},
+]
+
+
+def task_of(name="addition", **data):
+    return task_for(Config(task=name, data=DataConfig(**data)))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Of one directory, with its chat template and without."""
+    pytest.importorskip("safetensors", reason="the extra hf is not installed")
+    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    from experiments.models.huggingface.tokenizer import load_tokenizer
+
+    path = write_tiny_directory(tmp_path_factory.mktemp("model") / "a", num_hidden_layers=1)
+    return load_tokenizer(path), load_tokenizer(path, chat_template=False)
+
+
+def shown(tokenizer, prompt):
+    return tokenizer.inner.decode(encode(tokenizer, prompt), skip_special_tokens=False)
+
+
+def sizes_of(task, tokenizer, **rollout):
+    return sizes_for(task, tokenizer, RolloutConfig(**rollout), ScheduleConfig(), ranks=1)
+
+
+def test_an_instruction_stands_behind_every_prompt_and_the_split_stays():
+    plain, task = make_task("addition"), task_of(instruction="Write digits.")
+    for split in ("train", "held_out"):
+        asked, example = task.example(3, split), plain.example(3, split)
+        assert asked == dataclasses.replace(example, prompt=f"{example.prompt}\n\nWrite digits.")
+    assert task.max_prompt_tokens == plain.max_prompt_tokens + len("\n\nWrite digits.")
+    assert task.verify(example, example.answer) == 1.0 and task.verify(example, f"It is {example.answer}") == 0.0
+
+
+def test_a_conversation_gets_its_system_message_and_its_instruction(tmp_path):
+    path = write(tmp_path / "a", *records(60), {"messages": TALK, "answer": "4"})
+    task = task_of(f"jsonl:{path}", system="Be brief.", instruction="Digits.")
+    prompts = [
+        task.example(i, split).prompt for split in ("train", "held_out") for i in range(task.num_examples(split))
+    ]
+    wanted = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4"))
+    assert (*wanted, Message("user", "again\n\nDigits.")) in prompts
+    assert (Message("system", "Be brief."), Message("user", "7+1=\n\nDigits.")) in prompts
+    assert max(len("".join(each.content for each in prompt)) for prompt in prompts) <= task.max_prompt_tokens
+
+
+def test_answers_are_looked_for_where_the_rules_say():
+    task = task_of(extract=("tag", "last_number"))
+    example = task.example(0, "train")
+    assert task.verify(example, f"<think>1+1</think><answer> {example.answer} </answer>.") == 1.0
+    assert task.verify(example, f"It is {example.answer}.") == 1.0
+    assert task.verify(example, "<answer>no</answer>") == 0.0 and task.verify(example, "no") == 0.0
+
+
+def test_texts_and_conversations_go_through_the_chat_template(tokenizers, tmp_path):
+    tokenizer, plain = tokenizers
+    task = task_of("word_problems:2", system="Be brief.", instruction="End with the number.")
+    example = task.example(0, "train")
+    story = make_task("word_problems:2").example(0, "train").prompt
+    assert shown(tokenizer, example.prompt) == (
+        f"<|system|>Be brief.<|end|><|user|>{story}\n\nEnd with the number.<|end|><|model|>"
+    )
+    assert shown(tokenizer, story) == f"<|user|>{story}<|end|><|model|>"
+    assert shown(plain, story) == story
+    # A bound where examples have no end, the true length where they have one.
+    endless = task_of("addition:3", system="Be brief.")
+    bound = sizes_of(endless, tokenizer).prompt
+    longest = max(len(encode(tokenizer, endless.example(i, "train").prompt)) for i in range(50))
+    assert longest <= bound <= longest + 4
+    path = write(tmp_path / "a", *records(60), {"messages": TALK, "answer": "4"})
+    file = make_task(f"jsonl:{path}")
+    assert longest_prompt(file, tokenizer) == len(encode(tokenizer, tuple(Message(**each) for each in TALK)))
+    assert sizes_of(file, tokenizer, max_new_tokens=7).completion == 7
+
+
+def test_finite_prompts_are_counted_for_our_own_tokenizers_too(tmp_path):
+    path = write(tmp_path / "a", *records(60), {"prompt": "größer?", "answer": "ja"})
+    task = make_task(f"jsonl:{path}")
+    assert sizes_of(task, ByteTokenizer()).prompt == 1 + task.max_prompt_tokens == 10
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("bound", [None, 500])
+def test_conversations_without_a_chat_template_are_refused_at_once(tmp_path, bound, tokenizers):
+    path = write(tmp_path / "a", *[{"messages": TALK, "answer": "4", "metadata": 0}], *records(60))
+    lines = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(60)]
+    for task in (make_task(f"jsonl:{write(tmp_path / 'b', *lines)}"), task_of(system="Be brief.")):
+        tokenizer = tokenizer_for(task)
+        with pytest.raises(
+            ValueError, match="^messages: expected a model with a chat template .--model.path. .*, got the tok"
+        ):
+            sizes_of(task, tokenizer, max_prompt_tokens=bound)
+        with pytest.raises(
+            ValueError, match="^messages: expected a chat template, .*, got none, or --model.no-chat-template"
+        ):
+            sizes_of(task, tokenizers[1], max_prompt_tokens=bound)
+    with pytest.raises(ValueError, match="^messages: expected a model with a chat template"):
+        sizes_of(make_task(f"jsonl:{path}"), ByteTokenizer())
+
+
+@pytest.mark.bad_input
+def test_refuses_conversations_that_cannot_be_asked_so(tmp_path):
+    system = [{"role": "system", "content": "a"}, TALK[0]]
+    lines = [{"messages": [*system[:1], {"role": "user", "content": str(n)}], "answer": "4"} for n in range(60)]
+    with pytest.raises(ValueError, match="^--data.system: expected prompts without a system message"):
+        task_of(f"jsonl:{write(tmp_path / 'a', *lines)}", system="b").example(0, "train")
+    lines = [{"messages": [{"role": "user", "content": str(n)}, TALK[1]], "answer": "4"} for n in range(60)]
+    with pytest.raises(
+        ValueError, match="^--data.instruction: expected conversations that end with their user, got 'assis"
+    ):
+        task_of(f"jsonl:{write(tmp_path / 'b', *lines)}", instruction="b").example(0, "train")
+
+
+class Sums:
+    """A data set as reasoning-gym has them."""
+
+    def __getitem__(self, index):
+        return {"question": f"What is {index} + 1?", "answer": str(index + 1)}
+
+    def score_answer(self, answer, entry):
+        return float(answer == entry["answer"]) or 0.01
+
+
+def test_sets_of_reasoning_gym_are_asked_through_a_chat_template(tokenizers, monkeypatch):
+    """A chat model writes sentences; the data set's own scorer gets the answer in them."""
+    factory = types.SimpleNamespace(DATASETS={"sums": (Sums, None)})
+    module = types.SimpleNamespace(factory=factory, create_dataset=lambda name, **options: Sums())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    monkeypatch.setattr("experiments.tasks.reasoning_gym.SCORER_READ", ("sums",))
+    data = {"instruction": "Write <answer>…</answer>.", "extract": ("tag",)}
+    task = task_of("reasoning_gym:sums", **data)
+    tokenizer = tokenizers[0]
+    sizes = sizes_of(task, tokenizer, max_new_tokens=20)
+    for index in range(20):
+        example = task.example(index, "train")
+        text = shown(tokenizer, example.prompt)
+        assert text == f"<|user|>{example.source['question']}\n\nWrite <answer>…</answer>.<|end|><|model|>"
+        assert len(encode_prompt(tokenizer, example, sizes)) <= sizes.prompt
+        assert task.verify(example, f"I add 1. <answer>{example.answer}</answer>") == 1.0
+        assert task.verify(example, f"I add 1: {example.answer}") == 0.0

@@ -1,0 +1,157 @@
+"""Rewards: the functions that have names, weighted sums, and what a function may not return."""
+
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from experiments.config import Config, RewardConfig
+from experiments.tasks import Completion, Example, Rewards, RewardTerm, make_task
+from experiments.tasks.configured import configured_rewards
+from experiments.tasks.rewards import rewards_of
+from experiments.training.run import set_up
+
+EXAMPLE = Example("37+48=", "85")
+
+
+def said(text, num_tokens=3, ended=True):
+    return Completion(text, num_tokens=num_tokens, ended=ended)
+
+
+def named(task="addition", **options):
+    return configured_rewards(RewardConfig(**options), make_task(task))
+
+
+def part(name, completion, **options):
+    ((value,),) = named(functions=(name,), **options).score([EXAMPLE], [completion]).parts
+    return value
+
+
+TAGGED = "<think>30+40, 7+8</think>\n<answer>85</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (TAGGED, 1.0),
+        (f"\n{TAGGED} ", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>a < b</think><answer>1</answer>", 1.0),
+        (f"Sure! {TAGGED}", 0.0),
+        (f"{TAGGED} Done.", 0.0),
+        (f"{TAGGED}{TAGGED}", 0.0),
+        ("<answer>85</answer><think>late</think>", 0.0),
+        ("<think>a<think>b</think><answer>85</answer>", 0.0),
+        ("<think>a</think><answer>85", 0.0),
+        ("85", 0.0),
+    ],
+)
+def test_tags(text, value):
+    assert part("tags", said(text)) == value
+
+
+def test_pattern_matches_all_of_a_completion():
+    pattern = r"(.*)= (\d+)"
+    assert part("pattern", said("30+40\n= 85"), pattern=pattern) == 1.0
+    assert part("pattern", said("30+40= 85."), pattern=pattern) == 0.0
+
+
+def test_ended_and_short():
+    assert part("ended", said("8", ended=True)) == 1.0 and part("ended", said("8", ended=False)) == 0.0
+    lengths = [part("short", said("8", num_tokens=number), length=10) for number in (1, 10, 15, 30)]
+    np.testing.assert_allclose(lengths, [0.0, 0.0, -0.5, -2.0])
+
+
+def test_the_verdict_of_the_task_is_the_default():
+    scored = named().score([EXAMPLE] * 2, [said("85"), said("8")])
+    assert named().names == ("correct",) and scored.rewards.tolist() == [1.0, 0.0]
+
+
+def test_rewards_are_weighted_sums():
+    rewards = named(functions=("correct", "tags", "ended"), weights=(1.0, 0.25, -0.5))
+    scored = rewards.score([EXAMPLE] * 3, [said("85"), said(TAGGED), said(TAGGED, ended=False)])
+    assert scored.parts.tolist() == [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
+    assert scored.rewards.tolist() == [0.5, -0.25, 0.25] and scored.rewards.dtype == np.float32
+
+
+def near(example, completion):
+    return completion[-1:] == example.answer[-1]
+
+
+def test_functions_of_ones_own():
+    assert rewards_of(near) == Rewards((RewardTerm("near", near, 1.0),))
+    rewards = rewards_of([(near, 0.5), (lambda example, completion: np.float32(completion.num_tokens), 2)])
+    assert rewards.names == ("near", "lambda") and rewards_of(rewards) is rewards
+    assert rewards.score([EXAMPLE], [said("75", num_tokens=4)]).rewards.tolist() == [8.5]
+    assert rewards_of(lambda *_: Fraction(1, 2)).score([EXAMPLE], [said("75")]).rewards.tolist() == [0.5]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "value",
+    [None, "1", [1.0], np.zeros(2), float("nan"), float("inf"), 1e300, 10**400, 1j],
+    ids=lambda value: repr(value)[:9],
+)
+def test_what_is_no_finite_number_is_refused_with_function_and_example(value):
+    def odd(example, completion):
+        return value if completion == "b" else 0
+
+    words = f"reward 'odd': expected a finite number for prompt '37+48=' and completion 'b', got {value!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        rewards_of(odd).score([EXAMPLE] * 2, [said("a"), said("b")])
+
+
+@pytest.mark.bad_input
+def test_a_function_that_raises_is_named_with_its_example():
+    def odd(example, completion):
+        return 1 / len(completion)
+
+    words = (
+        "^reward 'odd': expected a number for prompt '37.*' and completion '', got ZeroDivisionError: division by zero$"
+    )
+    with pytest.raises(ValueError, match=words):
+        rewards_of(odd).score([EXAMPLE] * 2, [said("a"), said("")])
+    with pytest.raises(ValueError, match="^reward: expected a finite sum for prompt .*, got 6e"):
+        rewards_of([(near, 3e38), (lambda *_: 1.0, 3e38)]).score([EXAMPLE], [said("5")])
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"functions": ("corect",)},
+            "--reward.functions: expected some of correct, tags, pattern, ended, short, got 'corect'",
+        ),
+        ({"functions": ()}, "reward: expected at least one function, got none"),
+        ({"functions": ("tags", "tags")}, "reward: expected functions of different names, got tags, tags"),
+        ({"weights": (1.0, 2.0)}, "--reward.weights: expected 1 numbers, one a function, got 2"),
+        ({"weights": (float("nan"),)}, "reward: expected a finite weight for 'correct', got nan"),
+        (
+            {"functions": ("pattern",)},
+            "--reward.pattern: expected a regular expression for the reward pattern, got None",
+        ),
+        (
+            {"functions": ("pattern",), "pattern": "("},
+            "--reward.pattern: expected a regular expression .*, got '.': missing",
+        ),
+        ({"functions": ("short",)}, "--reward.length: expected at least 1 token for the reward short, got None"),
+        (
+            {"functions": ("short",), "length": 0},
+            "--reward.length: expected at least 1 token for the reward short, got 0",
+        ),
+    ],
+)
+def test_refuses_options(options, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        named(**options)
+
+
+@pytest.mark.bad_input
+def test_refuses_what_are_no_functions():
+    for bad in ([near], [(near, 1.0, 2.0)], [("near", 1.0)], 3):
+        with pytest.raises(ValueError, match="^reward: expected a function"):
+            rewards_of(bad)
+    with pytest.raises(ValueError, match="^--reward: expected no other options where train is given a reward, got "):
+        set_up(Config(reward=RewardConfig(functions=("ended",))), reward=near)

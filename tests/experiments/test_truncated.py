@@ -1,0 +1,104 @@
+"""Completions without an end token, and what a rollout counts: reward parts, lengths, masked documents, denominators."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.config import RolloutConfig
+from experiments.sampling.completer import Completer, readable
+from experiments.sampling.prompts import PromptOrder, Sizes
+from experiments.sampling.rollout import RolloutCounts, Rollouts
+from experiments.sampling.sampler import Samples
+from experiments.tasks import Rewards, RewardTerm, make_task
+from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
+from jaxlogp import pack_documents, policy_loss
+from jaxlogp.losses import grpo, grpo_paper
+
+TASK = make_task("addition:1")
+TOKENIZER = tokenizer_for(TASK)
+SIZES = Sizes(prompt=5, completion=3, row=8, rows=8)
+ANSWERS = ("7", "12", "123", "9")
+"""The third is cut: it has no end token."""
+
+
+def draw(params, prompts, lengths, copies, key):
+    """Everybody's answers, in the place of a model."""
+    del params, key
+    rows = [[*TOKENIZER.encode(text), EOS_ID][:3] for text in ANSWERS[:copies]] * len(lengths)
+    tokens = np.array([row + [0] * (3 - len(row)) for row in rows], np.int32)
+    return Samples(tokens, np.full(tokens.shape, -0.5, np.float32), np.array([len(row) for row in rows], np.int32))
+
+
+REWARDS = Rewards(
+    (
+        RewardTerm("digits", lambda example, completion: len(completion), 1.0),
+        RewardTerm("ended", lambda example, completion: completion.ended, 0.5),
+    )
+)
+
+
+def rollouts(**options):
+    completer = Completer(draw, REWARDS, TOKENIZER, SIZES)
+    config = RolloutConfig(prompts_per_rollout=2, num_generations=4, **options)
+    return Rollouts(PromptOrder(TASK, 0, None), completer, config, "centred", jax.random.key(0))
+
+
+def test_a_completion_knows_whether_it_ended():
+    examples = [TASK.example(0, "train")]
+    drawn = Completer(draw, REWARDS, TOKENIZER, SIZES).complete(None, examples, jax.random.key(0), copies=4)
+    assert drawn.texts == list(ANSWERS)
+    assert [(text.num_tokens, text.ended) for text in drawn.texts] == [(2, True), (3, True), (3, False), (2, True)]
+    assert drawn.rewards.tolist() == [1.5, 2.5, 3.0, 1.5]
+    assert drawn.parts.tolist() == [[1, 1], [2, 1], [3, 0], [1, 1]]
+    (sample,) = readable(examples, drawn.first(1), REWARDS.names)
+    assert sample[1:] == ("7", examples[0].answer, 1.5, {"digits": 1.0, "ended": 1.0}, 2, True)
+    assert sample.prompt == examples[0].prompt and type(sample.completion) is str
+
+
+def test_rollouts_are_counted():
+    made = rollouts()
+    assert RolloutCounts().metrics() == {}
+    made.next(None, 0)
+    once = made.counts.metrics()
+    made.next(None, 0)
+    twice = made.counts.metrics()
+    wanted = {"degenerate_groups": 0.0, "truncated_share": 0.25, "completion_length_mean": 2.5}
+    assert once == {**wanted, "truncated_completions": 2, "reward/digits": 1.75, "reward/ended": 0.75}
+    assert twice == {**once, "truncated_completions": 4}
+
+
+def test_masked_completions_have_no_labels_and_stay_in_their_group():
+    plain, masked = rollouts().next(None, 0), rollouts(mask_truncated=True).next(None, 0)
+    assert [len(document.old_log_probs) for document in plain[:4]] == [2, 3, 3, 2], (
+        "without the option nothing is masked"
+    )
+    for number, (one, other) in enumerate(zip(plain, masked, strict=True)):
+        cut = number % 4 == 2
+        assert (one.advantage, one.reward, one.prompt_length) == (other.advantage, other.reward, other.prompt_length)
+        assert len(other.old_log_probs) == (0 if cut else len(one.old_log_probs))
+        assert len(other.tokens) == (one.prompt_length if cut else len(one.tokens))
+    # Rewards 1.5, 2.5, 3.0, 1.5 of each group: the masked one is part of the mean 2.125.
+    np.testing.assert_allclose([document.advantage for document in masked[:4]], [-0.625, 0.375, 0.875, -0.625])
+
+
+def sums(documents, loss):
+    """The loss where the ratio of every label is 2."""
+    batch, rest = pack_documents(documents, rows=8, row_length=8)
+    assert not rest and batch.num_documents == 8
+    log_probs = batch.per_token["old_log_probs"] + np.float32(np.log(2.0))
+    inputs = (batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask)
+    documents = {"document_ids": batch.document_ids, "num_documents": batch.num_documents}
+    return policy_loss(log_probs, *inputs, loss=loss, **documents)
+
+
+@pytest.mark.parametrize(("loss", "count"), [(grpo(), 2 * 7), (grpo_paper(), 8)])
+def test_labels_are_divided_by_what_is_left_and_documents_by_all(loss, count):
+    """Two groups of 2, 3, (3 masked) and 2 labels; the clipped objective of a label is min(2 A, 1.2 A)."""
+    found = sums(rollouts(mask_truncated=True).next(None, 0), loss)
+    labels, advantages = np.array([2, 3, 0, 2]), np.array([-0.625, 0.375, 0.875, -0.625])
+    of_label = -np.minimum(2 * advantages, 1.2 * advantages)
+    total = 2 * np.sum(of_label * (labels if loss == grpo() else labels > 0))
+    assert int(found.count) == count
+    # 14 terms below 4, and one rounding of the ratio each.
+    np.testing.assert_allclose(float(found.sum), total, atol=14 * 4 * 2**-22)
+    np.testing.assert_allclose(float(found.mean()), total / count, atol=4 * 2**-22)
