@@ -217,7 +217,7 @@ def main():
     if "--interpret" not in sys.argv:
         return 0 if run(shapes, sizes, {}, checks) else 1
 
-    from jaxlogp.head.hopper._pallas_compat import interpreter
+    from jaxlogp.mosaic_gpu import interpreter
     from tests.head.cases import interpreted_together
 
     engine = {"interpret": interpreter(), "num_sms": 2, "chunk": 256}

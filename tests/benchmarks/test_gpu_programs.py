@@ -12,7 +12,7 @@ from benchmarks.cases import make_case
 from benchmarks.clock import Timing
 from benchmarks.hopper import layouts, train_head
 from jaxlogp import ChunkedEngine, linear_policy_loss
-from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.mosaic_gpu import why_not_available
 
 WEIGHT = (200, 48)
 

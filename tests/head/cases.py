@@ -27,9 +27,9 @@ from jaxlogp import (
     linear_log_probs,
     sharded_linear_log_probs,
 )
-from jaxlogp.head.hopper._pallas_compat import interpreter, why_not_available
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig
+from jaxlogp.mosaic_gpu import interpreter, why_not_available
 from tests import oracle
 from tests.head import triton_plain
 

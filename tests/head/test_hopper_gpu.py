@@ -19,11 +19,11 @@ from jaxlogp import (
     policy_loss,
     skipped_tiles,
 )
-from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
 from jaxlogp.losses import grpo
+from jaxlogp.mosaic_gpu import why_not_available
 
 pytestmark = [
     pytest.mark.gpu,

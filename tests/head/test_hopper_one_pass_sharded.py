@@ -18,8 +18,8 @@ from jaxlogp import (
     record_head_runs,
 )
 from jaxlogp.head.hopper import one_pass as hopper_one_pass
-from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.losses import grpo
+from jaxlogp.mosaic_gpu import why_not_available
 from tests import oracle
 from tests.head import cases
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.head.hopper import values as hopper_values
-from jaxlogp.head.hopper._pallas_compat import why_not_available
+from jaxlogp.mosaic_gpu import why_not_available
 from tests.head import cases
 
 pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))

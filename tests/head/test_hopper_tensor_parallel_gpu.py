@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss, policy_loss
-from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.losses import grpo
+from jaxlogp.mosaic_gpu import why_not_available
 from tests.head.test_hopper_gpu import float64, inputs, relative
 
 

@@ -30,12 +30,12 @@ from jaxtyping import Array, Float
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine, LossCotangents
 from jaxlogp.head.fold import MOST_TILES
-from jaxlogp.head.hopper._pallas_compat import why_not_available
 from jaxlogp.head.hopper.gradients import counting_blocks, head_gradients
 from jaxlogp.head.hopper.one_pass import values_and_gradients
 from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_rows
 from jaxlogp.head.hopper.values import KeptStatistics, head_values
 from jaxlogp.head.row_scalars import row_scalars
+from jaxlogp.mosaic_gpu import why_not_available
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import Normaliser, TokenLogProbs
 

@@ -18,13 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
 from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, MASKED, special_tiles
 from jaxlogp.head.hopper.operands import Operands
 from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import finish_logits
 from jaxlogp.head.row_scalars import RowScalars
+from jaxlogp.mosaic_gpu import kernel, plgpu
 from jaxlogp.stats import Normaliser
 from jaxlogp.targets import LocalTargets
 

@@ -14,11 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.hopper._pallas_compat import plgpu
 from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.product import CONSUMERS, output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadSpec
+from jaxlogp.mosaic_gpu import plgpu
 
 # Columns of a tile whose statistics are taken at a time; part of the order of summation, so the same in every configuration.
 PIECE = 64

@@ -24,7 +24,7 @@ from experiments.models.attention.hopper.settings import (
     scores_in_bits,
     tile_buffer,
 )
-from jaxlogp.head.hopper._pallas_compat import kernel, plgpu
+from jaxlogp.mosaic_gpu import kernel, plgpu
 
 THREADS = {"num_threads": WARPGROUPS + 1, "thread_name": "warpgroup"}
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlogp.head.hopper._pallas_compat import plgpu
+from jaxlogp.mosaic_gpu import plgpu
 
 LOG2_E = math.log2(math.e)
 WARPGROUPS = 2
