@@ -143,7 +143,7 @@ def assert_step(finished, kind, weighting, metrics=None):
 
 
 @pytest.mark.parametrize(("kind", "weighting"), KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_cut_into_micro_batches_and_ranks_changes_nothing(kind, weighting, ranks):
     whole = run_step(1, 1, kind, weighting)[0].finish()
     assert_step(whole, kind, weighting)

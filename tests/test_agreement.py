@@ -106,7 +106,7 @@ def rows(size):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_targets_that_differ_are_nan_on_every_shard(path, size):
     targets, masks = rows(size)
     # Of one rank; the mean of both ends on a rank in between, whose own id is the mean; and of a masked token.

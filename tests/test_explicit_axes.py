@@ -180,7 +180,17 @@ def test_a_plain_call_under_jit_gives_the_results_of_one_device(name):
             close(run(arrays(True)), expected(name))
 
 
-# Outside of jit a shard_map runs operation by operation, which takes half a minute.
-@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("sharded_")])
+# Outside of jit every operation is compiled by itself, and a shard_map would take half a minute.
+QUICK = {"embedding_lookup", "masked_mean", "group_advantages", "policy_loss", "linear_log_probs", "linear_policy_loss"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in CALLS
+        if not name.startswith("sharded_")
+    ],
+)
 def test_a_plain_call_outside_of_jit_gives_the_values_of_one_device(name):
     close(CALLS[name][0](arrays(True)), expected(name)["values"])

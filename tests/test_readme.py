@@ -79,5 +79,5 @@ def test_the_python_examples_run(capsys):
     arrays = (found[name] for name in ("hidden", "weight", "targets", "old_log_probs", "advantages", "mask"))
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = (P("data"), P("tensor"), *[P("data")] * 4)
-    loss = jax.shard_map(found["local"], mesh=mesh, in_specs=specs, out_specs=P())(*arrays)
+    loss = jax.jit(jax.shard_map(found["local"], mesh=mesh, in_specs=specs, out_specs=P()))(*arrays)
     np.testing.assert_allclose(loss, found["step_loss"](found["hidden"], found["weight"]), rtol=1e-5)

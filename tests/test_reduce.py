@@ -189,7 +189,7 @@ def test_a_gradient_without_replication_types_is_refused(name):
         jax.jit(inside)(values)
     # Values alone are right, and so is a gradient with types, in both modes of differentiation.
     value = jax.jit(over_data(function, check_vma=False))(values)
-    wanted, slope = jax.value_and_grad(over_data(function))(values)
+    wanted, slope = jax.jit(jax.value_and_grad(over_data(function)))(values)
     assert float(value) == float(wanted) and len(set(np.asarray(slope).tolist())) == 1
     forward = jax.jit(lambda v: jax.jvp(over_data(function), (v,), (jnp.ones_like(v),))[1])(values)
     np.testing.assert_allclose(forward, slope[0] * values.size, rtol=1e-6)  # one fp32 division

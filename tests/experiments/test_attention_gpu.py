@@ -11,7 +11,10 @@ from experiments.models.attention import AttentionCall, attend_packed, choose_at
 from experiments.models.attention.choice import WHY_NOT
 from tests.experiments import test_attention as cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs an NVIDIA GPU"),
+]
 LENGTH = 700
 
 

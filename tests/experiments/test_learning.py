@@ -16,6 +16,7 @@ def test_the_reward_rises(tmp_path):
         tiny(
             tmp_path,
             "learning",
+            model={"num_layers": 2},
             schedule={"steps": 40, "docs_per_step": 128},
             rollout={"num_generations": 8},
             optimizer={"learning_rate": 2e-3},

@@ -177,7 +177,7 @@ def test_the_values_are_constants():
         (grpo(entropy_coefficient=0.1), {}, "in one pass"),
         (grpo(), {"lse": jnp.zeros((ROWS, LENGTH))}, "from the known log-sum-exp"),
         (gspo(), {}, "in two steps: the ratio of a document needs"),
-        (grpo(), {"engine": "reference"}, "in two steps: it has no pass"),
+        (grpo(), {"engine": "reference"}, "in two steps: it has no one-pass gradient"),
         (grpo(), {"engine": "fixed_order"}, "in two steps: it sums gradients over mesh axes in its own order"),
     ],
 )
@@ -350,7 +350,7 @@ def test_collectives_of_a_step():
     [
         ({"lse": jnp.zeros((ROWS, LENGTH)), "with_entropy": True}, "lse: expected None along with entropy"),
         ({"lse": jnp.zeros(ROWS * LENGTH)}, "lse: expected a floating-point array of shape"),
-        ({"lse": jnp.zeros((ROWS, LENGTH)), "engine": "reference"}, "lse: expected None with an engine"),
+        ({"lse": jnp.zeros((ROWS, LENGTH)), "engine": "reference"}, "lse: expected None where engine, call or loss do not allow a backward from it"),
         ({"engine": "none such"}, "engine: expected"),
     ],
 )

@@ -246,8 +246,8 @@ def test_the_wrong_reductions_are_told_apart():
 
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-# In the default run every size, vocabulary and dtype once or more; the whole grid of contract A is slow.
-QUICK = {(17, 8), (257, 1), (257, 2), (1027, 3), (1027, 4), (4099, 3), (128257, 8)}
+# In the default run four sizes, four vocabularies and every dtype; the whole grid of contract A is slow.
+QUICK = {(17, 8), (257, 1), (1027, 4), (4099, 3)}
 
 
 def in_quick_run(vocab, size, dtype):
