@@ -80,10 +80,9 @@ def with_kl(log_prob, entropy, old, reference, advantage):
 
 CASES = {
     "grpo": (LossConfig(), {}, 1.0, grpo),
-    "epsilon_high": (LossConfig(epsilon_high=0.5), {}, 1.0, functools.partial(grpo, high=1.5)),
+    "epsilon_high": (LossConfig(epsilon_high=0.5, metrics="none"), {}, 0.6, functools.partial(grpo, high=1.5)),
     "entropy": (LossConfig(entropy_coefficient=0.7), {}, 1.0, lambda *x: grpo(*x) - 0.7 * x[1]),
     "kl": (LossConfig(kl_coefficient=0.3), {}, 1.0, with_kl),
-    "temperature": (LossConfig(metrics="none"), {}, 0.6, grpo),
     "scale and cap": (LossConfig(metrics="basic"), {"logit_scale": 3.0, "logit_softcap": 2.0}, 1.3, grpo),
 }
 
