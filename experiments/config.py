@@ -24,7 +24,7 @@ class ModelConfig:
     """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
     the model but the dtypes and fp32_head, and there is no warm start."""
     chat_template: bool = True
-    """Put prompts through the chat template of the model at path; without, they are text behind its start token."""
+    """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -75,7 +75,9 @@ class ModelConfig:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             mine = each.name in (*_ON_DISK, *_OF_ANY_MODEL) or value == each.default
-            require(mine, f"--model.{_dashed(each.name)}", "nothing beside --model.path, which decides it", value)
+            require(
+                mine, f"--model.{_dashed(each.name)}", "no value together with --model.path, which decides it", value
+            )
         options = vars(self.resolved(invariant))
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
@@ -117,7 +119,7 @@ class DataConfig:
     system: str | None = None
     """System message before every prompt; needs a chat template."""
     instruction: str | None = None
-    """Text behind every prompt, after an empty line."""
+    """Text appended to every prompt, after an empty line."""
     extract: tuple[str, ...] = ()
     """Where the answer is in a completion: whole, tag (<answer>…</answer>), boxed (\\boxed{…}), answer_is, last_number. The
     first that finds something decides; none leaves it to the task."""

@@ -53,8 +53,8 @@ def load(config: EvaluateConfig) -> Trainer:
         return Trainer(_changed(stored, config))
     for name in ("model", "task"):
         value = getattr(config, name)
-        require(value is None, f"--{name}", "nothing beside a run, which has its own", value)
-    require(config.data == DataConfig(), "--data", "nothing beside a run, which has its own", "other options")
+        require(value is None, f"--{name}", "no value together with a run, which has its own", value)
+    require(config.data == DataConfig(), "--data", "no value together with a run, which has its own", "other options")
     return restored(config.run, lambda stored: _changed(stored, config))
 
 

@@ -74,7 +74,7 @@ class View(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated products, each behind a norm and added to the residual stream."""
+    """Attention and gated products, each preceded by a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -150,7 +150,7 @@ class DecoderLayer(nnx.Module):
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
         """The residual stream after the attention's output projection and the gated products."""
         added = self._product(attended, self.o_proj)
-        # Checkpoints give one name to two norms: the one before the gated products, or the one behind the attention.
+        # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
         before = self.post_attention_layernorm
         if self.config.post_norms:
             added, before = self._norm(added, self.post_attention_layernorm), self.pre_feedforward_layernorm

@@ -1,7 +1,7 @@
 """The parameters of a `Decoder` in files: their names in each format, their layout, and how they reach a mesh.
 
 Checkpoints store one tensor a layer, outputs first; here layers are stacked and inputs come first. Reading goes parameter
-by parameter and layer by layer: beside the parameters themselves the host holds one stacked parameter at a time.
+by parameter and layer by layer: in addition to the parameters themselves the host holds one stacked parameter at a time.
 
 Shapes: L layers, in and out the inputs and outputs of a matrix.
 """

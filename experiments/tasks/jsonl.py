@@ -2,11 +2,11 @@
 
 The prompt is a string, or a list of messages with `role` and `content`, which only a model with a chat template can read.
 Its key is `prompt`, `question` or `messages`, or the one that is named. The answer is a string or a number; where only a
-part of it counts, as behind "####" in GSM8K, a pattern says which.
+part of it counts, as after "####" in GSM8K, a pattern says which.
 
 A line may carry "metadata", with any value; it travels along as the example's source. Every other key is refused, because a
 misspelt key would otherwise vanish without a word, unless `other_keys` asks for them: then the source is all that the line
-holds beside prompt and answer.
+holds in addition to prompt and answer.
 """
 
 import json
@@ -82,7 +82,7 @@ class JsonlFormat:
         """
         for each in fields(self):
             option, value = f"--data.{each.name.replace('_', '-')}", getattr(self, each.name)
-            require(value == each.default, option, "nothing beside a task other than jsonl:PATH", value)
+            require(value == each.default, option, "no value with a task other than jsonl:PATH", value)
 
     def parse(self, line: bytes) -> Example:
         """One example from one line; the message of its ValueError is the reason alone."""
@@ -156,7 +156,7 @@ class JsonlTask:
 
     @property
     def name(self) -> str:
-        """The path as it was given, behind "jsonl:"."""
+        """The path as it was given, after "jsonl:"."""
         return f"{self.family}:{self.path}"
 
     @property

@@ -4,9 +4,9 @@ A number is, with an optional sign and a currency sign before it,
 
 - digits, with or without commas between groups of three: 1234, 1,234;
 - a decimal: 3.50, .5, 1,234.5, each also with an exponent of at most two digits: 1.2e3;
-- a fraction of whole numbers, alone or behind a whole one: 3/4, 3 / 4, 1 1/2, \frac{3}{4};
+- a fraction of whole numbers, alone or after a whole one: 3/4, 3 / 4, 1 1/2, \frac{3}{4};
 
-and an optional percent sign behind it. A minus is a sign where no letter, digit or closing bracket stands before it: "5-3"
+and an optional percent sign after it. A minus is a sign where no letter, digit or closing bracket comes before it: "5-3"
 holds 5 and 3. Other commas separate numbers: "1,2" holds 1 and 2. What stands inside of a word (x2, H2O) or of a longer
 chain (3.4.5, 1/2/2020) is no number, nor are more than 40 digits in a row; a fraction over zero is a number without a value.
 

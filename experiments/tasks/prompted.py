@@ -19,7 +19,7 @@ class PromptedTask:
     Args:
         task: gives the examples.
         system: message before every conversation, or None; a text becomes a conversation by it.
-        instruction: text behind every prompt and an empty line, or behind the last message of its user; or None.
+        instruction: text appended to every prompt after an empty line, or to the user's last message; or None.
         extract: rules of `experiments.tasks.extraction`; empty leaves completions as they are.
 
     Raises:

@@ -58,5 +58,5 @@ def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -
 
 def _size(spec: str, argument: str, largest: int) -> int:
     if not re.fullmatch("0*[0-9]{1,9}", argument, re.ASCII) or not 1 <= int(argument) <= largest:
-        raise ValueError(f"task {spec!r}: expected a size from 1 to {largest} behind the colon, got {argument!r}")
+        raise ValueError(f"task {spec!r}: expected a size from 1 to {largest} after the colon, got {argument!r}")
     return int(argument)

@@ -1,8 +1,8 @@
 """Rewards: functions of an example and a completion, several with weights, whose weighted sum a group is compared by.
 
 A function takes (example, completion) and returns a finite number. The completion is a `Completion`: text that also knows
-how many tokens it has and whether an end token ended it. `REWARDS` holds those that the command line knows by name, beside
-"correct", the verdict of the task.
+how many tokens it has and whether an end token ended it. `REWARDS` holds those that the command line knows by name, in
+addition to "correct", the verdict of the task.
 """
 
 import math
@@ -126,7 +126,7 @@ def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | Non
         ValueError: an unknown name, another number of weights, or an option that a function lacks.
     """
     weights = [1.0] * len(names) if weights is None else weights
-    require(len(weights) == len(names), "--reward.weights", f"{len(names)} numbers, one a function", len(weights))
+    require(len(weights) == len(names), "--reward.weights", f"{len(names)} weights, one per function", len(weights))
     known = (CORRECT, *REWARDS)
     terms = []
     for name, weight in zip(names, weights, strict=True):
@@ -154,7 +154,7 @@ def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> 
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """What the functions of `REWARDS` need beside example and completion.
+    """What the functions of `REWARDS` need in addition to example and completion.
 
     Args:
         pattern: regular expression of the reward "pattern".

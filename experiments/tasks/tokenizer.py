@@ -1,7 +1,7 @@
 """Text to token ids and back: one id a character for small alphabets, one id a byte for any text.
 
 Both tokenizers begin with the same three special ids, then count through their symbols, and round the vocabulary up to
-a multiple of 8, so that a head split over 2, 4 or 8 devices has equal shards. The ids behind the last symbol stand for
+a multiple of 8, so that a head split over 2, 4 or 8 devices has equal shards. The ids after the last symbol stand for
 nothing: `encode` never returns them, and a model that samples one reads it back as U+FFFD, which no answer contains.
 """
 
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """Fills rows behind the end."""
+        """Fills rows after the end."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 
 class _StartToken:
-    """Prompts behind one start token, for the tokenizers of this file."""
+    """Prompts after one start token, for the tokenizers of this file."""
 
     pad_id: ClassVar[int] = PAD_ID
     eos_ids: ClassVar[tuple[int, ...]] = (EOS_ID,)

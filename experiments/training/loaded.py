@@ -63,7 +63,7 @@ class Loaded:
         return abstract_decoder(self.config)[0]
 
     def files(self) -> dict[str, bytes]:
-        """Those of a checkpoint directory, beside the weights.
+        """Those of a checkpoint directory, other than the weights.
 
         Raises:
           ValueError: an architecture that transformers does not have.

@@ -99,7 +99,7 @@ class Trainer:
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
-        # A copy, or a second reference, would keep a large model's first parameters on the devices beside the state.
+        # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.

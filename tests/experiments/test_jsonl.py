@@ -179,7 +179,7 @@ def test_refuses_options(tmp_path, data, words):
 
 @pytest.mark.bad_input
 def test_options_of_files_are_refused_elsewhere():
-    words = "^--data.answer-key: expected nothing beside a task other than jsonl:PATH, got solution"
+    words = "^--data.answer-key: expected no value with a task other than jsonl:PATH, got solution"
     data = DataConfig(answer_key="solution")
     with pytest.raises(ValueError, match=words):
         task_for(Config(data=data))

@@ -381,4 +381,4 @@ def test_an_option_that_the_directory_decides_is_refused(tmp_path, capsys):
     path = write_tiny_directory(tmp_path / "model")
     with pytest.raises(SystemExit):
         grpo.run_cli(["--model.path", str(path), "--model.hidden-size", "128", "--out", str(tmp_path / "runs")])
-    assert "--model.hidden-size: expected nothing beside --model.path" in capsys.readouterr().err
+    assert "--model.hidden-size: expected no value together with --model.path" in capsys.readouterr().err

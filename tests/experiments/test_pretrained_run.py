@@ -167,7 +167,7 @@ def test_bad_input_of_the_commands_ends_in_one_line(directory, tmp_path, capsys)
         (chat.run_cli, [here, "--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
         (chat.run_cli, [here, "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1"),
         (evaluate.run_cli, [], "run: expected a run folder, or --model, got neither"),
-        (evaluate.run_cli, ["runs/a", "--model", here], "--model: expected nothing beside a run"),
+        (evaluate.run_cli, ["runs/a", "--model", here], "--model: expected no value together with a run"),
     ]:
         with pytest.raises(SystemExit) as stopped:
             run(arguments)

@@ -126,7 +126,7 @@ def test_a_function_that_raises_is_named_with_its_example():
         ),
         ({"functions": ()}, "reward: expected at least one function, got none"),
         ({"functions": ("tags", "tags")}, "reward: expected functions of different names, got tags, tags"),
-        ({"weights": (1.0, 2.0)}, "--reward.weights: expected 1 numbers, one a function, got 2"),
+        ({"weights": (1.0, 2.0)}, "--reward.weights: expected 1 weights, one per function, got 2"),
         ({"weights": (float("nan"),)}, "reward: expected a finite weight for 'correct', got nan"),
         (
             {"functions": ("pattern",)},

@@ -143,7 +143,7 @@ def test_refuses_unknown_tasks(spec):
 
 @pytest.mark.parametrize("size", ["", "0", "-1", "two", "2.0", "+2", " 2", "²", "2\n", "65", "9" * 5000])
 def test_refuses_sizes(size):
-    with pytest.raises(ValueError, match="expected a size from 1 to 64 behind the colon"):
+    with pytest.raises(ValueError, match="expected a size from 1 to 64 after the colon"):
         make_task(f"addition:{size}")
 
 

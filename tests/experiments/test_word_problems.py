@@ -81,7 +81,7 @@ def test_examples_repeat_and_seeds_differ():
     assert task.num_examples("train") == NUM_EXAMPLES["train"]
     with pytest.raises(ValueError, match="index: expected less than 1024 .held_out of word_problems:4., got 1024"):
         task.example(1024, "held_out")
-    with pytest.raises(ValueError, match="expected a size from 1 to 4 behind the colon, got '5'"):
+    with pytest.raises(ValueError, match="expected a size from 1 to 4 after the colon, got '5'"):
         make_task("word_problems:5")
 
 

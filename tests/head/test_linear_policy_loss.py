@@ -350,7 +350,10 @@ def test_collectives_of_a_step():
     [
         ({"lse": jnp.zeros((ROWS, LENGTH)), "with_entropy": True}, "lse: expected None along with entropy"),
         ({"lse": jnp.zeros(ROWS * LENGTH)}, "lse: expected a floating-point array of shape"),
-        ({"lse": jnp.zeros((ROWS, LENGTH)), "engine": "reference"}, "lse: expected None where engine, call or loss do not allow a backward from it"),
+        (
+            {"lse": jnp.zeros((ROWS, LENGTH)), "engine": "reference"},
+            "lse: expected None where engine, call or loss",
+        ),
         ({"engine": "none such"}, "engine: expected"),
     ],
 )

@@ -32,7 +32,7 @@ def attend_cudnn(
 ) -> Float[Array, "B T N D"]:
     """What `attend_packed` computes without a soft cap; the mask is one for all heads."""
     length = queries.shape[1]
-    # cuDNN wants an even number of slots beside a mask.
+    # cuDNN wants an even number of slots when there is a mask.
     odd = length % 2
     queries, keys, values = (jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0))) for x in (queries, keys, values))
     first = jnp.pad(first, ((0, 0), (0, odd)), constant_values=length)

@@ -1,7 +1,7 @@
 """config.json to `DecoderConfig` and back, for the model types in `FAMILIES`.
 
 Both spellings are read: transformers 5 writes `rope_parameters` with the base inside (Gemma 3 one for each kind of
-layer), 4 wrote `rope_theta` beside `rope_scaling`. What a model type decides by itself, in transformers' code, is in
+layer), 4 wrote `rope_theta` next to `rope_scaling`. What a model type decides by itself, in transformers' code, is in
 `FAMILIES`; a field that would change the arithmetic in a way that `Decoder` does not know is refused by its name.
 """
 
@@ -166,7 +166,7 @@ def _scaling(parameters: JsonObject) -> RopeScaling | None:
 
 
 def _sliding(file: JsonObject, model_type: str, layers: int, theta: float | None) -> SlidingLayers | None:
-    # Qwen names a window that counts only where the switch beside it is on; the others have one where nothing is said.
+    # Qwen names a window that counts only where the switch next to it is on; the others have one unless told otherwise.
     switched = model_type in ("qwen2", "qwen3")
     counts = file.flag("use_sliding_window", False) if switched else model_type != "llama"
     if not counts or (file.values.get("sliding_window", DEFAULT_WINDOW) is None):

@@ -22,13 +22,13 @@ SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
 )  # fmt: skip
-"""What is in a directory beside the weights."""
+"""What is in a directory in addition to the weights."""
 MAX_SHARD_BYTES = 2 * 2**30
 """Of one file of weights, which is made in memory."""
 
 
 def made_files(config: DecoderConfig, tokenizer: PretrainedTokenizer) -> dict[str, bytes]:
-    """The files beside the weights of a model that did not come from such a directory.
+    """The files, other than the weights, of a model that did not come from such a directory.
 
     Raises:
         ValueError: an architecture that transformers does not have.
@@ -63,7 +63,7 @@ def export(params: nnx.State, config: DecoderConfig, files: Mapping[str, bytes],
     Args:
         params: of a decoder.
         config: its sizes and options.
-        files: those beside the weights, with a config.json of the same model.
+        files: those other than the weights, with a config.json of the same model.
         out: the directory, which must not exist.
         dtype: of the stored weights.
 

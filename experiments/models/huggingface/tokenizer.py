@@ -15,12 +15,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """A `Tokenizer` whose prompts go through a chat template; without one, they are text behind the start token.
+    """A `Tokenizer` whose prompts go through a chat template; without one, they are plain text after the start token.
 
     Attributes:
         inner: a `tokenizers.Tokenizer`.
         eos_ids: tokens that end an answer; the first is the one that training answers end with.
-        pad_id: token behind the end.
+        pad_id: token after the end.
         template: the chat template, or None.
     """
 
@@ -39,7 +39,7 @@ class PretrainedTokenizer:
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a question, the sole message of its user; without a template, of its text behind the start token."""
+        """Ids of a question as the user's only message; without a template, of its text after the start token."""
         if self.template is None:
             return self.inner.encode(text, add_special_tokens=True).ids
         return self.encode_messages([{"role": "user", "content": text}])

@@ -4,7 +4,7 @@ Forward: one product whose epilogue leaves four numbers a token and vocabulary t
 product again, turned into dz [tokens, chunk] in bf16, then dH += dz · W_chunk in fp32 and dW_chunk = dzᵀ · H, which is
 complete and rounded once.
 
-Tokens whose mask is False are moved behind the others and left out of every product, whole row tiles at a time.
+Tokens whose mask is False are moved after the others and skipped by every product, whole row tiles at a time.
 
 Log-probs and entropies are bitwise the same run to run, in every program (with or without the backward, plain or inside of
 ``shard_map``), in every batch and at every place in it, and for every number of vocabulary shards whose first rows are

@@ -1,4 +1,4 @@
-"""The two products behind dz: dH += dz · W_chunk, accumulated in fp32, and dW_chunk = dzᵀ · H, written in place.
+"""The two products that follow dz: dH += dz · W_chunk, accumulated in fp32, and dW_chunk = dzᵀ · H, written in place.
 
 Both change an array that lives across chunks, so they take it as a mutable reference: no copy of the weight's chunk, none of
 its gradient's, and no autotuned library product whose bits depend on the machine's mood.

@@ -53,7 +53,7 @@ def counting_blocks(
 
 
 class _Plans(NamedTuple):
-    """Work lists of the three kernels and the blocks [blocks of tokens, tiles] behind them, of every chunk."""
+    """Work lists of the three kernels and the blocks [blocks of tokens, tiles] they come from, of every chunk."""
 
     gradient: Array
     d_hidden: Array

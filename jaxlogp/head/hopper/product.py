@@ -134,7 +134,7 @@ def product(
       approx_math: let exp2 be the hardware's (2 ulp).
       setup: called once as setup(others and outputs), for scalars that live in global memory.
       live: called once as live(others and outputs), how many rows of the row dimension, or of the contracted one with
-        ``live_steps``, need work. Tiles or steps behind them are left out; with 0 nothing is written.
+        ``live_steps``, need work. Tiles or steps after them are skipped; with 0 nothing is written.
       live_steps: whether live rows are those of the contracted dimension.
       prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
         outputs); its result, loaded while the products run, reaches the epilogue.

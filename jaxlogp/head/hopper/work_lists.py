@@ -2,7 +2,7 @@
 
 Persistent blocks deal the listed tiles out among themselves, so what is left out shortens every block's share alike. A list
 is one int32 vector in global memory: the number of tiles; the tiles, in the order in which an unfiltered kernel would walk
-over them; and, for the two products behind dz, for each row group how many blocks of steps count, and which.
+over them; and, for the two products that follow dz, for each row group how many blocks of steps count, and which.
 """
 
 import dataclasses
