@@ -9,11 +9,7 @@ last, "busy" the part in which kernels ran: in the rest the GPU waits for the ho
 
 import collections
 import functools
-import glob
-import gzip
-import json
 import sys
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +17,11 @@ import jax.numpy as jnp
 from benchmarks.beside_product import cases, product
 from benchmarks.clock import settled_seconds
 from benchmarks.hopper.one_pass import PROGRAMS, operands
+from benchmarks.profiler import gpu_events
 
 REPEATS = 4
 # Kernels that take fewer microseconds per call than this are added up.
 LEAST = 8.0
-
-
-def gpu_events(call):
-    """Complete events of the GPU's streams while ``call`` runs REPEATS times, in microseconds."""
-    settled_seconds(call)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(REPEATS):
-                out = call()
-            jax.block_until_ready(out)
-        (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-    named = [e for e in events if e.get("ph") == "M"]
-    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
-    complete = [e for e in events if e.get("ph") == "X"]
-    on_gpu = [e for e in complete if "GPU" in processes.get(e["pid"], "")]
-    found = [e for e in on_gpu if "Stream" in threads.get((e["pid"], e["tid"]), "")]
-    if not found:
-        raise RuntimeError(f"no kernel of a GPU among {len(complete)} events of {sorted(set(processes.values()))}")
-    return found
 
 
 def show(name, events):
@@ -68,7 +43,9 @@ def main() -> None:
         arguments = operands(case, jnp.ones(case.targets.shape, bool))
         print(case.label, flush=True)
         for name, program in ({"product": lambda h, w, *_: product(h, w)} | PROGRAMS).items():
-            show(name, gpu_events(functools.partial(jax.jit(program), *arguments)))
+            call = functools.partial(jax.jit(program), *arguments)
+            settled_seconds(call)
+            show(name, gpu_events(call, REPEATS))
 
 
 if __name__ == "__main__":

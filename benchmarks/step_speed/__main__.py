@@ -22,7 +22,8 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.step_speed.parts import gpu_events, milliseconds_by_part
+from benchmarks.profiler import gpu_events
+from benchmarks.step_speed.parts import milliseconds_by_part
 from benchmarks.step_speed.step import MODELS, Rows, Step, model_flops
 from experiments.command_line import errors_in_one_line
 from experiments.models import decoder

@@ -1,15 +1,8 @@
 """Where the time of a step goes: the profiler's kernels, given to parts by the scopes that their instructions carry."""
 
 import collections
-import glob
-import gzip
-import json
 import re
-import tempfile
-from collections.abc import Callable
 from typing import Any
-
-import jax
 
 SCOPES = {
     "attention": "attention",
@@ -19,24 +12,6 @@ SCOPES = {
 }
 OPTIMIZER = "optimizer"
 OTHER = "embedding, sums, other"
-
-
-def gpu_events(call: Callable[[], Any], repeats: int) -> list[dict[str, Any]]:
-    """Kernels and copies on the GPU's streams while ``call`` runs."""
-    jax.block_until_ready(call())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(repeats):
-                out = call()
-            jax.block_until_ready(out)
-        (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-    named = [e for e in events if e.get("ph") == "M"]
-    processes = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}
-    complete = [e for e in events if e.get("ph") == "X" and "GPU" in processes.get(e["pid"], "")]
-    return [e for e in complete if "Stream" in threads.get((e["pid"], e["tid"]), "")]
 
 
 def instruction_scopes(module_text: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from experiments.models.huggingface.export import SMALL_FILES, made_files
 from experiments.models.huggingface.files import read_object
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer, load_tokenizer
 from experiments.models.huggingface.weights import SafetensorsDirectory
+from experiments.models.sharding import on_one_device
 from jaxlogp.errors import require
 
 
@@ -55,8 +56,7 @@ class Weights:
     def decoder(self) -> Decoder:
         """The whole model on one device."""
         graph, _ = parameters.abstract_decoder(self.config)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return nnx.merge(graph, self.load(self.config, lambda state: jax.tree.map(lambda _: device, state)))
+        return nnx.merge(graph, self.load(self.config, on_one_device(jax.devices()[0])))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """Where the parameters of a `Decoder` live on a device mesh."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models.mesh import TENSOR_AXIS
@@ -58,3 +61,9 @@ def decoder_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
         return NamedSharding(mesh, P(*(None,) * dimension, TENSOR_AXIS))
 
     return jax.tree_util.tree_map_with_path(sharding_of, state)
+
+
+def on_one_device(device: jax.Device) -> Callable[[nnx.State], Any]:
+    """What places every array of a state whole on that device."""
+    place = SingleDeviceSharding(device)
+    return lambda state: jax.tree.map(lambda _: place, state)

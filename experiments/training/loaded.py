@@ -14,6 +14,7 @@ from experiments.models.huggingface.export import made_files
 from experiments.models.huggingface.own_tokenizers import pretrained_form
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
+from experiments.models.sharding import on_one_device
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder
@@ -90,6 +91,5 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
         return Loaded(trainer.state.params, trainer.decoder, trainer.tokenizer, trainer.pretrained)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = found.weights().load(config, lambda state: jax.tree.map(lambda _: device, state))
+    params = found.weights().load(config, on_one_device(jax.devices()[0]))
     return Loaded(params, config, found.tokenizer, found)

@@ -6,14 +6,13 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from experiments.config import Config
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.parameters import abstract_decoder
-from experiments.models.sharding import decoder_shardings
+from experiments.models.sharding import decoder_shardings, on_one_device
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
@@ -104,8 +103,7 @@ class InvariantMode:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
         else:
             self._graph, _ = abstract_decoder(decoder)
-            home = SingleDeviceSharding(self.mesh.devices.flat[0])
-            self.params = load(decoder, lambda state: jax.tree.map(lambda _: home, state))
+            self.params = load(decoder, on_one_device(self.mesh.devices.flat[0]))
         self._decoder = decoder
         self._programs: dict[float, LeafPrograms] = {}
 

@@ -1,12 +1,13 @@
-"""What decides which implementation of attention runs."""
+"""What decides which implementation of attention runs, and what those that are kernels share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
 
@@ -74,3 +75,11 @@ def needs_nvidia_gpu(generation: int) -> str | None:
     capability = getattr(jax.devices()[0], "compute_capability", "0")
     major = int(str(capability).partition(".")[0])
     return None if major >= generation else f"it needs compute capability {generation} or more, not {capability}"
+
+
+def padded_first(first: Int[Array, "B T"], multiple: int) -> Int[Array, "B padded"]:
+    """First keys of rows whose length is rounded up to a multiple; a query of the padding reads itself."""
+    rows, length = first.shape
+    padding = -length % multiple
+    slots = jnp.broadcast_to(jnp.arange(length, length + padding, dtype=jnp.int32), (rows, padding))
+    return jnp.concatenate([first.astype(jnp.int32), slots], axis=1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from experiments.models.attention.call import padded_first
 from experiments.models.attention.einsum import MASKED_SCORE, capped, precision_of
 from experiments.models.remat import named
 
@@ -58,16 +59,13 @@ def attend_chunked(
     block = min(block, length)
     padding = -length % block
     pad = lambda x: jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
-    # A query of the padding reads itself, like any other.
-    slots = jnp.broadcast_to(jnp.arange(length, length + padding, dtype=first.dtype), (rows, padding))
-    first = jnp.concatenate([first, slots], axis=1)
     grouped = pad(queries).reshape(rows, length + padding, kv_heads, heads // kv_heads, head_dim)
     by_head = (
         grouped.transpose(0, 2, 3, 1, 4),
         pad(keys).transpose(0, 2, 1, 3),
         pad(values).transpose(0, 2, 1, 3),
     )
-    out = _attend(Options(block, scale, softcap), *by_head, first)
+    out = _attend(Options(block, scale, softcap), *by_head, padded_first(first, block))
     return out.transpose(0, 3, 1, 2, 4).reshape(rows, -1, heads, head_dim)[:, :length]
 
 

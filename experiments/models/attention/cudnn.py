@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention.allowed import packed_mask
-from experiments.models.attention.call import NARROW_DTYPES, AttentionCall, needs_nvidia_gpu
+from experiments.models.attention.call import NARROW_DTYPES, AttentionCall, needs_nvidia_gpu, padded_first
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -35,8 +35,7 @@ def attend_cudnn(
     # cuDNN wants an even number of slots when there is a mask.
     odd = length % 2
     queries, keys, values = (jnp.pad(x, ((0, 0), (0, odd), (0, 0), (0, 0))) for x in (queries, keys, values))
-    first = jnp.pad(first, ((0, 0), (0, odd)), constant_values=length)
-    mask = packed_mask(first)[:, None]
+    mask = packed_mask(padded_first(first, 2))[:, None]
     out = jax.nn.dot_product_attention(
         queries, keys, values, mask=mask, scale=scale, is_causal=True, implementation="cudnn"
     )

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from experiments.models.attention.hopper.bounds import BLOCK, TILE, Bounds
 from experiments.models.attention.hopper.forward import queries_like
 from experiments.models.attention.hopper.settings import (
-    MEMORY_REGISTERS,
     WARPGROUPS,
     Settings,
     along_columns,
@@ -21,12 +20,12 @@ from experiments.models.attention.hopper.settings import (
     block_spec,
     grouped,
     iota,
+    launch,
+    pipelined,
     scores_in_bits,
     tile_buffer,
 )
 from jaxlogp.mosaic_gpu import kernel, plgpu
-
-THREADS = {"num_threads": WARPGROUPS + 1, "thread_name": "warpgroup"}
 
 
 def backward(queries: Any, keys: Any, values: Any, out: Any, sums: Any, d_out: Any, bounds: Bounds, settings: Settings):
@@ -37,10 +36,6 @@ def backward(queries: Any, keys: Any, values: Any, out: Any, sums: Any, d_out: A
     d_queries = _queries(*operands, bounds, settings)
     d_keys, d_values = _keys_and_values(*operands, bounds, settings)
     return d_queries, d_keys, d_values
-
-
-def _interpret(settings: Settings) -> dict[str, Any]:
-    return {} if settings.interpret is None else {"interpret": settings.interpret}
 
 
 def _queries(queries, keys, values, d_out, sums, centres, bounds: Bounds, settings: Settings):
@@ -109,15 +104,11 @@ def _queries(queries, keys, values, d_out, sums, centres, bounds: Bounds, settin
             plgpu.barrier_arrive(k_consumed)
             return d_q, log_sum, centre, first
 
-        plgpu.emit_pipeline_warp_specialized(
+        pipelined(
             step,
+            compute,
             grid=(high - low,),
-            max_concurrent_steps=stages,
-            num_compute_wgs=WARPGROUPS,
-            memory_registers=MEMORY_REGISTERS,
-            wg_axis="warpgroup",
-            manual_consumed_barriers=True,
-            compute_context=compute,
+            stages=stages,
             in_specs=[block_spec((step_keys, features), lambda i: (low + i, 0))] * 2,
         )(k_gmem.at[row, :, kv_head], v_gmem.at[row, :, kv_head])
 
@@ -130,11 +121,7 @@ def _queries(queries, keys, values, d_out, sums, centres, bounds: Bounds, settin
             tile_buffer(BLOCK, features, dtype),
             plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, length // TILE, rows),
-        grid_names=("head", "tile", "row"),
-        **THREADS,
-        **_interpret(settings),
+        **launch(settings, (heads, length // TILE, rows)),
     )
     return run(queries, keys, values, d_out, sums, centres, bounds.first, bounds.lowest, bounds.highest)
 
@@ -221,15 +208,11 @@ def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds
         vector = plgpu.BlockSpec((None, step_queries), lambda i, j: (head_of(j), low + i))
         first_spec = plgpu.BlockSpec((step_queries,), lambda i, j: (low + i,))
         features_spec = block_spec((step_queries, None, features), lambda i, j: (low + i, head_of(j), 0))
-        plgpu.emit_pipeline_warp_specialized(
+        pipelined(
             step,
+            compute,
             grid=(high - low, group),
-            max_concurrent_steps=stages,
-            num_compute_wgs=WARPGROUPS,
-            memory_registers=MEMORY_REGISTERS,
-            wg_axis="warpgroup",
-            manual_consumed_barriers=True,
-            compute_context=compute,
+            stages=stages,
             in_specs=[vector, vector, first_spec, features_spec, features_spec],
         )(*(x.at[row] for x in (sums_gmem, centres_gmem, first_gmem, do_gmem, q_gmem)))
 
@@ -242,10 +225,6 @@ def _keys_and_values(queries, keys, values, d_out, sums, centres, bounds: Bounds
             tile_buffer(BLOCK, features, dtype),
             plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(kv_heads, length // TILE, rows),
-        grid_names=("head", "tile", "row"),
-        **THREADS,
-        **_interpret(settings),
+        **launch(settings, (kv_heads, length // TILE, rows)),
     )
     return run(queries, keys, values, d_out, sums, centres, bounds.first, bounds.highest, bounds.last)

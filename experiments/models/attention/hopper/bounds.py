@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from experiments.models.attention.call import padded_first
+
 BLOCK = 64
 """Rows that one warpgroup owns: queries forward and in dq, keys in dk and dv."""
 TILE = 2 * BLOCK
@@ -28,12 +30,10 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, first: Int[Array, "B T"]) -> "Bounds":
-        """Pads the row; queries of the padding read themselves."""
-        rows, length = first.shape
-        padded = length + -length % TILE
+        """Pads the rows and looks at their tiles."""
+        first = padded_first(first, TILE)
+        rows, padded = first.shape
         slots = jnp.arange(padded, dtype=jnp.int32)
-        tail = jnp.broadcast_to(slots[length:], (rows, padded - length))
-        first = jnp.concatenate([first.astype(jnp.int32), tail], axis=1)
         tiled = first.reshape(rows, -1, TILE)
         ends = (jnp.arange(padded // TILE, dtype=jnp.int32) + 1) * TILE
         readers = jnp.where(first[:, None, :] < ends[:, None], slots, 0)

@@ -9,13 +9,14 @@ from jax.experimental import pallas as pl
 
 from experiments.models.attention.hopper.bounds import BLOCK, TILE, Bounds
 from experiments.models.attention.hopper.settings import (
-    MEMORY_REGISTERS,
     WARPGROUPS,
     Settings,
     along_rows,
     block_spec,
     grouped,
     iota,
+    launch,
+    pipelined,
     scores_in_bits,
     tile_buffer,
 )
@@ -98,15 +99,11 @@ def forward(queries: Any, keys: Any, values: Any, bounds: Bounds, settings: Sett
             plgpu.barrier_arrive(v_consumed)
             return mixed * along_rows(kept, mixed.shape) + part, larger, total, first
 
-        plgpu.emit_pipeline_warp_specialized(
+        pipelined(
             step,
+            compute,
             grid=(high - low,),
-            max_concurrent_steps=stages,
-            num_compute_wgs=WARPGROUPS,
-            memory_registers=MEMORY_REGISTERS,
-            wg_axis="warpgroup",
-            manual_consumed_barriers=True,
-            compute_context=compute,
+            stages=stages,
             in_specs=[block_spec((step_keys, features), lambda i: (low + i, 0))] * 2,
         )(k_gmem.at[row, :, kv_head], v_gmem.at[row, :, kv_head])
 
@@ -120,12 +117,7 @@ def forward(queries: Any, keys: Any, values: Any, bounds: Bounds, settings: Sett
             plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, length // TILE, rows),
-        grid_names=("head", "tile", "row"),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        **({} if settings.interpret is None else {"interpret": settings.interpret}),
+        **launch(settings, (heads, length // TILE, rows)),
     )
     return run(queries, keys, values, bounds.first, bounds.lowest, bounds.highest)
 

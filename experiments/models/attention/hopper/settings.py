@@ -58,6 +58,35 @@ def scores_in_bits(products: Any, settings: Settings) -> tuple[Any, Any]:
     return bent * (settings.softcap * LOG2_E), 1.0 - bent * bent
 
 
+def pipelined(
+    step: Callable[..., Any], compute: Callable[..., None], *, grid: tuple, stages: int, in_specs: list
+) -> Any:
+    """The pipeline of a kernel's body: one warpgroup copies blocks, WARPGROUPS of them run `compute` around the steps."""
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=grid,
+        max_concurrent_steps=stages,
+        num_compute_wgs=WARPGROUPS,
+        memory_registers=MEMORY_REGISTERS,
+        wg_axis="warpgroup",
+        manual_consumed_barriers=True,
+        compute_context=compute,
+        in_specs=in_specs,
+    )
+
+
+def launch(settings: Settings, grid: tuple[int, int, int]) -> dict[str, Any]:
+    """How `plgpu.kernel` launches a kernel over (heads, tiles, rows)."""
+    return {
+        "compiler_params": plgpu.CompilerParams(approx_math=True),
+        "grid": grid,
+        "grid_names": ("head", "tile", "row"),
+        "num_threads": WARPGROUPS + 1,
+        "thread_name": "warpgroup",
+        **({} if settings.interpret is None else {"interpret": settings.interpret}),
+    }
+
+
 def iota(shape: tuple[int, int], dimension: int) -> Any:
     """Row or column numbers of an accumulator."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
