@@ -61,16 +61,16 @@ class RolloutCounts:
 class Rollouts:
     """Makes one rollout after the other.
 
-      Args:
-        prompts: gives the next prompts.
-        completer: completes them.
-        options: sizes of a rollout.
-        advantages: a name of `ADVANTAGES`.
-        key: random key of all rollouts; each folds in its number.
+    Args:
+      prompts: gives the next prompts.
+      completer: completes them.
+      options: sizes of a rollout.
+      advantages: a name of `ADVANTAGES`.
+      key: random key of all rollouts; each folds in its number.
 
-      Attributes:
-        made: number of rollouts so far.
-    counts: of the rollouts since the reader last reset them.
+    Attributes:
+      made: number of rollouts so far.
+      counts: of the rollouts since the reader last reset them.
     """
 
     def __init__(
