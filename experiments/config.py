@@ -11,6 +11,7 @@ from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
+from experiments.sampling.pick import DrawOptions
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
@@ -166,6 +167,14 @@ class RolloutConfig:
     """Completions per prompt: the size of an advantage group."""
     temperature: float = 1.0
     """Divisor of the logits, in the sampler as in the trainer."""
+    top_k: int | None = None
+    """Draw among this many likeliest tokens only; None for all. The loss takes log-probs of the whole distribution."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest tokens whose probabilities sum to this; 1 for all."""
+    min_p: float = 0.0
+    """Draw among tokens at least this many times as likely as the likeliest; 0 for all."""
+    stop: tuple[str, ...] = ()
+    """Texts each of which ends a completion; its last token is the one that completes the text, and it counts as ended."""
     max_prompt_tokens: int | None = None
     """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
@@ -176,6 +185,18 @@ class RolloutConfig:
     rescore: bool = False
     """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then saves
     a strictly on-policy step the forward pass of the head."""
+
+    def draw_options(self) -> DrawOptions:
+        """How tokens are drawn.
+
+        Raises:
+          ValueError: an option out of range.
+        """
+        try:
+            return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        except ValueError as error:
+            argument, _, rest = str(error).partition(":")
+            raise ValueError(f"--rollout.{_dashed(argument)}:{rest}") from None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from experiments.models.sharding import decoder_shardings, on_one_device
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
@@ -56,7 +57,7 @@ class Mode(Protocol):
     def sums(self, objective: Objective, temperature: float) -> GradientSums:
         """Gradient sums of an objective."""
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> Draw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """A way to draw completions."""
 
 
@@ -80,9 +81,9 @@ class PlainMode:
         """See `Mode`."""
         return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, engine=self._engine)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> CachedDraw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> CachedDraw:
         """See `Mode`."""
-        return CachedDraw(self._graph, self.mesh, tokenizer, sizes, temperature=temperature, greedy=greedy)
+        return CachedDraw(self._graph, self.mesh, tokenizer, sizes, options)
 
 
 class InvariantMode:
@@ -111,9 +112,10 @@ class InvariantMode:
         """See `Mode`."""
         return LeafSums(self._leaf_programs(temperature), objective, self.block)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> LeafDraw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
-        return LeafDraw(self._leaf_programs(temperature), tokenizer, sizes, leaf_rows=self.block, greedy=greedy)
+        programs = self._leaf_programs(options.temperature)
+        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.block, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float) -> LeafPrograms:
         # One set per temperature, so that sampler and trainer share compiled programs.

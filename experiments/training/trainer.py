@@ -18,6 +18,7 @@ from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.sampling.completer import Completer, Completions, readable
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.stream import Packing, RoundStream
@@ -117,12 +118,15 @@ class Trainer:
         self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
         self.rollouts = Rollouts(
             self.prompts,
-            self._completer(temperature),
+            self._completer(config.rollout.draw_options()),
             config.rollout,
             config.loss.advantages,
             jax.random.fold_in(self.key, 1),
         )
-        self._judges = {"sampled": self._completer(1.0), "greedy": self._completer(1.0, greedy=True)}
+        self._judges = {
+            "sampled": self._completer(DrawOptions()),
+            "greedy": self._completer(DrawOptions(greedy=True)),
+        }
         self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
         self.progress = Progress()
         self._stream_packing = replace(self._packing, columns=self._columns())
@@ -134,9 +138,9 @@ class Trainer:
             text for text in (replicated_embedding(decoder, self.mesh), slower_head(self.sums.head_run)) if text
         ]
 
-    def _completer(self, temperature: float, *, greedy: bool = False) -> Completer:
-        draw = self._mode.draw(self.tokenizer, self.sizes, temperature=temperature, greedy=greedy)
-        return Completer(draw, self.rewards, self.tokenizer, self.sizes)
+    def _completer(self, options: DrawOptions) -> Completer:
+        draw = self._mode.draw(self.tokenizer, self.sizes, options)
+        return Completer(draw, self.rewards, self.tokenizer, self.sizes, self.config.rollout.stop)
 
     def _columns(self) -> tuple[str, ...]:
         rescored = scoring.RESCORED_COLUMNS if self.config.rollout.rescore else ()
