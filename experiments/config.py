@@ -23,7 +23,7 @@ class ModelConfig:
 
     path: str | None = None
     """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
-    the model but the dtypes and fp32_head, and there is no warm start."""
+    the model but the dtypes and fp32_head, and has no warm start unless warm-start.max-steps says so."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
     hidden_size: int = 64
@@ -141,12 +141,16 @@ class RewardConfig:
     """Tokens of the function short."""
 
 
+WARM_START_STEPS = 400
+"""Of a model from nothing."""
+
+
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
+    """The short supervised phase on worked examples. It ends at the target, or after max_steps."""
 
-    max_steps: int = 400
-    """Maximum number of optimizer steps; 0 skips the phase."""
+    max_steps: int | None = None
+    """Maximum number of optimizer steps; 0 skips the phase. None is 400 for a model from nothing, 0 for one from disk."""
     batch_size: int = 256
     """Documents (prompt and answer) per optimizer step."""
     learning_rate: float = 2e-3
@@ -389,6 +393,13 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
+    @property
+    def warm_start_steps(self) -> int:
+        """Largest number of steps of the warm start."""
+        if self.warm_start.max_steps is not None:
+            return self.warm_start.max_steps
+        return WARM_START_STEPS if self.model.path is None else 0
+
 
 def validate(config: Config) -> MeshSpec:
     """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
@@ -410,6 +421,9 @@ def validate(config: Config) -> MeshSpec:
         0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
     )
     config.loss.policy_loss(1)
+    draw = config.rollout.draw_options()
+    expected = "no top-k, top-p or min-p, with --invariant, whose sampler draws from the whole distribution"
+    require(not (config.invariant and draw.filters), "--rollout", expected, draw)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
         _validate_invariant(config, completions)

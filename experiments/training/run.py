@@ -136,7 +136,7 @@ def _train(run: Run) -> Result:
             before = trainer.restore(checkpoints, console)
             restored = trainer.progress.step
             run.folder.record_resume(restored)
-            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored}
+            steps = {"warm_start": config.warm_start_steps, "train": restored, "eval": restored}
             writer = MetricsWriter(run.folder, {**steps, "held_out": restored})
             console.say(f"resumed {run.folder.path} at step {restored}")
         else:

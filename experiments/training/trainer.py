@@ -164,13 +164,7 @@ class Trainer:
     # Warm start
 
     def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
-        """Supervised learning of answers until sampled exact match reaches the target, or max_steps.
-
-        A model from disk needs none.
-        """
-        if self.pretrained is not None:
-            self._freeze_reference()
-            return
+        """Supervised learning of answers until sampled exact match reaches the target, or the largest number of steps."""
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         params = warm_start(
@@ -179,6 +173,7 @@ class Trainer:
             examples.take,
             self._packing,
             self.config.warm_start,
+            self.config.warm_start_steps,
             lambda params, step: self._score("sampled", params, checks, step),
             console,
             metrics,

@@ -1,4 +1,4 @@
-"""Attention over the sampler's cache against a float64 softmax of the tokens that a row has, written here from the definition."""
+"""Attention over the sampler's cache against a float64 softmax of a row's tokens, written here from the definition."""
 
 import functools
 

@@ -21,7 +21,7 @@ from experiments.models.attention.einsum import MASKED_SCORE, capped
 BLOCK = 64
 """Slots of a block. Prompts and generated tokens have whole blocks of them."""
 SMALLEST_PRODUCT = 16
-"""Rows of the smallest matrix that the matrix units multiply: query heads are padded to it."""
+"""Rows of the smallest matrix that the matrix units multiply."""
 LOG2_E = 1.4426950408889634
 
 
@@ -51,40 +51,40 @@ def attend_triton(
         interpret: run the kernel in Pallas' interpreter.
     """
     held = cache.layers[layer]
-    rows, heads, head_dim = queries.shape
-    kv_heads = new_keys.shape[1]
-    group = heads // kv_heads
-    padded = max(SMALLEST_PRODUCT, 1 << (group - 1).bit_length())
-    grouped = jnp.pad(queries.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
+    rows, kv_heads = new_keys.shape[:2]
     assert cache.prompt_of_row is not None
     scalars = (cache.prompt_of_row, cache.prompt_lengths, first, cache.filled[None])
-    by_head = lambda size: pl.BlockSpec((1, 1, size, head_dim), lambda b, k: (b, k, 0, 0))  # noqa: E731
+    operands = (*scalars, queries, new_keys, new_values, *held)
+    results = (queries, held.keys, held.values)
     whole = lambda x: pl.BlockSpec(x.shape, lambda b, k: (0,) * x.ndim)  # noqa: E731
-    operands = (grouped, new_keys[:, :, None], new_values[:, :, None])
     out, keys, values = pl.pallas_call(
         functools.partial(_kernel, scale=scale, softcap=softcap),
         grid=(rows, kv_heads),
-        in_specs=[*map(whole, scalars), *(by_head(x.shape[2]) for x in operands), *map(whole, held)],
-        out_specs=[by_head(padded), whole(held.keys), whole(held.values)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (grouped, held.keys, held.values)],
-        input_output_aliases={len(scalars) + len(operands) + 2 + index: 1 + index for index in range(2)},
+        in_specs=list(map(whole, operands)),
+        out_specs=list(map(whole, results)),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        input_output_aliases={len(operands) - 2: 1, len(operands) - 1: 2},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="cached_attention",
-    )(*scalars, *operands, *held)
-    return out[:, :, :group].reshape(rows, heads, head_dim), held._replace(keys=keys, values=values)
+    )(*operands)
+    return out, held._replace(keys=keys, values=values)
 
 
 def _kernel(
     prompt_ref, length_ref, first_ref, filled_ref, q_ref, new_k_ref, new_v_ref, prompt_k_ref, prompt_v_ref, k_ref, v_ref,
     out_ref, k_out_ref, v_out_ref, *, scale: float, softcap: float | None,
 ):  # fmt: skip
-    """Refs of the caches are whole arrays in the GPU's memory; the others are this program's."""
+    """All refs are whole arrays in the GPU's memory."""
     row, head = pl.program_id(0), pl.program_id(1)
     prompt, length, first, filled = prompt_ref[row], length_ref[row], first_ref[row], filled_ref[0]
-    queries, new_key, new_value = q_ref[0, 0], new_k_ref[0, 0], new_v_ref[0, 0]
-    k_out_ref[row, head, pl.ds(filled, 1), :] = new_key
-    v_out_ref[row, head, pl.ds(filled, 1), :] = new_value
+    group = q_ref.shape[1] // new_k_ref.shape[1]
+    # Repeated up to a matrix that the matrix units can multiply.
+    padded = lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(group)))
+    heads = head * group + jnp.minimum(padded, group - 1)
+    queries, new_key, new_value = q_ref[row, heads, :], new_k_ref[row, head, :], new_v_ref[row, head, :]
+    k_out_ref[row, head, filled, :] = new_key
+    v_out_ref[row, head, filled, :] = new_value
 
     def in_bits(products):
         return capped(products * scale, softcap) * LOG2_E
@@ -107,8 +107,8 @@ def _kernel(
 
         return step
 
-    scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_key.astype(jnp.float32), axis=1))
-    mixed = jnp.broadcast_to(new_value.astype(jnp.float32), queries.shape)
+    scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_key.astype(jnp.float32)[None], axis=1))
+    mixed = jnp.broadcast_to(new_value.astype(jnp.float32)[None], queries.shape)
     carry = (scores, jnp.ones_like(scores), mixed)
     own_first = jnp.maximum(first - length, 0)
     for refs, index, begin, end in (
@@ -118,4 +118,8 @@ def _kernel(
         blocks = (begin // BLOCK, pl.cdiv(end, BLOCK))
         carry = lax.fori_loop(*blocks, visit(*refs, index, begin, end), carry)
     _, total, mixed = carry
-    out_ref[0, 0] = (mixed / total[:, None]).astype(out_ref.dtype)
+    result = (mixed / total[:, None]).astype(out_ref.dtype)
+    own = (head * group + padded)[:, None]
+    features = lax.broadcasted_iota(jnp.int32, result.shape, 1)
+    visible = jnp.broadcast_to((padded < group)[:, None], result.shape)
+    plgpu.store(out_ref.at[row, own, features], result, mask=visible)
