@@ -31,11 +31,11 @@ HELD_OUT = {
 }
 TRAINING = {
     "reward": ("reward_mean", ".3f"),
-    "entropy [nats per token]": ("entropy", ".3f"),
+    "entropy [nats per token]": ("entropy_labelled", ".3f"),
     "tokens of a completion": ("completion_length_mean", ".1f"),
     "share truncated": ("truncated_share", ".3f"),
     "share of groups without a difference": ("degenerate_groups", ".3f"),
-    "KL of old and new policy [nats per token]": ("kl_new_old", ".2e"),
+    "KL of old and new policy [nats per token]": ("kl_new_old_labelled", ".2e"),
     "gradient norm": ("grad_norm", ".3f"),
 }
 DRIFT = ("p50", "p90", "p99", "p99_9", "max")

@@ -55,13 +55,16 @@ class Panel(NamedTuple):
 
 SAMPLED = Curve("exact_match_sampled", "temperature 1", kind="eval")
 GREEDY = Curve("exact_match_greedy", "greedy", ORANGE, kind="eval")
-STEP_KL = Curve("kl_new_old", "before and after the updates of a rollout")
+STEP_KL = Curve("kl_new_old_labelled", "before and after the updates of a rollout")
 FIRST_KL = Curve("kl_reference", "to the first policy", ORANGE, kind="eval")
+LARGEST = Curve("drift_max", "largest of a step")
+P99 = Curve("p99", "99 % quantile of a report", ORANGE, kind="drift")
 FROM_ZERO = (0.0, None)
+# "_labelled": means over documents with a label. Those over all documents shrink where truncated ones are masked.
 PANELS = {
     "accuracy": Panel("Held-out accuracy", "exact match [share of prompts]", (SAMPLED, GREEDY), limits=(-0.02, 1.02)),
     "reward": Panel("Training reward", "mean reward of a completion", (Curve("reward_mean"),), smooth=True),
-    "entropy": Panel("Entropy of the policy", "nats per token", (Curve("entropy"),), FROM_ZERO),
+    "entropy": Panel("Entropy of the policy", "nats per token", (Curve("entropy_labelled"),), FROM_ZERO),
     "length": Panel(
         "Completion length", "mean tokens", (Curve("completion_length_mean"),), FROM_ZERO, smooth=True, legend=False
     ),
@@ -70,10 +73,15 @@ PANELS = {
     ),
     "kl": Panel("KL of policies", "nats per token", (STEP_KL, FIRST_KL), FROM_ZERO),
     "clipped": Panel(
-        "Clipped tokens", "share of tokens", (Curve("clipped_ratio_fraction"),), FROM_ZERO, smooth=True, legend=False
+        "Clipped tokens",
+        "share of tokens",
+        (Curve("clipped_ratio_fraction_labelled"),),
+        FROM_ZERO,
+        smooth=True,
+        legend=False,
     ),
-    "ratio": Panel("Ratio new / old", "mean ratio", (Curve("ratio_new_old"),), smooth=True, legend=False),
-    "drift": Panel("Sampler against trainer", "max |Δ log-prob| [nats]", (Curve("drift_max"),), log=True),
+    "ratio": Panel("Ratio new / old", "mean ratio", (Curve("ratio_new_old_labelled"),), smooth=True, legend=False),
+    "drift": Panel("Sampler against trainer", "|Δ log-prob| [nats]", (LARGEST, P99), log=True),
     "loss": Panel("Policy loss", "loss of a step", (Curve("loss"),), smooth=True),
 }
 

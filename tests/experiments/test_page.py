@@ -9,7 +9,7 @@ from experiments import plot
 from experiments.config import Config
 from experiments.runs.config_file import save_config
 from experiments.runs.folder import MetricsWriter, RunFolder, Sample
-from experiments.runs.page import command, read_runs
+from experiments.runs.page import command, page, read_runs
 
 STEPS = 20
 DRIFT = {
@@ -42,7 +42,7 @@ def write_run(parent, seed, task="word_problems:2", fence="```"):
                     "reward_mean": step / STEPS,
                     "step_seconds": 3.0,
                     "rollout_seconds": 1.5,
-                    "entropy": 1.0 / step,
+                    "entropy_labelled": 1.0 / step,
                 }
                 writer.write(step, "train", {**values, "tokens_per_second": 1000.0 * step})
         writer.write(1, "drift", {"max": 0.05 + seed / 100, **DRIFT})
@@ -60,8 +60,8 @@ def test_the_page_of_three_seeds(folders, tmp_path):
     figure, text = tmp_path / "seeds.png", tmp_path / "docs" / "seeds.md"
     arguments = ["--figure", str(figure), "--page", str(text), "--title", "Three seeds", "--samples", "2"]
     assert plot.run_cli([*folders, *arguments]) == [figure, text] and figure.stat().st_size > 10_000
-    page = text.read_text(encoding="utf-8")
-    lines = page.splitlines()
+    written = text.read_text(encoding="utf-8")
+    lines = written.splitlines()
     assert lines[0] == "# Three seeds" and "![Curves over the optimizer steps](../seeds.png)" in lines
     assert "Preset `smollm2`, task `word_problems:2`, loss `grpo`, 20 optimizer steps, seeds 0, 1, 2." in lines
     rows = [
@@ -76,19 +76,20 @@ def test_the_page_of_three_seeds(folders, tmp_path):
         "| seed 2 | 1.6 | 0.5 | 10,500 | 0 |",
     ]
     assert [row for row in rows if row not in lines] == []
-    assert "share truncated, greedy" not in page, "no run has it"
+    assert "share truncated, greedy" not in written, "no run has it"
     # Seed 2 has the largest.
-    assert "0.07 nats at step 1: ` ' 42' ` after ` 'so there are' `" in page and "shard 2." in page
-    assert page.index("no idea") < page.index("The answer is 7.") < page.index("always wrong"), "the learnt one first"
-    assert "````text\n``` 1\n````" in page, "a completion cannot close its block"
-    assert str(tmp_path) not in page
+    assert "0.07 nats at step 1: ` ' 42' ` after ` 'so there are' `" in written and "shard 2." in written
+    assert written.index("no idea") < written.index("The answer is 7.") < written.index("always wrong"), (
+        "the learnt one first"
+    )
+    assert "````text\n``` 1\n````" in written, "a completion cannot close its block"
+    assert str(tmp_path) not in written
 
 
-def test_one_run_has_no_mean(folders, tmp_path):
-    text = tmp_path / "one.md"
-    plot.run_cli([folders[0], "--figure", str(tmp_path / "one.png"), "--page", str(text), "--samples", "0"])
-    page = text.read_text(encoding="utf-8")
-    assert "|  | seed 2 |\n" in page and "mean" not in page and "## Samples" not in page
+def test_one_run_has_no_mean(folders):
+    text = page(read_runs(folders[:1]), title="One", samples=0)
+    assert "|  | seed 2 |\n" in text and "mean" not in text and "## Samples" not in text and "![" not in text
+    assert "| entropy [nats per token] | 0.293 → 0.067 |" in text
 
 
 def test_a_command_is_shown_without_its_machine():

@@ -19,14 +19,14 @@ def records(count):
             "step": step,
             "kind": "train",
             "reward_mean": step / count,
-            "entropy": 1.0 / (1 + step),
-            "clipped_ratio_fraction": 0.01,
-            "ratio_new_old": 1.0 + step * 1e-4,
+            "entropy_labelled": 1.0 / (1 + step),
+            "clipped_ratio_fraction_labelled": 0.01,
+            "ratio_new_old_labelled": 1.0 + step * 1e-4,
             "drift_max": 10.0**-step if step % 2 else 0.0,
             "loss": -step * 0.01,
             "completion_length_mean": 40.0 + step,
             "truncated_share": 0.5 / (1 + step),
-            "kl_new_old": 1e-6 * step,
+            "kl_new_old_labelled": 1e-6 * step,
         }
         for step in range(count)
     ]
@@ -92,7 +92,7 @@ def test_several_runs_are_thin_lines_with_a_thick_mean(tmp_path, figures):
         record["loss"] = record.get("loss", 0.0) + 1.0
         if record["kind"] == "eval":
             record["exact_match_sampled"] = 0.5
-    second[2]["entropy"] = math.nan
+    second[2]["entropy_labelled"] = math.nan
     plot_runs([first, second], tmp_path / "curves.png")
     one, other, mean = panel(figures[0], "Entropy of the policy").get_lines()
     assert len(one.get_xdata()) == 40 and len(other.get_xdata()) == 36
@@ -119,9 +119,9 @@ def test_drift_has_a_log_scale_with_a_floor(tmp_path, figures):
 def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path, figures):
     metrics = records(5)
     metrics[1]["loss"], metrics[2]["loss"], metrics[2]["drift_max"] = math.nan, math.inf, math.nan
-    metrics[3]["entropy"] = None
+    metrics[3]["entropy_labelled"] = None
     for record in metrics:
-        record["clipped_ratio_fraction"] = math.nan
+        record["clipped_ratio_fraction_labelled"] = math.nan
     plot_runs([metrics], tmp_path / "curves.png")
     loss = panel(figures[0], "Policy loss")
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [0, np.nan, np.nan, -0.03, -0.04])
@@ -138,9 +138,9 @@ def test_the_same_metrics_give_the_same_bytes(tmp_path):
 
 STEP = {
     "reward_mean": 0.3123,
-    "entropy": 1.25,
-    "clipped_ratio_fraction": 0.0123,
-    "ratio_new_old": 1.0,
+    "entropy_labelled": 1.25,
+    "clipped_ratio_fraction_labelled": 0.0123,
+    "ratio_new_old_labelled": 1.0,
     "drift_max": 3.2e-6,
 }
 
@@ -152,7 +152,7 @@ def print_a_run(console, tmp_path):
     console.warn("[red]step 20 is damaged[/red]")
     with console.progress("training", total=HEADER_EVERY + 1, lines=False) as advance:
         for step in range(HEADER_EVERY + 1):
-            console.step(step, {**STEP, "entropy": math.nan} if step == 1 else STEP)
+            console.step(step, {**STEP, "entropy_labelled": math.nan} if step == 1 else STEP)
             advance()
     held_out = {"temperature 1": HeldOut(0.31, 0.83), "greedy": HeldOut(0.451, 0.919)}
     console.summary({"head [x]": "chunked", "seconds": 12.3456789}, tmp_path, held_out)
