@@ -12,6 +12,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
 from experiments.sampling.pick import DrawOptions
+from experiments.tasks.jsonl import JsonlOptions
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
@@ -22,8 +23,9 @@ class ModelConfig:
     """The decoder; see experiments/models/decoder_config.py."""
 
     path: str | None = None
-    """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
-    the model but the dtypes and fp32_head, and has no warm start unless warm-start.max-steps says so."""
+    """Model to begin with: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in an installed Python
+    package. It brings its tokenizer and all sizes and options of the model but the dtypes and fp32_head, and has no warm
+    start unless warm-start.max-steps says so."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
     hidden_size: int = 64
@@ -49,7 +51,9 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Soft cap of the logits, cap tanh(logits / cap); None applies no cap."""
     fp32_head: bool = False
-    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler."""
+    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler. Both have been
+    rounded to dtype before that, and products of bf16 numbers are exact in fp32 accumulators anyway: with bf16 only the
+    order of sums changes. What sampler and trainer disagree by in bf16 comes from the layers below the head, and stays."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
@@ -100,23 +104,9 @@ _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(JsonlOptions):
     """How examples are put to the model. Keys, patterns and verifier belong to task jsonl:PATH alone."""
 
-    prompt_key: str | None = None
-    """Key of the prompt, a text or a list of messages with role and content; None takes prompt, question or messages."""
-    answer_key: str = "answer"
-    """Key of the answer."""
-    answer_pattern: str | None = None
-    """Regular expression with one group, found once in every answer: the group is what counts. For GSM8K '#### (.+)'."""
-    other_keys: bool = False
-    """Lines may have further keys, which become the example's source; else they are refused."""
-    verifier: str = "exact"
-    """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
-    tolerance: float = 0.0
-    """Largest difference of numbers that the numeric verifier takes for equal."""
-    percent: str = "unit"
-    """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
     system: str | None = None
     """System message before every prompt; needs a chat template."""
     instruction: str | None = None
@@ -186,9 +176,11 @@ class RolloutConfig:
     mask_truncated: bool = False
     """Take completions without an end token out of the loss: no token of theirs is a label, while their rewards stay in the
     mean and deviation of their group. A divisor that counts labels loses theirs; one that counts documents keeps them."""
-    rescore: bool = False
-    """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then saves
-    a strictly on-policy step the forward pass of the head."""
+    rescore: bool | None = None
+    """Take old log-probs from the trainer's own forward pass instead of the sampler's, with the parameters that sampled: a
+    ratio is then that of two policies, without the difference between sampler and trainer, which stays the metric drift_max.
+    Its log-sum-exp saves a strictly on-policy step the forward pass of the head. None: where a rollout feeds more than one
+    optimizer step, that is, where its completions do not divide schedule.docs-per-step."""
 
     def draw_options(self) -> DrawOptions:
         """How tokens are drawn.
@@ -348,6 +340,18 @@ class EvaluationConfig:
     """Optimizer steps between two evaluations; 0 evaluates only before and after."""
     num_prompts: int = 512
     """Held-out prompts."""
+    kl: bool = False
+    """Also the KL of the policy to the one that training began with, on the sampled completions: keeps a copy of the first
+    parameters, as loss.kl-coefficient does."""
+
+
+@dataclass(frozen=True)
+class DriftConfig:
+    """The report on how far apart sampler and trainer are, on the tokens that were sampled with the trainer's parameters."""
+
+    every: int = 50
+    """Optimizer steps between two reports, the first at step 1; 0 makes none. One costs a forward pass over the documents of
+    a step, or nothing where rollout.rescore has made it. It waits for a step with such tokens."""
 
 
 @dataclass(frozen=True)
@@ -362,8 +366,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A policy loss on a verifiable task, from a warm-started small decoder."""
+    """A policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
 
+    preset: str | None = None
+    """Defaults by name, instead of those shown here; every other option still counts. smollm2: SmolLM2-135M-Instruct (extra
+    smollm2) on word problems. With --help its values are shown."""
     task: str = "addition"
     """addition, comparison, letter_counting, reversal, sorting or word_problems (with :SIZE), reasoning_gym:NAME, or
     jsonl:PATH."""
@@ -391,14 +398,22 @@ class Config:
     invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    @property
-    def warm_start_steps(self) -> int:
-        """Largest number of steps of the warm start."""
-        if self.warm_start.max_steps is not None:
-            return self.warm_start.max_steps
-        return WARM_START_STEPS if self.model.path is None else 0
+    def resolved(self) -> "Config":
+        """The same with every option that follows from others, or from the device, replaced by what it is."""
+        rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
+        if rollout.rescore is None:
+            docs = self.schedule.docs_per_step
+            # The size of a step that counts micro-batches is not known, so that it may end within a rollout.
+            rollout = dataclasses.replace(rollout, rescore=docs == 0 or docs % completions != 0)
+        warm_start = self.warm_start
+        if warm_start.max_steps is None:
+            steps = WARM_START_STEPS if self.model.path is None else 0
+            warm_start = dataclasses.replace(warm_start, max_steps=steps)
+        model = self.model.resolved(self.invariant)
+        return dataclasses.replace(self, model=model, rollout=rollout, warm_start=warm_start)
 
 
 def validate(config: Config) -> MeshSpec:
@@ -478,6 +493,7 @@ _LOWEST = {
     "optimizer.weight-decay": 0.0,
     "evaluation.every": 0,
     "evaluation.num-prompts": 1,
+    "drift.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }

@@ -13,6 +13,7 @@ from experiments.sampling.sampler import Samples
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.protocol import prompt_text
 from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp import Document
 
 
 class Draw(Protocol):
@@ -50,6 +51,27 @@ class Completions(NamedTuple):
     texts: list[Completion]
     rewards: np.ndarray
     parts: np.ndarray
+
+    @property
+    def mean_length(self) -> float:
+        """Mean number of tokens, end tokens included."""
+        return float(np.mean([text.num_tokens for text in self.texts]))
+
+    @property
+    def truncated_share(self) -> float:
+        """Share without an end token."""
+        return float(np.mean([not text.ended for text in self.texts]))
+
+    def documents(self) -> list[Document]:
+        """What was drawn, without advantages."""
+        return [
+            Document(
+                np.concatenate([np.array(prompt, np.int32), tokens]), len(prompt), log_probs, 0.0, float(reward), 0
+            )
+            for prompt, tokens, log_probs, reward in zip(
+                self.prompts, self.tokens, self.log_probs, self.rewards, strict=True
+            )
+        ]
 
     def first(self, number: int) -> "Completions":
         """The first completions only."""

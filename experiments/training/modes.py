@@ -24,7 +24,7 @@ from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
 from experiments.training.sums import GradientSums
-from jaxlogp import ReductionOrder
+from jaxlogp import ReductionOrder, VocabShards
 from jaxlogp.errors import require
 
 Load = Callable[[DecoderConfig, Callable[[nnx.State], Any]], nnx.State]
@@ -46,6 +46,7 @@ class Mode(Protocol):
       order: the numeric identity of the head, where the mode has one.
       block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
+      vocab: the shards of the head's vocabulary over the tensor ranks.
     """
 
     mesh: jax.sharding.Mesh
@@ -53,6 +54,7 @@ class Mode(Protocol):
     order: ReductionOrder | None
     block: int
     share_rows: bool
+    vocab: VocabShards
 
     def sums(self, objective: Objective, temperature: float) -> GradientSums:
         """Gradient sums of an objective."""
@@ -71,6 +73,7 @@ class PlainMode:
     def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
         self._engine = config.loss.engine
+        self.vocab = VocabShards.even(decoder.vocab_size, self.mesh.shape[TENSOR_AXIS])
         if load is None:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
         else:
@@ -99,6 +102,7 @@ class InvariantMode:
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
         require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
         self.order.check_across_processes()
+        self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         if load is None:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))

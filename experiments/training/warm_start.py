@@ -26,7 +26,6 @@ def warm_start(
     documents: Callable[[int], list[Document]],
     packing: Packing,
     options: WarmStartConfig,
-    max_steps: int,
     score: Callable[[nnx.State, int], float],
     console: RunConsole,
     metrics: MetricsWriter,
@@ -38,8 +37,7 @@ def warm_start(
       sums: gradient sums of cross-entropy.
       documents: returns the next n worked examples.
       packing: makes rounds of them.
-      options: the options of this phase.
-      max_steps: the largest number of steps, whatever `options` says.
+      options: the resolved options of this phase.
       score: share of right answers with given parameters, at a step.
       console: shows the progress.
       metrics: where records are written.
@@ -50,7 +48,8 @@ def warm_start(
     Raises:
       RuntimeError: a loss that is not finite.
     """
-    if max_steps == 0:
+    max_steps = options.max_steps
+    if not max_steps:
         return params
     warm_up = max(1, min(MAX_WARM_UP_STEPS, max_steps // 4))
     schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
