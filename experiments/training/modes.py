@@ -69,7 +69,7 @@ class PlainMode:
 
     def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
-        self._engine = config.loss.engine
+        self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         if load is None:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
         else:
@@ -78,7 +78,8 @@ class PlainMode:
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
-        return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, engine=self._engine)
+        options = {"temperature": temperature, "engine": self._engine, "accumulate": self._accumulate}
+        return MicroBatchSums(self._graph, self.mesh, objective, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> CachedDraw:
         """See `Mode`."""

@@ -156,6 +156,10 @@ BAD = {
     "an unknown loss": (["--loss.name", "ppo"], "--loss.name: expected one of bnpo, "),
     "an option that the loss does not have": (["--loss.max-weight", "5"], "--loss.max-weight: expected None for loss"),
     "a clip range out of range": (["--loss.epsilon", "1.5"], "--loss.epsilon: expected a number in (0, 1), got 1.5"),
+    "an optimizer without this option": (
+        ["--optimizer.name", "adafactor", "--optimizer.b1", "0.9"],
+        "--optimizer.b1: expected None for optimizer 'adafactor'",
+    ),
     "no such engine": (["--loss.engine", "abacus"], "--loss.engine: expected an engine that can run here"),
     "an engine of another device": (
         ["--loss.engine", "hopper"],

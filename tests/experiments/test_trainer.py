@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from experiments import Config, train
-from experiments.config import LossConfig, OptimizerConfig
+from experiments.config import LossConfig
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling import leaf_draw
@@ -19,10 +19,11 @@ from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training.modes import replicated_embedding
+from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
 from experiments.training.trainer import slower_head
-from experiments.training.update import Update, adamw
+from experiments.training.update import Update
 from jaxlogp import ChunkedEngine, HeadRun, PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import registry
 from tests.experiments.tiny import TINY, tiny, train_records
@@ -95,7 +96,8 @@ def sums(loss):
 
 
 def test_a_refused_update_leaves_parameters_and_learning_rate():
-    update = Update(adamw(OptimizerConfig(), optax.linear_schedule(0.1, 0.5, 4)), lambda tree: jax.device_put(tree))
+    optimizer = Optimizer(adamw(), optax.linear_schedule(0.1, 0.5, 4))
+    update = Update(optimizer, lambda tree: jax.device_put(tree))
     state = update.init({"w": jnp.ones(2)})
     rates = []
     for loss in (1.0, np.nan, 1.0, 1.0):
