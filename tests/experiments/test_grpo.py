@@ -64,7 +64,9 @@ def test_the_run_folder_is_complete(plain):
     for path in (run.config, run.env, run.metrics, run.samples, run.summary, run.curves):
         assert path.stat().st_size > 0, path
     assert any(run.tensorboard.rglob("events*"))
-    assert json.loads(run.summary.read_text())["after"]["sampled"] == plain.after.sampled
+    summary = json.loads(run.summary.read_text())
+    assert summary["after"]["sampled"] == plain.after.sampled
+    assert summary["dtype"] == "float32 (auto: cpu, not a GPU)"
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 

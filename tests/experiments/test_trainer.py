@@ -89,6 +89,26 @@ def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     assert any((np.asarray(x) != y).any() for x, y in zip(reference, jax.tree.leaves(whole.params), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_parameters(tmp_path, name):
+    """On two tensor ranks, with gradient sums in bf16 too."""
+    options = {"optimizer": {"name": name}, "model": {"param_dtype": "bfloat16"}, "mesh": "tensor=2"}
+    schedule = {"accumulate": "bfloat16", "rows": 4}
+    whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options), reward=parity)
+    broken = train(short(tmp_path, "broken", schedule={"steps": 1, **schedule}, **options), reward=parity)
+    again = Config(resume=str(broken.run.path), quiet=True, schedule=replace(Config().schedule, steps=2))
+    for mine, other in zip(leaves(train(again, reward=parity)), leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    state = whole.trainer.state
+    assert int(state.opt_state.count) == 2
+    for stored, exact in zip(*map(jax.tree.leaves, (state.params, state.opt_state.exact)), strict=True):
+        assert stored.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
+        assert stored.sharding.is_equivalent_to(exact.sharding, stored.ndim)
+        np.testing.assert_array_equal(stored, exact.astype(jnp.bfloat16))
+    assert [record["learning_rate"] for record in train_records(whole)] == [np.float32(5e-4), np.float32(1e-3)]
+
+
 def sums(loss):
     gradients = {"w": jnp.full(2, loss, jnp.float32)}
     parts = StepSums(gradients, WeightedSum(jnp.float32(loss), jnp.int32(1)), PolicyMetricTerms({}))
