@@ -9,10 +9,13 @@ import jax
 
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.dtype_choice import dtype_here
 from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.remat import POLICIES
 from experiments.sampling.pick import DrawOptions
 from experiments.tasks.jsonl import JsonlOptions
+from experiments.training.optimizers import OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
@@ -28,6 +31,9 @@ class ModelConfig:
     start unless warm-start.max-steps says so."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
+    name: str | None = None
+    """A published model's sizes and options with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b. Its vocabulary is
+    its own; the task's tokens are the first of it."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -57,9 +63,11 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
-    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on a GPU unless --invariant, else float32."""
+    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on GPUs that multiply it (NVIDIA's from compute
+    capability 8 on) unless --invariant, else float32."""
     param_dtype: str = "float32"
-    """Dtype of the stored parameters: float32 or bfloat16."""
+    """Dtype of the parameters that the model reads: float32, or bfloat16, for which the optimizer holds an fp32 copy that it
+    adds its updates to."""
     attention: str = "auto"
     """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
     remat: str = "auto"
@@ -67,9 +75,21 @@ class ModelConfig:
     and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
-        """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
+        """The configuration of a model from nothing for a vocabulary of at least ``vocab_size`` tokens.
+
+        Raises:
+          ValueError: a named shape that is unknown, or has a smaller vocabulary, or an option that it has decided.
+        """
         options = vars(self.resolved(invariant))
-        return DecoderConfig(vocab_size=vocab_size, **{name: options[name] for name in options if name not in _ON_DISK})
+        if self.name is None:
+            own = {name: options[name] for name in options if name not in _NOT_OF_THE_DECODER}
+            return DecoderConfig(vocab_size=vocab_size, **own)
+        require(self.name in NAMED_SHAPES, "--model.name", f"one of {', '.join(NAMED_SHAPES)}", self.name)
+        self._leave_to("name")
+        shape = NAMED_SHAPES[self.name]
+        expected = f"a shape for at least {vocab_size} tokens"
+        require(shape.vocab_size >= vocab_size, "--model.name", expected, f"{self.name}, {shape.vocab_size}")
+        return dataclasses.replace(shape, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
         """The configuration of a model from disk, computed as is said here.
@@ -77,29 +97,31 @@ class ModelConfig:
         Raises:
           ValueError: an option that the model on disk has decided.
         """
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            mine = each.name in (*_ON_DISK, *_OF_ANY_MODEL) or value == each.default
-            require(
-                mine, f"--model.{_dashed(each.name)}", "no value together with --model.path, which decides it", value
-            )
+        self._leave_to("path")
         options = vars(self.resolved(invariant))
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
+    def _leave_to(self, option: str) -> None:
+        """Raises ValueError where another option than `option` says what that one decides."""
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            mine = each.name in (option, "chat_template", *_OF_ANY_MODEL) or value == each.default
+            expected = f"no value together with --model.{option}, which decides it"
+            require(mine, f"--model.{_dashed(each.name)}", expected, value)
+
     def resolved(self, invariant: bool = False) -> "ModelConfig":
-        """The same with "auto" replaced by what it means here: on a GPU the dtype that the kernels of the head multiply.
+        """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
 
         Invariant runs have their own kernels, were tested in fp32, and use einsum attention, whose order is known.
         """
-        narrow = jax.default_backend() == "gpu" and not invariant
-        dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
+        dtype = dtype_here(self.dtype, invariant=invariant).dtype
         attention = "einsum" if invariant and self.attention == "auto" else self.attention
         spacious = jax.default_backend() == "cpu" or invariant
         remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
-_ON_DISK = ("path", "chat_template")
+_NOT_OF_THE_DECODER = ("path", "chat_template", "name")
 _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
@@ -212,6 +234,9 @@ class ScheduleConfig:
     """Tokens of one packed row; no document may be longer. None takes the task's longest document."""
     max_empty_micro_batches: int = 16
     """Consecutive micro-batches without a document on any rank before the run gives up."""
+    accumulate: str = "float32"
+    """Dtype of the gradient's sums over micro-batches: float32, or bfloat16, which rounds at every addition. Loss, counts
+    and metrics do not depend on it."""
     epochs: int | None = None
     """Passes over the training prompts, after which the data ends. None repeats them forever."""
 
@@ -297,20 +322,57 @@ def _dashed(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW for the reinforcement learning phase."""
+    """The optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
 
+    name: str = "adamw"
+    """adamw, adafactor, or muon (the layers' matrices by Muon, embeddings, head, norms and biases by AdamW). One learning
+    rate means about the same for all three."""
     learning_rate: float = 5e-4
     """Peak learning rate."""
+    schedule: str = "constant"
+    """constant, cosine or linear: the learning rate from the end of warm-up to --schedule.steps. The rate of an update
+    depends on its number and on --schedule.steps alone, also after a resume with other steps."""
     warmup_steps: int = 5
-    """Optimizer steps of linear warm-up."""
-    b1: float = 0.9
-    """Decay of the first moment."""
-    b2: float = 0.99
-    """Decay of the second moment."""
+    """Updates of linear warm-up; the last of them has the peak learning rate."""
+    final_rate: float | None = None
+    """cosine, linear: share of the peak that the last update has; None takes 0.1."""
+    b1: float | None = None
+    """adamw, muon: decay of AdamW's first moment; None takes 0.9."""
+    b2: float | None = None
+    """adamw, muon: decay of AdamW's second moment; None takes 0.99."""
+    momentum: float | None = None
+    """muon: decay of its momentum, None takes 0.95; adafactor: None keeps no momentum."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down."""
+
+    def optimizer(self, steps: int) -> Optimizer:
+        """The optimizer object.
+
+        Args:
+          steps: optimizer steps of the whole run, where a schedule ends.
+
+        Raises:
+          ValueError: an unknown name, an option that the optimizer or schedule does not have, or a value out of range.
+        """
+        for option, choices in (("name", tuple(OPTIMIZERS)), ("schedule", SCHEDULES)):
+            value = getattr(self, option)
+            require(value in choices, f"--optimizer.{option}", f"one of {', '.join(choices)}", value)
+        known = inspect.signature(OPTIMIZERS[self.name]).parameters
+        given = {name: getattr(self, name) for name in ("b1", "b2", "momentum") if getattr(self, name) is not None}
+        for name, value in given.items():
+            expected = f"None for optimizer {self.name!r}, which has no such option"
+            require(name in known, f"--optimizer.{name}", expected, value)
+            require(0.0 <= value < 1.0, f"--optimizer.{name}", "a decay in [0, 1)", value)
+        final = {} if self.final_rate is None else {"final_rate": self.final_rate}
+        if final:
+            expected = "None for schedule 'constant', which has no such option"
+            require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
+            require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
+        rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
+        transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)
+        return Optimizer(transformation, rate, self.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -439,6 +501,7 @@ def validate(config: Config) -> MeshSpec:
     draw = config.rollout.draw_options()
     expected = "no top-k, top-p or min-p, with --invariant, whose sampler draws from the whole distribution"
     require(not (config.invariant and draw.filters), "--rollout", expected, draw)
+    config.optimizer.optimizer(config.schedule.steps)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
         _validate_invariant(config, completions)
@@ -462,6 +525,8 @@ def _validate_invariant(config: Config, completions: int) -> None:
     engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
     require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
+    accumulate = config.schedule.accumulate
+    require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
 
 
 def _get(config: Config, option: str) -> object:
@@ -510,4 +575,5 @@ _CHOICES = {
     "model.param-dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", *IMPLEMENTATIONS),
     "model.remat": ("auto", *POLICIES),
+    "schedule.accumulate": ("float32", "bfloat16"),
 }

@@ -72,7 +72,7 @@ class PlainMode:
 
     def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
-        self._engine = config.loss.engine
+        self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         self.vocab = VocabShards.even(decoder.vocab_size, self.mesh.shape[TENSOR_AXIS])
         if load is None:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
@@ -82,7 +82,8 @@ class PlainMode:
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
-        return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, engine=self._engine)
+        options = {"temperature": temperature, "engine": self._engine, "accumulate": self._accumulate}
+        return MicroBatchSums(self._graph, self.mesh, objective, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> CachedDraw:
         """See `Mode`."""

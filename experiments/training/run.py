@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from experiments.config import Config, RewardConfig
+from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
 from experiments.runs.checkpoint import Checkpoints
@@ -60,6 +61,7 @@ class Run:
     trainer: Trainer
     folder: RunFolder
     resumed: bool
+    dtype: DtypeChoice
 
     def finish(self) -> Result:
         """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes."""
@@ -73,6 +75,7 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | RewardP
     require(alone, "--reward", "no other options where train is given a reward", "other options")
     if config.resume is None:
         # What a run began with it keeps, whatever device it is resumed on.
+        dtype = dtype_here(config.model.dtype, invariant=config.invariant)
         config = config.resolved()
         task = _task_of(config, task)
         config = dataclasses.replace(config, task=task.name)
@@ -82,12 +85,13 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | RewardP
             # All but the weights, so that the run can be resumed, scored and exported without the original.
             write_files(folder.model, small_files(trainer.pretrained))
         save_config(folder.config, config)
-        return Run(trainer, folder, False)
+        return Run(trainer, folder, False, dtype)
     folder = RunFolder.open(config.resume)
     config = _resumed_config(config, stored_config(folder))
     task = _task_of(config, task)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
-    return Run(Trainer(config, task, rewards, restored=True), folder, True)
+    dtype = DtypeChoice(config.model.dtype, "as the run began")
+    return Run(Trainer(config, task, rewards, restored=True), folder, True, dtype)
 
 
 def train(config: Config, *, task: Task | None = None, reward: Reward | RewardPairs | Rewards | None = None) -> Result:
@@ -131,6 +135,7 @@ def _train(run: Run) -> Result:
     console = RunConsole(config.quiet)
     for warning in trainer.warnings:
         console.warn(warning)
+    console.say(f"dtype of activations and head: {run.dtype}")
     with Checkpoints(run.folder.checkpoints, config.checkpoint.keep) as checkpoints:
         if run.resumed:
             before = trainer.restore(checkpoints, console)
@@ -206,6 +211,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         if head is None
         else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
         "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
+        "dtype": str(run.dtype),
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}

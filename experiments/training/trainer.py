@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from experiments.config import Config, validate
@@ -29,7 +28,7 @@ from experiments.training import scoring
 from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.modes import InvariantMode, PlainMode, placeholders, replicated_embedding
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from experiments.training.update import AppliedStep, TrainState, Update, adamw
+from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WorkedExamples, warm_start
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
 from jaxlogp.errors import require
@@ -89,6 +88,8 @@ class Trainer:
         if model.path is None:
             self.tokenizer = tokenizer_for(self.task)
             decoder = model.decoder(self.tokenizer.vocab_size, config.invariant)
+            # A named shape has its own vocabulary, of which a model from nothing samples any token.
+            self.tokenizer = tokenizer_for(self.task, decoder.vocab_size)
         else:
             self.pretrained = open_pretrained(model.path, chat_template=model.chat_template)
             self.tokenizer = self.pretrained.tokenizer
@@ -102,7 +103,7 @@ class Trainer:
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
-        self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
+        self.update = Update(config.optimizer.optimizer(config.schedule.steps), self.sums.place)
         # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params
@@ -388,8 +389,3 @@ def _attention_run(decoder: DecoderConfig, rows: int, length: int, mesh: jax.sha
     except ValueError as error:
         require(False, "--model.attention", "an implementation that can run here", f"{decoder.attention}: {error}")
         raise
-
-
-def _learning_rate(config: Config) -> optax.Schedule:
-    peak, steps = config.optimizer.learning_rate, max(config.optimizer.warmup_steps, 1)
-    return optax.linear_schedule(peak / steps, peak, max(steps - 1, 1))

@@ -6,15 +6,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments.config import OptimizerConfig, WarmStartConfig
+from experiments.config import WarmStartConfig
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
 from experiments.sampling.stream import Packing
 from experiments.tasks import Example
 from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.sums import GradientSums
-from experiments.training.update import Update, adamw
+from experiments.training.update import Update
 from jaxlogp import Document
 
 MAX_WARM_UP_STEPS = 50
@@ -53,7 +54,7 @@ def warm_start(
         return params
     warm_up = max(1, min(MAX_WARM_UP_STEPS, max_steps // 4))
     schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
-    update = Update(adamw(OptimizerConfig(b2=0.99), schedule), sums.place)
+    update = Update(Optimizer(adamw(), schedule), sums.place)
     state = update.init(params)
     with console.progress("warm start", max_steps) as advance:
         for step in range(1, max_steps + 1):

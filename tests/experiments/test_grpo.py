@@ -64,7 +64,9 @@ def test_the_run_folder_is_complete(plain):
     for path in (run.config, run.env, run.metrics, run.samples, run.summary, run.curves):
         assert path.stat().st_size > 0, path
     assert any(run.tensorboard.rglob("events*"))
-    assert json.loads(run.summary.read_text())["after"]["sampled"] == plain.after.sampled
+    summary = json.loads(run.summary.read_text())
+    assert summary["after"]["sampled"] == plain.after.sampled
+    assert summary["dtype"] == "float32 (auto: cpu, not a GPU)"
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 
@@ -166,6 +168,10 @@ BAD = {
     "an unknown loss": (["--loss.name", "ppo"], "--loss.name: expected one of bnpo, "),
     "an option that the loss does not have": (["--loss.max-weight", "5"], "--loss.max-weight: expected None for loss"),
     "a clip range out of range": (["--loss.epsilon", "1.5"], "--loss.epsilon: expected a number in (0, 1), got 1.5"),
+    "an optimizer without this option": (
+        ["--optimizer.name", "adafactor", "--optimizer.b1", "0.9"],
+        "--optimizer.b1: expected None for optimizer 'adafactor'",
+    ),
     "no such engine": (["--loss.engine", "abacus"], "--loss.engine: expected an engine that can run here"),
     "an engine of another device": (
         ["--loss.engine", "hopper"],

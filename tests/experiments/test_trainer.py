@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from experiments import Config, train
-from experiments.config import LossConfig, OptimizerConfig
+from experiments.config import LossConfig
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling import leaf_draw
@@ -19,10 +19,11 @@ from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training.modes import replicated_embedding
+from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
 from experiments.training.trainer import slower_head
-from experiments.training.update import Update, adamw
+from experiments.training.update import Update
 from jaxlogp import ChunkedEngine, HeadRun, PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import registry
 from tests.experiments.tiny import TINY, tiny, train_records
@@ -111,6 +112,26 @@ def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     assert distances[0][0] == 0.0 < distances[0][-1] == distances[1][-1] < 1.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_parameters(tmp_path, name):
+    """On two tensor ranks, with gradient sums in bf16 too."""
+    options = {"optimizer": {"name": name}, "model": {"param_dtype": "bfloat16"}, "mesh": "tensor=2"}
+    schedule = {"accumulate": "bfloat16", "rows": 4}
+    whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options), reward=parity)
+    broken = train(short(tmp_path, "broken", schedule={"steps": 1, **schedule}, **options), reward=parity)
+    again = Config(resume=str(broken.run.path), quiet=True, schedule=replace(Config().schedule, steps=2))
+    for mine, other in zip(leaves(train(again, reward=parity)), leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    state = whole.trainer.state
+    assert int(state.opt_state.count) == 2
+    for stored, exact in zip(*map(jax.tree.leaves, (state.params, state.opt_state.exact)), strict=True):
+        assert stored.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
+        assert stored.sharding.is_equivalent_to(exact.sharding, stored.ndim)
+        np.testing.assert_array_equal(stored, exact.astype(jnp.bfloat16))
+    assert [record["learning_rate"] for record in train_records(whole)] == [np.float32(5e-4), np.float32(1e-3)]
+
+
 def sums(loss):
     gradients = {"w": jnp.full(2, loss, jnp.float32)}
     parts = StepSums(gradients, WeightedSum(jnp.float32(loss), jnp.int32(1)), PolicyMetricTerms({}))
@@ -118,7 +139,8 @@ def sums(loss):
 
 
 def test_a_refused_update_leaves_parameters_and_learning_rate():
-    update = Update(adamw(OptimizerConfig(), optax.linear_schedule(0.1, 0.5, 4)), lambda tree: jax.device_put(tree))
+    optimizer = Optimizer(adamw(), optax.linear_schedule(0.1, 0.5, 4))
+    update = Update(optimizer, lambda tree: jax.device_put(tree))
     state = update.init({"w": jnp.ones(2)})
     rates = []
     for loss in (1.0, np.nan, 1.0, 1.0):
