@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.sharding import decoder_shardings
+from experiments.models.sharding import parameter_shardings
 from experiments.sampling import sampler as sampler_module
 from experiments.sampling.sampler import make_sampler, sample
 from jaxlogp import linear_log_probs
@@ -197,7 +197,7 @@ def test_the_sharded_sampler_draws_the_same_tokens():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     model = Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh)
     graph, state = nnx.split(model)
-    state = jax.device_put(state, decoder_shardings(state, mesh))
+    state = jax.device_put(state, parameter_shardings(state, mesh))
     placed = jax.device_put(prompts(), NamedSharding(mesh, P("data")))
     sharded = make_sampler(graph, **OPTIONS)(state, *placed, jax.random.key(5))
     whole = sample(decoder(), *prompts(), jax.random.key(5), **OPTIONS)
