@@ -6,17 +6,15 @@ The model ends at the final norm. Its head, `head()`, is applied by whoever need
     hidden = model.hidden_states(tokens, positions, segment_ids)
     spec, weight = model.head()
 
-Parameters carry the names of Hugging Face checkpoints. Those of the layers are stacked, the layer first, and one layer
-is traced and compiled for all. Matrices map the left index to the right one: `q_proj` is [layers, hidden, heads,
-head_dim], the transpose of a checkpoint's.
+Modules carry the names of Hugging Face checkpoints. The layers are one `DecoderLayer` whose parameters are stacked, the
+layer first, so that one layer is traced and compiled for all. Kernels map the left index to the right one: that of
+`q_proj` is [layers, embed, heads, head_dim], the transpose of a checkpoint's.
 
 Shapes: B rows, T tokens of a row, Q prompts of P slots, H hidden features, V vocabulary entries.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +28,16 @@ from experiments.models.attention import (
     AttentionRun,
     KVCache,
     attend_cached,
-    attend_packed,
     choose_cached,
     empty_cache,
     first_keys,
-    precision_of,
 )
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.decoder_layer import DecoderLayer, View
+from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
-from experiments.models.remat import named, rematerialised
-from experiments.models.rope import rope_frequencies, rope_tables, rotate
+from experiments.models.remat import rematerialised
+from experiments.models.rope import rope_frequencies, rope_tables
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
@@ -48,125 +46,6 @@ MAX_UNROLLED_LAYERS = 4
 MAX_UNROLLED_LAYERS_ON_GPU = 64
 """The same of whole rows on a GPU. A loop copies all that it keeps for the backward pass into arrays of all layers, a sixth
 of the time of a step."""
-
-
-def matrix_init(fan_in: int, depth_scale: float = 1.0) -> Callable[..., Array]:
-    """Truncated normal of variance depth_scale² / fan_in, so that every product keeps the scale of its input."""
-    return nnx.initializers.truncated_normal(stddev=depth_scale / math.sqrt(fan_in))
-
-
-def rms_norm(
-    x: Float[Array, "*tokens F"], weight: Float[Array, " F"], config: DecoderConfig
-) -> Float[Array, "*tokens F"]:
-    """x / √(mean(x²) + eps) · weight, or · (1 + weight), over the last axis; fp32 inside, in x's dtype outside."""
-    wide, scale = x.astype(jnp.float32), weight.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
-    return (normed * (1.0 + scale if config.norm_plus_one else scale)).astype(x.dtype)
-
-
-class View(NamedTuple):
-    """What a layer's attention is told of its tokens.
-
-    Attributes:
-        tables: cosine and sine of the rotary angles.
-        keys: which keys a query reads.
-    """
-
-    tables: tuple[Array, Array]
-    keys: AllowedKeys
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and gated products, each preceded by a norm and added to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        hidden, inner, heads, kv_heads, head_dim = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        dtype = jnp.dtype(config.param_dtype)
-        # Two sums a layer enter the residual stream; this keeps its variance near 1 at any depth.
-        depth_scale = (2 * config.num_layers) ** -0.5
-
-        def matrix(*shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
-            return nnx.Param(matrix_init(fan_in, scale)(rngs.params(), shape, dtype))
-
-        def norm(features: int) -> nnx.Param:
-            return nnx.Param(jnp.full(features, 0.0 if config.norm_plus_one else 1.0, dtype))
-
-        self.input_layernorm = norm(hidden)
-        self.q_proj = matrix(hidden, heads, head_dim, fan_in=hidden)
-        self.k_proj = matrix(hidden, kv_heads, head_dim, fan_in=hidden)
-        self.v_proj = matrix(hidden, kv_heads, head_dim, fan_in=hidden)
-        self.o_proj = matrix(heads, head_dim, hidden, fan_in=heads * head_dim, scale=depth_scale)
-        if config.attention_bias:
-            self.q_bias = nnx.Param(jnp.zeros((heads, head_dim), dtype))
-            self.k_bias = nnx.Param(jnp.zeros((kv_heads, head_dim), dtype))
-            self.v_bias = nnx.Param(jnp.zeros((kv_heads, head_dim), dtype))
-        if config.qk_norm:
-            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
-        self.post_attention_layernorm = norm(hidden)
-        if config.post_norms:
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(hidden), norm(hidden)
-        self.gate_proj = matrix(hidden, inner, fan_in=hidden)
-        self.up_proj = matrix(hidden, inner, fan_in=hidden)
-        self.down_proj = matrix(inner, hidden, fan_in=inner, scale=depth_scale)
-
-    def _product(self, x: Float[Array, "B T *features"], weight: nnx.Param, out_axes: int = 1) -> Array:
-        """x [B, T, *in] · weight [*in, *out], as one product of two matrices: much the fastest form on a CPU."""
-        matrix = weight[...].astype(x.dtype)
-        out_shape = matrix.shape[-out_axes:]
-        flat_weight = matrix.reshape(-1, math.prod(out_shape))
-        flat = jnp.dot(x.reshape(-1, flat_weight.shape[0]), flat_weight, precision=precision_of(x.dtype))
-        return flat.reshape(*x.shape[:2], *out_shape)
-
-    def _norm(self, x: Float[Array, "*tokens F"], weight: nnx.Param) -> Float[Array, "*tokens F"]:
-        return rms_norm(x, weight[...], self.config)
-
-    @jax.named_scope("projections")
-    def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
-        config = self.config
-        x = self._norm(x, self.input_layernorm)
-        queries = named("queries", self._product(x, self.q_proj, out_axes=2))
-        keys = named("keys", self._product(x, self.k_proj, out_axes=2))
-        values = named("values", self._product(x, self.v_proj, out_axes=2))
-        if config.attention_bias:
-            queries = queries + self.q_bias[...].astype(x.dtype)
-            keys = keys + self.k_bias[...].astype(x.dtype)
-            values = values + self.v_bias[...].astype(x.dtype)
-        if config.qk_norm:
-            queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
-        return rotate(queries, tables), rotate(keys, tables), values
-
-    def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
-        """What the queries [B, T, N, D] read of the keys and values [B, S, K, D]."""
-        return attend_packed(queries, keys, values, view.keys, **self.attention_options)
-
-    @property
-    def attention_options(self) -> dict[str, float | None]:
-        """Scale and soft cap of the scores."""
-        return {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
-
-    @jax.named_scope("feed_forward")
-    def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
-        """The residual stream after the attention's output projection and the gated products."""
-        added = self._product(attended, self.o_proj)
-        # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
-        before = self.post_attention_layernorm
-        if self.config.post_norms:
-            added, before = self._norm(added, self.post_attention_layernorm), self.pre_feedforward_layernorm
-        x = named("after_attention", x + added)
-        normed = self._norm(x, before)
-        gate = named("gate", self._product(normed, self.gate_proj))
-        up = named("up", self._product(normed, self.up_proj))
-        gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
-        added = self._product(gate * up, self.down_proj)
-        return x + (self._norm(added, self.post_feedforward_layernorm) if self.config.post_norms else added)
 
 
 class Decoder(nnx.Module):
@@ -188,14 +67,22 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, mesh: Mesh | None = None) -> None:
         self.config = config
         self.mesh = mesh
-        dtype = jnp.dtype(config.param_dtype)
-        table_shape = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
-        make_layer = nnx.vmap(lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)))
-        self.layers = make_layer(jax.random.split(rngs.params(), config.num_layers))
-        self.norm = nnx.Param(jnp.full(config.hidden_size, 0.0 if config.norm_plus_one else 1.0, dtype))
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=matrix_init(config.hidden_size),
+            embedding_metadata=named_axes("vocab", "embed"),
+            rngs=rngs,
+        )
+        stack = nnx.vmap(
+            lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)),
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        self.layers = stack(jax.random.split(rngs.params(), config.num_layers))
+        self.norm = RMSNorm("embed", config.hidden_size, config)
         if not config.tie_embeddings:
-            self.lm_head = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
+            self.lm_head = Head(config, rngs)
 
     def hidden_states(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
@@ -226,7 +113,8 @@ class Decoder(nnx.Module):
         With tied embeddings the weight is the embedding table.
         """
         config = self.config
-        return config.head_spec, getattr(self, config.head_name)[...].astype(config.dtype)
+        weight = self.embed_tokens.embedding if config.tie_embeddings else self.lm_head.weight
+        return config.head_spec, weight[...].astype(config.dtype)
 
     def prefill(
         self, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], slots: int
@@ -338,7 +226,7 @@ class Decoder(nnx.Module):
         return None if sliding is None or all(sliding.layers) else jnp.asarray(sliding.layers)
 
     def _embed(self, tokens):
-        table = self.embed_tokens[...]
+        table = self.embed_tokens.embedding[...]
         tensor = self.mesh.shape.get(TENSOR_AXIS, 1) if self.mesh is not None else 1
         if tensor > 1 and self.config.vocab_size % tensor == 0:
             token_axes = tuple(axis for axis in (DATA_AXIS,) if axis in self.mesh.shape)
@@ -351,7 +239,7 @@ class Decoder(nnx.Module):
         return embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
 
     def _final_norm(self, x):
-        return rms_norm(x, self.norm[...], self.config)
+        return self.norm(x)
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:

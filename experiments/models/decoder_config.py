@@ -167,7 +167,7 @@ class DecoderConfig:
 
     @property
     def head_name(self) -> str:
-        """Name of the parameter that is the head's weight."""
+        """Name of the module that holds the head's weight."""
         return "embed_tokens" if self.tie_embeddings else "lm_head"
 
     @classmethod

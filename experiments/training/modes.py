@@ -12,7 +12,7 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.parameters import abstract_decoder
-from experiments.models.sharding import decoder_shardings, on_one_device
+from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
@@ -78,7 +78,7 @@ class PlainMode:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
         else:
             self._graph, _ = abstract_decoder(decoder, self.mesh)
-            self.params = load(decoder, lambda state: decoder_shardings(state, self.mesh))
+            self.params = load(decoder, lambda state: parameter_shardings(state, self.mesh))
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""

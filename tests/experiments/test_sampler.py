@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.sharding import decoder_shardings
+from experiments.models.sharding import parameter_shardings
 from experiments.sampling import sampler as sampler_module
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, make_sampler, sample
@@ -198,7 +198,7 @@ def test_the_sharded_sampler_draws_the_same_tokens():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     model = Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh)
     graph, state = nnx.split(model)
-    state = jax.device_put(state, decoder_shardings(state, mesh))
+    state = jax.device_put(state, parameter_shardings(state, mesh))
     placed = jax.device_put(prompts(), NamedSharding(mesh, P("data")))
     sharded = make_sampler(graph, OPTIONS)(state, *placed, jax.random.key(5))
     whole = sample(decoder(), *prompts(), jax.random.key(5), OPTIONS)
