@@ -32,7 +32,7 @@ from jaxlogp.errors import require
 
 FEWEST_ROWS = 16
 """No batch is narrowed to fewer rows."""
-SHORTEST_NARROWED = 64
+SHORTEST_NARROWED = 256
 """Nor is one whose completions are shorter: a program for each size would have to be compiled."""
 
 
