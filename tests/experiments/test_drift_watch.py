@@ -69,8 +69,8 @@ class Sums:
 
 def report(made, offsets, columns=()):
     sums = Sums(offsets)
-    rounds = rounds_of(made, columns)
-    assert len(rounds) == 2
+    rounds = rounds_of(made, tuple(columns))
+    assert len(rounds) >= 2
     return sums, DriftWatch(sums, VOCAB, TOKENIZER, "mesh data=2").report("params", rounds, SEEN)
 
 
@@ -106,6 +106,18 @@ def test_the_worst_token_of_a_later_round_and_rank_is_found():
     assert found["worst_context"] == "'9+9=1'" and found["worst_position"] == 6
     # Dealt to two ranks in turn, three each: the last document of the last round.
     assert found["worst_document"] == 5
+
+
+def test_the_context_begins_after_the_newest_turn():
+    """A chat template writes an end token after every turn, at which decoding stops."""
+    (made, *_) = documents([0] * 6)
+    turn = [*TOKENIZER.encode_prompt("1+2="), EOS_ID, *TOKENIZER.encode("4+5=")]
+    columns = {"sampler_log_probs": made.old_log_probs + 1.0}
+    tokens = np.array([*turn, *made.tokens[-2:]], np.int32)
+    _, drift = report(
+        [dataclasses.replace(made, tokens=tokens, prompt_length=len(turn), columns=columns)] * 6, {}, columns
+    )
+    assert (drift.worst.token, drift.worst.context) == ("'3'", "'4+5='") and drift.worst.position == len(turn)
 
 
 def test_rescored_documents_count_whatever_their_age():
