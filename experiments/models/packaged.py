@@ -34,8 +34,8 @@ def located(path: str | Path) -> Path:
     require(package.isidentifier(), "model", f"{PREFIX}NAME with the name of a package", repr(str(path)))
     spec = find_spec(package)
     install = HOW_TO_INSTALL.get(package, f"pip install {package.replace('_', '-')}")
-    found = spec is not None and spec.submodule_search_locations
-    require(bool(found), "model", f"the package {package} ({install})", "none of that name installed")
-    files = sorted(file for folder in found for file in Path(folder).glob("*.gguf"))
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    require(len(folders) > 0, "model", f"the package {package} ({install})", "none of that name installed")
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     require(len(files) == 1, "model", f"one GGUF file in package {package}", [file.name for file in files] or "none")
     return files[0]
