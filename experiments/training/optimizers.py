@@ -47,7 +47,7 @@ def muon(
     """Muon for the matrices of the layers, AdamW (with Nesterov's momentum, as optax has it) for all else.
 
     Every layer's matrix is orthogonalised by itself, a projection to or from heads as the matrix between the residual
-    stream and all heads' features; see `matrix_axes`.
+    stream and all heads' features; see `matrix_axes`. On GPUs those products are in TF32, XLA's default.
 
     References:
       Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
