@@ -13,6 +13,8 @@ from experiments.models.dtype_choice import dtype_here
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.remat import POLICIES
+from experiments.sampling.pick import DrawOptions
+from experiments.tasks.jsonl import JsonlOptions
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
@@ -24,8 +26,9 @@ class ModelConfig:
     """The decoder; see experiments/models/decoder_config.py."""
 
     path: str | None = None
-    """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
-    the model but the dtypes and fp32_head, and there is no warm start."""
+    """Model to begin with: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in an installed Python
+    package. It brings its tokenizer and all sizes and options of the model but the dtypes and fp32_head, and has no warm
+    start unless warm-start.max-steps says so."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
     name: str | None = None
@@ -54,7 +57,9 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Soft cap of the logits, cap tanh(logits / cap); None applies no cap."""
     fp32_head: bool = False
-    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler."""
+    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler. Both have been
+    rounded to dtype before that, and products of bf16 numbers are exact in fp32 accumulators anyway: with bf16 only the
+    order of sums changes. What sampler and trainer disagree by in bf16 comes from the layers below the head, and stays."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
@@ -121,23 +126,9 @@ _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(JsonlOptions):
     """How examples are put to the model. Keys, patterns and verifier belong to task jsonl:PATH alone."""
 
-    prompt_key: str | None = None
-    """Key of the prompt, a text or a list of messages with role and content; None takes prompt, question or messages."""
-    answer_key: str = "answer"
-    """Key of the answer."""
-    answer_pattern: str | None = None
-    """Regular expression with one group, found once in every answer: the group is what counts. For GSM8K '#### (.+)'."""
-    other_keys: bool = False
-    """Lines may have further keys, which become the example's source; else they are refused."""
-    verifier: str = "exact"
-    """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
-    tolerance: float = 0.0
-    """Largest difference of numbers that the numeric verifier takes for equal."""
-    percent: str = "unit"
-    """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
     system: str | None = None
     """System message before every prompt; needs a chat template."""
     instruction: str | None = None
@@ -162,12 +153,16 @@ class RewardConfig:
     """Tokens of the function short."""
 
 
+WARM_START_STEPS = 400
+"""Of a model from nothing."""
+
+
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
+    """The short supervised phase on worked examples. It ends at the target, or after max_steps."""
 
-    max_steps: int = 400
-    """Maximum number of optimizer steps; 0 skips the phase."""
+    max_steps: int | None = None
+    """Maximum number of optimizer steps; 0 skips the phase. None is 400 for a model from nothing, 0 for one from disk."""
     batch_size: int = 256
     """Documents (prompt and answer) per optimizer step."""
     learning_rate: float = 2e-3
@@ -188,6 +183,14 @@ class RolloutConfig:
     """Completions per prompt: the size of an advantage group."""
     temperature: float = 1.0
     """Divisor of the logits, in the sampler as in the trainer."""
+    top_k: int | None = None
+    """Draw among this many likeliest tokens only; None for all. The loss takes log-probs of the whole distribution."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest tokens whose probabilities sum to this; 1 for all."""
+    min_p: float = 0.0
+    """Draw among tokens at least this many times as likely as the likeliest; 0 for all."""
+    stop: tuple[str, ...] = ()
+    """Texts each of which ends a completion; its last token is the one that completes the text, and it counts as ended."""
     max_prompt_tokens: int | None = None
     """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
@@ -195,9 +198,23 @@ class RolloutConfig:
     mask_truncated: bool = False
     """Take completions without an end token out of the loss: no token of theirs is a label, while their rewards stay in the
     mean and deviation of their group. A divisor that counts labels loses theirs; one that counts documents keeps them."""
-    rescore: bool = False
-    """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then saves
-    a strictly on-policy step the forward pass of the head."""
+    rescore: bool | None = None
+    """Take old log-probs from the trainer's own forward pass instead of the sampler's, with the parameters that sampled: a
+    ratio is then that of two policies, without the difference between sampler and trainer, which stays the metric drift_max.
+    Its log-sum-exp saves a strictly on-policy step the forward pass of the head. None: where a rollout feeds more than one
+    optimizer step, that is, where its completions do not divide schedule.docs-per-step."""
+
+    def draw_options(self) -> DrawOptions:
+        """How tokens are drawn.
+
+        Raises:
+          ValueError: an option out of range.
+        """
+        try:
+            return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        except ValueError as error:
+            argument, _, rest = str(error).partition(":")
+            raise ValueError(f"--rollout.{_dashed(argument)}:{rest}") from None
 
 
 @dataclass(frozen=True)
@@ -385,6 +402,18 @@ class EvaluationConfig:
     """Optimizer steps between two evaluations; 0 evaluates only before and after."""
     num_prompts: int = 512
     """Held-out prompts."""
+    kl: bool = False
+    """Also the KL of the policy to the one that training began with, on the sampled completions: keeps a copy of the first
+    parameters, as loss.kl-coefficient does."""
+
+
+@dataclass(frozen=True)
+class DriftConfig:
+    """The report on how far apart sampler and trainer are, on the tokens that were sampled with the trainer's parameters."""
+
+    every: int = 50
+    """Optimizer steps between two reports, the first at step 1; 0 makes none. One costs a forward pass over the documents of
+    a step, or nothing where rollout.rescore has made it. It waits for a step with such tokens."""
 
 
 @dataclass(frozen=True)
@@ -399,8 +428,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A policy loss on a verifiable task, from a warm-started small decoder."""
+    """A policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
 
+    preset: str | None = None
+    """Defaults by name, instead of those shown here; every other option still counts. smollm2: SmolLM2-135M-Instruct (extra
+    smollm2) on word problems. With --help its values are shown."""
     task: str = "addition"
     """addition, comparison, letter_counting, reversal, sorting or word_problems (with :SIZE), reasoning_gym:NAME, or
     jsonl:PATH."""
@@ -428,7 +460,22 @@ class Config:
     invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def resolved(self) -> "Config":
+        """The same with every option that follows from others, or from the device, replaced by what it is."""
+        rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
+        if rollout.rescore is None:
+            docs = self.schedule.docs_per_step
+            # The size of a step that counts micro-batches is not known, so that it may end within a rollout.
+            rollout = dataclasses.replace(rollout, rescore=docs == 0 or docs % completions != 0)
+        warm_start = self.warm_start
+        if warm_start.max_steps is None:
+            steps = WARM_START_STEPS if self.model.path is None else 0
+            warm_start = dataclasses.replace(warm_start, max_steps=steps)
+        model = self.model.resolved(self.invariant)
+        return dataclasses.replace(self, model=model, rollout=rollout, warm_start=warm_start)
 
 
 def validate(config: Config) -> MeshSpec:
@@ -451,6 +498,9 @@ def validate(config: Config) -> MeshSpec:
         0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
     )
     config.loss.policy_loss(1)
+    draw = config.rollout.draw_options()
+    expected = "no top-k, top-p or min-p, with --invariant, whose sampler draws from the whole distribution"
+    require(not (config.invariant and draw.filters), "--rollout", expected, draw)
     config.optimizer.optimizer(config.schedule.steps)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
@@ -508,6 +558,7 @@ _LOWEST = {
     "optimizer.weight-decay": 0.0,
     "evaluation.every": 0,
     "evaluation.num-prompts": 1,
+    "drift.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }

@@ -6,16 +6,15 @@ The model ends at the final norm. Its head, `head()`, is applied by whoever need
     hidden = model.hidden_states(tokens, positions, segment_ids)
     spec, weight = model.head()
 
-Parameters carry the names of Hugging Face checkpoints. Those of the layers are stacked, the layer first, and one layer
-is traced and compiled for all. Matrices map the left index to the right one: `q_proj` is [layers, hidden, heads,
-head_dim], the transpose of a checkpoint's.
+Modules carry the names of Hugging Face checkpoints. The layers are one `DecoderLayer` whose parameters are stacked, the
+layer first, so that one layer is traced and compiled for all. Kernels map the left index to the right one: that of
+`q_proj` is [layers, embed, heads, head_dim], the transpose of a checkpoint's.
 
-Shapes: B rows, T tokens of a row, P slots of a prompt, S slots of the cache, H hidden features, V vocabulary entries.
+Shapes: B rows, T tokens of a row, Q prompts of P slots, H hidden features, V vocabulary entries.
 """
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +25,19 @@ from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import (
     AllowedKeys,
+    AttentionRun,
     KVCache,
-    attend,
-    attend_packed,
+    attend_cached,
+    choose_cached,
+    empty_cache,
     first_keys,
-    mask_bias,
-    precision_of,
 )
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.decoder_layer import DecoderLayer, View
+from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
-from experiments.models.remat import named, rematerialised
-from experiments.models.rope import rope_frequencies, rope_tables, rotate
+from experiments.models.remat import rematerialised
+from experiments.models.rope import rope_frequencies, rope_tables
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
@@ -45,122 +46,6 @@ MAX_UNROLLED_LAYERS = 4
 MAX_UNROLLED_LAYERS_ON_GPU = 64
 """The same of whole rows on a GPU. A loop copies all that it keeps for the backward pass into arrays of all layers, a sixth
 of the time of a step."""
-
-
-def matrix_init(fan_in: int, depth_scale: float = 1.0) -> Callable[..., Array]:
-    """Truncated normal of variance depth_scale² / fan_in, so that every product keeps the scale of its input."""
-    return nnx.initializers.truncated_normal(stddev=depth_scale / math.sqrt(fan_in))
-
-
-def rms_norm(
-    x: Float[Array, "*tokens F"], weight: Float[Array, " F"], config: DecoderConfig
-) -> Float[Array, "*tokens F"]:
-    """x / √(mean(x²) + eps) · weight, or · (1 + weight), over the last axis; fp32 inside, in x's dtype outside."""
-    wide, scale = x.astype(jnp.float32), weight.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
-    return (normed * (1.0 + scale if config.norm_plus_one else scale)).astype(x.dtype)
-
-
-class View(NamedTuple):
-    """What a layer's attention is told of its tokens.
-
-    Attributes:
-        tables: cosine and sine of the rotary angles.
-        keys: which keys a query reads: of a packed row, or as `mask_bias` [B, 1, S] of the cache's slots.
-    """
-
-    tables: tuple[Array, Array]
-    keys: AllowedKeys | Array
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and gated products, each preceded by a norm and added to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        hidden, inner, heads, kv_heads, head_dim = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        dtype = jnp.dtype(config.param_dtype)
-        # Two sums a layer enter the residual stream; this keeps its variance near 1 at any depth.
-        depth_scale = (2 * config.num_layers) ** -0.5
-
-        def matrix(*shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
-            return nnx.Param(matrix_init(fan_in, scale)(rngs.params(), shape, dtype))
-
-        def norm(features: int) -> nnx.Param:
-            return nnx.Param(jnp.full(features, 0.0 if config.norm_plus_one else 1.0, dtype))
-
-        self.input_layernorm = norm(hidden)
-        self.q_proj = matrix(hidden, heads, head_dim, fan_in=hidden)
-        self.k_proj = matrix(hidden, kv_heads, head_dim, fan_in=hidden)
-        self.v_proj = matrix(hidden, kv_heads, head_dim, fan_in=hidden)
-        self.o_proj = matrix(heads, head_dim, hidden, fan_in=heads * head_dim, scale=depth_scale)
-        if config.attention_bias:
-            self.q_bias = nnx.Param(jnp.zeros((heads, head_dim), dtype))
-            self.k_bias = nnx.Param(jnp.zeros((kv_heads, head_dim), dtype))
-            self.v_bias = nnx.Param(jnp.zeros((kv_heads, head_dim), dtype))
-        if config.qk_norm:
-            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
-        self.post_attention_layernorm = norm(hidden)
-        if config.post_norms:
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(hidden), norm(hidden)
-        self.gate_proj = matrix(hidden, inner, fan_in=hidden)
-        self.up_proj = matrix(hidden, inner, fan_in=hidden)
-        self.down_proj = matrix(inner, hidden, fan_in=inner, scale=depth_scale)
-
-    def _product(self, x: Float[Array, "B T *features"], weight: nnx.Param, out_axes: int = 1) -> Array:
-        """x [B, T, *in] · weight [*in, *out], as one product of two matrices: much the fastest form on a CPU."""
-        matrix = weight[...].astype(x.dtype)
-        out_shape = matrix.shape[-out_axes:]
-        flat_weight = matrix.reshape(-1, math.prod(out_shape))
-        flat = jnp.dot(x.reshape(-1, flat_weight.shape[0]), flat_weight, precision=precision_of(x.dtype))
-        return flat.reshape(*x.shape[:2], *out_shape)
-
-    def _norm(self, x: Float[Array, "*tokens F"], weight: nnx.Param) -> Float[Array, "*tokens F"]:
-        return rms_norm(x, weight[...], self.config)
-
-    @jax.named_scope("projections")
-    def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
-        config = self.config
-        x = self._norm(x, self.input_layernorm)
-        queries = named("queries", self._product(x, self.q_proj, out_axes=2))
-        keys = named("keys", self._product(x, self.k_proj, out_axes=2))
-        values = named("values", self._product(x, self.v_proj, out_axes=2))
-        if config.attention_bias:
-            queries = queries + self.q_bias[...].astype(x.dtype)
-            keys = keys + self.k_bias[...].astype(x.dtype)
-            values = values + self.v_bias[...].astype(x.dtype)
-        if config.qk_norm:
-            queries, keys = self._norm(queries, self.q_norm), self._norm(keys, self.k_norm)
-        return rotate(queries, tables), rotate(keys, tables), values
-
-    def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
-        """What the queries [B, T, N, D] read of the keys and values [B, S, K, D]."""
-        read = attend_packed if isinstance(view.keys, AllowedKeys) else attend
-        options = {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
-        return read(queries, keys, values, view.keys, **options)
-
-    @jax.named_scope("feed_forward")
-    def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
-        """The residual stream after the attention's output projection and the gated products."""
-        added = self._product(attended, self.o_proj)
-        # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
-        before = self.post_attention_layernorm
-        if self.config.post_norms:
-            added, before = self._norm(added, self.post_attention_layernorm), self.pre_feedforward_layernorm
-        x = named("after_attention", x + added)
-        normed = self._norm(x, before)
-        gate = named("gate", self._product(normed, self.gate_proj))
-        up = named("up", self._product(normed, self.up_proj))
-        gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
-        added = self._product(gate * up, self.down_proj)
-        return x + (self._norm(added, self.post_feedforward_layernorm) if self.config.post_norms else added)
 
 
 class Decoder(nnx.Module):
@@ -182,14 +67,22 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, mesh: Mesh | None = None) -> None:
         self.config = config
         self.mesh = mesh
-        dtype = jnp.dtype(config.param_dtype)
-        table_shape = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
-        make_layer = nnx.vmap(lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)))
-        self.layers = make_layer(jax.random.split(rngs.params(), config.num_layers))
-        self.norm = nnx.Param(jnp.full(config.hidden_size, 0.0 if config.norm_plus_one else 1.0, dtype))
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=matrix_init(config.hidden_size),
+            embedding_metadata=named_axes("vocab", "embed"),
+            rngs=rngs,
+        )
+        stack = nnx.vmap(
+            lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)),
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        self.layers = stack(jax.random.split(rngs.params(), config.num_layers))
+        self.norm = RMSNorm("embed", config.hidden_size, config)
         if not config.tie_embeddings:
-            self.lm_head = nnx.Param(matrix_init(config.hidden_size)(rngs.params(), table_shape, dtype))
+            self.lm_head = Head(config, rngs)
 
     def hidden_states(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
@@ -220,82 +113,69 @@ class Decoder(nnx.Module):
         With tied embeddings the weight is the embedding table.
         """
         config = self.config
-        return config.head_spec, getattr(self, config.head_name)[...].astype(config.dtype)
-
-    def empty_cache(self, rows: int, slots: int) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, prompt padding included."""
-        config = self.config
-        dtype = jnp.dtype(config.dtype)
-        return KVCache.empty(config.num_layers, rows, slots, config.num_kv_heads, config.head_dim, dtype)
+        weight = self.embed_tokens.embedding if config.tie_embeddings else self.lm_head.weight
+        return config.head_spec, weight[...].astype(config.dtype)
 
     def prefill(
-        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], cache: KVCache
-    ) -> tuple[Float[Array, "B P H"], KVCache]:
-        """Reads right-padded prompts into slots [0, P) of the cache.
+        self, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], slots: int
+    ) -> tuple[Float[Array, "Q P H"], KVCache]:
+        """Reads right-padded prompts into a new cache.
 
         Args:
-            tokens: int32 [B, P], all in [0, V), padding too.
-            lengths: int32 [B], tokens of each prompt, in [1, P].
-            cache: of B rows and at least P slots; what it held is dropped.
+            tokens: int32 [Q, P], all in [0, V), padding too.
+            lengths: int32 [Q], tokens of each prompt, in [1, P].
+            slots: room for generated tokens, at least 1.
 
         Returns:
-            hidden [B, P, H] after the final norm (meaningful at [b, :lengths[b]]), and the filled cache.
-
-        Raises:
-            ValueError: the cache is too small for the prompts.
+            hidden [Q, P, H] after the final norm (meaningful at [q, :lengths[q]]), and a cache of one row a prompt.
         """
         rows, width = tokens.shape
-        fits = cache.valid.shape[0] == rows and cache.valid.shape[1] >= width
-        require(fits, "cache", f"{rows} rows of at least {width} slots", f"{cache.valid.shape}")
-        slots = jnp.arange(width, dtype=jnp.int32)
-        within = slots < lengths[:, None]
-        positions = jnp.broadcast_to(slots, (rows, width))
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+        within = positions < lengths[:, None]
         hidden, keys, values = self._forward(tokens, positions, within.astype(jnp.int32), keep_keys_values=True)
-        valid = jnp.zeros_like(cache.valid).at[:, :width].set(within)
-        return hidden, KVCache(cache.keys.at[:, :, :width].set(keys), cache.values.at[:, :, :width].set(values), valid)
+        return hidden, empty_cache(keys, values, lengths, slots, self.cached_attention_run().implementation)
+
+    def cached_attention_run(self) -> AttentionRun:
+        """How the cache is attended to, and why."""
+        config = self.config
+        return choose_cached(config.attention, config.head_dim, config.dtype, self.mesh)
+
+    def layers_apart(self) -> tuple[DecoderLayer, ...]:
+        """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`."""
+        graph, stacked = nnx.split(self.layers)
+
+        def narrowed(leaf: Array) -> Array:
+            # Vectors (the weights of norms) enter fp32 arithmetic as they are.
+            return leaf if leaf.ndim == 1 else leaf.astype(self.config.dtype)
+
+        layers = range(self.config.num_layers)
+        return tuple(nnx.merge(graph, jax.tree.map(lambda x: narrowed(x[index]), stacked)) for index in layers)  # noqa: B023
 
     def decode_step(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache, slot: Int[Array, ""] | int
+        self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None
     ) -> tuple[Float[Array, "B H"], KVCache]:
         """Appends one token to every row.
 
         Args:
             tokens: int32 [B], in [0, V).
-            positions: int32 [B], distance of each token from the start of its sequence (padding not counted).
-            cache: what `prefill` and earlier steps returned.
-            slot: int32 scalar, where the tokens' keys and values go, the same for all rows.
+            cache: what `prefill` and earlier steps returned, with a free slot.
+            layers: what `layers_apart` returned; made here if None.
 
         Returns:
-            hidden [B, H] after the final norm, and the cache with the new slot.
+            hidden [B, H] after the final norm, and the cache with these tokens.
         """
-        valid = cache.valid.at[:, slot].set(True)
-        # Slots between a short prompt and the first new token are empty: slots are counted by the tokens that they hold.
-        slot_positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
-
-        def reads(window: int | None) -> Array:
-            mask = valid if window is None else valid & (slot_positions > positions[:, None] - window)
-            return mask_bias(mask[:, None])
-
-        views = self._views(positions[:, None], reads)
-        graph, stacked = nnx.split(self.layers)
-
-        def step(carry, layer_input):
-            x, all_keys, all_values = carry
-            state, is_sliding, index = layer_input
-            layer, view = nnx.merge(graph, state), _view_of(views, is_sliding)
-            queries, keys, values = layer.queries_keys_values(x, view.tables)
-            # The whole cache travels in the carry, where one slot is overwritten in place.
-            all_keys = lax.dynamic_update_slice(all_keys, keys[None], (index, 0, slot, 0, 0))
-            all_values = lax.dynamic_update_slice(all_values, values[None], (index, 0, slot, 0, 0))
-            layer_keys = lax.dynamic_index_in_dim(all_keys, index, keepdims=False)
-            layer_values = lax.dynamic_index_in_dim(all_values, index, keepdims=False)
-            x = layer.finish(x, layer.attend(queries, layer_keys, layer_values, view))
-            return (x, all_keys, all_values), None
-
-        carry = (self._embed(tokens[:, None]), cache.keys, cache.values)
-        layer_inputs = (stacked, self._is_sliding(), jnp.arange(self.config.num_layers))
-        (x, keys, values), _ = lax.scan(step, carry, layer_inputs, unroll=self._unroll())
-        return self._final_norm(x)[:, 0], KVCache(keys, values, valid)
+        positions = cache.prompt_lengths + cache.filled
+        full, sliding = self._rotations(positions[:, None])
+        x, held = self._embed(tokens[:, None]), []
+        for index, layer in enumerate(self.layers_apart() if layers is None else layers):
+            window = self.config.window_of(index)
+            queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
+            attended, after = attend_cached(
+                queries[:, 0], keys[:, 0], values[:, 0], cache, index, window=window, **layer.attention_options
+            )
+            held.append(after)
+            x = layer.finish(x, attended[:, None])
+        return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
@@ -309,28 +189,36 @@ class Decoder(nnx.Module):
             x = layer.finish(x, layer.attend(queries, keys, values, view))
             return x, (keys, values) if keep_keys_values else (None, None)
 
-        unrolled = self._unroll(MAX_UNROLLED_LAYERS_ON_GPU)
+        most = MAX_UNROLLED_LAYERS_ON_GPU if jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
+        unrolled = self.config.num_layers <= most
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())
         x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=unrolled)
         return self._final_norm(x), keys, values
 
-    def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys | Array]) -> tuple[View, ...]:
+    def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys]) -> tuple[View, ...]:
         """One view where all layers are alike; else that of the full layers and that of the sliding ones.
 
         Args:
             positions: int [B, T] of the queries.
             reads: what the queries read in a window, or without one.
         """
-        config, sliding = self.config, self.config.sliding
-        full = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        full, own = self._rotations(positions)
+        sliding = self.config.sliding
         views = []
         if sliding is None or not all(sliding.layers):
-            views.append(View(rope_tables(positions, full), reads(None)))
+            views.append(View(full, reads(None)))
         if sliding is not None:
-            own = full if sliding.rope_theta is None else rope_frequencies(config.head_dim, sliding.rope_theta)
-            views.append(View(rope_tables(positions, own), reads(sliding.window)))
+            views.append(View(own, reads(sliding.window)))
         return tuple(views)
+
+    def _rotations(self, positions: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Rotary tables of the full layers, and those of the sliding ones."""
+        config, sliding = self.config, self.config.sliding
+        full = rope_tables(positions, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+        if sliding is None or sliding.rope_theta is None:
+            return full, full
+        return full, rope_tables(positions, rope_frequencies(config.head_dim, sliding.rope_theta))
 
     def _is_sliding(self) -> Array | None:
         """Which layers are sliding, where there are both kinds."""
@@ -338,7 +226,7 @@ class Decoder(nnx.Module):
         return None if sliding is None or all(sliding.layers) else jnp.asarray(sliding.layers)
 
     def _embed(self, tokens):
-        table = self.embed_tokens[...]
+        table = self.embed_tokens.embedding[...]
         tensor = self.mesh.shape.get(TENSOR_AXIS, 1) if self.mesh is not None else 1
         if tensor > 1 and self.config.vocab_size % tensor == 0:
             token_axes = tuple(axis for axis in (DATA_AXIS,) if axis in self.mesh.shape)
@@ -351,11 +239,7 @@ class Decoder(nnx.Module):
         return embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
 
     def _final_norm(self, x):
-        return rms_norm(x, self.norm[...], self.config)
-
-    def _unroll(self, on_gpu: int | None = None) -> bool:
-        most = on_gpu if on_gpu is not None and jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
-        return self.config.num_layers <= most
+        return self.norm(x)
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:

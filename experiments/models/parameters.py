@@ -24,28 +24,29 @@ HUGGING_FACE, GGUF = 0, 1
 """Columns of `NAMES`."""
 _LAYER, _BLOCK = "model.layers.{layer}.", "blk.{layer}."
 NAMES: dict[str, tuple[str, str | None]] = {
-    "embed_tokens": ("model.embed_tokens.weight", "token_embd.weight"),
-    "norm": ("model.norm.weight", "output_norm.weight"),
-    "lm_head": ("lm_head.weight", "output.weight"),
-    "input_layernorm": (_LAYER + "input_layernorm.weight", _BLOCK + "attn_norm.weight"),
-    "q_proj": (_LAYER + "self_attn.q_proj.weight", _BLOCK + "attn_q.weight"),
-    "k_proj": (_LAYER + "self_attn.k_proj.weight", _BLOCK + "attn_k.weight"),
-    "v_proj": (_LAYER + "self_attn.v_proj.weight", _BLOCK + "attn_v.weight"),
-    "o_proj": (_LAYER + "self_attn.o_proj.weight", _BLOCK + "attn_output.weight"),
-    "q_bias": (_LAYER + "self_attn.q_proj.bias", None),
-    "k_bias": (_LAYER + "self_attn.k_proj.bias", None),
-    "v_bias": (_LAYER + "self_attn.v_proj.bias", None),
-    "q_norm": (_LAYER + "self_attn.q_norm.weight", None),
-    "k_norm": (_LAYER + "self_attn.k_norm.weight", None),
-    "post_attention_layernorm": (_LAYER + "post_attention_layernorm.weight", _BLOCK + "ffn_norm.weight"),
-    "pre_feedforward_layernorm": (_LAYER + "pre_feedforward_layernorm.weight", None),
-    "post_feedforward_layernorm": (_LAYER + "post_feedforward_layernorm.weight", None),
-    "gate_proj": (_LAYER + "mlp.gate_proj.weight", _BLOCK + "ffn_gate.weight"),
-    "up_proj": (_LAYER + "mlp.up_proj.weight", _BLOCK + "ffn_up.weight"),
-    "down_proj": (_LAYER + "mlp.down_proj.weight", _BLOCK + "ffn_down.weight"),
+    "embed_tokens.embedding": ("model.embed_tokens.weight", "token_embd.weight"),
+    "norm.scale": ("model.norm.weight", "output_norm.weight"),
+    "lm_head.weight": ("lm_head.weight", "output.weight"),
+    "input_layernorm.scale": (_LAYER + "input_layernorm.weight", _BLOCK + "attn_norm.weight"),
+    "q_proj.kernel": (_LAYER + "self_attn.q_proj.weight", _BLOCK + "attn_q.weight"),
+    "k_proj.kernel": (_LAYER + "self_attn.k_proj.weight", _BLOCK + "attn_k.weight"),
+    "v_proj.kernel": (_LAYER + "self_attn.v_proj.weight", _BLOCK + "attn_v.weight"),
+    "o_proj.kernel": (_LAYER + "self_attn.o_proj.weight", _BLOCK + "attn_output.weight"),
+    "q_proj.bias": (_LAYER + "self_attn.q_proj.bias", None),
+    "k_proj.bias": (_LAYER + "self_attn.k_proj.bias", None),
+    "v_proj.bias": (_LAYER + "self_attn.v_proj.bias", None),
+    "q_norm.scale": (_LAYER + "self_attn.q_norm.weight", None),
+    "k_norm.scale": (_LAYER + "self_attn.k_norm.weight", None),
+    "post_attention_layernorm.scale": (_LAYER + "post_attention_layernorm.weight", _BLOCK + "ffn_norm.weight"),
+    "pre_feedforward_layernorm.scale": (_LAYER + "pre_feedforward_layernorm.weight", None),
+    "post_feedforward_layernorm.scale": (_LAYER + "post_feedforward_layernorm.weight", None),
+    "gate_proj.kernel": (_LAYER + "mlp.gate_proj.weight", _BLOCK + "ffn_gate.weight"),
+    "up_proj.kernel": (_LAYER + "mlp.up_proj.weight", _BLOCK + "ffn_up.weight"),
+    "down_proj.kernel": (_LAYER + "mlp.down_proj.weight", _BLOCK + "ffn_down.weight"),
 }
-"""Name in `Decoder` or `DecoderLayer` to the names in a Hugging Face directory and in a GGUF file of Llama's family."""
-INPUT_AXES = {"o_proj": 2, **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"), 1)}
+"""Path in `Decoder` or `DecoderLayer` to the names in a Hugging Face directory and in a GGUF file of Llama's family."""
+_MATRICES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+INPUT_AXES = {"o_proj.kernel": 2, **dict.fromkeys((f"{name}.kernel" for name in _MATRICES), 1)}
 """How many leading axes of a matrix are inputs. What is not here is stored as it is, its heads flattened."""
 
 
@@ -69,7 +70,7 @@ class Parameter:
     """One parameter of a decoder.
 
     Attributes:
-        name: in `Decoder` or `DecoderLayer`.
+        name: path in `Decoder` or `DecoderLayer`, a key of `NAMES`.
         path: in the parameters' tree.
         shape: here, of one layer.
         layers: L where the tree has all layers stacked, or None.
@@ -110,9 +111,10 @@ def parameters_of(config: DecoderConfig) -> list[Parameter]:
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(shapes)):
         keys = tuple(entry.key for entry in path)
-        stacked = keys[0] == "layers"
-        shape, layers = (leaf.shape[1:], leaf.shape[0]) if stacked else (leaf.shape, None)
-        found.append(Parameter(keys[-1], keys, shape, layers))
+        if keys[0] == "layers":
+            found.append(Parameter(".".join(keys[1:]), keys, leaf.shape[1:], leaf.shape[0]))
+        else:
+            found.append(Parameter(".".join(keys), keys, leaf.shape, None))
     return found
 
 
@@ -157,7 +159,7 @@ def load_parameters(
         config: sizes and options.
         source: has been checked by `check_tensors`.
         column: of `NAMES`.
-        shardings: a sharding for every leaf of a state, such as `decoder_shardings`.
+        shardings: a sharding for every leaf of a state, such as `parameter_shardings`.
 
     Raises:
         ValueError: a tensor that cannot be read, or that holds NaN or an infinity.

@@ -1,4 +1,4 @@
-"""Where the parameters of a `Decoder` live on a device mesh."""
+"""Where the parameters of a model live on a device mesh: one rule for every name of an axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,56 +11,69 @@ from jax.sharding import PartitionSpec as P
 from experiments.models.mesh import TENSOR_AXIS
 from jaxlogp.errors import require
 
-SHARDED_DIMENSION = {
-    "embed_tokens": 0,
-    "lm_head": 0,
-    "q_proj": 2,
-    "k_proj": 2,
-    "v_proj": 2,
-    "o_proj": 1,
-    "q_bias": 1,
-    "k_bias": 1,
-    "v_bias": 1,
-    "gate_proj": 2,
-    "up_proj": 2,
-    "down_proj": 1,
-}
-"""The dimension of each parameter that the tensor axis splits: vocabulary rows, heads, features inside the SwiGLU."""
+RULES: tuple[tuple[str, str | None], ...] = (
+    ("vocab", TENSOR_AXIS),
+    ("heads", TENSOR_AXIS),
+    ("kv_heads", TENSOR_AXIS),
+    ("mlp", TENSOR_AXIS),
+    ("embed", None),
+    ("head_dim", None),
+    ("layers", None),
+)
+"""The mesh axis that splits an axis of parameters, by its name (Flax's `out_sharding` metadata), or None.
+
+`nnx.logical_axis_rules` takes the same table. Nothing is split over "data".
+"""
 
 
-def decoder_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
-    """Splits vocabulary rows, heads and SwiGLU features over the "tensor" axis; all else is on every device.
+def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
+    """Splits the axes of parameters as `RULES` says, where the mesh axis divides them.
 
-    Each parameter is split only if the axis divides the dimension in question, and is replicated otherwise: embedding
-    and head by vocabulary rows, `q_proj` and `o_proj` by query heads, `k_proj` and `v_proj` by key-value heads, the
-    SwiGLU's matrices by intermediate features. Nothing is split over "data". With the parameters placed so, a jitted
-    step needs no further annotation; the mesh axes have to be of type Auto.
+    Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor"; an
+    axis that it does not divide, and a parameter that does not name its axes, is whole on every device. With the
+    parameters placed so, a jitted step needs no further annotation; the mesh axes have to be of type Auto.
 
     Args:
-        state: a `Decoder`, its `nnx.state`, or a tree that repeats the parameters under their names, such as the state
-            of an optimiser; leaves under other names are replicated.
+        state: a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
+            optimizer; other leaves are replicated.
         mesh: has an axis "tensor", or all is replicated.
 
     Returns:
         The tree's structure with a `NamedSharding` for every array, fit for `jax.device_put` and `jax.jit`.
 
     Raises:
-        ValueError: a mesh axis is not of type Auto.
+        ValueError: a mesh axis is not of type Auto, or an axis of a parameter has a name without a rule.
     """
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
     auto = all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
     require(auto, "mesh", "axes of type Auto", mesh.axis_types)
-    size = mesh.shape.get(TENSOR_AXIS, 1)
+    replicated = NamedSharding(mesh, P())
 
-    def sharding_of(path, array):
-        names = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
-        dimension = next((SHARDED_DIMENSION[name] for name in names if name in SHARDED_DIMENSION), None)
-        if size == 1 or dimension is None or dimension >= array.ndim or array.shape[dimension] % size:
-            return NamedSharding(mesh, P())
-        return NamedSharding(mesh, P(*(None,) * dimension, TENSOR_AXIS))
+    def sharding_of(path, leaf):
+        if not isinstance(leaf, nnx.Variable):
+            return replicated
+        names = leaf.get_metadata("out_sharding", None) or ()
+        # What an optimizer keeps of a parameter may have fewer axes than it.
+        spec = _spec(path, names, leaf.shape, mesh) if len(names) == len(leaf.shape) else P()
+        return leaf.replace(NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(sharding_of, state)
+    is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(sharding_of, state, is_leaf=is_leaf)
+
+
+def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
+    rules, axes = dict(RULES), []
+    for name, size in zip(names, shape, strict=True):
+        known = name is None or name in rules
+        expected = f"axes named {', '.join(rules)}"
+        require(known, f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')}", expected, repr(name))
+        axis = None if name is None else rules[name]
+        ranks = mesh.shape.get(axis, 1)
+        axes.append(axis if ranks > 1 and size % ranks == 0 else None)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return P(*axes)
 
 
 def on_one_device(device: jax.Device) -> Callable[[nnx.State], Any]:

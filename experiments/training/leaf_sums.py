@@ -137,7 +137,7 @@ def _no_negative_zero(x: Array) -> Array:
 
 
 def add_to(state: nnx.State, name: str, extra: Array) -> nnx.State:
-    """`state` with `extra` added to the parameter `name` of its top level."""
+    """`state` with `extra` added to the one parameter of the module `name`."""
 
     def leaf(path, x):
         key = path[0]

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from experiments.models.decoder import Decoder
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
-from experiments.models.sharding import decoder_shardings
+from experiments.models.sharding import parameter_shardings
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import HeadRun, MicroBatch, StepSums, VocabShards, linear_log_probs, record_head_runs
@@ -71,7 +71,7 @@ class MicroBatchSums:
 
     def place(self, tree: Any) -> Any:
         """Parameters, or an optimizer's state for them, where this program needs them."""
-        return jax.device_put(tree, decoder_shardings(tree, self._mesh))
+        return jax.device_put(tree, parameter_shardings(tree, self._mesh))
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
         """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.

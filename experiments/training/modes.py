@@ -12,10 +12,11 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.parameters import abstract_decoder
-from experiments.models.sharding import decoder_shardings, on_one_device
+from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
@@ -23,7 +24,7 @@ from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
 from experiments.training.sums import GradientSums
-from jaxlogp import ReductionOrder
+from jaxlogp import ReductionOrder, VocabShards
 from jaxlogp.errors import require
 
 Load = Callable[[DecoderConfig, Callable[[nnx.State], Any]], nnx.State]
@@ -45,6 +46,7 @@ class Mode(Protocol):
       order: the numeric identity of the head, where the mode has one.
       block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
+      vocab: the shards of the head's vocabulary over the tensor ranks.
     """
 
     mesh: jax.sharding.Mesh
@@ -52,11 +54,12 @@ class Mode(Protocol):
     order: ReductionOrder | None
     block: int
     share_rows: bool
+    vocab: VocabShards
 
     def sums(self, objective: Objective, temperature: float) -> GradientSums:
         """Gradient sums of an objective."""
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> Draw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """A way to draw completions."""
 
 
@@ -70,20 +73,21 @@ class PlainMode:
     def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
+        self.vocab = VocabShards.even(decoder.vocab_size, self.mesh.shape[TENSOR_AXIS])
         if load is None:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
         else:
             self._graph, _ = abstract_decoder(decoder, self.mesh)
-            self.params = load(decoder, lambda state: decoder_shardings(state, self.mesh))
+            self.params = load(decoder, lambda state: parameter_shardings(state, self.mesh))
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
         options = {"temperature": temperature, "engine": self._engine, "accumulate": self._accumulate}
         return MicroBatchSums(self._graph, self.mesh, objective, **options)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> CachedDraw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> CachedDraw:
         """See `Mode`."""
-        return CachedDraw(self._graph, self.mesh, tokenizer, sizes, temperature=temperature, greedy=greedy)
+        return CachedDraw(self._graph, self.mesh, tokenizer, sizes, options)
 
 
 class InvariantMode:
@@ -99,6 +103,7 @@ class InvariantMode:
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
         require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
         self.order.check_across_processes()
+        self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         if load is None:
             self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
@@ -112,9 +117,10 @@ class InvariantMode:
         """See `Mode`."""
         return LeafSums(self._leaf_programs(temperature), objective, self.block)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> LeafDraw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
-        return LeafDraw(self._leaf_programs(temperature), tokenizer, sizes, leaf_rows=self.block, greedy=greedy)
+        programs = self._leaf_programs(options.temperature)
+        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.block, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float) -> LeafPrograms:
         # One set per temperature, so that sampler and trainer share compiled programs.

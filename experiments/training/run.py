@@ -16,7 +16,7 @@ from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.config_file import load_config, save_config, write_json
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
-from experiments.runs.plots import plot_curves
+from experiments.runs.plots import plot_runs
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.rewards import rewards_of
@@ -76,7 +76,7 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | RewardP
     if config.resume is None:
         # What a run began with it keeps, whatever device it is resumed on.
         dtype = dtype_here(config.model.dtype, invariant=config.invariant)
-        config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
+        config = config.resolved()
         task = _task_of(config, task)
         config = dataclasses.replace(config, task=task.name)
         trainer = Trainer(config, task, rewards)
@@ -141,7 +141,7 @@ def _train(run: Run) -> Result:
             before = trainer.restore(checkpoints, console)
             restored = trainer.progress.step
             run.folder.record_resume(restored)
-            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored}
+            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored, "drift": restored}
             writer = MetricsWriter(run.folder, {**steps, "held_out": restored})
             console.say(f"resumed {run.folder.path} at step {restored}")
         else:
@@ -172,6 +172,9 @@ def _steps(
             step = progress.step
             metrics.write(step, "train", values)
             console.step(step, values)
+            if trainer.drift is not None:
+                metrics.write(step, "drift", trainer.drift.metrics())
+                console.say(str(trainer.drift))
             if not values["update_applied"]:
                 console.warn(f"step {step}: loss or gradient is not finite, the update was not applied")
             advance()
@@ -194,7 +197,7 @@ def _steps(
 
 def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
     log = read_metrics(run.folder.metrics)
-    plot_curves(log.records, run.folder.curves)
+    plot_runs([log.records], run.folder.curves)
     trainer = run.trainer
     head = trainer.sums.head_run
     assert head is not None, "traced at the start"
@@ -223,6 +226,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
 
 def _default_name(config: Config) -> str:
     task = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.task).strip(".-")[-40:]
+    task = task if config.preset is None else f"{config.preset}-{task}"
     return f"{task}-{config.loss.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

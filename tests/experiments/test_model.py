@@ -1,4 +1,4 @@
-"""The decoder against a float64 forward of one document at a time, written here from the architecture's definition."""
+"""The decoder against a float64 forward of one document at a time."""
 
 import dataclasses
 import functools
@@ -16,7 +16,8 @@ from experiments.models import decoder as model_module
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.rope import LinearScaling, Llama3Scaling
-from experiments.models.sharding import decoder_shardings
+from experiments.models.sharding import RULES, parameter_shardings
+from tests.experiments.decoder_oracle import oracle_forward
 
 SIZES = dict(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4)
 # Wavelengths of 6, 29 and 135: below the stretch (shorter than 24 / 3), inside it, and beyond (longer than 24 / 0.5).
@@ -58,89 +59,6 @@ def forward(graph, state, token_ids, positions, document_ids):
     return nnx.merge(graph, state).hidden_states(token_ids, positions, document_ids)
 
 
-# ---- float64 forward of one document ----
-
-
-def oracle_rms(x, scale, config):
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.rms_norm_eps) * (scale + config.norm_plus_one)
-
-
-def oracle_frequencies(config, is_sliding):
-    sliding = config.sliding
-    if is_sliding and sliding.rope_theta is not None:
-        return np.array([sliding.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
-    frequencies = np.array([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
-    scaling = config.rope_scaling
-    if isinstance(scaling, LinearScaling):
-        return frequencies / scaling.factor
-    if scaling is not None:
-        for i, frequency in enumerate(frequencies):
-            wavelength = 2 * np.pi / frequency
-            context = scaling.original_max_position_embeddings
-            if wavelength > context / scaling.low_freq_factor:
-                frequencies[i] = frequency / scaling.factor
-            elif wavelength > context / scaling.high_freq_factor:
-                smooth = (context / wavelength - scaling.low_freq_factor) / (
-                    scaling.high_freq_factor - scaling.low_freq_factor
-                )
-                frequencies[i] = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-    return frequencies
-
-
-def oracle_rotate(x, frequencies):
-    """Each pair (i, i + D/2) of x [T, heads, D] as a complex number times exp(1j * position * frequency)."""
-    half = x.shape[-1] // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequencies)[:, None]
-    return np.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def oracle_gate(x, config):
-    if config.activation == "silu":
-        return x / (1 + np.exp(-x))
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
-def oracle_layer(x, layer, config, is_sliding):
-    heads_per_group = config.num_heads // config.num_kv_heads
-    normed = oracle_rms(x, layer["input_layernorm"], config)
-    q, k, v = (np.tensordot(normed, layer[f"{name}_proj"], axes=1) for name in "qkv")
-    if config.attention_bias:
-        q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
-    if config.qk_norm:
-        q, k = oracle_rms(q, layer["q_norm"], config), oracle_rms(k, layer["k_norm"], config)
-    frequencies = oracle_frequencies(config, is_sliding)
-    q, k = oracle_rotate(q, frequencies), oracle_rotate(k, frequencies)
-    scale = config.query_scale or 1 / np.sqrt(config.head_dim)
-    attended = np.zeros_like(q)
-    for t in range(len(x)):
-        first = max(0, t + 1 - config.sliding.window) if is_sliding else 0
-        for head in range(config.num_heads):
-            group = head // heads_per_group
-            scores = k[first : t + 1, group] @ q[t, head] * scale
-            if config.attention_softcap is not None:
-                scores = config.attention_softcap * np.tanh(scores / config.attention_softcap)
-            weights = np.exp(scores - scores.max())
-            attended[t, head] = (weights / weights.sum()) @ v[first : t + 1, group]
-    added = np.tensordot(attended, layer["o_proj"], axes=2)
-    if config.post_norms:
-        x = x + oracle_rms(added, layer["post_attention_layernorm"], config)
-        normed = oracle_rms(x, layer["pre_feedforward_layernorm"], config)
-    else:
-        x = x + added
-        normed = oracle_rms(x, layer["post_attention_layernorm"], config)
-    added = (oracle_gate(normed @ layer["gate_proj"], config) * (normed @ layer["up_proj"])) @ layer["down_proj"]
-    return x + (oracle_rms(added, layer["post_feedforward_layernorm"], config) if config.post_norms else added)
-
-
-def oracle_forward(state, token_ids, config):
-    parameters = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(state))
-    x = parameters["embed_tokens"][token_ids] * config.embed_scale
-    for index in range(config.num_layers):
-        layer = {name: value[index] for name, value in parameters["layers"].items()}
-        x = oracle_layer(x, layer, config, config.sliding is not None and config.sliding.layers[index])
-    return oracle_rms(x, parameters["norm"], config)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_rows_equal_the_float64_forward_of_each_document(name):
     graph, state = decoder(name)
@@ -172,17 +90,18 @@ def from_checkpoint(arrays, config):
     def stacked(name):
         return np.stack([arrays[f"layers.{index}.{name}.weight"] for index in range(config.num_layers)])
 
-    layers = {name: stacked(name) for name in ("input_layernorm", "post_attention_layernorm")}
+    layers = {name: {"scale": stacked(name)} for name in ("input_layernorm", "post_attention_layernorm")}
     for name in ("gate_proj", "up_proj", "down_proj"):
-        layers[name] = stacked(f"mlp.{name}").swapaxes(1, 2)
+        layers[name] = {"kernel": stacked(f"mlp.{name}").swapaxes(1, 2)}
     for name in ("q_proj", "k_proj", "v_proj"):
         matrix = stacked(f"self_attn.{name}").swapaxes(1, 2)
-        layers[name] = matrix.reshape(*matrix.shape[:2], -1, config.head_dim)
+        layers[name] = {"kernel": matrix.reshape(*matrix.shape[:2], -1, config.head_dim)}
     output = stacked("self_attn.o_proj").swapaxes(1, 2)
-    layers["o_proj"] = output.reshape(config.num_layers, config.num_heads, config.head_dim, -1)
+    layers["o_proj"] = {"kernel": output.reshape(config.num_layers, config.num_heads, config.head_dim, -1)}
     if config.qk_norm:
-        layers |= {name: stacked(f"self_attn.{name}") for name in ("q_norm", "k_norm")}
-    return {"embed_tokens": arrays["embed_tokens.weight"], "layers": layers, "norm": arrays["norm.weight"]}
+        layers |= {name: {"scale": stacked(f"self_attn.{name}")} for name in ("q_norm", "k_norm")}
+    table, norm = arrays["embed_tokens.weight"], arrays["norm.weight"]
+    return {"embed_tokens": {"embedding": table}, "layers": layers, "norm": {"scale": norm}}
 
 
 @pytest.mark.parametrize("name", GOLDEN_CONFIGS)
@@ -287,12 +206,11 @@ def test_attention_is_run_again_only_where_its_results_are_not_kept(policy, time
 def through_the_cache(graph, state, token_ids, lengths):
     """Hidden states of prompts [B, 6], and of 4 more tokens a row read one by one."""
     model = nnx.merge(graph, state)
-    rows = token_ids.shape[0]
-    prompt, cache = model.prefill(token_ids[:, :6], lengths, model.empty_cache(rows, 10))
+    prompt, cache = model.prefill(token_ids[:, :6], lengths, slots=4)
 
     def step(cache, index):
         following = jax.lax.dynamic_index_in_dim(token_ids, 6 + index, axis=1, keepdims=False)
-        hidden, cache = model.decode_step(following, lengths + index, cache, 6 + index)
+        hidden, cache = model.decode_step(following, cache)
         return cache, hidden
 
     _, later = jax.lax.scan(step, cache, jnp.arange(4))
@@ -324,10 +242,10 @@ def test_bf16_activations_over_fp32_parameters():
 
 def test_the_head_is_the_embedding_table_when_tied_and_a_matrix_of_its_own_when_not():
     tied, untied = (nnx.merge(*decoder(name)) for name in ("qwen3", "llama3"))
-    np.testing.assert_array_equal(tied.head()[1], tied.embed_tokens[...])
-    np.testing.assert_array_equal(untied.head()[1], untied.lm_head[...])
+    np.testing.assert_array_equal(tied.head()[1], tied.embed_tokens.embedding[...])
+    np.testing.assert_array_equal(untied.head()[1], untied.lm_head.weight[...])
     assert not hasattr(tied, "lm_head")
-    assert np.abs(np.asarray(untied.head()[1]) - np.asarray(untied.embed_tokens[...])).max() > 0.1
+    assert np.abs(np.asarray(untied.head()[1]) - np.asarray(untied.embed_tokens.embedding[...])).max() > 0.1
 
 
 def mesh_of(data, tensor):
@@ -340,7 +258,7 @@ def test_the_sharded_forward_and_gradient_equal_the_single_device_ones(name):
     mesh = mesh_of(2, 4)
     _, state = decoder(name)
     meshed, _ = nnx.split(Decoder(CONFIGS[name], rngs=nnx.Rngs(0), mesh=mesh))
-    placed = jax.device_put(state, decoder_shardings(state, mesh))
+    placed = jax.device_put(state, parameter_shardings(state, mesh))
     inputs = [np.repeat(array, 2, axis=0)[:4] for array in (tokens(), POSITIONS, DOCUMENT_IDS)]
 
     def loss(state, graph, *inputs):
@@ -359,16 +277,39 @@ def test_the_sharded_forward_and_gradient_equal_the_single_device_ones(name):
 def test_shardings_split_what_the_tensor_axis_divides_and_nothing_else():
     mesh = mesh_of(1, 4)
     model = Decoder(dataclasses.replace(CONFIGS["qwen3"], vocab_size=26, num_kv_heads=2), rngs=nnx.Rngs(0))
-    shardings = decoder_shardings(model, mesh)
+    shardings = parameter_shardings(model, mesh)
     assert jax.tree.structure(shardings) == jax.tree.structure(nnx.state(model))
-    specs = {name: sharding.spec for name, sharding in nnx.to_pure_dict(shardings)["layers"].items()}
+    layers = nnx.to_pure_dict(shardings)["layers"]
+    specs = {name: sharding.spec for name, module in layers.items() for sharding in module.values()}
     assert specs["q_proj"] == P(None, None, "tensor") and specs["o_proj"] == P(None, "tensor")
     assert specs["k_proj"] == specs["v_proj"] == P()  # 2 key-value heads on 4 devices
     assert specs["gate_proj"] == specs["up_proj"] == P(None, None, "tensor") and specs["down_proj"] == P(None, "tensor")
     assert specs["input_layernorm"] == specs["q_norm"] == P()
-    assert nnx.to_pure_dict(shardings)["embed_tokens"].spec == P()  # 26 rows on 4 devices
-    divisible = nnx.to_pure_dict(decoder_shardings(decoder("llama3")[1], mesh))
-    assert divisible["embed_tokens"].spec == divisible["lm_head"].spec == P("tensor")
+    assert nnx.to_pure_dict(shardings)["embed_tokens"]["embedding"].spec == P()  # 26 rows on 4 devices
+    divisible = nnx.to_pure_dict(parameter_shardings(decoder("llama3")[1], mesh))
+    assert divisible["embed_tokens"]["embedding"].spec == divisible["lm_head"]["weight"].spec == P("tensor")
+
+
+def test_every_parameter_names_its_axes_and_flax_reads_the_same_table():
+    for name in CONFIGS:
+        for path, leaf in nnx.to_flat_state(decoder(name)[1]):
+            names = leaf.get_metadata("out_sharding")
+            assert len(names) == leaf.ndim and (names[0] == "layers") == (path[0] == "layers"), path
+    _, state = decoder("llama3")
+    with nnx.logical_axis_rules(RULES):
+        theirs = nnx.to_flat_state(nnx.get_partition_spec(state))
+    # Two ranks divide every axis that has a rule, so that Flax places every parameter where this project does.
+    ours = nnx.to_flat_state(parameter_shardings(state, mesh_of(1, 2)))
+    for (path, spec), (_, sharding) in zip(theirs, ours, strict=True):
+        axes, trimmed = tuple(spec.get_value()), tuple(sharding.get_value().spec)
+        assert axes == trimmed + (None,) * (len(axes) - len(trimmed)), path
+
+
+@pytest.mark.bad_input
+def test_an_axis_without_a_rule_is_named():
+    state = nnx.State({"w": nnx.Param(jnp.ones((2, 3)), out_sharding=("embed", "expert"), eager_sharding=False)})
+    with pytest.raises(ValueError, match="^parameter w: expected axes named vocab, .*, got 'expert'"):
+        parameter_shardings(state, mesh_of(1, 2))
 
 
 @pytest.mark.bad_input
@@ -399,11 +340,9 @@ def test_a_wrong_field_is_named_with_its_value(field, value):
 
 
 @pytest.mark.bad_input
-def test_inputs_of_different_shapes_and_a_small_cache_are_refused():
+def test_inputs_of_different_shapes_are_refused():
     model = nnx.merge(*decoder("qwen3"))
     with pytest.raises(ValueError, match="positions"):
         model.hidden_states(jnp.asarray(tokens()), jnp.asarray(POSITIONS[:2]), jnp.asarray(DOCUMENT_IDS))
-    with pytest.raises(ValueError, match="cache"):
-        model.prefill(jnp.asarray(tokens()), jnp.ones(3, jnp.int32), model.empty_cache(3, 11))
     with pytest.raises(ValueError, match="high_freq_factor"):
         Llama3Scaling(low_freq_factor=2.0, high_freq_factor=2.0)

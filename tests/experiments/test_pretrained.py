@@ -20,7 +20,7 @@ from experiments.models.huggingface.files import JsonObject
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained
-from experiments.models.sharding import decoder_shardings
+from experiments.models.sharding import parameter_shardings
 from experiments.sampling.sampler import logits_of
 from tests.experiments.tiny_directory import CONFIGS, END, SPECIAL, random_tensors, write_tiny_directory
 
@@ -163,8 +163,8 @@ def test_a_model_that_transformers_does_not_have_is_not_written():
 def test_shards_reach_a_mesh_as_one_file_reaches_one_device(tmp_path):
     _, whole = load(write_tiny_directory(tmp_path / "whole"))
     mesh = make_mesh(MeshSpec(data=2, tensor=2))
-    _, split = load(write_tiny_directory(tmp_path / "split", shards=4), lambda state: decoder_shardings(state, mesh))
-    places = jax.tree.leaves(decoder_shardings(whole, mesh))
+    _, split = load(write_tiny_directory(tmp_path / "split", shards=4), lambda state: parameter_shardings(state, mesh))
+    places = jax.tree.leaves(parameter_shardings(whole, mesh))
     assert [leaf.sharding for leaf in jax.tree.leaves(split)] == places
     assert any(not place.is_fully_replicated for place in places)
     jax.tree.map(np.testing.assert_array_equal, split, whole)
@@ -175,9 +175,9 @@ def test_parameters_are_the_tensors_with_inputs_first(tmp_path):
     tensors = random_tensors(CONFIGS["llama3"])
     layers = nnx.to_pure_dict(params)["layers"]
     q = tensors["model.layers.1.self_attn.q_proj.weight"]
-    np.testing.assert_array_equal(layers["q_proj"][1], q.T.reshape(32, 4, 12))
+    np.testing.assert_array_equal(layers["q_proj"]["kernel"][1], q.T.reshape(32, 4, 12))
     o = tensors["model.layers.2.self_attn.o_proj.weight"]
-    np.testing.assert_array_equal(layers["o_proj"][2], o.T.reshape(4, 12, 32))
+    np.testing.assert_array_equal(layers["o_proj"]["kernel"][2], o.T.reshape(4, 12, 32))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_parameters_are_the_tensors_with_inputs_first(tmp_path):
 def test_dtypes_are_converted(stored, wanted, tmp_path):
     _, params = load(write_tiny_directory(tmp_path / "a", dtype=stored), param_dtype=wanted)
     expected = jnp.asarray(random_tensors(CONFIGS["llama3"])["model.norm.weight"]).astype(stored).astype(wanted)
-    seen = nnx.to_pure_dict(params)["norm"]
+    seen = nnx.to_pure_dict(params)["norm"]["scale"]
     assert seen.dtype == wanted
     np.testing.assert_array_equal(seen, expected)
 

@@ -1,0 +1,98 @@
+"""One layer of a `Decoder`: attention and gated products on the residual stream.
+
+Shapes: B rows, T tokens of a row, S keys, H features of the residual stream, N query heads, K key-value heads of D
+features.
+"""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from experiments.models.attention import AllowedKeys, attend_packed
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.layers import Projection, RMSNorm
+from experiments.models.remat import named
+from experiments.models.rope import rotate
+
+
+class View(NamedTuple):
+    """What a layer's attention is told of its tokens.
+
+    Attributes:
+        tables: cosine and sine of the rotary angles.
+        keys: which keys a query reads.
+    """
+
+    tables: tuple[Array, Array]
+    keys: AllowedKeys
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and gated products, each preceded by a norm and added to the residual stream.
+
+    Args:
+        config: sizes and options.
+        rngs: stream `params` draws the projections.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        # Two sums a layer enter the residual stream; this keeps its variance near 1 at any depth.
+        depth_scale = (2 * config.num_layers) ** -0.5
+        embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
+        queries = {"heads": config.num_heads, "head_dim": config.head_dim}
+        keys = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        own, bias = (config.param_dtype, rngs), config.attention_bias
+
+        self.input_layernorm = RMSNorm("embed", config.hidden_size, config)
+        self.q_proj = Projection({**embed, **queries}, *own, bias=bias)
+        self.k_proj = Projection({**embed, **keys}, *own, bias=bias)
+        self.v_proj = Projection({**embed, **keys}, *own, bias=bias)
+        self.o_proj = Projection({**queries, **embed}, *own, inputs=2, scale=depth_scale)
+        if config.qk_norm:
+            self.q_norm = RMSNorm("head_dim", config.head_dim, config)
+            self.k_norm = RMSNorm("head_dim", config.head_dim, config)
+        self.post_attention_layernorm = RMSNorm("embed", config.hidden_size, config)
+        if config.post_norms:
+            self.pre_feedforward_layernorm = RMSNorm("embed", config.hidden_size, config)
+            self.post_feedforward_layernorm = RMSNorm("embed", config.hidden_size, config)
+        self.gate_proj = Projection({**embed, **mlp}, *own)
+        self.up_proj = Projection({**embed, **mlp}, *own)
+        self.down_proj = Projection({**mlp, **embed}, *own, scale=depth_scale)
+
+    @jax.named_scope("projections")
+    def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
+        x = self.input_layernorm(x)
+        queries = named("queries", self.q_proj(x))
+        keys = named("keys", self.k_proj(x))
+        values = named("values", self.v_proj(x))
+        if self.config.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        return rotate(queries, tables), rotate(keys, tables), values
+
+    def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
+        """What the queries [B, T, N, D] read of the keys and values [B, T, K, D]."""
+        return attend_packed(queries, keys, values, view.keys, **self.attention_options)
+
+    @property
+    def attention_options(self) -> dict[str, float | None]:
+        """Scale and soft cap of the scores."""
+        return {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
+
+    @jax.named_scope("feed_forward")
+    def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
+        """The residual stream after the attention's output projection and the gated products."""
+        added = self.o_proj(attended)
+        # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
+        before = self.post_attention_layernorm
+        if self.config.post_norms:
+            added, before = self.post_attention_layernorm(added), self.pre_feedforward_layernorm
+        x = named("after_attention", x + added)
+        normed = before(x)
+        gate, up = named("gate", self.gate_proj(normed)), named("up", self.up_proj(normed))
+        gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
+        added = self.down_proj(gate * up)
+        return x + (self.post_feedforward_layernorm(added) if self.config.post_norms else added)

@@ -1,0 +1,107 @@
+"""The modules that a decoder's layers are made of: projections, norms, the head. Every parameter names its axes.
+
+The names are Flax's `out_sharding` metadata: `vocab`, `layers`, `embed` (features of the residual stream), `heads`,
+`kv_heads`, `head_dim`, `mlp` (features inside the gated products). What a mesh does with them is said in one place,
+`experiments.models.sharding`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from experiments.models.attention import precision_of
+from experiments.models.decoder_config import DecoderConfig
+
+
+def named_axes(*names: str) -> dict[str, Any]:
+    """Metadata of a parameter with these axes. Flax places nothing by it: parameters are placed when all are known."""
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def matrix_init(fan_in: int, scale: float = 1.0) -> Callable[..., Array]:
+    """Truncated normal of variance scale² / fan_in, so that every product keeps the scale of its input."""
+    return nnx.initializers.truncated_normal(stddev=scale / math.sqrt(fan_in))
+
+
+class Projection(nnx.Module):
+    """x · kernel + bias, a sum over several axes where there are several inputs.
+
+    Args:
+        sizes: of the kernel's axes by name, inputs first.
+        dtype: of the parameters; the product is computed in that of x.
+        rngs: stream `params` draws the kernel.
+        inputs: how many axes are inputs.
+        bias: whether there is one; it begins with zeros.
+        scale: multiplier of the initial kernel.
+
+    Example:
+        >>> out = Projection({"heads": 4, "head_dim": 8, "embed": 32}, "float32", nnx.Rngs(0), inputs=2)
+        >>> out(jnp.ones((1, 5, 4, 8))).shape
+        (1, 5, 32)
+    """
+
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        dtype: str,
+        rngs: nnx.Rngs,
+        *,
+        inputs: int = 1,
+        bias: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        names, shape = tuple(sizes), tuple(sizes.values())
+        self.inputs = inputs
+        init = matrix_init(math.prod(shape[:inputs]), scale)
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)), **named_axes(*names))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.dtype(dtype)), **named_axes(*names[inputs:]))
+
+    def __call__(self, x: Float[Array, "*tokens_and_inputs"]) -> Float[Array, "*tokens_and_outputs"]:
+        """As one product of two matrices: much the fastest form on a CPU."""
+        kernel = self.kernel[...].astype(x.dtype)
+        out_shape = kernel.shape[self.inputs :]
+        matrix = kernel.reshape(-1, math.prod(out_shape))
+        flat = jnp.dot(x.reshape(-1, matrix.shape[0]), matrix, precision=precision_of(x.dtype))
+        product = flat.reshape(*x.shape[: -self.inputs], *out_shape)
+        return product + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else product
+
+
+class RMSNorm(nnx.Module):
+    """x / √(mean(x²) + eps) · scale, or · (1 + scale), over the last axis; fp32 inside, in x's dtype outside.
+
+    Args:
+        axis: name of the normed axis.
+        features: its size.
+        config: of the model; says eps, whether 1 is added, and the parameters' dtype.
+    """
+
+    def __init__(self, axis: str, features: int, config: DecoderConfig) -> None:
+        self.epsilon, self.plus_one = config.rms_norm_eps, config.norm_plus_one
+        neutral = jnp.full(features, 0.0 if self.plus_one else 1.0, jnp.dtype(config.param_dtype))
+        self.scale = nnx.Param(neutral, **named_axes(axis))
+
+    def __call__(self, x: Float[Array, "*tokens F"]) -> Float[Array, "*tokens F"]:
+        """The normed features."""
+        wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (normed * (1.0 + scale if self.plus_one else scale)).astype(x.dtype)
+
+
+class Head(nnx.Module):
+    """A head of its own: a weight [V, H], outputs first, as `jaxlogp.linear_log_probs` takes it.
+
+    Args:
+        config: of the model.
+        rngs: stream `params` draws the weight.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        shape, dtype = (config.vocab_size, config.hidden_size), jnp.dtype(config.param_dtype)
+        init = matrix_init(config.hidden_size)
+        self.weight = nnx.Param(init(rngs.params(), shape, dtype), **named_axes("vocab", "embed"))
