@@ -13,6 +13,7 @@ one micro-batch beside parameters, optimizer state and gradient sums; "peak" is 
 GPU has no room for is said and passed over. "materialised" is the same step with stored logits (engine `reference`).
 """
 
+import gc
 import itertools
 import os
 import statistics
@@ -156,6 +157,8 @@ def main(config: StepSpeedConfig) -> list[Measured]:
     print(f"{device.device_kind}, JAX {jax.__version__}", flush=True)
     lists = (config.model, config.rows, config.micro_batches, config.attention, config.remat, config.engine)
     for choice in itertools.product(*lists, config.param_dtype, config.optimizer, config.accumulate):
+        # The last step is part of a cycle, through its compiled programs, and its state is large.
+        gc.collect()
         try:
             row = measure(config, choice)
         except Exception as error:  # A program without room, or one that cannot run, must not end the rest.

@@ -47,7 +47,7 @@ def muon(
     """Muon for the matrices of the layers, AdamW (with Nesterov's momentum, as optax has it) for all else.
 
     Every layer's matrix is orthogonalised by itself, a projection to or from heads as the matrix between the residual
-    stream and all heads' features; see `matrix_axes`.
+    stream and all heads' features; see `matrix_axes`. On GPUs those products are in TF32, XLA's default.
 
     References:
       Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
@@ -81,9 +81,10 @@ def matrix_axes(params: Any) -> Any:
     """
 
     def axes(path, leaf):
-        names = [str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path]
-        inputs = next((INPUT_AXES[name] for name in names if name in INPUT_AXES), None)
-        if inputs is None or names[0] != "layers":
+        first, *names = (str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
+        # A Flax variable is a node of its own above its value.
+        inputs = INPUT_AXES.get(".".join(names).removesuffix(".value"))
+        if first != "layers" or inputs is None:
             return None
         first_output = 1 + inputs
         return MuonDimensionNumbers(tuple(range(1, first_output)), tuple(range(first_output, leaf.ndim)))

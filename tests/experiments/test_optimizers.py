@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from experiments.config import OptimizerConfig
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.parameters import INPUT_AXES, abstract_decoder
+from experiments.models.sharding import parameter_shardings
 from experiments.training.optimizers import OPTIMIZERS, Optimizer, adamw, learning_rate
 
 SIZES = dict(vocab_size=10, hidden_size=12, intermediate_size=20, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6)
@@ -147,6 +150,21 @@ def test_the_global_norm_is_clipped_before_everything():
     huge, clipped = {"w": jnp.full(4, 1e6)}, {"w": jnp.full(4, 1.0)}
     first, second = (run(optimizer, params, [each, clipped])[0]["w"] for each in (huge, clipped))
     np.testing.assert_allclose(first, second, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_the_state_is_split_like_the_parameters(name):
+    mesh = make_mesh(MeshSpec(tensor=2))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters(0))
+    state = Optimizer(OPTIMIZERS[name](), lambda _: 1.0).init(params)
+    placed = jax.device_put((params, state), parameter_shardings((params, state), mesh))
+    split, exact = (jax.tree.leaves(each) for each in (placed[0], placed[1].exact))
+    assert any(leaf.sharding.spec for leaf in split)
+    assert [leaf.sharding.spec for leaf in exact] == [leaf.sharding.spec for leaf in split]
+    # Of a parameter's shape Adafactor keeps a second moment here, AdamW two moments, and Muon one of each matrix.
+    kept = sum(leaf.sharding.spec != P() for leaf in jax.tree.leaves(placed[1].inner))
+    number = sum(leaf.sharding.spec != P() for leaf in split)
+    assert kept == {"adafactor": number, "muon": 2 * number - len(MATRICES)}[name]
 
 
 # ---- bf16 parameters ----
