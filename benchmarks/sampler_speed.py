@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.profiler import gpu_events
-from benchmarks.step_speed.step import MODELS
 from experiments.command_line import errors_in_one_line
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, make_sampler
 from jaxlogp.errors import require
@@ -107,7 +107,8 @@ def measure(config: SamplerSpeedConfig, name: str, rows: int, bytes_per_second: 
     require(rows % config.copies == 0, "--rows", f"a multiple of --copies {config.copies}", rows)
     changes = {} if config.layers is None else {"num_layers": config.layers}
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    shape = MODELS[name](dtype=dtype, param_dtype=config.param_dtype, attention=config.attention, **changes)
+    dtypes = {"dtype": dtype, "param_dtype": config.param_dtype}
+    shape = replace(NAMED_SHAPES[name], attention=config.attention, **dtypes, **changes)
     graph, state = _random(shape)
     prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows // config.copies, config.prompt), np.int32)
     lengths = np.full(len(prompts), config.prompt, np.int32)
@@ -172,7 +173,7 @@ def main(config: SamplerSpeedConfig) -> list[Measured]:
       ValueError: an option out of range.
     """
     for name in config.model:
-        require(name in MODELS, "--model", f"one of {', '.join(MODELS)}", name)
+        require(name in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", name)
     bytes_per_second = bandwidth()
     device = jax.devices()[0].device_kind
     print(f"{device}, JAX {jax.__version__}, {bytes_per_second / 1e12:.2f} TB/s measured", flush=True)

@@ -1,6 +1,7 @@
 """Attention kernels on a GPU against float64; run with JAXLOGP_TEST_GPU=1 and -m gpu."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +73,16 @@ def test_the_kernel_for_caches_is_near_float64(steps, window, softcap):
     np.testing.assert_allclose(out, cached_cases.wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 
 
-def test_tokens_read_one_by_one_are_those_of_the_whole_row_in_bf16():
+def test_tokens_read_one_by_one_are_as_near_to_fp32_as_the_whole_row():
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
     config = DecoderConfig.qwen3(vocab_size=512, head_dim=64, dtype="bfloat16", **sizes)
-    model = Decoder(config, rngs=nnx.Rngs(0))
+    model, exact = (Decoder(replace(config, dtype=dtype), rngs=nnx.Rngs(0)) for dtype in ("bfloat16", "float32"))
     ids = np.random.default_rng(0).integers(0, 512, (3, 260)).astype(np.int32)
     zeros, positions = np.zeros_like(ids), np.broadcast_to(np.arange(260, dtype=np.int32), ids.shape)
-    whole = np.asarray(jax.jit(lambda *x: model.hidden_states(*x))(ids, positions, zeros), np.float32)
+    whole, wanted = (
+        np.asarray(jax.jit(lambda *x, each=each: each.hidden_states(*x))(ids, positions, zeros), np.float32)[:, 130:]
+        for each in (model, exact)
+    )
 
     @jax.jit
     def one_by_one(ids):
@@ -88,6 +92,4 @@ def test_tokens_read_one_by_one_are_those_of_the_whole_row_in_bf16():
 
     assert model.cached_attention_run().implementation == "triton"
     read = np.asarray(one_by_one(jnp.asarray(ids)), np.float32)
-    error = np.linalg.norm(read - whole[:, 130:]) / np.linalg.norm(whole[:, 130:])
-    # Each of 4 layers rounds what it adds to bf16 (2^-9) in two orders of summation.
-    assert error < 4 * 2**-9, error
+    assert np.linalg.norm(read - wanted) < 1.25 * np.linalg.norm(whole - wanted)

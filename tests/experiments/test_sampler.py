@@ -242,3 +242,30 @@ def test_bad_input_is_named(argument, value):
             sample(decoder(), **given, options=replace(OPTIONS, **{argument: value}))
         else:
             sample(decoder(), **given | {argument: value}, options=OPTIONS)
+
+
+def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(monkeypatch):
+    repeated = [np.repeat(array, 3, axis=0) for array in prompts()]
+    options = replace(OPTIONS, max_new_tokens=4 * NEW)
+    whole = sample(decoder(), *repeated, jax.random.key(2), options)
+    assert len(set(np.asarray(whole.lengths).tolist())) > 2
+    sizes = []
+    kept = sampler_module._kept
+    monkeypatch.setattr(sampler_module, "SHORTEST_NARROWED", 1)
+    monkeypatch.setattr(sampler_module, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(sampler_module, "_kept", lambda rows, some: sizes.append(len(some)) or kept(rows, some))
+    narrowed = sample(decoder(), *repeated, jax.random.key(2), options)
+    assert len(sizes) > 1 and set(sizes) <= {9, 4, 2}
+    np.testing.assert_array_equal(narrowed.tokens, whole.tokens)
+    np.testing.assert_array_equal(narrowed.lengths, whole.lengths)
+    # Products of fewer rows may be rounded otherwise.
+    np.testing.assert_allclose(narrowed.log_probs, whole.log_probs, atol=1e-6)
+
+
+def test_copies_of_a_prompt_are_rows_of_it():
+    ids, lengths = prompts()
+    options = replace(OPTIONS, copies=2)
+    graph, state = nnx.split(decoder())
+    copied = make_sampler(graph, options)(state, ids, lengths, jax.random.key(3))
+    apart = sample(decoder(), *(np.repeat(x, 2, axis=0) for x in (ids, lengths)), jax.random.key(3), OPTIONS)
+    np.testing.assert_array_equal(copied.tokens, apart.tokens)

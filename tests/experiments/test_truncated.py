@@ -56,6 +56,14 @@ def test_a_completion_knows_whether_it_ended():
     assert sample.prompt == examples[0].prompt and type(sample.completion) is str
 
 
+def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
+    completer = Completer(draw, REWARDS, TOKENIZER, SIZES, stop=("12", "3"))
+    drawn = completer.complete(None, [TASK.example(0, "train")], jax.random.key(0), copies=4)
+    assert drawn.texts == ["7", "12", "12", "9"]
+    assert [(text.num_tokens, text.ended) for text in drawn.texts] == [(2, True), (2, True), (2, True), (2, True)]
+    assert [len(tokens) for tokens in drawn.tokens] == [len(each) for each in drawn.log_probs] == [2, 2, 2, 2]
+
+
 def test_rollouts_are_counted():
     made = rollouts()
     assert RolloutCounts().metrics() == {}

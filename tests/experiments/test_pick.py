@@ -1,0 +1,84 @@
+"""The token drawn from given logits and a given uniform number, and its log-probs, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.sampling.pick import BLOCK, DrawOptions, pick
+
+ROWS = 64
+KEYS = jax.random.split(jax.random.key(1), ROWS)
+UNIFORM = np.asarray(jax.vmap(jax.random.uniform)(KEYS), np.float64)
+
+
+def logits_of(vocab):
+    return (np.random.default_rng(vocab).normal(size=(ROWS, vocab)) * 3).astype(np.float32)
+
+
+def allowed(scaled, options):
+    """Which entries of float64 logits may be drawn, by sorting."""
+    keep = np.ones_like(scaled, bool)
+    order = np.argsort(-scaled, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1)
+    if options.top_k is not None:
+        keep &= rank < options.top_k
+    if options.top_p < 1.0:
+        weights = np.where(keep, np.exp(scaled - scaled.max(1, keepdims=True)), 0.0)
+        in_order = np.take_along_axis(weights / weights.sum(1, keepdims=True), order, axis=1)
+        # The sum of the likelier ones is not enough yet; a rounding of fp32 sums decides nothing here.
+        before = np.cumsum(in_order, axis=1) - in_order
+        assert np.abs(before - options.top_p).min() > 1e-6
+        keep &= np.take_along_axis(before < options.top_p, rank, axis=1)
+    return keep & (scaled >= scaled.max(1, keepdims=True) + np.log(max(options.min_p, 1e-300)))
+
+
+def probabilities(scaled, keep):
+    weights = np.where(keep, np.exp(scaled - scaled.max(1, keepdims=True)), 0.0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, BLOCK, 2 * BLOCK + 88])
+@pytest.mark.parametrize(
+    "options",
+    [
+        DrawOptions(),
+        DrawOptions(0.7),
+        DrawOptions(top_k=3),
+        DrawOptions(top_p=0.6),
+        DrawOptions(min_p=0.1),
+        DrawOptions(0.9, top_k=20, top_p=0.9, min_p=0.01),
+    ],
+    ids=str,
+)
+def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_number(vocab, options):
+    picked = jax.jit(pick, static_argnums=2)(logits_of(vocab), KEYS, options)
+    scaled = logits_of(vocab).astype(np.float64) / options.temperature
+    drawn_from = probabilities(scaled, allowed(scaled, options))
+    rows, tokens = np.arange(ROWS), np.asarray(picked.tokens)
+    np.testing.assert_array_equal(tokens, (np.cumsum(drawn_from, axis=1) > UNIFORM[:, None]).argmax(axis=1))
+    # Scaled logits are below 16: their rounding, and that of a difference of two of them.
+    tolerance = {"atol": 2 * 16 * 2**-24, "rtol": 0}
+    whole = probabilities(scaled, np.ones_like(scaled, bool))
+    np.testing.assert_allclose(picked.log_probs, np.log(whole[rows, tokens]), **tolerance)
+    np.testing.assert_allclose(picked.drawn_log_probs, np.log(drawn_from[rows, tokens]), **tolerance)
+
+
+def test_greedy_takes_the_lowest_of_the_likeliest_and_ties_at_a_threshold_stay():
+    logits = np.float32([[1.0, 3.0, 3.0, 0.0]])
+    greedy = pick(logits, KEYS[:1], DrawOptions(greedy=True))
+    assert int(greedy.tokens[0]) == 1
+    tied = pick(np.repeat(logits, ROWS, axis=0), KEYS, DrawOptions(top_k=1))
+    assert set(np.asarray(tied.tokens).tolist()) == {1, 2}
+    np.testing.assert_allclose(tied.drawn_log_probs, np.log(0.5), atol=1e-6)
+
+
+def test_tokens_of_no_weight_are_never_drawn():
+    logits = np.full((ROWS, 3 * BLOCK), -np.inf, np.float32)
+    logits[:, [7, BLOCK + 1]] = 0.0
+    assert set(np.asarray(pick(logits, KEYS, DrawOptions()).tokens).tolist()) == {7, BLOCK + 1}
+
+
+def test_logits_that_are_not_numbers_give_log_probs_that_are_none():
+    logits = jnp.zeros((1, 4)).at[0, 2].set(jnp.nan)
+    assert np.isnan(pick(logits, KEYS[:1], DrawOptions()).log_probs).all()
