@@ -17,6 +17,7 @@ from experiments.config import (
     OptimizerConfig,
     RolloutConfig,
     ScheduleConfig,
+    WarmStartConfig,
 )
 from jaxlogp.errors import require
 
@@ -30,13 +31,15 @@ PRESETS = {
             instruction="Work it out step by step, in at most three short sentences. "
             "End with the sentence: The answer is N, where N is the number."
         ),
-        rollout=RolloutConfig(prompts_per_rollout=64, num_generations=8, max_new_tokens=160, mask_truncated=True),
-        schedule=ScheduleConfig(steps=200, docs_per_step=512),
+        # Of the instruction alone, one answer in a hundred is right: too few to learn from.
+        warm_start=WarmStartConfig(max_steps=60, batch_size=128, learning_rate=3e-5, target=0.15),
+        rollout=RolloutConfig(prompts_per_rollout=64, num_generations=8, max_new_tokens=96, mask_truncated=True),
+        schedule=ScheduleConfig(steps=700, docs_per_step=512),
         loss=LossConfig(name="dapo"),
-        optimizer=OptimizerConfig(learning_rate=3e-6, warmup_steps=10),
-        evaluation=EvaluationConfig(every=25, num_prompts=128, kl=True),
-        drift=DriftConfig(every=10),
-        checkpoint=CheckpointConfig(every=25),
+        optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=10, schedule="cosine"),
+        evaluation=EvaluationConfig(every=50, num_prompts=512, kl=True),
+        drift=DriftConfig(every=50),
+        checkpoint=CheckpointConfig(every=100),
     ),
 }
 
