@@ -23,6 +23,8 @@ class ModelConfig:
     path: str | None = None
     """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
     the model but the dtypes and fp32_head, and there is no warm start."""
+    own: str | None = None
+    """Class of a model given to train(), which writes its name here."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
     hidden_size: int = 64
@@ -94,7 +96,7 @@ class ModelConfig:
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
-_ON_DISK = ("path", "chat_template")
+_ON_DISK = ("path", "own", "chat_template")
 _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 

@@ -88,7 +88,9 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
         trainer = restored(path)
-        return Loaded(trainer.state.params, trainer.decoder, trainer.tokenizer, trainer.pretrained)
+        decoder = trainer.origin.decoder
+        assert decoder is not None, "a run of another model has been refused"
+        return Loaded(trainer.state.params, decoder, trainer.tokenizer, trainer.origin.pretrained)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))
