@@ -9,6 +9,7 @@ import jax
 
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
 from jaxlogp import ReductionOrder
@@ -359,6 +360,7 @@ class Config:
     quiet: bool = False
     """Print only warnings and the final scores."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -391,6 +393,7 @@ def validate(config: Config) -> MeshSpec:
         0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
     )
     config.loss.policy_loss(1)
+    _validate_lora(config)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
         _validate_invariant(config, completions)
@@ -416,6 +419,21 @@ def _validate_invariant(config: Config, completions: int) -> None:
     require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
 
 
+def _validate_lora(config: Config) -> None:
+    lora = config.lora
+    if lora.rank == 0:
+        same = lora == LoraConfig()
+        require(same, "--lora", "no other options without --lora.rank, which is 0", "other options")
+        return
+    expected = "0 for a model that is not from disk (--model.path): there is no trained base to adapt"
+    require(config.model.path is not None, "--lora.rank", expected, lora.rank)
+    expected = "0 with --invariant, whose bits were shown for whole models alone"
+    require(not config.invariant, "--lora.rank", expected, lora.rank)
+    expected = f"different names among {', '.join(ADAPTABLE)} (the head is one matrix for every engine of the head)"
+    known = lora.modules and len(set(lora.modules)) == len(lora.modules) and set(lora.modules) <= set(ADAPTABLE)
+    require(bool(known), "--lora.modules", expected, " ".join(lora.modules) or "none")
+
+
 def _get(config: Config, option: str) -> object:
     value: object = config
     for part in option.replace("-", "_").split("."):
@@ -425,6 +443,7 @@ def _get(config: Config, option: str) -> object:
 
 _LOWEST = {
     "seed": 0,
+    "lora.rank": 0,
     "warm-start.max-steps": 0,
     "warm-start.batch-size": 1,
     "warm-start.check-every": 1,
@@ -451,6 +470,7 @@ _LOWEST = {
 _POSITIVE = (
     "warm-start.learning-rate",
     "rollout.temperature",
+    "lora.alpha",
     "optimizer.learning-rate",
     "optimizer.max-grad-norm",
 )

@@ -12,6 +12,7 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.huggingface.export import made_files
 from experiments.models.huggingface.own_tokenizers import pretrained_form
+from experiments.models.lora import LoraConfig, merged
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
@@ -47,7 +48,7 @@ class Loaded:
     """A model in memory.
 
     Attributes:
-      params: its parameters.
+      params: its parameters, adapters merged.
       config: sizes and options.
       tokenizer: its tokenizer.
       pretrained: what it began as, where it is or was a model on disk.
@@ -90,7 +91,10 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
         trainer = restored(path)
         decoder = trainer.origin.decoder
         assert decoder is not None, "a run of another model has been refused"
-        return Loaded(trainer.state.params, decoder, trainer.tokenizer, trainer.origin.pretrained)
+        params, lora = trainer.state.params, decoder.lora
+        if lora.rank:
+            params, decoder = merged(params, trainer.frozen, lora.scale), replace(decoder, lora=LoraConfig())
+        return Loaded(params, decoder, trainer.tokenizer, trainer.origin.pretrained)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))

@@ -32,6 +32,7 @@ class Mode(Protocol):
     Attributes:
       mesh: the device mesh.
       params: the model's first parameters, those that are trained.
+      frozen: what is not trained.
       order: the numeric identity of the head, where the mode has one.
       block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
@@ -39,6 +40,7 @@ class Mode(Protocol):
 
     mesh: jax.sharding.Mesh
     params: nnx.State
+    frozen: nnx.State
     order: ReductionOrder | None
     block: int
     share_rows: bool
@@ -62,18 +64,18 @@ class PlainMode:
         self._engine = config.loss.engine
         self._cached = origin.decoder is not None
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
-        self._graph, self.params, self._frozen = parts
+        self._graph, self.params, self.frozen = parts
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
-        options = {"temperature": temperature, "engine": self._engine, "frozen": self._frozen}
+        options = {"temperature": temperature, "engine": self._engine, "frozen": self.frozen}
         return MicroBatchSums(self._graph, self.mesh, objective, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> Draw:
         """See `Mode`."""
         kind = CachedDraw if self._cached else UncachedDraw
         draw = kind(self._graph, self.mesh, tokenizer, sizes, temperature=temperature, greedy=greedy)
-        return WholeModelDraw(draw, self._frozen)
+        return WholeModelDraw(draw, self.frozen)
 
 
 class WholeModelDraw:
@@ -109,7 +111,7 @@ class InvariantMode:
         require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
         self.order.check_across_processes()
         # The body, the embedding lookup included, is replicated on the tensor ranks.
-        self._graph, self.params, _ = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
+        self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
         self._decoder = decoder
         self._programs: dict[float, LeafPrograms] = {}
 

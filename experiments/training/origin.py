@@ -13,6 +13,7 @@ from experiments.config import Config, ModelConfig
 from experiments.models.attention import AttentionRun
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.lora import LoraConfig
 from experiments.models.mesh import TENSOR_AXIS
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained
@@ -94,15 +95,25 @@ class DecoderOrigin:
 
     def parts(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
         """See `Origin`."""
+        if self.decoder.lora.rank:
+            return self._adapted(shardings, mesh)
         if self.pretrained is None and not self.restored:
             graph, params = nnx.split(Decoder(self.decoder, rngs=nnx.Rngs(self.seed), mesh=mesh))
         else:
             graph, abstract = abstract_decoder(self.decoder, mesh)
-            params = placeholders(abstract, shardings) if self.restored else self._read(shardings)
+            params = placeholders(abstract, shardings) if self.restored else self._read(self.decoder, shardings)
         return Parts(graph, params, nnx.State({}))
 
-    def _read(self, shardings: Shardings) -> nnx.State:
-        return self.pretrained.weights().load(self.decoder, shardings)
+    def _adapted(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
+        """Adapters to be trained, and the base from disk, which no checkpoint holds."""
+        graph, _ = abstract_decoder(self.decoder, mesh)
+        # Compiled, so that no more than the adapters is drawn.
+        drawn = jax.jit(lambda: nnx.state(Decoder(self.decoder, rngs=nnx.Rngs(self.seed)), nnx.LoRAParam))
+        return Parts(graph, drawn(), self._read(replace(self.decoder, lora=LoraConfig()), shardings))
+
+    def _read(self, decoder: DecoderConfig, shardings: Shardings) -> nnx.State:
+        assert self.pretrained is not None, "a model from disk"
+        return self.pretrained.weights().load(decoder, shardings)
 
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
         """See `Origin`."""
@@ -188,7 +199,7 @@ def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored:
         decoder = options.decoder(tokenizer.vocab_size, config.invariant)
         return DecoderOrigin(tokenizer, decoder, config.seed, restored=restored)
     found = open_pretrained(options.path, chat_template=options.chat_template)
-    decoder = options.of_pretrained(found.config, config.invariant)
+    decoder = replace(options.of_pretrained(found.config, config.invariant), lora=config.lora)
     return DecoderOrigin(found.tokenizer, decoder, config.seed, found, restored)
 
 
@@ -209,6 +220,22 @@ def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:
     """Zeros in the place of parameters that a checkpoint will bring."""
     places = shardings(abstract)
     return jax.tree.map(lambda leaf, place: jnp.zeros(leaf.shape, leaf.dtype, device=place), abstract, places)
+
+
+@jax.jit
+def _sums_of_bits(state: nnx.State) -> list[jax.Array]:
+    def total(leaf: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        bits = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
+        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return [total(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def fingerprint(frozen: nnx.State) -> list[int]:
+    """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
+    return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]
 
 
 def replicated_embedding(vocab_size: int, mesh: Mesh) -> str | None:

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -83,7 +84,7 @@ def set_up(
         # What a run began with it keeps, whatever device it is resumed on.
         config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
         task = _task_of(config, task)
-        config = dataclasses.replace(config, task=task.name)
+        config = _with_lasting_base(dataclasses.replace(config, task=task.name))
         trainer = Trainer(config, task, rewards, model)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
         if trainer.origin.pretrained is not None:
@@ -128,15 +129,24 @@ def train(
 
 
 def stored_config(folder: RunFolder) -> Config:
-    """The options of a run. A model from disk is the run's own copy, whatever became of the original.
+    """The options of a run. A model from disk is the run's own copy, whatever became of the original: checkpoints hold all
+    of its parameters. With adapters they hold these alone, and the base is read where it was.
 
     Raises:
       ValueError: a damaged config.json.
     """
     config = load_config(folder.config, Config)
-    if config.model.path is None:
+    if config.model.path is None or config.lora.rank:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
+
+
+def _with_lasting_base(config: Config) -> Config:
+    """The options with an absolute path where every resume needs the model on disk again."""
+    path = config.model.path
+    if config.lora.rank == 0 or path is None or not Path(path).exists():
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
 
 
 def _task_of(config: Config, task: Task | None) -> Task:

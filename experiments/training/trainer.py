@@ -23,7 +23,7 @@ from experiments.tasks.configured import configured_rewards, task_for
 from experiments.training import scoring
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from experiments.training.origin import origin_of
+from experiments.training.origin import fingerprint, origin_of
 from experiments.training.update import AppliedStep, TrainState, Update, adamw
 from experiments.training.warm_start import WorkedExamples, warm_start
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
@@ -63,6 +63,7 @@ class Trainer:
 
     Attributes:
       origin: the model that the run began with.
+      frozen: what of it is not trained.
       warnings: what the console should say before the run.
       attention_run: the implementation of attention over micro-batches, and why it.
 
@@ -96,6 +97,7 @@ class Trainer:
         # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params
+        self.frozen = self._mode.frozen
         # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
         self.reference: nnx.State | None = None
         self._packing = Packing(
@@ -303,6 +305,7 @@ class Trainer:
             "cursor": self.prompts.cursor,
             "queued": self.stream.queued(),
             "before": before._asdict(),
+            "frozen": fingerprint(self.frozen),
         }
         checkpoints.save(self.progress.step, self._arrays(), extra)
 
@@ -325,6 +328,8 @@ class Trainer:
         self.state = self.update.place(TrainState(params, opt_state))
         self.reference = None if reference is None else self.sums.place(reference)
         extra = restored.extra
+        same = extra["frozen"] == fingerprint(self.frozen)
+        require(same, "model", "the parameters that the run began with, where they are not trained", "others")
         self.progress = Progress(**extra["progress"])
         self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
         self.stream.restore(extra["queued"])
