@@ -6,7 +6,7 @@
 A `Decoder` can decode with a cache as well. Other models are sampled by computing whole rows again for every token.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,15 @@ def check_model(model: nnx.Module, vocab_size: int) -> None:
     require(isinstance(model, nnx.Module) and has_both, "model", expected, f"a {type(model).__name__}")
     graph, state = nnx.split(model)
     row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    hidden = jax.eval_shape(lambda state, *row: nnx.merge(graph, state).hidden_states(*row), state, row, row, row)
+
+    def again(state) -> Any:
+        return nnx.merge(graph, state)
+
+    hidden = jax.eval_shape(lambda state, *row: again(state).hidden_states(*row), state, row, row, row)
     spec_seen = []
 
     def weight_of(state):
-        spec, weight = nnx.merge(graph, state).head()
+        spec, weight = again(state).head()
         spec_seen.append(spec)
         return weight
 

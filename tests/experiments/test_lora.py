@@ -16,7 +16,7 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.lora import ADAPTABLE, LoraConfig, merged
 from experiments.models.parameters import abstract_decoder
-from experiments.training.loaded import load_model
+from experiments.training.loaded import load_model, restored
 from experiments.training.run import train
 from experiments.training.trainer import Trainer
 from tests.experiments.decoder_oracle import oracle_forward
@@ -215,6 +215,10 @@ def test_an_export_has_the_logits_of_the_adapted_model(trained, tmp_path):
 @pytest.mark.slow
 def test_a_run_is_scored_and_resumed_with_its_base_alone(trained, directory, tmp_path):
     assert evaluate.run_cli([str(trained.run.path)]) == trained.after
+    # Base split over heads and features, adapters on every device.
+    split = restored(trained.run.path, lambda stored: dataclasses.replace(stored, mesh="data=2,tensor=2"))
+    kernel = split.frozen["layers"]["q_proj"]["kernel"][...]
+    assert not kernel.sharding.is_fully_replicated and split.evaluate() == trained.after
     broken = train(options(directory, tmp_path, "c", schedule={**SMALL["schedule"], "steps": 1}), reward=by_letters)
     again = Config(resume=str(broken.run.path), quiet=True, schedule=dataclasses.replace(Config().schedule, steps=2))
     resumed = train(again, reward=by_letters)
