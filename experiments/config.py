@@ -9,9 +9,14 @@ import jax
 
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.dtype_choice import dtype_here
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.remat import POLICIES
+from experiments.sampling.pick import DrawOptions
+from experiments.tasks.jsonl import JsonlOptions
+from experiments.training.optimizers import OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
@@ -22,12 +27,16 @@ class ModelConfig:
     """The decoder; see experiments/models/decoder_config.py."""
 
     path: str | None = None
-    """Model to begin with: a Hugging Face directory or a GGUF file. It brings its tokenizer and all sizes and options of
-    the model but the dtypes and fp32_head, and there is no warm start."""
+    """Model to begin with: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in an installed Python
+    package. It brings its tokenizer and all sizes and options of the model but the dtypes and fp32_head, and has no warm
+    start unless warm-start.max-steps says so."""
     own: str | None = None
     """Class of a model given to train(), which writes its name here."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
+    name: str | None = None
+    """A published model's sizes and options with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b. Its vocabulary is
+    its own; the task's tokens are the first of it."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -51,13 +60,17 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Soft cap of the logits, cap tanh(logits / cap); None applies no cap."""
     fp32_head: bool = False
-    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler."""
+    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler. Both have been
+    rounded to dtype before that, and products of bf16 numbers are exact in fp32 accumulators anyway: with bf16 only the
+    order of sums changes. What sampler and trainer disagree by in bf16 comes from the layers below the head, and stays."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     dtype: str = "auto"
-    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on a GPU unless --invariant, else float32."""
+    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on GPUs that multiply it (NVIDIA's from compute
+    capability 8 on) unless --invariant, else float32."""
     param_dtype: str = "float32"
-    """Dtype of the stored parameters: float32 or bfloat16."""
+    """Dtype of the parameters that the model reads: float32, or bfloat16, for which the optimizer holds an fp32 copy that it
+    adds its updates to."""
     attention: str = "auto"
     """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
     remat: str = "auto"
@@ -65,9 +78,21 @@ class ModelConfig:
     and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
-        """The configuration of a model from nothing for a vocabulary of ``vocab_size`` tokens."""
+        """The configuration of a model from nothing for a vocabulary of at least ``vocab_size`` tokens.
+
+        Raises:
+          ValueError: a named shape that is unknown, or has a smaller vocabulary, or an option that it has decided.
+        """
         options = vars(self.resolved(invariant))
-        return DecoderConfig(vocab_size=vocab_size, **{name: options[name] for name in options if name not in _ON_DISK})
+        if self.name is None:
+            own = {name: options[name] for name in options if name not in _NOT_OF_THE_DECODER}
+            return DecoderConfig(vocab_size=vocab_size, **own)
+        require(self.name in NAMED_SHAPES, "--model.name", f"one of {', '.join(NAMED_SHAPES)}", self.name)
+        self._leave_to("name")
+        shape = NAMED_SHAPES[self.name]
+        expected = f"a shape for at least {vocab_size} tokens"
+        require(shape.vocab_size >= vocab_size, "--model.name", expected, f"{self.name}, {shape.vocab_size}")
+        return dataclasses.replace(shape, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
         """The configuration of a model from disk, computed as is said here.
@@ -75,50 +100,38 @@ class ModelConfig:
         Raises:
           ValueError: an option that the model on disk has decided.
         """
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            mine = each.name in (*_ON_DISK, *_OF_ANY_MODEL) or value == each.default
-            require(
-                mine, f"--model.{_dashed(each.name)}", "no value together with --model.path, which decides it", value
-            )
+        self._leave_to("path")
         options = vars(self.resolved(invariant))
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
+    def _leave_to(self, option: str) -> None:
+        """Raises ValueError where another option than `option` says what that one decides."""
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            mine = each.name in (option, "chat_template", *_OF_ANY_MODEL) or value == each.default
+            expected = f"no value together with --model.{option}, which decides it"
+            require(mine, f"--model.{_dashed(each.name)}", expected, value)
+
     def resolved(self, invariant: bool = False) -> "ModelConfig":
-        """The same with "auto" replaced by what it means here: on a GPU the dtype that the kernels of the head multiply.
+        """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
 
         Invariant runs have their own kernels, were tested in fp32, and use einsum attention, whose order is known.
         """
-        narrow = jax.default_backend() == "gpu" and not invariant
-        dtype = ("bfloat16" if narrow else "float32") if self.dtype == "auto" else self.dtype
+        dtype = dtype_here(self.dtype, invariant=invariant).dtype
         attention = "einsum" if invariant and self.attention == "auto" else self.attention
         spacious = jax.default_backend() == "cpu" or invariant
         remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
-_ON_DISK = ("path", "own", "chat_template")
+_NOT_OF_THE_DECODER = ("path", "own", "chat_template", "name")
 _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(JsonlOptions):
     """How examples are put to the model. Keys, patterns and verifier belong to task jsonl:PATH alone."""
 
-    prompt_key: str | None = None
-    """Key of the prompt, a text or a list of messages with role and content; None takes prompt, question or messages."""
-    answer_key: str = "answer"
-    """Key of the answer."""
-    answer_pattern: str | None = None
-    """Regular expression with one group, found once in every answer: the group is what counts. For GSM8K '#### (.+)'."""
-    other_keys: bool = False
-    """Lines may have further keys, which become the example's source; else they are refused."""
-    verifier: str = "exact"
-    """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
-    tolerance: float = 0.0
-    """Largest difference of numbers that the numeric verifier takes for equal."""
-    percent: str = "unit"
-    """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
     system: str | None = None
     """System message before every prompt; needs a chat template."""
     instruction: str | None = None
@@ -143,12 +156,16 @@ class RewardConfig:
     """Tokens of the function short."""
 
 
+WARM_START_STEPS = 400
+"""Of a model from nothing."""
+
+
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase of a model from nothing. It ends at the target, or after max_steps."""
+    """The short supervised phase on worked examples. It ends at the target, or after max_steps."""
 
-    max_steps: int = 400
-    """Maximum number of optimizer steps; 0 skips the phase."""
+    max_steps: int | None = None
+    """Maximum number of optimizer steps; 0 skips the phase. None is 400 for a model from nothing, 0 for one from disk."""
     batch_size: int = 256
     """Documents (prompt and answer) per optimizer step."""
     learning_rate: float = 2e-3
@@ -169,6 +186,14 @@ class RolloutConfig:
     """Completions per prompt: the size of an advantage group."""
     temperature: float = 1.0
     """Divisor of the logits, in the sampler as in the trainer."""
+    top_k: int | None = None
+    """Draw among this many likeliest tokens only; None for all. The loss takes log-probs of the whole distribution."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest tokens whose probabilities sum to this; 1 for all."""
+    min_p: float = 0.0
+    """Draw among tokens at least this many times as likely as the likeliest; 0 for all."""
+    stop: tuple[str, ...] = ()
+    """Texts each of which ends a completion; its last token is the one that completes the text, and it counts as ended."""
     max_prompt_tokens: int | None = None
     """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
@@ -176,9 +201,23 @@ class RolloutConfig:
     mask_truncated: bool = False
     """Take completions without an end token out of the loss: no token of theirs is a label, while their rewards stay in the
     mean and deviation of their group. A divisor that counts labels loses theirs; one that counts documents keeps them."""
-    rescore: bool = False
-    """Take old log-probs from the trainer's own forward pass instead of the sampler's. Its log-sum-exp then saves
-    a strictly on-policy step the forward pass of the head."""
+    rescore: bool | None = None
+    """Take old log-probs from the trainer's own forward pass instead of the sampler's, with the parameters that sampled: a
+    ratio is then that of two policies, without the difference between sampler and trainer, which stays the metric drift_max.
+    Its log-sum-exp saves a strictly on-policy step the forward pass of the head. None: where a rollout feeds more than one
+    optimizer step, that is, where its completions do not divide schedule.docs-per-step."""
+
+    def draw_options(self) -> DrawOptions:
+        """How tokens are drawn.
+
+        Raises:
+          ValueError: an option out of range.
+        """
+        try:
+            return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        except ValueError as error:
+            argument, _, rest = str(error).partition(":")
+            raise ValueError(f"--rollout.{_dashed(argument)}:{rest}") from None
 
 
 @dataclass(frozen=True)
@@ -198,6 +237,9 @@ class ScheduleConfig:
     """Tokens of one packed row; no document may be longer. None takes the task's longest document."""
     max_empty_micro_batches: int = 16
     """Consecutive micro-batches without a document on any rank before the run gives up."""
+    accumulate: str = "float32"
+    """Dtype of the gradient's sums over micro-batches: float32, or bfloat16, which rounds at every addition. Loss, counts
+    and metrics do not depend on it."""
     epochs: int | None = None
     """Passes over the training prompts, after which the data ends. None repeats them forever."""
 
@@ -283,20 +325,57 @@ def _dashed(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW for the reinforcement learning phase."""
+    """The optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
 
+    name: str = "adamw"
+    """adamw, adafactor, or muon (the layers' matrices by Muon, embeddings, head, norms and biases by AdamW). One learning
+    rate means about the same for all three."""
     learning_rate: float = 5e-4
     """Peak learning rate."""
+    schedule: str = "constant"
+    """constant, cosine or linear: the learning rate from the end of warm-up to --schedule.steps. The rate of an update
+    depends on its number and on --schedule.steps alone, also after a resume with other steps."""
     warmup_steps: int = 5
-    """Optimizer steps of linear warm-up."""
-    b1: float = 0.9
-    """Decay of the first moment."""
-    b2: float = 0.99
-    """Decay of the second moment."""
+    """Updates of linear warm-up; the last of them has the peak learning rate."""
+    final_rate: float | None = None
+    """cosine, linear: share of the peak that the last update has; None takes 0.1."""
+    b1: float | None = None
+    """adamw, muon: decay of AdamW's first moment; None takes 0.9."""
+    b2: float | None = None
+    """adamw, muon: decay of AdamW's second moment; None takes 0.99."""
+    momentum: float | None = None
+    """muon: decay of its momentum, None takes 0.95; adafactor: None keeps no momentum."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down."""
+
+    def optimizer(self, steps: int) -> Optimizer:
+        """The optimizer object.
+
+        Args:
+          steps: optimizer steps of the whole run, where a schedule ends.
+
+        Raises:
+          ValueError: an unknown name, an option that the optimizer or schedule does not have, or a value out of range.
+        """
+        for option, choices in (("name", tuple(OPTIMIZERS)), ("schedule", SCHEDULES)):
+            value = getattr(self, option)
+            require(value in choices, f"--optimizer.{option}", f"one of {', '.join(choices)}", value)
+        known = inspect.signature(OPTIMIZERS[self.name]).parameters
+        given = {name: getattr(self, name) for name in ("b1", "b2", "momentum") if getattr(self, name) is not None}
+        for name, value in given.items():
+            expected = f"None for optimizer {self.name!r}, which has no such option"
+            require(name in known, f"--optimizer.{name}", expected, value)
+            require(0.0 <= value < 1.0, f"--optimizer.{name}", "a decay in [0, 1)", value)
+        final = {} if self.final_rate is None else {"final_rate": self.final_rate}
+        if final:
+            expected = "None for schedule 'constant', which has no such option"
+            require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
+            require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
+        rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
+        transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)
+        return Optimizer(transformation, rate, self.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -326,6 +405,18 @@ class EvaluationConfig:
     """Optimizer steps between two evaluations; 0 evaluates only before and after."""
     num_prompts: int = 512
     """Held-out prompts."""
+    kl: bool = False
+    """Also the KL of the policy to the one that training began with, on the sampled completions: keeps a copy of the first
+    parameters, as loss.kl-coefficient does."""
+
+
+@dataclass(frozen=True)
+class DriftConfig:
+    """The report on how far apart sampler and trainer are, on the tokens that were sampled with the trainer's parameters."""
+
+    every: int = 50
+    """Optimizer steps between two reports, the first at step 1; 0 makes none. One costs a forward pass over the documents of
+    a step, or nothing where rollout.rescore has made it. It waits for a step with such tokens."""
 
 
 @dataclass(frozen=True)
@@ -340,8 +431,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A policy loss on a verifiable task, from a warm-started small decoder."""
+    """A policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
 
+    preset: str | None = None
+    """Defaults by name, instead of those shown here; every other option still counts. smollm2: SmolLM2-135M-Instruct (extra
+    smollm2) on word problems. With --help its values are shown."""
     task: str = "addition"
     """addition, comparison, letter_counting, reversal, sorting or word_problems (with :SIZE), reasoning_gym:NAME, or
     jsonl:PATH."""
@@ -370,7 +464,22 @@ class Config:
     invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def resolved(self) -> "Config":
+        """The same with every option that follows from others, or from the device, replaced by what it is."""
+        rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
+        if rollout.rescore is None:
+            docs = self.schedule.docs_per_step
+            # The size of a step that counts micro-batches is not known, so that it may end within a rollout.
+            rollout = dataclasses.replace(rollout, rescore=docs == 0 or docs % completions != 0)
+        warm_start = self.warm_start
+        if warm_start.max_steps is None:
+            steps = WARM_START_STEPS if self.model.path is None else 0
+            warm_start = dataclasses.replace(warm_start, max_steps=steps)
+        model = self.model.resolved(self.invariant)
+        return dataclasses.replace(self, model=model, rollout=rollout, warm_start=warm_start)
 
 
 def validate(config: Config) -> MeshSpec:
@@ -394,6 +503,10 @@ def validate(config: Config) -> MeshSpec:
     )
     config.loss.policy_loss(1)
     _validate_lora(config)
+    draw = config.rollout.draw_options()
+    expected = "no top-k, top-p or min-p, with --invariant, whose sampler draws from the whole distribution"
+    require(not (config.invariant and draw.filters), "--rollout", expected, draw)
+    config.optimizer.optimizer(config.schedule.steps)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
         _validate_invariant(config, completions)
@@ -417,6 +530,8 @@ def _validate_invariant(config: Config, completions: int) -> None:
     engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
     require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
+    accumulate = config.schedule.accumulate
+    require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
 
 
 def _validate_lora(config: Config) -> None:
@@ -464,6 +579,7 @@ _LOWEST = {
     "optimizer.weight-decay": 0.0,
     "evaluation.every": 0,
     "evaluation.num-prompts": 1,
+    "drift.every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }
@@ -481,4 +597,5 @@ _CHOICES = {
     "model.param-dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", *IMPLEMENTATIONS),
     "model.remat": ("auto", *POLICIES),
+    "schedule.accumulate": ("float32", "bfloat16"),
 }

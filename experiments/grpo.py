@@ -1,6 +1,7 @@
 """GRPO and GSPO on a verifiable task, from scratch, on any machine.
 
     python -m experiments.grpo                                  # two-digit addition, a few minutes on two CPU cores
+    python -m experiments.grpo --preset smollm2                 # a small language model, word problems, on a GPU
     python -m experiments.grpo --loss.name gspo --seed 1
     python -m experiments.grpo --task sorting --schedule.steps 300
     python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
@@ -15,12 +16,15 @@ import tyro
 
 from experiments.command_line import errors_in_one_line
 from experiments.config import Config
+from experiments.presets import defaults_for
 from experiments.training.run import Result, set_up
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
     """The command line: bad options and files give one line on stderr and exit code 2."""
-    config = tyro.cli(Config, args=arguments, prog="python -m experiments.grpo", description=__doc__)
+    with errors_in_one_line():
+        defaults = defaults_for(arguments)
+    config = tyro.cli(Config, default=defaults, args=arguments, prog="python -m experiments.grpo", description=__doc__)
     with errors_in_one_line():
         run = set_up(config)
     return run.finish()

@@ -191,6 +191,17 @@ def test_gradients_are_kept_in_fp32_and_divided_once():
     assert float(finished.gradients["b"]) == 3.0 and float(finished.loss) == 1.5 and finished.metrics == {}
 
 
+def test_sums_in_bf16_are_divided_in_fp32():
+    part = StepSums.of(
+        {"a": jnp.float32(512.0)}, WeightedSum(jnp.float32(3.0), jnp.int32(257)), gradient_dtype=jnp.bfloat16
+    )
+    assert part.gradients["a"].dtype == (part + part).gradients["a"].dtype == jnp.bfloat16
+    # 257 is not a bf16 number: divided in bf16 the gradient would be 2.
+    gradient = part.finish().gradients["a"]
+    assert gradient.dtype == jnp.float32 and float(gradient) == np.float32(512) / np.float32(257)
+    assert float((part + part).loss.sum) == 6.0 and int((part + part).loss.count) == 514
+
+
 def test_grad_divisor_divides_the_gradients_alone():
     sums = []
     for batch in cut(2):

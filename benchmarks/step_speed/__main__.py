@@ -3,32 +3,39 @@
     python -m benchmarks.step_speed                                     # Qwen3-0.6B, 16 rows of 2048 tokens
     python -m benchmarks.step_speed --rows 16x2048 4x8192 --remat full products --micro-batches 1 4
     python -m benchmarks.step_speed --model qwen3-1.7b llama-3.2-1b --profile
+    python -m benchmarks.step_speed --param-dtype float32 bfloat16 --optimizer adamw adafactor muon
 
 A step is the trainer's own: gradient sums of its micro-batches (bf16 activations, one-pass head, GRPO with its metrics),
-then AdamW. MFU is 6 · parameters + causal attention within rows, over --peak; in brackets, attention within documents.
-Temporaries are what the compiler reserves for one micro-batch beside parameters, optimizer state and gradient sums; "peak"
-is the allocator's, of everything so far. What a GPU has no room for is said and passed over.
-"materialised" is the same step with stored logits (engine `reference`).
+then the update. Where torch and transformers are installed, their step of the same shape comes first, with Liger's kernels
+where those are installed too; `benchmarks.step_speed.transformers_step` says what it does. MFU is 6 · parameters + causal
+attention within rows, over --peak; in brackets, attention within documents. Temporaries are what the compiler reserves for
+one micro-batch beside parameters, optimizer state and gradient sums; "peak" is the allocator's, of everything so far. What a
+GPU has no room for is said and passed over. "materialised" is the same step with stored logits (engine `reference`).
 """
 
+import gc
 import itertools
-import json
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import jax
 
 from benchmarks.profiler import gpu_events
 from benchmarks.step_speed.parts import milliseconds_by_part
-from benchmarks.step_speed.step import MODELS, Rows, Step, model_flops
+from benchmarks.step_speed.step import Rows, Step
+from benchmarks.step_speed.table import Measured, report
+from benchmarks.step_speed.transformers_step import TransformersConfig, measured_elsewhere
 from experiments.command_line import errors_in_one_line
 from experiments.models import decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.named_shapes import NAMED_SHAPES
+from jaxlogp.errors import require
 
 PROFILED_STEPS = 2
+PEER_DTYPES_AND_OPTIMIZER = ("bfloat16", "adamw", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,16 @@ class StepSpeedConfig:
     """Engines of the head; reference stores the logits."""
     param_dtype: tuple[str, ...] = ("float32",)
     """Dtypes of the parameters."""
+    optimizer: tuple[str, ...] = ("adamw",)
+    """Optimizers: adamw, adafactor, muon."""
+    accumulate: tuple[str, ...] = ("float32",)
+    """Dtypes of the gradient's sums over micro-batches."""
     layers: int | None = None
     """Layers instead of the model's."""
     loop: bool = False
     """Compile one layer for all, as a loop over them."""
+    transformers: bool = True
+    """Also the step of transformers, with and without gradient checkpointing."""
     repeats: int = 5
     """Timed steps; the median counts."""
     profile: bool = False
@@ -65,35 +78,13 @@ class StepSpeedConfig:
     """A file for the results as JSON lines, and for the kernels of each profile."""
 
 
-@dataclass
-class Measured:
-    """One line of the table."""
-
-    model: str
-    rows: str
-    micro_batches: int
-    attention: str
-    remat: str
-    head: str
-    param_dtype: str
-    milliseconds: float = 0.0
-    tokens_per_second: float = 0.0
-    mfu: float = 0.0
-    mfu_documents: float = 0.0
-    temporaries_gib: float = 0.0
-    peak_gib: float = 0.0
-    compile_seconds: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-
-
 def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     """Compiles and times one combination."""
-    model, rows_text, micro_batches, attention, remat, engine, param_dtype = choice
-    count, length = map(int, rows_text.split("x"))
-    rows = Rows(count, length, config.document, micro_batches)
-    changes = {} if config.layers is None else {"num_layers": config.layers}
-    shape = MODELS[model](dtype="bfloat16", param_dtype=param_dtype, remat=remat, attention=attention, **changes)
-    step = Step(shape, rows, engine)
+    model, rows_text, micro_batches, attention, remat, engine, param_dtype, optimizer, accumulate = choice
+    rows = rows_of(config, rows_text, micro_batches)
+    options = {"dtype": "bfloat16", "param_dtype": param_dtype, "remat": remat, "attention": attention}
+    shape = replace(shape_of(config, model), **options)
+    step = Step(shape, rows, engine, optimizer, accumulate)
     started = time.perf_counter()
     program = step.micro_batch_program()
     compile_seconds = time.perf_counter() - started
@@ -104,14 +95,11 @@ def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
         jax.block_until_ready((step(), step.state))
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds[1:])
-    run = shape.attention_run(count // micro_batches, length)
+    attended = shape.attention_run(rows.rows // micro_batches, rows.length).implementation
     head = step.sums.head_run.engine
-    measured = Measured(model, rows_text, micro_batches, run.implementation, remat, head, param_dtype)
-    measured.compile_seconds = compile_seconds
-    measured.milliseconds = median * 1e3
-    measured.tokens_per_second = rows.tokens / median
-    mfu = [model_flops(shape, rows, step.num_parameters, n) / median / config.peak for n in (length, config.document)]
-    measured.mfu, measured.mfu_documents = mfu
+    named = (model, rows_text, micro_batches, attended, remat, head, param_dtype, optimizer, accumulate)
+    measured = Measured("jaxlogp", *named, compile_seconds=compile_seconds)
+    measured.set_speed(shape, rows, step.num_parameters, median, config.peak)
     measured.temporaries_gib = program.memory_analysis().temp_size_in_bytes / 2**30
     statistics_of_memory = jax.devices()[0].memory_stats() or {}
     measured.peak_gib = statistics_of_memory.get("peak_bytes_in_use", 0) / 2**30
@@ -123,16 +111,35 @@ def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     return measured
 
 
-def line(row: Measured) -> str:
-    """A row of the printed table."""
-    text = (
-        f"{row.model:13s} {row.rows:>8s} / {row.micro_batches:<2d} {row.attention:8s} remat {row.remat:9s} "
-        f"{row.head:9s} {row.param_dtype:8s} {row.milliseconds:8.1f} ms {row.tokens_per_second:9,.0f} tokens/s  "
-        f"MFU {row.mfu:5.1%} ({row.mfu_documents:5.1%})  temp {row.temporaries_gib:6.2f} GiB  "
-        f"peak {row.peak_gib:6.2f} GiB  compiled in {row.compile_seconds:.0f} s"
-    )
-    parts = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in row.parts.items())
-    return f"{text}\n    ms by part: {parts}" if parts else text
+def rows_of(config: StepSpeedConfig, text: str, micro_batches: int) -> Rows:
+    """Rows as they are written: 16x2048."""
+    count, length = map(int, text.split("x"))
+    return Rows(count, length, config.document, micro_batches)
+
+
+def shape_of(config: StepSpeedConfig, model: str) -> DecoderConfig:
+    """Sizes and options of a model by its name."""
+    require(model in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", model)
+    shape = NAMED_SHAPES[model]
+    return shape if config.layers is None else replace(shape, num_layers=config.layers)
+
+
+def transformers_rows(config: StepSpeedConfig) -> list[Measured]:
+    """The step of transformers for every model, rows and number of micro-batches, reporting each as it comes."""
+    found = []
+    for model, text, micro_batches in itertools.product(config.model, config.rows, config.micro_batches):
+        # Its rows are one document each.
+        shape, rows = shape_of(config, model), rows_of(config, text, micro_batches)
+        rows = replace(rows, document=rows.length)
+        for remat in ("none", "full"):
+            options = {"layers": config.layers, "checkpointing": remat == "full", "repeats": config.repeats}
+            peer = measured_elsewhere(TransformersConfig(model, text, micro_batches, **options))
+            shown = (model, text, micro_batches, "sdpa", remat, peer.head, *PEER_DTYPES_AND_OPTIMIZER)
+            row = Measured(peer.program, *shown, why_not=peer.why_not, peak_gib=peer.peak_gib)
+            if peer.why_not is None:
+                row.set_speed(shape, rows, peer.num_parameters, peer.milliseconds / 1e3, config.peak)
+            found.append(report(row, config.out))
+    return found
 
 
 def main(config: StepSpeedConfig) -> list[Measured]:
@@ -142,21 +149,22 @@ def main(config: StepSpeedConfig) -> list[Measured]:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     if config.loop:
         decoder.MAX_UNROLLED_LAYERS_ON_GPU = 0
+    for model in config.model:
+        shape_of(config, model)
+    # Before JAX takes its share of the GPU's memory.
+    found = transformers_rows(config) if config.transformers else []
     device = jax.devices()[0]
     print(f"{device.device_kind}, JAX {jax.__version__}", flush=True)
-    found = []
     lists = (config.model, config.rows, config.micro_batches, config.attention, config.remat, config.engine)
-    for choice in itertools.product(*lists, config.param_dtype):
+    for choice in itertools.product(*lists, config.param_dtype, config.optimizer, config.accumulate):
+        # The last step is part of a cycle, through its compiled programs, and its state is large.
+        gc.collect()
         try:
             row = measure(config, choice)
         except Exception as error:  # A program without room, or one that cannot run, must not end the rest.
             print(f"{choice} failed: {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
-        print(line(row), flush=True)
-        found.append(row)
-        if config.out is not None:
-            with Path(config.out).open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+        found.append(report(row, config.out))
     return found
 
 

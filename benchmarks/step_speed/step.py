@@ -1,12 +1,9 @@
 """The trainer's own step for a model of random weights: micro-batch sums, then one update."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jax.stages import Compiled
 
@@ -18,15 +15,12 @@ from experiments.sampling.stream import Packing
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import PolicyObjective
 from experiments.training.sums import MicroSums
-from experiments.training.update import TrainState, Update, adamw
+from experiments.training.update import TrainState, Update
 from jaxlogp import Document, MicroBatch
 from jaxlogp.losses import grpo
 
-MODELS: dict[str, Callable[..., DecoderConfig]] = {
-    "qwen3-0.6b": DecoderConfig.qwen3,
-    "qwen3-1.7b": functools.partial(DecoderConfig.qwen3, hidden_size=2048, intermediate_size=6144),
-    "llama-3.2-1b": DecoderConfig.llama3,
-}
+STEPS = 1000
+"""Of the run whose schedule the updates follow."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +52,22 @@ class Step:
       config: the decoder.
       rows: what a step reads.
       engine: the head's engine.
+      optimizer: name of the optimizer.
+      accumulate: dtype of the gradient's sums.
     """
 
-    def __init__(self, config: DecoderConfig, rows: Rows, engine: str) -> None:
+    def __init__(
+        self, config: DecoderConfig, rows: Rows, engine: str, optimizer: str = "adamw", accumulate: str = "float32"
+    ) -> None:
         mesh = make_mesh(MeshSpec())
         # Weights are drawn on the device, whole: their values do not matter.
         graph, params = nnx.split(nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh))())
         self.config, self.rows = config, rows
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         objective = PolicyObjective(grpo(), "with_entropy")
-        self.sums = MicroBatchSums(graph, mesh, objective, temperature=1.0, engine=engine)
-        self.update = Update(adamw(OptimizerConfig(), optax.constant_schedule(1e-6)), self.sums.place)
+        options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
+        self.sums = MicroBatchSums(graph, mesh, objective, **options)
+        self.update = Update(OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS), self.sums.place)
         self.state: TrainState = self.update.init(params)
         self.rounds = packed_rounds(rows, config.vocab_size)
 

@@ -10,10 +10,11 @@ Modules carry the names of Hugging Face checkpoints. The layers are one `Decoder
 layer first, so that one layer is traced and compiled for all. Kernels map the left index to the right one: that of
 `q_proj` is [layers, embed, heads, head_dim], the transpose of a checkpoint's.
 
-Shapes: B rows, T tokens of a row, P slots of a prompt, S slots of the cache, H hidden features, V vocabulary entries.
+Shapes: B rows, T tokens of a row, Q prompts of P slots, H hidden features, V vocabulary entries.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,15 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention import AllowedKeys, KVCache, first_keys, mask_bias
+from experiments.models.attention import (
+    AllowedKeys,
+    AttentionRun,
+    KVCache,
+    attend_cached,
+    choose_cached,
+    empty_cache,
+    first_keys,
+)
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
 from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
@@ -107,80 +116,66 @@ class Decoder(nnx.Module):
         weight = self.embed_tokens.embedding if config.tie_embeddings else self.lm_head.weight
         return config.head_spec, weight[...].astype(config.dtype)
 
-    def empty_cache(self, rows: int, slots: int) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, prompt padding included."""
-        config = self.config
-        dtype = jnp.dtype(config.dtype)
-        return KVCache.empty(config.num_layers, rows, slots, config.num_kv_heads, config.head_dim, dtype)
-
     def prefill(
-        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], cache: KVCache
-    ) -> tuple[Float[Array, "B P H"], KVCache]:
-        """Reads right-padded prompts into slots [0, P) of the cache.
+        self, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], slots: int
+    ) -> tuple[Float[Array, "Q P H"], KVCache]:
+        """Reads right-padded prompts into a new cache.
 
         Args:
-            tokens: int32 [B, P], all in [0, V), padding too.
-            lengths: int32 [B], tokens of each prompt, in [1, P].
-            cache: of B rows and at least P slots; what it held is dropped.
+            tokens: int32 [Q, P], all in [0, V), padding too.
+            lengths: int32 [Q], tokens of each prompt, in [1, P].
+            slots: room for generated tokens, at least 1.
 
         Returns:
-            hidden [B, P, H] after the final norm (meaningful at [b, :lengths[b]]), and the filled cache.
-
-        Raises:
-            ValueError: the cache is too small for the prompts.
+            hidden [Q, P, H] after the final norm (meaningful at [q, :lengths[q]]), and a cache of one row a prompt.
         """
         rows, width = tokens.shape
-        fits = cache.valid.shape[0] == rows and cache.valid.shape[1] >= width
-        require(fits, "cache", f"{rows} rows of at least {width} slots", f"{cache.valid.shape}")
-        slots = jnp.arange(width, dtype=jnp.int32)
-        within = slots < lengths[:, None]
-        positions = jnp.broadcast_to(slots, (rows, width))
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+        within = positions < lengths[:, None]
         hidden, keys, values = self._forward(tokens, positions, within.astype(jnp.int32), keep_keys_values=True)
-        valid = jnp.zeros_like(cache.valid).at[:, :width].set(within)
-        return hidden, KVCache(cache.keys.at[:, :, :width].set(keys), cache.values.at[:, :, :width].set(values), valid)
+        return hidden, empty_cache(keys, values, lengths, slots, self.cached_attention_run().implementation)
+
+    def cached_attention_run(self) -> AttentionRun:
+        """How the cache is attended to, and why."""
+        config = self.config
+        return choose_cached(config.attention, config.head_dim, config.dtype, self.mesh)
+
+    def layers_apart(self) -> tuple[DecoderLayer, ...]:
+        """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`."""
+        graph, stacked = nnx.split(self.layers)
+
+        def narrowed(leaf: Array) -> Array:
+            # Vectors (the weights of norms) enter fp32 arithmetic as they are.
+            return leaf if leaf.ndim == 1 else leaf.astype(self.config.dtype)
+
+        layers = range(self.config.num_layers)
+        return tuple(nnx.merge(graph, jax.tree.map(lambda x: narrowed(x[index]), stacked)) for index in layers)  # noqa: B023
 
     def decode_step(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache, slot: Int[Array, ""] | int
+        self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None
     ) -> tuple[Float[Array, "B H"], KVCache]:
         """Appends one token to every row.
 
         Args:
             tokens: int32 [B], in [0, V).
-            positions: int32 [B], distance of each token from the start of its sequence (padding not counted).
-            cache: what `prefill` and earlier steps returned.
-            slot: int32 scalar, where the tokens' keys and values go, the same for all rows.
+            cache: what `prefill` and earlier steps returned, with a free slot.
+            layers: what `layers_apart` returned; made here if None.
 
         Returns:
-            hidden [B, H] after the final norm, and the cache with the new slot.
+            hidden [B, H] after the final norm, and the cache with these tokens.
         """
-        valid = cache.valid.at[:, slot].set(True)
-        # Slots between a short prompt and the first new token are empty: slots are counted by the tokens that they hold.
-        slot_positions = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
-
-        def reads(window: int | None) -> Array:
-            mask = valid if window is None else valid & (slot_positions > positions[:, None] - window)
-            return mask_bias(mask[:, None])
-
-        views = self._views(positions[:, None], reads)
-        graph, stacked = nnx.split(self.layers)
-
-        def step(carry, layer_input):
-            x, all_keys, all_values = carry
-            state, is_sliding, index = layer_input
-            layer, view = nnx.merge(graph, state), _view_of(views, is_sliding)
-            queries, keys, values = layer.queries_keys_values(x, view.tables)
-            # The whole cache travels in the carry, where one slot is overwritten in place.
-            all_keys = lax.dynamic_update_slice(all_keys, keys[None], (index, 0, slot, 0, 0))
-            all_values = lax.dynamic_update_slice(all_values, values[None], (index, 0, slot, 0, 0))
-            layer_keys = lax.dynamic_index_in_dim(all_keys, index, keepdims=False)
-            layer_values = lax.dynamic_index_in_dim(all_values, index, keepdims=False)
-            x = layer.finish(x, layer.attend(queries, layer_keys, layer_values, view))
-            return (x, all_keys, all_values), None
-
-        carry = (self._embed(tokens[:, None]), cache.keys, cache.values)
-        layer_inputs = (stacked, self._is_sliding(), jnp.arange(self.config.num_layers))
-        (x, keys, values), _ = lax.scan(step, carry, layer_inputs, unroll=self._unroll())
-        return self._final_norm(x)[:, 0], KVCache(keys, values, valid)
+        positions = cache.prompt_lengths + cache.filled
+        full, sliding = self._rotations(positions[:, None])
+        x, held = self._embed(tokens[:, None]), []
+        for index, layer in enumerate(self.layers_apart() if layers is None else layers):
+            window = self.config.window_of(index)
+            queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
+            attended, after = attend_cached(
+                queries[:, 0], keys[:, 0], values[:, 0], cache, index, window=window, **layer.attention_options
+            )
+            held.append(after)
+            x = layer.finish(x, attended[:, None])
+        return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
@@ -194,28 +189,36 @@ class Decoder(nnx.Module):
             x = layer.finish(x, layer.attend(queries, keys, values, view))
             return x, (keys, values) if keep_keys_values else (None, None)
 
-        unrolled = self._unroll(MAX_UNROLLED_LAYERS_ON_GPU)
+        most = MAX_UNROLLED_LAYERS_ON_GPU if jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
+        unrolled = self.config.num_layers <= most
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())
         x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=unrolled)
         return self._final_norm(x), keys, values
 
-    def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys | Array]) -> tuple[View, ...]:
+    def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys]) -> tuple[View, ...]:
         """One view where all layers are alike; else that of the full layers and that of the sliding ones.
 
         Args:
             positions: int [B, T] of the queries.
             reads: what the queries read in a window, or without one.
         """
-        config, sliding = self.config, self.config.sliding
-        full = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        full, own = self._rotations(positions)
+        sliding = self.config.sliding
         views = []
         if sliding is None or not all(sliding.layers):
-            views.append(View(rope_tables(positions, full), reads(None)))
+            views.append(View(full, reads(None)))
         if sliding is not None:
-            own = full if sliding.rope_theta is None else rope_frequencies(config.head_dim, sliding.rope_theta)
-            views.append(View(rope_tables(positions, own), reads(sliding.window)))
+            views.append(View(own, reads(sliding.window)))
         return tuple(views)
+
+    def _rotations(self, positions: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Rotary tables of the full layers, and those of the sliding ones."""
+        config, sliding = self.config, self.config.sliding
+        full = rope_tables(positions, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+        if sliding is None or sliding.rope_theta is None:
+            return full, full
+        return full, rope_tables(positions, rope_frequencies(config.head_dim, sliding.rope_theta))
 
     def _is_sliding(self) -> Array | None:
         """Which layers are sliding, where there are both kinds."""
@@ -237,10 +240,6 @@ class Decoder(nnx.Module):
 
     def _final_norm(self, x):
         return self.norm(x)
-
-    def _unroll(self, on_gpu: int | None = None) -> bool:
-        most = on_gpu if on_gpu is not None and jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
-        return self.config.num_layers <= most
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:

@@ -149,6 +149,10 @@ class DecoderConfig:
         """Multiplier of the products of queries and keys."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a query of this layer reads at most, itself included, or None."""
+        return self.sliding.window if self.sliding is not None and self.sliding.layers[layer] else None
+
     def attention_run(self, rows: int, length: int, mesh: Mesh | None = None) -> AttentionRun:
         """Which implementation attends over packed rows of this shape here, and why.
 

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from experiments.models.attention import AllowedKeys, attend, attend_packed
+from experiments.models.attention import AllowedKeys, attend_packed
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.layers import Projection, RMSNorm
 from experiments.models.remat import named
@@ -22,11 +22,11 @@ class View(NamedTuple):
 
     Attributes:
         tables: cosine and sine of the rotary angles.
-        keys: which keys a query reads: of a packed row, or as `mask_bias` [B, 1, S] of the cache's slots.
+        keys: which keys a query reads.
     """
 
     tables: tuple[Array, Array]
-    keys: AllowedKeys | Array
+    keys: AllowedKeys
 
 
 class DecoderLayer(nnx.Module):
@@ -76,10 +76,13 @@ class DecoderLayer(nnx.Module):
         return rotate(queries, tables), rotate(keys, tables), values
 
     def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
-        """What the queries [B, T, N, D] read of the keys and values [B, S, K, D]."""
-        read = attend_packed if isinstance(view.keys, AllowedKeys) else attend
-        options = {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
-        return read(queries, keys, values, view.keys, **options)
+        """What the queries [B, T, N, D] read of the keys and values [B, T, K, D]."""
+        return attend_packed(queries, keys, values, view.keys, **self.attention_options)
+
+    @property
+    def attention_options(self) -> dict[str, float | None]:
+        """Scale and soft cap of the scores."""
+        return {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
 
     @jax.named_scope("feed_forward")
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:

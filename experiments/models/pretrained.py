@@ -21,6 +21,7 @@ from experiments.models.huggingface.export import SMALL_FILES, made_files
 from experiments.models.huggingface.files import read_object
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer, load_tokenizer
 from experiments.models.huggingface.weights import SafetensorsDirectory
+from experiments.models.packaged import located
 from experiments.models.sharding import on_one_device
 from jaxlogp.errors import require
 
@@ -67,11 +68,13 @@ class Pretrained:
         path: of the directory or file.
         config: sizes and options.
         tokenizer: its own.
+        file: the opened GGUF file, where it is one.
     """
 
     path: Path
     config: DecoderConfig
     tokenizer: PretrainedTokenizer
+    file: gguf.GgufFile | None = None
 
     def weights(self) -> Weights:
         """Opens the weights; none is read yet.
@@ -79,8 +82,8 @@ class Pretrained:
         Raises:
             ValueError: files that are missing or damaged, or whose tensors are not the model's.
         """
-        if self.path.is_file():
-            return gguf_weights(gguf.read_gguf(self.path))
+        if self.file is not None:
+            return gguf_weights(self.file)
         source = SafetensorsDirectory(self.path)
         if self.config.tie_embeddings:
             source.drop_copy("lm_head.weight", "model.embed_tokens.weight")
@@ -109,16 +112,16 @@ def open_pretrained(path: str | Path, *, chat_template: bool | None = True) -> P
     """Opens a model on disk.
 
     Args:
-        path: a directory with config.json, or a GGUF file.
+        path: a directory with config.json, a GGUF file, or `package:NAME`.
         chat_template: whether prompts go through the chat template, which then has to be there; None where there is one.
 
     Raises:
         ValueError: no such path, a model that cannot be expressed, or a tokenizer with more ids than the embedding has.
     """
-    path = Path(path)
+    path = located(path)
     require(path.exists(), "model", "a Hugging Face directory or a GGUF file", f"{path}, which does not exist")
-    if path.is_file():
-        file = gguf.read_gguf(path)
+    file = gguf.read_gguf(path) if path.is_file() else None
+    if file is not None:
         config, tokenizer = gguf.decoder_config(file), load_gguf_tokenizer(file, chat_template=chat_template)
     else:
         config = decoder_config(read_object(path / "config.json"))
@@ -128,4 +131,4 @@ def open_pretrained(path: str | Path, *, chat_template: bool | None = True) -> P
     known = all(token < config.vocab_size for token in (*tokenizer.eos_ids, tokenizer.pad_id))
     seen = (*tokenizer.eos_ids, tokenizer.pad_id)
     require(known, "tokenizer, end and padding tokens", f"ids below {config.vocab_size}", seen)
-    return Pretrained(path, config, tokenizer)
+    return Pretrained(path, config, tokenizer, file)

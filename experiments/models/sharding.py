@@ -53,6 +53,9 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
     def sharding_of(path, leaf):
         if not isinstance(leaf, nnx.Variable):
             return replicated
+        # A part of an optimizer that leaves a parameter to another part keeps nothing of it.
+        if not jax.tree.leaves(leaf):
+            return leaf
         names = leaf.get_metadata("out_sharding", None) or ()
         # What an optimizer keeps of a parameter may have fewer axes than it.
         spec = _spec(path, names, leaf.shape, mesh) if len(names) == len(leaf.shape) else P()

@@ -30,11 +30,12 @@ class Column(NamedTuple):
     width: int
 
 
+# Means over documents with a label, as in the curves.
 STEP_COLUMNS = (
     Column("reward_mean", "reward", ".3f", 7),
-    Column("entropy", "entropy", ".3f", 8),
-    Column("clipped_ratio_fraction", "clipped", ".2%", 8),
-    Column("ratio_new_old", "ratio", ".4f", 8),
+    Column("entropy_labelled", "entropy", ".3f", 8),
+    Column("clipped_ratio_fraction_labelled", "clipped", ".2%", 8),
+    Column("ratio_new_old_labelled", "ratio", ".4f", 8),
     Column("drift_max", "max|dlogp|", ".2e", 11),
     Column("num_documents", "docs", ",.0f", 7),
     Column("tokens_per_second", "tokens/s", ",.0f", 10),

@@ -224,6 +224,15 @@ def read_metrics(path: Path) -> MetricsLog:
     return MetricsLog(records, torn)
 
 
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Reads samples.jsonl, but for a last line that a crash cut short.
+
+    Raises:
+        ValueError: an unreadable file, or a damaged line, with its number.
+    """
+    return _read_lines(path, "phase")[0]
+
+
 def _version(library: str) -> str | None:
     try:
         return metadata.version(library)

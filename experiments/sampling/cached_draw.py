@@ -1,6 +1,6 @@
 """The draw of a plain run: one compiled program with a key-value cache, rows split over the data ranks."""
 
-import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,8 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models.mesh import DATA_AXIS
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
-from experiments.sampling.sampler import Samples, make_sampler
+from experiments.sampling.sampler import SamplerOptions, Samples, make_sampler
 from experiments.tasks.tokenizer import Tokenizer
 
 
@@ -22,30 +23,14 @@ class CachedDraw:
       mesh: prompts are split over its data axis where it divides them.
       tokenizer: end and padding token.
       sizes: bound of completions.
-      temperature: divisor of the logits.
-      greedy: take the most likely token instead of drawing.
+      options: how tokens are drawn.
     """
 
     def __init__(
-        self,
-        graph: nnx.GraphDef,
-        mesh: Mesh,
-        tokenizer: Tokenizer,
-        sizes: Sizes,
-        *,
-        temperature: float,
-        greedy: bool,
+        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
     ) -> None:
-        self._mesh = mesh
-        self._sampler = functools.partial(
-            make_sampler,
-            graph,
-            max_new_tokens=sizes.completion,
-            temperature=temperature,
-            greedy=greedy,
-            eos_ids=tokenizer.eos_ids,
-            pad_id=tokenizer.pad_id,
-        )
+        self._graph, self._mesh = graph, mesh
+        self._options = SamplerOptions(sizes.completion, tokenizer.eos_ids, tokenizer.pad_id, options)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
@@ -53,4 +38,5 @@ class CachedDraw:
         """See `Draw`."""
         spec = P(DATA_AXIS) if len(prompts) % self._mesh.shape[DATA_AXIS] == 0 else P()
         placed = jax.device_put((prompts, lengths), NamedSharding(self._mesh, spec))
-        return jax.device_get(self._sampler(copies=copies)(params, *placed, key))
+        draw = make_sampler(self._graph, replace(self._options, copies=copies))
+        return jax.device_get(draw(params, *placed, key))

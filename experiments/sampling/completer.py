@@ -1,5 +1,6 @@
 """Completions of examples: prompts encoded, tokens drawn by one of two draws, completions decoded and rewarded."""
 
+import bisect
 from typing import NamedTuple, Protocol
 
 import jax
@@ -12,6 +13,7 @@ from experiments.sampling.sampler import Samples
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.protocol import prompt_text
 from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp import Document
 
 
 class Draw(Protocol):
@@ -50,6 +52,27 @@ class Completions(NamedTuple):
     rewards: np.ndarray
     parts: np.ndarray
 
+    @property
+    def mean_length(self) -> float:
+        """Mean number of tokens, end tokens included."""
+        return float(np.mean([text.num_tokens for text in self.texts]))
+
+    @property
+    def truncated_share(self) -> float:
+        """Share without an end token."""
+        return float(np.mean([not text.ended for text in self.texts]))
+
+    def documents(self) -> list[Document]:
+        """What was drawn, without advantages."""
+        return [
+            Document(
+                np.concatenate([np.array(prompt, np.int32), tokens]), len(prompt), log_probs, 0.0, float(reward), 0
+            )
+            for prompt, tokens, log_probs, reward in zip(
+                self.prompts, self.tokens, self.log_probs, self.rewards, strict=True
+            )
+        ]
+
     def first(self, number: int) -> "Completions":
         """The first completions only."""
         return Completions(*(column[:number] for column in self))
@@ -63,10 +86,13 @@ class Completer:
       rewards: rewards completions.
       tokenizer: text to tokens and back.
       sizes: bounds of prompts and completions.
+      stop: texts each of which ends a completion.
     """
 
-    def __init__(self, draw: Draw, rewards: Rewards, tokenizer: Tokenizer, sizes: Sizes) -> None:
-        self._draw, self.rewards, self._tokenizer, self._sizes = draw, rewards, tokenizer, sizes
+    def __init__(
+        self, draw: Draw, rewards: Rewards, tokenizer: Tokenizer, sizes: Sizes, stop: tuple[str, ...] = ()
+    ) -> None:
+        self._draw, self.rewards, self._tokenizer, self._sizes, self._stop = draw, rewards, tokenizer, sizes, stop
 
     def complete(self, params: nnx.State, examples: list[Example], key: jax.Array, *, copies: int = 1) -> Completions:
         """Draws `copies` completions for each example and rewards them.
@@ -80,17 +106,29 @@ class Completer:
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         samples = self._draw(params, padded, lengths, copies, key)
-        ends = samples.lengths.tolist()
-        tokens = [row[:end] for row, end in zip(samples.tokens, ends, strict=True)]
-        scored = [row[:end] for row, end in zip(samples.log_probs, ends, strict=True)]
-        texts = [self._completion(row.tolist()) for row in tokens]
+        drawn = [row[:end] for row, end in zip(samples.tokens, samples.lengths.tolist(), strict=True)]
+        texts = [self._completion(row.tolist()) for row in drawn]
+        tokens = [row[: text.num_tokens] for row, text in zip(drawn, texts, strict=True)]
+        scored = [row[: text.num_tokens] for row, text in zip(samples.log_probs, texts, strict=True)]
         repeated = [example for example in examples for _ in range(copies)]
         prompts = [prompt for prompt in prompts for _ in range(copies)]
         return Completions(prompts, tokens, scored, texts, *self.rewards.score(repeated, texts))
 
     def _completion(self, tokens: list[int]) -> Completion:
-        ended = tokens[-1] in self._tokenizer.eos_ids
-        return Completion(self._tokenizer.decode(tokens), num_tokens=len(tokens), ended=ended)
+        text = self._tokenizer.decode(tokens)
+        if any(stop in text for stop in self._stop):
+            return self._stopped(tokens)
+        return Completion(text, num_tokens=len(tokens), ended=tokens[-1] in self._tokenizer.eos_ids)
+
+    def _stopped(self, tokens: list[int]) -> Completion:
+        """The completion up to the token that completes a stop text: what was drawn after it is dropped."""
+
+        def has_stop(count: int) -> bool:
+            text = self._tokenizer.decode(tokens[:count])
+            return any(stop in text for stop in self._stop)
+
+        count = bisect.bisect_left(range(1, len(tokens) + 1), True, key=has_stop) + 1
+        return Completion(self._tokenizer.decode(tokens[:count]), num_tokens=count, ended=True)
 
 
 def readable(examples: list[Example], completions: Completions, names: tuple[str, ...]) -> list[Sample]:

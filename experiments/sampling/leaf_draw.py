@@ -58,7 +58,7 @@ class LeafDraw:
             np.concatenate([getattr(group, name) for group in groups])[:count]
             for name in ("drawn", "log_probs", "lengths")
         )
-        return Samples(drawn, log_probs, ends - lengths)
+        return Samples(drawn, log_probs, log_probs, ends - lengths)
 
     def _complete_group(
         self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array

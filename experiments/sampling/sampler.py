@@ -4,7 +4,7 @@
 step; nothing is traced again as long as the shapes stay the same:
 
     graph, state = nnx.split(model)
-    draw = make_sampler(graph, max_new_tokens=8, eos_ids=(1,), pad_id=0)
+    draw = make_sampler(graph, SamplerOptions(max_new_tokens=8, eos_ids=(1,), pad_id=0))
     for step in range(steps):
         samples = draw(state, prompts, prompt_lengths, jax.random.fold_in(key, step))
         state = train(state, samples)
@@ -13,9 +13,8 @@ Shapes: B rows, P slots of a prompt, N new tokens, V vocabulary entries.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -25,9 +24,16 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from experiments.models.attention import KVCache
 from experiments.models.decoder import Decoder
-from jaxlogp import HeadSpec, head_logits, log_probs_from_logits
+from experiments.sampling.pick import DrawOptions, pick
+from jaxlogp import HeadSpec, head_logits
 from jaxlogp.errors import require
+
+FEWEST_ROWS = 16
+"""No batch is narrowed to fewer rows."""
+SHORTEST_NARROWED = 256
+"""Nor is one whose completions are shorter: a program for each size would have to be compiled."""
 
 
 class Samples(NamedTuple):
@@ -35,13 +41,42 @@ class Samples(NamedTuple):
 
     Attributes:
         tokens: int32 [B, N]; `pad_id` after the end of a completion.
-        log_probs: fp32 [B, N], nats, each token given the prompt and the tokens before it; 0.0 after the end.
+        log_probs: fp32 [B, N], nats, each token given the prompt and the tokens before it under softmax(logits /
+            temperature) over the whole vocabulary, which a trainer recomputes; 0.0 after the end.
+        drawn_log_probs: the same under the distribution drawn from, which top_k, top_p and min_p may narrow.
         lengths: int32 [B], in [1, N], tokens of each completion, including its end token.
     """
 
     tokens: Int[Array, "B N"]
     log_probs: Float[Array, "B N"]
+    drawn_log_probs: Float[Array, "B N"]
     lengths: Int[Array, " B"]
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """The options compiled into a sampler.
+
+    Args:
+        max_new_tokens: N, at least 1.
+        eos_ids: tokens each of which ends a completion.
+        pad_id: token after the end; may be one of `eos_ids`.
+        draw: how a token is drawn.
+        copies: completions of every prompt, in adjacent rows; each prompt is read once.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    draw: DrawOptions = DrawOptions()
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
+        require(self.copies >= 1, "copies", "at least 1", self.copies)
 
 
 def sample(
@@ -49,12 +84,8 @@ def sample(
     prompts: Int[Array | np.ndarray, "B P"],
     prompt_lengths: Int[Array | np.ndarray, " B"],
     key: Key[Array, ""],
+    options: SamplerOptions,
     *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    greedy: bool = False,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
     row_ids: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Samples:
     """Draws one completion for every prompt: y_i ~ softmax(logits_i / temperature), until an end token or `max_new_tokens`.
@@ -67,12 +98,7 @@ def sample(
         prompts: int32 [B, P], right-padded with any id of the vocabulary.
         prompt_lengths: int32 [B], tokens of each prompt, in [1, P].
         key: a JAX random key.
-        max_new_tokens: N, at least 1.
-        temperature: divisor of the logits, positive.
-        greedy: take the most likely token (the lowest id among equals). Its log-prob is still the one under
-            softmax(logits / temperature), which a trainer can recompute, not 0.0.
-        eos_ids: tokens each of which ends a completion.
-        pad_id: token after the end; may be one of `eos_ids`.
+        options: how to draw.
         row_ids: int32 [B], ids of the rows for the random numbers; default 0, 1, 2 … With global ids, a batch drawn in
             several parts equals the whole batch.
 
@@ -80,54 +106,29 @@ def sample(
         Samples with log-probs in nats.
 
     Raises:
-        ValueError: a temperature that is not positive and finite, an empty batch, lengths or ids out of range, shapes
-            that do not match. Values are checked where they are known, that is, outside JAX transformations.
+        ValueError: an empty batch, lengths or ids out of range, shapes that do not match. Values are checked where they
+            are known, that is, outside JAX transformations.
     """
     graph, state = nnx.split(model)
-    draw = make_sampler(
-        graph,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        greedy=greedy,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-    )
-    return draw(state, prompts, prompt_lengths, key, row_ids)
+    return make_sampler(graph, options)(state, prompts, prompt_lengths, key, row_ids)
 
 
-def make_sampler(
-    graph: nnx.GraphDef[Decoder],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    greedy: bool = False,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    copies: int = 1,
-) -> Callable[..., Samples]:
+def make_sampler(graph: nnx.GraphDef[Decoder], options: SamplerOptions) -> Callable[..., Samples]:
     """Builds `draw(state, prompts, prompt_lengths, key, row_ids=None) -> Samples`, compiled once per shape.
 
     Functions built from equal arguments share what has been compiled.
 
     Args:
         graph: first half of `nnx.split(model)`; `state` is the second half, from this model or a later version of it.
-        max_new_tokens: see `sample`.
-        temperature: see `sample`.
-        greedy: see `sample`.
-        eos_ids: see `sample`.
-        pad_id: see `sample`.
-        copies: completions of every prompt, in adjacent rows; each prompt is prefilled once.
+        options: how to draw. With several `copies`, row ids number the copies too.
 
     Returns:
         The function; it checks the values of its arguments, then runs the compiled sampler.
-
-    Raises:
-        ValueError: an option out of range.
     """
-    options = SamplerOptions(max_new_tokens, temperature, greedy, tuple(eos_ids), pad_id, copies)
 
     def draw(state, prompts, prompt_lengths, key, row_ids=None):
-        vocab_size = nnx.merge(graph, state).config.vocab_size
+        model = nnx.merge(graph, state)
+        vocab_size = model.config.vocab_size
         for name, token in (("pad_id", options.pad_id), *(("eos_ids", each) for each in options.eos_ids)):
             require(0 <= token < vocab_size, name, f"ids in [0, {vocab_size})", token)
         check_prompts(prompts, prompt_lengths, vocab_size)
@@ -137,77 +138,124 @@ def make_sampler(
         if row_ids is None:
             row_ids = jnp.arange(rows, dtype=jnp.int32)
         require(row_ids.shape == (rows,), "row_ids", f"shape ({rows},)", row_ids.shape)
-        return _run(graph, options, state, prompts, prompt_lengths, key, row_ids)
+        begun = _begin(graph, options, state, prompts, prompt_lengths, key, row_ids)
+        # Rows that are split over devices stay where they are.
+        one_device = model.mesh is None or model.mesh.size == 1
+        return _complete(graph, options, state, begun, _narrower(rows, options.max_new_tokens) if one_device else [])
 
     return draw
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SamplerOptions:
-    """The options compiled into a sampler; `sample` explains the fields."""
+class _Rows:
+    """Rows being completed.
 
-    max_new_tokens: int
-    temperature: float
-    greedy: bool
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    copies: int
+    Attributes:
+        samples: what has been drawn so far.
+        tokens: int32 [B], the last token of each row.
+        done: bool [B].
+        keys: [B], random keys.
+        step: int32 scalar, tokens drawn so far of a row that is not done.
+        cache: without the last token.
+    """
 
-    def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
-        require(self.copies >= 1, "copies", "at least 1", self.copies)
-        is_divisor = 0.0 < self.temperature < math.inf
-        require(is_divisor, "temperature", "a positive, finite number", self.temperature)
+    samples: Samples
+    tokens: Array
+    done: Array
+    keys: Array
+    step: Array
+    cache: KVCache
+
+
+def _complete(graph, options, state, rows: _Rows, sizes: list[int]) -> Samples:
+    """Draws until all rows are done. Finished rows leave: when no more than one of `sizes` are left, these go on alone."""
+    if not sizes:
+        return _advance(graph, options, state, rows, 0).samples
+    places = np.arange(len(rows.done))
+    whole = Samples(*(np.array(x) for x in rows.samples))
+    for size in (*sizes, 0):
+        rows = _advance(graph, options, state, rows, size)
+        for drawn, new in zip(whole, rows.samples, strict=True):
+            np.asarray(drawn)[places] = np.asarray(new)
+        done = np.asarray(rows.done)
+        if int(rows.step) == options.max_new_tokens or done.all():
+            break
+        # The unfinished ones first; finished ones fill the new size.
+        kept = np.argsort(done, kind="stable")[:size].astype(np.int32)
+        rows, places = _kept(rows, kept), places[kept]
+    return whole
+
+
+def _narrower(rows: int, max_new_tokens: int) -> list[int]:
+    """Numbers of unfinished rows to which a batch of `rows` is narrowed. Each is a program to compile: a few, and none where
+    completions are short."""
+    sizes = [rows >> halvings for halvings in range(1, 4)] if max_new_tokens >= SHORTEST_NARROWED else []
+    return [size for size in sizes if size >= FEWEST_ROWS]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(graph, options, state, prompts, prompt_lengths, key, row_ids):
+def _begin(graph, options, state, prompts, prompt_lengths, key, row_ids) -> _Rows:
+    """Reads the prompts and draws the first token of every row."""
     model = nnx.merge(graph, state)
-    head = model.head()
-    rows, width = prompts.shape
-    row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
     # The last token drawn is never read, so it needs no slot.
-    cache = model.empty_cache(rows, width + options.max_new_tokens - 1)
-    hidden, cache = model.prefill(prompts, prompt_lengths, cache)
+    hidden, cache = model.prefill(prompts, prompt_lengths, max(options.max_new_tokens - 1, 1))
     hidden = jnp.take_along_axis(hidden, (prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
     if options.copies > 1:
-        hidden, prompt_lengths = (jnp.repeat(x, options.copies, axis=0) for x in (hidden, prompt_lengths))
-        cache = cache.repeat_rows(options.copies)
-    done = jnp.zeros(hidden.shape[0], jnp.bool_)
-    first = _pick(options, hidden, head, row_keys, 0, done)
-
-    def extend(carry, step):
-        tokens, done, cache = carry
-        hidden, cache = model.decode_step(tokens, prompt_lengths + step, cache, width + step)
-        tokens, log_probs = _pick(options, hidden, head, row_keys, step + 1, done)
-        return (tokens, done | _is_end(options, tokens), cache), (tokens, log_probs, done)
-
-    carry = (first[0], _is_end(options, first[0]), cache)
-    steps = jnp.arange(options.max_new_tokens - 1, dtype=jnp.int32)
-    _, later = lax.scan(extend, carry, steps)
-    tokens, log_probs, done = (
-        jnp.concatenate([one[None], many]).T for one, many in zip((*first, done), later, strict=True)
+        hidden, cache = jnp.repeat(hidden, options.copies, axis=0), cache.repeat_rows(options.copies)
+    count, size = len(hidden), options.max_new_tokens
+    log_probs = jnp.zeros((count, size), jnp.float32)
+    samples = Samples(
+        jnp.full((count, size), options.pad_id, jnp.int32), log_probs, log_probs, jnp.zeros(count, jnp.int32)
     )
-    return Samples(tokens, log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+    step = jnp.zeros((), jnp.int32)
+    rows = _Rows(samples, jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.bool_), keys, step, cache)
+    return _drawn(options, rows, hidden, model.head())
 
 
-def _is_end(options, tokens):
-    return functools.reduce(
-        jnp.logical_or, (tokens == end for end in options.eos_ids), jnp.zeros_like(tokens, jnp.bool_)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _advance(graph, options, state, rows: _Rows, size) -> _Rows:
+    """Draws until no more than `size` rows are unfinished, or all have their longest completion."""
+    model = nnx.merge(graph, state)
+    # Before the loop, which would do it in every step.
+    head, layers = model.head(), model.layers_apart()
+
+    def unfinished(rows: _Rows):
+        return (rows.step < options.max_new_tokens) & (jnp.sum(~rows.done) > size)
+
+    def extend(rows: _Rows) -> _Rows:
+        hidden, cache = model.decode_step(rows.tokens, rows.cache, layers)
+        return _drawn(options, replace(rows, cache=cache), hidden, head)
+
+    return lax.while_loop(unfinished, extend, rows)
+
+
+@jax.jit
+def _kept(rows: _Rows, kept) -> _Rows:
+    """The rows with these indices."""
+    samples = Samples(*(x[kept] for x in rows.samples))
+    own = {name: getattr(rows, name)[kept] for name in ("tokens", "done", "keys")}
+    return replace(rows, samples=samples, cache=rows.cache.take_rows(kept), **own)
+
+
+def _drawn(options: SamplerOptions, rows: _Rows, hidden, head) -> _Rows:
+    """One token more in every row that is not done."""
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows.keys, rows.step)
+    picked = pick(logits_of(hidden, *head), keys, options.draw)
+    tokens = jnp.where(rows.done, options.pad_id, picked.tokens)
+    ended = functools.reduce(jnp.logical_or, (tokens == end for end in options.eos_ids), jnp.zeros_like(rows.done))
+    put = lambda x, new, empty: lax.dynamic_update_slice_in_dim(  # noqa: E731
+        x, jnp.where(rows.done, empty, new)[:, None], rows.step, axis=1
     )
-
-
-def _pick(options, hidden, head, row_keys, step, done):
-    """One token per row and its log-prob, from the same logits; padding and 0.0 for rows that are done."""
-    logits = logits_of(hidden, *head)
-    if options.greedy:
-        drawn = jnp.argmax(logits, axis=-1)
-    else:
-        step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
-        drawn = jax.vmap(jax.random.categorical)(step_keys, logits / options.temperature)
-    drawn = drawn.astype(jnp.int32)
-    scored = log_probs_from_logits(logits, drawn, mask=~done, temperature=options.temperature)
-    return jnp.where(done, options.pad_id, drawn), scored.log_probs
+    held = rows.samples
+    samples = Samples(
+        put(held.tokens, tokens, options.pad_id),
+        put(held.log_probs, picked.log_probs, 0.0),
+        put(held.drawn_log_probs, picked.drawn_log_probs, 0.0),
+        held.lengths + (~rows.done).astype(jnp.int32),
+    )
+    return replace(rows, samples=samples, tokens=tokens, done=rows.done | ended, step=rows.step + 1)
 
 
 def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:

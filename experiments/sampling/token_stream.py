@@ -57,13 +57,12 @@ def stream_tokens(
     width, slots = _round_up(len(prompt)), _round_up(options.max_new_tokens)
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(prompt)] = prompt
-    hidden, cache = _read(graph, params, padded, np.array([len(prompt)], np.int32), width + slots)
+    hidden, cache = _read(graph, params, padded, np.array([len(prompt)], np.int32), slots)
     for step in range(options.max_new_tokens):
         token = _draw(graph, params, hidden, jax.random.fold_in(key, step), options.temperature)
         yield int(token[0])
         if step + 1 < options.max_new_tokens:
-            position = np.array([len(prompt) + step], np.int32)
-            hidden, cache = _extend(graph, params, token, position, cache, np.int32(width + step))
+            hidden, cache = _extend(graph, params, token, cache)
 
 
 def _round_up(size: int) -> int:
@@ -72,14 +71,13 @@ def _round_up(size: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _read(graph, params, prompt, lengths, slots):
-    model = nnx.merge(graph, params)
-    hidden, cache = model.prefill(prompt, lengths, model.empty_cache(1, slots))
+    hidden, cache = nnx.merge(graph, params).prefill(prompt, lengths, slots)
     return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _extend(graph, params, token, position, cache: KVCache, slot):
-    return nnx.merge(graph, params).decode_step(token, position, cache, slot)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _extend(graph, params, token, cache: KVCache):
+    return nnx.merge(graph, params).decode_step(token, cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

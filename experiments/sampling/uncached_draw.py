@@ -9,10 +9,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models.mesh import DATA_AXIS
+from experiments.sampling.pick import DrawOptions, pick
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import Samples, logits_of
 from experiments.tasks.tokenizer import Tokenizer
-from jaxlogp import log_probs_from_logits
 
 
 class UncachedDraw:
@@ -23,22 +23,14 @@ class UncachedDraw:
       mesh: rows are split over its data axis where it divides them.
       tokenizer: end and padding token.
       sizes: bound of completions.
-      temperature: divisor of the logits.
-      greedy: take the most likely token instead of drawing.
+      options: how tokens are drawn.
     """
 
     def __init__(
-        self,
-        graph: nnx.GraphDef,
-        mesh: Mesh,
-        tokenizer: Tokenizer,
-        sizes: Sizes,
-        *,
-        temperature: float,
-        greedy: bool,
+        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
     ) -> None:
         self._graph, self._mesh, self._tokenizer = graph, mesh, tokenizer
-        self._steps, self._temperature, self._greedy = sizes.completion, temperature, greedy
+        self._steps, self._options = sizes.completion, options
         self._run = jax.jit(self._completed)
 
     def __call__(
@@ -66,22 +58,14 @@ class UncachedDraw:
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            drawn, log_probs = self._pick(model, last, row_keys, step, done)
+            step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
+            picked = pick(logits_of(last, *model.head()), step_keys, self._options)
+            drawn = jnp.where(done, self._tokenizer.pad_id, picked.tokens)
+            scores = (jnp.where(done, 0.0, x) for x in (picked.log_probs, picked.drawn_log_probs))
             ended = jnp.isin(drawn, jnp.array(self._tokenizer.eos_ids, jnp.int32))
-            return (rows.at[row_numbers, lengths].set(drawn), done | ended), (drawn, log_probs, done)
+            return (rows.at[row_numbers, lengths].set(drawn), done | ended), (drawn, *scores, done)
 
         steps = jnp.arange(self._steps, dtype=jnp.int32)
         _, columns = lax.scan(extend, (rows, jnp.zeros(count, jnp.bool_)), steps)
-        drawn, log_probs, done = (column.T for column in columns)
-        return Samples(drawn, log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
-
-    def _pick(self, model, hidden, row_keys, step, done):
-        """A token a row and its log-prob, from the same logits; padding and 0.0 for rows that are done."""
-        logits = logits_of(hidden, *model.head())
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
-        drawn = jnp.argmax(logits, axis=-1)
-        if not self._greedy:
-            drawn = jax.vmap(jax.random.categorical)(keys, logits / self._temperature)
-        drawn = drawn.astype(jnp.int32)
-        scored = log_probs_from_logits(logits, drawn, mask=~done, temperature=self._temperature)
-        return jnp.where(done, self._tokenizer.pad_id, drawn), scored.log_probs
+        drawn, log_probs, drawn_log_probs, done = (column.T for column in columns)
+        return Samples(drawn, log_probs, drawn_log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))

@@ -37,29 +37,32 @@ ENOUGH_LINES = 5 * HELD_OUT_ONE_IN
 
 
 @dataclass(frozen=True)
-class JsonlFormat:
-    """How lines become examples, and completions right or wrong.
+class JsonlOptions:
+    """How lines become examples, and completions right or wrong, as it is written on a command line."""
 
-    Args:
-        prompt_key: key of the prompt; None takes the one of `PROMPT_KEYS` that a line has.
-        answer_key: key of the answer.
-        answer_pattern: regular expression with one group, found exactly once in every answer: the group is what counts.
-        other_keys: whether a line may have other keys.
-        verifier: "exact", equal up to white space around either; or "numeric", see `experiments.tasks.numbers.same_number`.
-        tolerance: of the numeric verifier.
-        percent: of the numeric verifier.
+    prompt_key: str | None = None
+    """Key of the prompt, a text or a list of messages with role and content; None takes prompt, question or messages."""
+    answer_key: str = "answer"
+    """Key of the answer."""
+    answer_pattern: str | None = None
+    """Regular expression with one group, found once in every answer: the group is what counts. For GSM8K '#### (.+)'."""
+    other_keys: bool = False
+    """Lines may have further keys, which become the example's source; else they are refused."""
+    verifier: str = "exact"
+    """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
+    tolerance: float = 0.0
+    """Largest difference of numbers that the numeric verifier takes for equal."""
+    percent: str = "unit"
+    """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
+
+
+@dataclass(frozen=True)
+class JsonlFormat(JsonlOptions):
+    """The same options, checked, and what they do; see `experiments.tasks.numbers.same_number` for the numeric verifier.
 
     Raises:
         ValueError: an option out of range.
     """
-
-    prompt_key: str | None = None
-    answer_key: str = "answer"
-    answer_pattern: str | None = None
-    other_keys: bool = False
-    verifier: str = "exact"
-    tolerance: float = 0.0
-    percent: str = "unit"
 
     def __post_init__(self) -> None:
         require(self.verifier in VERIFIERS, "verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))

@@ -8,8 +8,7 @@ from experiments.tasks.jsonl import DEFAULT_FORMAT, JsonlFormat, load_jsonl
 from experiments.tasks.letter_counting import LetterCounting
 from experiments.tasks.protocol import SPLITS, SizedTask, Task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
-from experiments.tasks.reversal import Reversal
-from experiments.tasks.sorting import Sorting
+from experiments.tasks.rewriting import Reversal, Sorting
 from experiments.tasks.word_problems import WordProblems
 
 SIZED_TASKS: dict[str, type[SizedTask]] = {

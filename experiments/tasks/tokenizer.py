@@ -95,9 +95,10 @@ class CharTokenizer(_StartToken):
 
     Args:
         alphabet: the characters, each once.
+        num_ids: of a model whose vocabulary is larger; None takes as many as are needed.
 
     Raises:
-        ValueError: the alphabet is empty, repeats a character, or contains U+FFFD.
+        ValueError: the alphabet is empty, repeats a character, or contains U+FFFD; or fewer ids than are needed.
 
     Example:
         >>> tokenizer = CharTokenizer("0123456789+=")
@@ -110,17 +111,19 @@ class CharTokenizer(_StartToken):
     """
 
     alphabet: str
+    num_ids: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.alphabet, str) or not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
             raise ValueError(f"alphabet: expected one or more characters, each once, got {self.alphabet!r}")
         if UNKNOWN in self.alphabet:
             raise ValueError("alphabet: expected characters other than U+FFFD, which marks unused ids")
+        _check_num_ids(self.num_ids, len(self.alphabet))
 
     @property
     def vocab_size(self) -> int:
         """See `Tokenizer.vocab_size`."""
-        return _round_up(NUM_SPECIAL + len(self.alphabet))
+        return self.num_ids or _round_up(NUM_SPECIAL + len(self.alphabet))
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -131,8 +134,8 @@ class CharTokenizer(_StartToken):
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
-        symbols = self.alphabet.ljust(self.vocab_size - NUM_SPECIAL, UNKNOWN)
-        return "".join(symbols[number] for number in _symbol_numbers(ids, self.vocab_size))
+        numbers = _symbol_numbers(ids, self.vocab_size)
+        return "".join(self.alphabet[number] if number < len(self.alphabet) else UNKNOWN for number in numbers)
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -143,6 +146,12 @@ class CharTokenizer(_StartToken):
 class ByteTokenizer(_StartToken):
     """One id for each byte of UTF-8 text; bytes that are not valid UTF-8 read as U+FFFD.
 
+    Args:
+        num_ids: of a model whose vocabulary is larger; None takes as many as are needed.
+
+    Raises:
+        ValueError: fewer ids than are needed.
+
     Example:
         >>> tokenizer = ByteTokenizer()
         >>> tokenizer.encode("é")
@@ -151,10 +160,15 @@ class ByteTokenizer(_StartToken):
         264
     """
 
+    num_ids: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_num_ids(self.num_ids, 256)
+
     @property
     def vocab_size(self) -> int:
         """See `Tokenizer.vocab_size`."""
-        return _round_up(NUM_SPECIAL + 256)
+        return self.num_ids or _round_up(NUM_SPECIAL + 256)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -171,16 +185,23 @@ class ByteTokenizer(_StartToken):
         return data.decode("utf-8", errors="replace")
 
 
-def tokenizer_for(task: Task) -> Tokenizer:
+def tokenizer_for(task: Task, num_ids: int | None = None) -> Tokenizer:
     """The tokenizer that a task's `max_prompt_tokens` and `max_answer_tokens` count in.
 
     Args:
         task: any task.
+        num_ids: of the model, None for as many as the tokenizer needs.
 
     Returns:
         A `CharTokenizer` of the task's alphabet, or a `ByteTokenizer` where that is None.
     """
-    return ByteTokenizer() if task.alphabet is None else CharTokenizer(task.alphabet)
+    return ByteTokenizer(num_ids) if task.alphabet is None else CharTokenizer(task.alphabet, num_ids)
+
+
+def _check_num_ids(num_ids: int | None, symbols: int) -> None:
+    needed = NUM_SPECIAL + symbols
+    if num_ids is not None and num_ids < needed:
+        raise ValueError(f"num_ids: expected at least {needed}, got {num_ids}")
 
 
 def _round_up(size: int) -> int:

@@ -13,6 +13,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.huggingface.export import made_files
 from experiments.models.huggingface.own_tokenizers import pretrained_form
 from experiments.models.lora import LoraConfig, merged
+from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
@@ -79,13 +80,13 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
     """A run's newest checkpoint, or a model on disk on the first device, with its chat template where there is one.
 
     Args:
-      path: run folder, GGUF file or Hugging Face directory.
+      path: run folder, GGUF file, `package:NAME` or Hugging Face directory.
       dtype: of activations and parameters of a model on disk; a run has its own.
 
     Raises:
       ValueError: neither of them, or one that cannot be used.
     """
-    path = Path(path)
+    path = located(path)
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
         trainer = restored(path)

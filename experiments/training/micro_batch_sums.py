@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
@@ -34,6 +35,7 @@ class MicroBatchSums:
       objective: the loss.
       temperature: divisor of the logits.
       engine: engine of the head.
+      accumulate: dtype of the gradient's sums over micro-batches.
       frozen: what of the model is not trained.
 
     Attributes:
@@ -49,11 +51,12 @@ class MicroBatchSums:
         *,
         temperature: float,
         engine: str,
+        accumulate: str = "float32",
         frozen: nnx.State | None = None,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
         self._frozen = nnx.State({}) if frozen is None else frozen
-        self._temperature, self._engine = temperature, engine
+        self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
@@ -115,7 +118,8 @@ class MicroBatchSums:
             return parts.loss.sum, parts
 
         gradients, parts = jax.grad(global_sum, has_aux=True)(params)
-        return MicroSums(StepSums.of(gradients, parts.loss, parts.terms), parts.drift)
+        sums = StepSums.of(gradients, parts.loss, parts.terms, gradient_dtype=self._accumulate)
+        return MicroSums(sums, parts.drift)
 
     def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Scores:
         return self._with_head(self._local_scores, (params, frozen), batch, P(DATA_AXIS))

@@ -7,11 +7,12 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config
-from experiments.models.mesh import make_mesh, parse_mesh
+from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import Samples
 from experiments.sampling.uncached_draw import UncachedDraw
@@ -22,7 +23,7 @@ from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
 from experiments.training.origin import Origin
 from experiments.training.sums import GradientSums
-from jaxlogp import ReductionOrder
+from jaxlogp import ReductionOrder, VocabShards
 from jaxlogp.errors import require
 
 
@@ -36,6 +37,7 @@ class Mode(Protocol):
       order: the numeric identity of the head, where the mode has one.
       block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
+      vocab: the shards of the head's vocabulary over the tensor ranks.
     """
 
     mesh: jax.sharding.Mesh
@@ -44,11 +46,12 @@ class Mode(Protocol):
     order: ReductionOrder | None
     block: int
     share_rows: bool
+    vocab: VocabShards
 
     def sums(self, objective: Objective, temperature: float) -> GradientSums:
         """Gradient sums of an objective."""
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> Draw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """A way to draw completions."""
 
 
@@ -61,21 +64,21 @@ class PlainMode:
 
     def __init__(self, config: Config, origin: Origin) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
-        self._engine = config.loss.engine
+        self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
+        self.vocab = VocabShards.even(origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = origin.decoder is not None
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self.params, self.frozen = parts
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
-        options = {"temperature": temperature, "engine": self._engine, "frozen": self.frozen}
-        return MicroBatchSums(self._graph, self.mesh, objective, **options)
+        options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
+        return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, **options)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> Draw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """See `Mode`."""
         kind = CachedDraw if self._cached else UncachedDraw
-        draw = kind(self._graph, self.mesh, tokenizer, sizes, temperature=temperature, greedy=greedy)
-        return WholeModelDraw(draw, self.frozen)
+        return WholeModelDraw(kind(self._graph, self.mesh, tokenizer, sizes, options), self.frozen)
 
 
 class WholeModelDraw:
@@ -110,6 +113,7 @@ class InvariantMode:
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
         require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
         self.order.check_across_processes()
+        self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
         self._decoder = decoder
@@ -119,9 +123,10 @@ class InvariantMode:
         """See `Mode`."""
         return LeafSums(self._leaf_programs(temperature), objective, self.block)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, *, temperature: float, greedy: bool = False) -> LeafDraw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
-        return LeafDraw(self._leaf_programs(temperature), tokenizer, sizes, leaf_rows=self.block, greedy=greedy)
+        programs = self._leaf_programs(options.temperature)
+        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.block, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float) -> LeafPrograms:
         # One set per temperature, so that sampler and trainer share compiled programs.

@@ -29,7 +29,8 @@ from jaxlogp.losses import PolicyLoss
 
 
 class LossParts(NamedTuple):
-    """Loss and metric terms of one data rank, and the largest |log-prob of the trainer - of the sampler|, in nats."""
+    """Loss and metric terms of one data rank, and the largest |log-prob of the trainer - of the sampler| under the same
+    parameters, in nats; -inf without a label that has both."""
 
     loss: WeightedSum
     terms: PolicyMetricTerms
@@ -145,8 +146,7 @@ class PolicyObjective:
         self, loss: WeightedSum, log_probs: Array, entropy: Array | None, batch: MicroBatch, documents_seen: Array
     ) -> LossParts:
         columns = batch.per_token
-        sampled = columns.get("sampler_log_probs", columns["old_log_probs"])
-        drift = masked_max(jnp.abs(log_probs - sampled), batch.mask)
+        drift = _drift(log_probs, batch, documents_seen)
         if self.metrics == "none":
             return LossParts(loss, PolicyMetricTerms({}), drift)
         documents = self._documents(batch)
@@ -156,3 +156,13 @@ class PolicyObjective:
         present = jnp.arange(batch.rewards.shape[0], dtype=jnp.int32) < batch.num_documents[0]
         terms = terms | reward_terms(batch.rewards, present)
         return LossParts(loss, terms | staleness_terms(documents_seen, batch.model_versions, present), drift)
+
+
+def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: Int[Array, ""]) -> Float[Array, ""]:
+    """Largest |trainer - sampler| where both are known under the same parameters: later ones are another policy."""
+    columns = batch.per_token
+    if "sampler_log_probs" in columns:
+        # The trainer's own are from the time of sampling, whatever has been updated since.
+        return masked_max(jnp.abs(columns["old_log_probs"] - columns["sampler_log_probs"]), batch.mask)
+    current = batch.model_versions[batch.document_ids] == documents_seen
+    return masked_max(jnp.abs(log_probs - columns["old_log_probs"]), batch.mask & current)

@@ -195,8 +195,9 @@ def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored:
         require(not config.invariant, "--invariant", "the project's own decoder", f"a {name}, whose bits are not known")
         return OwnOrigin(tokenizer_for(task), model)
     if options.path is None:
-        tokenizer = tokenizer_for(task)
-        decoder = options.decoder(tokenizer.vocab_size, config.invariant)
+        decoder = options.decoder(tokenizer_for(task).vocab_size, config.invariant)
+        # A named shape has its own vocabulary, of which a model from nothing samples any token.
+        tokenizer = tokenizer_for(task, decoder.vocab_size)
         return DecoderOrigin(tokenizer, decoder, config.seed, restored=restored)
     found = open_pretrained(options.path, chat_template=options.chat_template)
     decoder = replace(options.of_pretrained(found.config, config.invariant), lora=config.lora)

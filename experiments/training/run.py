@@ -10,13 +10,14 @@ from typing import Any
 from flax import nnx
 
 from experiments.config import Config, RewardConfig
+from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.config_file import load_config, save_config, write_json
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
-from experiments.runs.plots import plot_curves
+from experiments.runs.plots import plot_runs
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.rewards import rewards_of
@@ -62,6 +63,7 @@ class Run:
     trainer: Trainer
     folder: RunFolder
     resumed: bool
+    dtype: DtypeChoice
 
     def finish(self) -> Result:
         """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes."""
@@ -82,7 +84,8 @@ def set_up(
     if config.resume is None:
         config = with_own_model(config, model)
         # What a run began with it keeps, whatever device it is resumed on.
-        config = dataclasses.replace(config, model=config.model.resolved(config.invariant))
+        dtype = dtype_here(config.model.dtype, invariant=config.invariant)
+        config = config.resolved()
         task = _task_of(config, task)
         config = _with_lasting_base(dataclasses.replace(config, task=task.name))
         trainer = Trainer(config, task, rewards, model)
@@ -91,12 +94,13 @@ def set_up(
             # All but the weights, so that the run can be resumed, scored and exported without the original.
             write_files(folder.model, small_files(trainer.origin.pretrained))
         save_config(folder.config, config)
-        return Run(trainer, folder, False)
+        return Run(trainer, folder, False, dtype)
     folder = RunFolder.open(config.resume)
     config = _resumed_config(config, stored_config(folder))
     task = _task_of(config, task)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
-    return Run(Trainer(config, task, rewards, model, restored=True), folder, True)
+    dtype = DtypeChoice(config.model.dtype, "as the run began")
+    return Run(Trainer(config, task, rewards, model, restored=True), folder, True, dtype)
 
 
 def train(
@@ -159,12 +163,13 @@ def _train(run: Run) -> Result:
     console = RunConsole(config.quiet)
     for warning in trainer.warnings:
         console.warn(warning)
+    console.say(f"dtype of activations and head: {run.dtype}")
     with Checkpoints(run.folder.checkpoints, config.checkpoint.keep) as checkpoints:
         if run.resumed:
             before = trainer.restore(checkpoints, console)
             restored = trainer.progress.step
             run.folder.record_resume(restored)
-            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored}
+            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored, "drift": restored}
             writer = MetricsWriter(run.folder, {**steps, "held_out": restored})
             console.say(f"resumed {run.folder.path} at step {restored}")
         else:
@@ -195,6 +200,9 @@ def _steps(
             step = progress.step
             metrics.write(step, "train", values)
             console.step(step, values)
+            if trainer.drift is not None:
+                metrics.write(step, "drift", trainer.drift.metrics())
+                console.say(str(trainer.drift))
             if not values["update_applied"]:
                 console.warn(f"step {step}: loss or gradient is not finite, the update was not applied")
             advance()
@@ -217,7 +225,7 @@ def _steps(
 
 def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
     log = read_metrics(run.folder.metrics)
-    plot_curves(log.records, run.folder.curves)
+    plot_runs([log.records], run.folder.curves)
     trainer = run.trainer
     head = trainer.sums.head_run
     assert head is not None, "traced at the start"
@@ -231,6 +239,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         if head is None
         else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
         "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
+        "dtype": str(run.dtype),
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}
@@ -245,6 +254,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
 
 def _default_name(config: Config) -> str:
     task = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.task).strip(".-")[-40:]
+    task = task if config.preset is None else f"{config.preset}-{task}"
     return f"{task}-{config.loss.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

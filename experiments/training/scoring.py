@@ -37,6 +37,16 @@ def with_reference(
     return [_with(document, {REFERENCE_COLUMN: each[0]}) for document, each in zip(documents, scores, strict=True)]
 
 
+def kl_to(
+    reference: nnx.State, documents: list[Document], sums: GradientSums, params: nnx.State, packing: Packing
+) -> float:
+    """KL(policy ‖ reference) in nats per token, from documents that the policy has sampled: the mean of
+    exp(d) - 1 - d with d = log π_reference - log π of each token (k3, never negative)."""
+    pairs = zip(*(_scores(documents, sums, each, packing) for each in (reference, params)), strict=True)
+    log_ratios = np.concatenate([theirs[0].astype(np.float64) - ours[0] for theirs, ours in pairs])
+    return float(np.mean(np.expm1(log_ratios) - log_ratios))
+
+
 def on_policy(rounds: list[MicroBatch], documents_seen: int) -> bool:
     """Whether all documents were scored with exactly the parameters that are about to be updated."""
     return all(

@@ -12,7 +12,8 @@ from jaxlogp import HeadRun, MicroBatch, StepSums
 
 
 class MicroSums(NamedTuple):
-    """Sums of one or more micro-batches, and the largest |log-prob of the trainer - of the sampler| at a label, in nats."""
+    """Sums of one or more micro-batches, and the largest |log-prob of the trainer - of the sampler| under the same
+    parameters at a label, in nats; -inf without such a label."""
 
     sums: StepSums
     drift: Float[Array, ""]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from experiments.config import Config, validate
@@ -15,16 +14,18 @@ from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.sampling.completer import Completer, Completions, readable
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
 from experiments.training import scoring
+from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.origin import fingerprint, origin_of
-from experiments.training.update import AppliedStep, TrainState, Update, adamw
+from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WorkedExamples, warm_start
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
 from jaxlogp.errors import require
@@ -44,11 +45,12 @@ class Scores(NamedTuple):
 
 @dataclass
 class Progress:
-    """The counters of a run, saved with every checkpoint as Python integers."""
+    """The counters of a run, saved with every checkpoint as Python integers; `drift_step` had the newest drift report."""
 
     step: int = 0
     documents_seen: int = 0
     refused: int = 0
+    drift_step: int = 0
 
 
 class Trainer:
@@ -66,6 +68,7 @@ class Trainer:
       frozen: what of it is not trained.
       warnings: what the console should say before the run.
       attention_run: the implementation of attention over micro-batches, and why it.
+      drift: the drift report of the newest step, or None where none was due.
 
     Raises:
       ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
@@ -81,7 +84,7 @@ class Trainer:
         restored: bool = False,
     ) -> None:
         ranks = validate(config).data
-        self.config = config
+        self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
         self.origin = origin = origin_of(config, self.task, model, restored=restored)
@@ -93,12 +96,12 @@ class Trainer:
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
-        self.update = Update(adamw(config.optimizer, _learning_rate(config)), self.sums.place)
+        self.update = Update(config.optimizer.optimizer(config.schedule.steps), self.sums.place)
         # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params
         self.frozen = self._mode.frozen
-        # Parameters of the frozen reference; set after the warm start where the loss has a KL term.
+        # Parameters of the frozen reference; set after the warm start where a KL is wanted.
         self.reference: nnx.State | None = None
         self._packing = Packing(
             ranks,
@@ -113,14 +116,19 @@ class Trainer:
         self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
         self.rollouts = Rollouts(
             self.prompts,
-            self._completer(temperature),
+            self._completer(config.rollout.draw_options()),
             config.rollout,
             config.loss.advantages,
             jax.random.fold_in(self.key, 1),
         )
-        self._judges = {"sampled": self._completer(1.0), "greedy": self._completer(1.0, greedy=True)}
+        self._judges = {
+            "sampled": self._completer(DrawOptions()),
+            "greedy": self._completer(DrawOptions(greedy=True)),
+        }
         self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
         self.progress = Progress()
+        self.drift: StepDrift | None = None
+        self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {config.mesh}")
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
@@ -129,17 +137,21 @@ class Trainer:
         slow = slower_head(self.sums.head_run)
         self.warnings = [*origin.warnings(self.mesh), *([] if slow is None else [slow])]
 
-    def _completer(self, temperature: float, *, greedy: bool = False) -> Completer:
-        draw = self._mode.draw(self.tokenizer, self.sizes, temperature=temperature, greedy=greedy)
-        return Completer(draw, self.rewards, self.tokenizer, self.sizes)
+    def _completer(self, options: DrawOptions) -> Completer:
+        draw = self._mode.draw(self.tokenizer, self.sizes, options)
+        return Completer(draw, self.rewards, self.tokenizer, self.sizes, self.config.rollout.stop)
 
     def _columns(self) -> tuple[str, ...]:
         rescored = scoring.RESCORED_COLUMNS if self.config.rollout.rescore else ()
-        return (*rescored, *((scoring.REFERENCE_COLUMN,) if self._with_reference else ()))
+        return (*rescored, *((scoring.REFERENCE_COLUMN,) if self._kl_in_loss else ()))
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self.objective.loss.kl_coefficient != 0.0
 
     @property
     def _with_reference(self) -> bool:
-        return self.objective.loss.kl_coefficient != 0.0
+        return self._kl_in_loss or self.config.evaluation.kl
 
     def _trace(self) -> None:
         """Refuses a named engine that cannot run here, before training starts."""
@@ -155,13 +167,7 @@ class Trainer:
     # Warm start
 
     def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
-        """Supervised learning of answers until sampled exact match reaches the target, or max_steps.
-
-        A model from disk needs none.
-        """
-        if self.origin.pretrained is not None:
-            self._freeze_reference()
-            return
+        """Supervised learning of answers until sampled exact match reaches the target, or the largest number of steps."""
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         params = warm_start(
@@ -189,7 +195,7 @@ class Trainer:
         documents = self.rollouts.next(params, self.progress.documents_seen)
         if self.config.rollout.rescore:
             documents = scoring.rescored(documents, self.sums, params, self._packing)
-        if self.reference is not None:
+        if self._kl_in_loss:
             documents = scoring.with_reference(documents, self.sums, self.reference, self._packing)
         return documents
 
@@ -216,13 +222,14 @@ class Trainer:
         if not collected.micro_batches:
             return None, True
         rounds = self._known_lse([batch for (batch,) in collected.micro_batches])
+        self.drift = self._drift(rounds)
         total = self.sums.sums_of(self.state.params, rounds, self.progress.documents_seen)
         self.state, applied = self.update(self.state, total)
         applied = jax.device_get(applied)
         self.progress.step += 1
         self.progress.documents_seen += collected.num_documents
         tokens = sum(int(np.sum(batch.segment_ids >= 0)) for batch in rounds)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - (0.0 if self.drift is None else self.drift.seconds)
         values = {
             **self._values_of(applied),
             "documents_seen": self.progress.documents_seen,
@@ -238,6 +245,16 @@ class Trainer:
         self._count_refused(bool(applied.finite))
         return values, collected.exhausted
 
+    def _drift(self, rounds: list[MicroBatch]) -> StepDrift | None:
+        """The drift report of the next step, where one is due and the step has tokens for it."""
+        every, last, step = self.config.drift.every, self.progress.drift_step, self.progress.step + 1
+        if every == 0 or (last > 0 and step < last + every):
+            return None
+        drift = self._watch.report(self.state.params, rounds, self.progress.documents_seen)
+        if drift is not None:
+            self.progress.drift_step = step
+        return drift
+
     def _values_of(self, applied: AppliedStep) -> dict[str, Any]:
         head_run = self.sums.head_run
         assert head_run is not None, "a micro-batch has been traced"
@@ -245,7 +262,7 @@ class Trainer:
             **{name: value.item() for name, value in applied.metrics.items()},
             "loss": float(applied.loss),
             "grad_norm": float(applied.grad_norm),
-            "drift_max": float(applied.drift),
+            "drift_max": None if np.isneginf(applied.drift) else float(applied.drift),
             "learning_rate": float(applied.learning_rate),
             "update_applied": int(applied.finite),
             "attention": self.attention_run.implementation,
@@ -274,16 +291,28 @@ class Trainer:
 
     def evaluate(self, metrics: MetricsWriter | None = None) -> Scores:
         """Exact match on the held-out prompts with the current parameters; the same random numbers every time."""
-        key = jax.random.fold_in(self.key, 3)
+        started, key = time.perf_counter(), jax.random.fold_in(self.key, 3)
         drawn = {name: judge.complete(self.state.params, self._held_out, key) for name, judge in self._judges.items()}
         scores = Scores(*(self._exact_match(self._held_out, drawn[name]) for name in Scores._fields))
         if metrics is not None:
             values = {f"exact_match_{name}": score for name, score in scores._asdict().items()}
-            values |= {f"reward_{name}": float(each.rewards.mean()) for name, each in drawn.items()}
+            for name, each in drawn.items():
+                values[f"reward_{name}"] = float(each.rewards.mean())
+                values[f"completion_length_{name}"] = each.mean_length
+                values[f"truncated_share_{name}"] = each.truncated_share
+            if self.config.evaluation.kl:
+                values["kl_reference"] = self._kl_to_reference(drawn["sampled"])
+            values["seconds"] = time.perf_counter() - started
             metrics.write(self.progress.step, "eval", values)
             shown = readable(self._held_out, drawn["sampled"], self.rewards.names)[:SHOWN_SAMPLES]
             metrics.write_samples(self.progress.step, "held_out", shown)
         return scores
+
+    def _kl_to_reference(self, drawn: Completions) -> float:
+        """KL(policy ‖ reference) at temperature 1, in nats per token of completions that the policy has sampled."""
+        at_one = self.config.rollout.temperature == 1.0
+        sums = self.sums if at_one else self._mode.sums(self.objective, 1.0)
+        return scoring.kl_to(self.reference, drawn.documents(), sums, self.state.params, self._packing)
 
     # Checkpoints
 
@@ -347,8 +376,3 @@ def slower_head(head_run: HeadRun | None) -> str | None:
         "Hopper GPU use JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16; on one of compute capability "
         '8, pip install -e ".[triton]"'
     )
-
-
-def _learning_rate(config: Config) -> optax.Schedule:
-    peak, steps = config.optimizer.learning_rate, max(config.optimizer.warmup_steps, 1)
-    return optax.linear_schedule(peak / steps, peak, max(steps - 1, 1))

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from experiments.config import OptimizerConfig
+from experiments.training.optimizers import Optimizer, OptimizerState
 from experiments.training.sums import MicroSums
 
 
@@ -17,7 +17,7 @@ class TrainState(NamedTuple):
     """Parameters and optimizer state, placed on the mesh."""
 
     params: nnx.State
-    opt_state: optax.OptState
+    opt_state: OptimizerState
 
 
 class AppliedStep(NamedTuple):
@@ -29,24 +29,6 @@ class AppliedStep(NamedTuple):
     learning_rate: Float[Array, ""]
     finite: Bool[Array, ""]
     metrics: dict[str, Array]
-
-
-class Optimizer(NamedTuple):
-    """An optax transformation whose last part scales by the learning rate of the schedule, at optax's own count."""
-
-    transformation: optax.GradientTransformation
-    learning_rate: optax.Schedule
-
-
-def adamw(options: OptimizerConfig, learning_rate: optax.Schedule) -> Optimizer:
-    """Global-norm clipping, then AdamW."""
-    transformation = optax.chain(
-        optax.clip_by_global_norm(options.max_grad_norm),
-        optax.scale_by_adam(b1=options.b1, b2=options.b2),
-        optax.add_decayed_weights(options.weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return Optimizer(transformation, learning_rate)
 
 
 class Update:
@@ -63,7 +45,7 @@ class Update:
 
     def init(self, params: nnx.State) -> TrainState:
         """Places ``params`` and creates the optimizer's state for them; the first step takes over their memory."""
-        return self.place(TrainState(params, self._optimizer.transformation.init(params)))
+        return self.place(TrainState(params, self._optimizer.init(params)))
 
     def place(self, state: TrainState) -> TrainState:
         """Puts both parts of a state where they are needed."""
@@ -83,18 +65,7 @@ class Update:
         finished = step.sums.finish()
         norm = optax.tree.norm(finished.gradients)
         finite = jnp.isfinite(norm) & jnp.isfinite(finished.loss)
-        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), finished.gradients, state.params)
-        updates, opt_state = self._optimizer.transformation.update(gradients, state.opt_state, state.params)
-        new = TrainState(optax.apply_updates(state.params, updates), opt_state)
-        # A refused update leaves optax's count unchanged, and with it the learning rate of the next one.
-        rate = self._optimizer.learning_rate(_schedule_count(state.opt_state))
-        state = jax.tree.map(lambda old, new: jnp.where(finite, new, old), state, new)
-        rate = jnp.asarray(rate, jnp.float32)
+        params, opt_state, rate = self._optimizer.update(finished.gradients, state.opt_state, state.params)
+        # A refused update leaves every count unchanged, and with it the learning rate of the next one.
+        state = jax.tree.map(lambda old, new: jnp.where(finite, new, old), state, TrainState(params, opt_state))
         return state, AppliedStep(finished.loss, norm, step.drift, rate, finite, finished.metrics)
-
-
-def _schedule_count(opt_state: optax.OptState) -> Array:
-    """Number of updates that the schedule has counted."""
-    is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
-    (found,) = [node for node in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(node)]
-    return found.count

@@ -6,15 +6,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments.config import OptimizerConfig, WarmStartConfig
+from experiments.config import WarmStartConfig
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
 from experiments.sampling.stream import Packing
 from experiments.tasks import Example
 from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.sums import GradientSums
-from experiments.training.update import Update, adamw
+from experiments.training.update import Update
 from jaxlogp import Document
 
 MAX_WARM_UP_STEPS = 50
@@ -37,7 +38,7 @@ def warm_start(
       sums: gradient sums of cross-entropy.
       documents: returns the next n worked examples.
       packing: makes rounds of them.
-      options: the options of this phase.
+      options: the resolved options of this phase.
       score: share of right answers with given parameters, at a step.
       console: shows the progress.
       metrics: where records are written.
@@ -48,14 +49,15 @@ def warm_start(
     Raises:
       RuntimeError: a loss that is not finite.
     """
-    if options.max_steps == 0:
+    max_steps = options.max_steps
+    if not max_steps:
         return params
-    warm_up = max(1, min(MAX_WARM_UP_STEPS, options.max_steps // 4))
+    warm_up = max(1, min(MAX_WARM_UP_STEPS, max_steps // 4))
     schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
-    update = Update(adamw(OptimizerConfig(b2=0.99), schedule), sums.place)
+    update = Update(Optimizer(adamw(), schedule), sums.place)
     state = update.init(params)
-    with console.progress("warm start", options.max_steps) as advance:
-        for step in range(1, options.max_steps + 1):
+    with console.progress("warm start", max_steps) as advance:
+        for step in range(1, max_steps + 1):
             total = sums.sums_of(state.params, packing.rounds(documents(options.batch_size)), 0)
             assert total is not None, "a warm start step has at least one document"
             state, applied = update(state, total)

@@ -15,7 +15,7 @@ from jaxlogp.vocab import VocabShards
 SMALLEST_REFERENCE = 1e-12
 """Denominators of relative errors are at least this."""
 RATIO_RANGE = (0.9, 1.1)
-QUANTILES = (0.5, 0.99, 0.999)
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 
 class DriftReport(NamedTuple):
@@ -46,7 +46,7 @@ class DriftReport(NamedTuple):
       reference_dtype: dtype of the reference's.
       num_non_finite: active tokens where either value is NaN or infinite.
       first_non_finite: index of the first of them, or None.
-      abs_error_quantiles: (p50, p99, p99.9) of the absolute error.
+      abs_error_quantiles: (p50, p90, p99, p99.9) of the absolute error.
       share_outside: share of the finite active tokens whose ratio exp(candidate - reference) is outside [0.9, 1.1].
     """
 
@@ -70,7 +70,7 @@ class DriftReport(NamedTuple):
     reference_dtype: str
     num_non_finite: int
     first_non_finite: tuple[int, ...] | None
-    abs_error_quantiles: tuple[float, float, float]
+    abs_error_quantiles: tuple[float, float, float, float]
     share_outside: float
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class DriftReport(NamedTuple):
         lines += [
             f"{self.active_count} active tokens, {self.tp_size} vocabulary shards, {self.backend}, {self.reduction},"
             f" {self.candidate_dtype} against {self.reference_dtype}",
-            f"|error| max {self.max_abs_error:.3g}, mean {self.mean_abs_error:.3g}, p50 / p99 / p99.9 "
+            f"|error| max {self.max_abs_error:.3g}, mean {self.mean_abs_error:.3g}, p50 / p90 / p99 / p99.9 "
             + " / ".join(f"{value:.3g}" for value in self.abs_error_quantiles)
             + " nats",
             f"relative error max {self.max_rel_error:.3g}, mean {self.mean_rel_error:.3g};"
@@ -159,7 +159,9 @@ def drift_report(
         reference_dtype=str(reference.dtype),
         num_non_finite=len(broken),
         first_non_finite=_index(int(broken[0]), shape) if len(broken) else None,
-        abs_error_quantiles=tuple(float(q) for q in np.quantile(error, QUANTILES)) if some else (nothing,) * 3,
+        abs_error_quantiles=tuple(float(q) for q in np.quantile(error, QUANTILES))
+        if some
+        else (nothing,) * len(QUANTILES),
         share_outside=_share_outside(signed[finite]) if some else nothing,
     )
 

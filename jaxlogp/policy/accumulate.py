@@ -37,7 +37,7 @@ class StepSums:
     """Sums over part of an optimizer step: gradients of the loss sum, the loss as sum and count, metric terms.
 
     Args:
-        gradients: gradient of `loss.sum` (not of a mean) of this part; `StepSums.of` makes it fp32.
+        gradients: gradient of `loss.sum` (not of a mean) of this part, fp32 unless `StepSums.of` is told otherwise.
         loss: the loss of this part.
         metrics: metric terms of this part.
     """
@@ -48,10 +48,24 @@ class StepSums:
 
     @classmethod
     def of(
-        cls, gradients: PyTree[Float[AnyArray, "..."]], loss: WeightedSum, metrics: PolicyMetricTerms | None = None
+        cls,
+        gradients: PyTree[Float[AnyArray, "..."]],
+        loss: WeightedSum,
+        metrics: PolicyMetricTerms | None = None,
+        *,
+        gradient_dtype: jax.typing.DTypeLike | None = None,
     ) -> "StepSums":
-        """Sums of one micro-batch, with gradients in fp32 whatever the dtype of the parameters."""
-        gradients = jax.tree.map(lambda x: x.astype(compute_dtype(x)), gradients)
+        """Sums of one micro-batch.
+
+        Args:
+            gradients: gradient of `loss.sum`.
+            loss: the loss.
+            metrics: metric terms; None is the same as none at all.
+            gradient_dtype: of the gradient's sums, whatever the dtype of the parameters. None is fp32; bfloat16 halves
+                their memory, rounds once for every micro-batch, and stops growing after some 256 of them. Loss, counts
+                and metrics do not depend on it.
+        """
+        gradients = jax.tree.map(lambda x: x.astype(gradient_dtype or compute_dtype(x)), gradients)
         return cls(gradients, loss, PolicyMetricTerms({}) if metrics is None else metrics)
 
     def __add__(self, other: "StepSums") -> "StepSums":
@@ -67,13 +81,14 @@ class StepSums:
     def finish(self) -> FinishedStep:
         """Divides, once, by the denominators of the whole step.
 
-        Gradients are divided by `loss.grad_divisor` if there is one, otherwise by `loss.count`; where no label or
-        document was counted they are 0, like the loss.
+        Gradients are divided by `loss.grad_divisor` if there is one, otherwise by `loss.count`, in fp32 also where their
+        sums are narrower; where no label or document was counted they are 0, like the loss.
         """
         divisor = self.loss.grad_divisor
         if divisor is None:
             divisor = jnp.maximum(self.loss.count, 1)
-        gradients = jax.tree.map(lambda x: x / jnp.asarray(divisor).astype(x.dtype), self.gradients)
+        wide = jax.tree.map(lambda x: x.astype(compute_dtype(x)), self.gradients)
+        gradients = jax.tree.map(lambda x: x / jnp.asarray(divisor).astype(x.dtype), wide)
         return FinishedStep(gradients, self.loss.mean(), self.metrics.finish())
 
 

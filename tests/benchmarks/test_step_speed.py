@@ -1,9 +1,13 @@
 """What step_speed reads off a compiled module and a profile, and its count of operations."""
 
 import numpy as np
+import pytest
 
+from benchmarks.step_speed import __main__ as step_speed
+from benchmarks.step_speed import transformers_step
 from benchmarks.step_speed.parts import OPTIMIZER, OTHER, SCOPES, instruction_scopes, milliseconds_by_part
-from benchmarks.step_speed.step import MODELS, Rows, model_flops, packed_rounds
+from benchmarks.step_speed.step import Rows, model_flops, packed_rounds
+from experiments.models.named_shapes import NAMED_SHAPES
 
 MODULE = """HloModule jit__of_micro_batch, entry_computation_layout={()}
 ENTRY %main {
@@ -44,9 +48,37 @@ def test_rows_are_packed_as_asked_and_every_slot_but_first_ones_has_a_label():
 
 
 def test_operations_of_the_published_shape():
-    config = MODELS["qwen3-0.6b"]()
+    config = NAMED_SHAPES["qwen3-0.6b"]
     rows = Rows(rows=16, length=2048, document=700, micro_batches=1)
     # 6 operations a parameter and token, and 12 · layers · heads · features · (T / 2) for causal attention.
     by_hand = 16 * 2048 * (6 * 596_049_920 + 12 * 28 * 16 * 128 * 1024)
     assert model_flops(config, rows, 596_049_920, 2048) == by_hand
-    assert MODELS["qwen3-1.7b"]().hidden_size == 2048
+
+
+def test_what_is_not_installed_is_a_line_of_the_table(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(transformers_step.importlib.util, "find_spec", lambda name: None)
+    out = tmp_path / "rows.jsonl"
+    rows = step_speed.transformers_rows(step_speed.StepSpeedConfig(out=str(out)))
+    assert [(row.remat, row.why_not) for row in rows] == [(each, "torch is not installed") for each in ("none", "full")]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(
+        line.startswith("transformers ") and "torch is not installed" in line for line in lines
+    )
+    assert len(out.read_text().splitlines()) == 2
+
+
+def test_a_peer_is_counted_with_its_own_parameters_and_whole_rows(monkeypatch):
+    peer = transformers_step.Peer(program="p 1.0", head="Liger", milliseconds=500.0, peak_gib=40.0, num_parameters=1000)
+    monkeypatch.setattr(step_speed, "measured_elsewhere", lambda config: peer)
+    config = step_speed.StepSpeedConfig(rows=("4x512",), layers=2, document=100)
+    row, _ = step_speed.transformers_rows(config)
+    assert row.tokens_per_second == 4 * 512 / 0.5 and row.peak_gib == 40.0
+    by_hand = 4 * 512 * (6 * 1000 + 12 * 2 * 16 * 128 * 256) / 0.5 / 989e12
+    np.testing.assert_allclose([row.mfu, row.mfu_documents], by_hand)
+    assert "Liger" in str(row) and "MFU" in str(row)
+
+
+@pytest.mark.bad_input
+def test_a_shape_without_a_name_ends_before_anything_is_measured():
+    with pytest.raises(ValueError, match="^--model: expected one of qwen3-0.6b, qwen3-1.7b, llama-3.2-1b, got gpt2"):
+        step_speed.main(step_speed.StepSpeedConfig(model=("gpt2",)))

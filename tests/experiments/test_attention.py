@@ -9,14 +9,13 @@ import pytest
 
 from experiments.models.attention import (
     AttentionCall,
-    attend,
     attend_packed,
     choose_attention,
     first_keys,
-    mask_bias,
 )
 from experiments.models.attention.allowed import AllowedKeys
 from experiments.models.attention.chunked import BLOCK, attend_chunked
+from experiments.models.attention.einsum import attend, mask_bias
 from experiments.training.run import set_up
 from tests.experiments.tiny import tiny
 

@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments.models.attention import AttentionCall, attend_packed, choose_attention, first_keys
+from experiments.models.attention.cached import attend_cached
 from experiments.models.attention.choice import WHY_NOT
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
 from tests.experiments import test_attention as cases
+from tests.experiments import test_cached_attention as cached_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +61,33 @@ def test_values_and_gradients_in_bf16_are_near_float64(monkeypatch, name, head_d
 def test_the_automatic_choice_takes_a_kernel():
     chosen = choose_attention("auto", AttentionCall(2, 2048, 8, 2, 128, "bfloat16"))
     assert chosen.implementation in ("hopper", "tokamax", "cudnn"), chosen
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, 2.0)])
+@pytest.mark.parametrize("steps", [1, cached_cases.NEW])
+def test_the_kernel_for_caches_is_near_float64(steps, window, softcap):
+    options = {"window": window, "scale": cached_cases.SCALE, "softcap": softcap}
+    out = cached_cases.generated("triton", functools.partial(attend_cached, **options), steps, "bfloat16")
+    # As where the kernel is interpreted.
+    np.testing.assert_allclose(out, cached_cases.wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
+
+
+def test_tokens_read_one_by_one_are_those_of_the_whole_row_in_bf16():
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+    config = DecoderConfig.qwen3(vocab_size=512, head_dim=64, dtype="bfloat16", **sizes)
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    ids = np.random.default_rng(0).integers(0, 512, (3, 260)).astype(np.int32)
+    zeros, positions = np.zeros_like(ids), np.broadcast_to(np.arange(260, dtype=np.int32), ids.shape)
+    whole = np.asarray(jax.jit(lambda *x: model.hidden_states(*x))(ids, positions, zeros), np.float32)
+
+    @jax.jit
+    def one_by_one(ids):
+        _, cache = model.prefill(ids[:, :130], jnp.full(3, 130, jnp.int32), slots=130)
+        read = lambda cache, token: model.decode_step(token, cache)[::-1]  # noqa: E731
+        return jax.lax.scan(read, cache, ids[:, 130:].T)[1].swapaxes(0, 1)
+
+    assert model.cached_attention_run().implementation == "triton"
+    read = np.asarray(one_by_one(jnp.asarray(ids)), np.float32)
+    error = np.linalg.norm(read - whole[:, 130:]) / np.linalg.norm(whole[:, 130:])
+    # Each of 4 layers rounds what it adds to bf16 (2^-9) in two orders of summation.
+    assert error < 4 * 2**-9, error

@@ -64,7 +64,9 @@ def test_the_run_folder_is_complete(plain):
     for path in (run.config, run.env, run.metrics, run.samples, run.summary, run.curves):
         assert path.stat().st_size > 0, path
     assert any(run.tensorboard.rglob("events*"))
-    assert json.loads(run.summary.read_text())["after"]["sampled"] == plain.after.sampled
+    summary = json.loads(run.summary.read_text())
+    assert summary["after"]["sampled"] == plain.after.sampled
+    assert summary["dtype"] == "float32 (auto: cpu, not a GPU)"
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 
@@ -94,12 +96,22 @@ def test_resume_equals_the_run_without_a_break(plain, runs):
 @pytest.mark.slow
 def test_resume_in_the_middle_of_a_rollout(runs):
     """Half a rollout per step: queued documents, which are off-policy in the second half, belong to the checkpoint."""
-    half = {"docs_per_step": 32}
-    whole = train(tiny(runs, "half-whole", schedule={"steps": 3, "rows": 4, **half}))
-    train(tiny(runs, "half-broken", schedule={"steps": 1, "rows": 4, **half}))
+    half = {"docs_per_step": 32, "rows": 4}
+    options = {"drift": {"every": 2}, "rollout": {"rescore": False}}
+    whole = train(tiny(runs, "half-whole", schedule={"steps": 3, **half}, **options))
+    train(tiny(runs, "half-broken", schedule={"steps": 1, **half}, **options))
     resumed = train(Config(resume=str(runs / "half-broken"), quiet=True, schedule=Config().schedule.__class__(steps=3)))
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
+    drifts = [
+        [
+            (record["step"], record["max"], record["worst_context"])
+            for record in run.metrics
+            if record["kind"] == "drift"
+        ]
+        for run in (whole, resumed)
+    ]
+    assert drifts[0] == drifts[1] and [step for step, _, _ in drifts[0]] == [1, 3]
     second = train_records(whole)[1]
     assert second["staleness_max"] > 0 and second["ratio_new_old"] != 1.0
 
@@ -156,6 +168,10 @@ BAD = {
     "an unknown loss": (["--loss.name", "ppo"], "--loss.name: expected one of bnpo, "),
     "an option that the loss does not have": (["--loss.max-weight", "5"], "--loss.max-weight: expected None for loss"),
     "a clip range out of range": (["--loss.epsilon", "1.5"], "--loss.epsilon: expected a number in (0, 1), got 1.5"),
+    "an optimizer without this option": (
+        ["--optimizer.name", "adafactor", "--optimizer.b1", "0.9"],
+        "--optimizer.b1: expected None for optimizer 'adafactor'",
+    ),
     "no such engine": (["--loss.engine", "abacus"], "--loss.engine: expected an engine that can run here"),
     "an engine of another device": (
         ["--loss.engine", "hopper"],

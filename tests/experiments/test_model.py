@@ -206,12 +206,11 @@ def test_attention_is_run_again_only_where_its_results_are_not_kept(policy, time
 def through_the_cache(graph, state, token_ids, lengths):
     """Hidden states of prompts [B, 6], and of 4 more tokens a row read one by one."""
     model = nnx.merge(graph, state)
-    rows = token_ids.shape[0]
-    prompt, cache = model.prefill(token_ids[:, :6], lengths, model.empty_cache(rows, 10))
+    prompt, cache = model.prefill(token_ids[:, :6], lengths, slots=4)
 
     def step(cache, index):
         following = jax.lax.dynamic_index_in_dim(token_ids, 6 + index, axis=1, keepdims=False)
-        hidden, cache = model.decode_step(following, lengths + index, cache, 6 + index)
+        hidden, cache = model.decode_step(following, cache)
         return cache, hidden
 
     _, later = jax.lax.scan(step, cache, jnp.arange(4))
@@ -341,11 +340,9 @@ def test_a_wrong_field_is_named_with_its_value(field, value):
 
 
 @pytest.mark.bad_input
-def test_inputs_of_different_shapes_and_a_small_cache_are_refused():
+def test_inputs_of_different_shapes_are_refused():
     model = nnx.merge(*decoder("qwen3"))
     with pytest.raises(ValueError, match="positions"):
         model.hidden_states(jnp.asarray(tokens()), jnp.asarray(POSITIONS[:2]), jnp.asarray(DOCUMENT_IDS))
-    with pytest.raises(ValueError, match="cache"):
-        model.prefill(jnp.asarray(tokens()), jnp.ones(3, jnp.int32), model.empty_cache(3, 11))
     with pytest.raises(ValueError, match="high_freq_factor"):
         Llama3Scaling(low_freq_factor=2.0, high_freq_factor=2.0)

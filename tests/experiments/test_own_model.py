@@ -15,8 +15,9 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.protocol import check_model
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
-from experiments.sampling.sampler import sample
+from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import CharTokenizer
 from experiments.training.loaded import load_model
@@ -41,7 +42,8 @@ def decoder():
 
 
 def draw(graph, state, *, mesh=None, copies=2, greedy=False, temperature=0.7):
-    made = UncachedDraw(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, SIZES, temperature=temperature, greedy=greedy)
+    options = DrawOptions(temperature=temperature, greedy=greedy)
+    made = UncachedDraw(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, SIZES, options)
     return made(state, PROMPTS, LENGTHS, copies, jax.random.key(3))
 
 
@@ -61,6 +63,7 @@ def test_log_probs_of_an_uncached_draw_are_those_of_the_whole_row():
         completion = samples.tokens[row, :length]
         assert TOKENIZER.eos_ids[0] not in completion[:-1] and (completion[-1] in TOKENIZER.eos_ids or length == 6)
         assert (samples.tokens[row, length:] == TOKENIZER.pad_id).all() and (samples.log_probs[row, length:] == 0).all()
+        assert (samples.drawn_log_probs[row] == samples.log_probs[row]).all()
         whole[row, : len(prompt) + length] = [*prompt, *completion]
     places = jnp.broadcast_to(jnp.arange(11), whole.shape)
     forward = jax.jit(lambda rows: nnx.merge(graph, state).hidden_states(rows, places, places * 0))
@@ -78,8 +81,8 @@ def test_log_probs_of_an_uncached_draw_are_those_of_the_whole_row():
 def test_an_uncached_draw_takes_the_tokens_of_the_cached_one_when_both_are_greedy():
     graph, state = decoder()
     ours = draw(graph, state, copies=1, greedy=True)
-    options = {"max_new_tokens": 6, "greedy": True, "eos_ids": TOKENIZER.eos_ids, "pad_id": TOKENIZER.pad_id}
-    theirs = sample(nnx.merge(graph, state), PROMPTS, LENGTHS, jax.random.key(3), temperature=0.7, **options)
+    options = SamplerOptions(6, TOKENIZER.eos_ids, TOKENIZER.pad_id, DrawOptions(temperature=0.7, greedy=True))
+    theirs = sample(nnx.merge(graph, state), PROMPTS, LENGTHS, jax.random.key(3), options)
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     np.testing.assert_array_equal(ours.lengths, theirs.lengths)
     np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)

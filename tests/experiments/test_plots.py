@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from experiments.runs import plots
 from experiments.runs.console import HEADER_EVERY, HeldOut, RunConsole
-from experiments.runs.plots import plot_curves
+from experiments.runs.plots import plot_runs
 
 
 def records(count):
@@ -19,11 +19,14 @@ def records(count):
             "step": step,
             "kind": "train",
             "reward_mean": step / count,
-            "entropy": 1.0 / (1 + step),
-            "clipped_ratio_fraction": 0.01,
-            "ratio_new_old": 1.0 + step * 1e-4,
+            "entropy_labelled": 1.0 / (1 + step),
+            "clipped_ratio_fraction_labelled": 0.01,
+            "ratio_new_old_labelled": 1.0 + step * 1e-4,
             "drift_max": 10.0**-step if step % 2 else 0.0,
             "loss": -step * 0.01,
+            "completion_length_mean": 40.0 + step,
+            "truncated_share": 0.5 / (1 + step),
+            "kl_new_old_labelled": 1e-6 * step,
         }
         for step in range(count)
     ]
@@ -57,10 +60,10 @@ def texts(axes):
     "metrics", [[], records(1), records(3), records(60)[:7]], ids=["none", "one", "few", "no eval"]
 )
 def test_writes_a_picture_of_the_promised_size(tmp_path, figures, metrics):
-    plot_curves(metrics, tmp_path / "curves.png")
+    plot_runs([metrics], tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
-    assert picture.shape[:2] == (900, 1400)
-    assert len(figures[0].axes) == 7
+    assert picture.shape[:2] == (1200, 1400)
+    assert len(figures[0].axes) == 10
     drawn = {record["kind"] for record in metrics}
     for axes in figures[0].axes:
         kind = "eval" if axes.get_title(loc="left") == "Held-out accuracy" else "train"
@@ -71,7 +74,7 @@ def test_writes_a_picture_of_the_promised_size(tmp_path, figures, metrics):
 
 def test_draws_the_values(tmp_path, figures):
     metrics = records(60)
-    plot_curves(metrics, tmp_path / "curves.png")
+    plot_runs([metrics], tmp_path / "curves.png")
     figure = figures[0]
     each, mean = panel(figure, "Training reward").get_lines()
     np.testing.assert_array_equal(each.get_xdata(), np.arange(60))
@@ -82,8 +85,30 @@ def test_draws_the_values(tmp_path, figures):
     assert panel(figure, "Held-out accuracy").get_title(loc="right") == "last 0.3 / 0.4"
 
 
+def test_several_runs_are_thin_lines_with_a_thick_mean(tmp_path, figures):
+    """The second run is shorter, and broken at step 2."""
+    first, second = records(40), records(36)
+    for record in second:
+        record["loss"] = record.get("loss", 0.0) + 1.0
+        if record["kind"] == "eval":
+            record["exact_match_sampled"] = 0.5
+    second[2]["entropy_labelled"] = math.nan
+    plot_runs([first, second], tmp_path / "curves.png")
+    one, other, mean = panel(figures[0], "Entropy of the policy").get_lines()
+    assert len(one.get_xdata()) == 40 and len(other.get_xdata()) == 36
+    np.testing.assert_array_equal(mean.get_xdata(), np.arange(36))
+    wanted = [math.nan if step == 2 else 1.0 / (1 + step) for step in range(36)]
+    np.testing.assert_allclose(mean.get_ydata(), wanted, rtol=1e-15)
+    assert mean.get_linewidth() > one.get_linewidth() == other.get_linewidth()
+    assert "1 not finite, left out" in texts(panel(figures[0], "Entropy of the policy"))
+    loss = panel(figures[0], "Policy loss").get_lines()
+    # The mean of the last 15 common steps, 21 to 35, of -0.01 step and 1 - 0.01 step.
+    assert loss[2].get_ydata()[-1] == pytest.approx(0.5 - 0.28, rel=1e-12)
+    assert panel(figures[0], "Held-out accuracy").get_title(loc="right") == "last 0.4 / 0.4"
+
+
 def test_drift_has_a_log_scale_with_a_floor(tmp_path, figures):
-    plot_curves(records(13), tmp_path / "curves.png")
+    plot_runs([records(13)], tmp_path / "curves.png")
     axes = panel(figures[0], "Sampler against trainer")
     assert axes.get_yscale() == "log"
     (line,) = axes.get_lines()
@@ -94,10 +119,10 @@ def test_drift_has_a_log_scale_with_a_floor(tmp_path, figures):
 def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path, figures):
     metrics = records(5)
     metrics[1]["loss"], metrics[2]["loss"], metrics[2]["drift_max"] = math.nan, math.inf, math.nan
-    metrics[3]["entropy"] = None
+    metrics[3]["entropy_labelled"] = None
     for record in metrics:
-        record["clipped_ratio_fraction"] = math.nan
-    plot_curves(metrics, tmp_path / "curves.png")
+        record["clipped_ratio_fraction_labelled"] = math.nan
+    plot_runs([metrics], tmp_path / "curves.png")
     loss = panel(figures[0], "Policy loss")
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [0, np.nan, np.nan, -0.03, -0.04])
     assert texts(loss) == ["2 not finite, left out"]
@@ -107,15 +132,15 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path, figures):
 
 def test_the_same_metrics_give_the_same_bytes(tmp_path):
     for name in ("a.png", "b.png"):
-        plot_curves(records(3), tmp_path / name)
+        plot_runs([records(3)], tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 STEP = {
     "reward_mean": 0.3123,
-    "entropy": 1.25,
-    "clipped_ratio_fraction": 0.0123,
-    "ratio_new_old": 1.0,
+    "entropy_labelled": 1.25,
+    "clipped_ratio_fraction_labelled": 0.0123,
+    "ratio_new_old_labelled": 1.0,
     "drift_max": 3.2e-6,
 }
 
@@ -127,7 +152,7 @@ def print_a_run(console, tmp_path):
     console.warn("[red]step 20 is damaged[/red]")
     with console.progress("training", total=HEADER_EVERY + 1, lines=False) as advance:
         for step in range(HEADER_EVERY + 1):
-            console.step(step, {**STEP, "entropy": math.nan} if step == 1 else STEP)
+            console.step(step, {**STEP, "entropy_labelled": math.nan} if step == 1 else STEP)
             advance()
     held_out = {"temperature 1": HeldOut(0.31, 0.83), "greedy": HeldOut(0.451, 0.919)}
     console.summary({"head [x]": "chunked", "seconds": 12.3456789}, tmp_path, held_out)

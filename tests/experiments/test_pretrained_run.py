@@ -13,7 +13,8 @@ from experiments import chat, evaluate, export, grpo
 from experiments.config import ModelConfig
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
-from experiments.sampling.sampler import sample
+from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
 from experiments.training.loaded import load_model
 from experiments.training.run import train
@@ -117,9 +118,9 @@ def test_chat_streams_what_the_sampler_draws(directory):
     drawn = list(
         stream_tokens(loaded.graph, loaded.params, prompt[0].tolist(), jax.random.key(0), StreamOptions(6, 0.0))
     )
-    settings = {"max_new_tokens": 6, "greedy": True, "eos_ids": (), "pad_id": 0}
+    settings = SamplerOptions(6, eos_ids=(), pad_id=0, draw=DrawOptions(greedy=True))
     lengths = np.array([prompt.shape[1]], np.int32)
-    wanted = sample(nnx.merge(loaded.graph, loaded.params), prompt, lengths, jax.random.key(0), **settings)
+    wanted = sample(nnx.merge(loaded.graph, loaded.params), prompt, lengths, jax.random.key(0), settings)
     assert drawn == wanted.tokens[0].tolist()
 
 

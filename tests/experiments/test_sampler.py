@@ -1,6 +1,7 @@
 """The sampler: its log-probs are the trainer's, its draws follow them, and a row does not depend on its batch."""
 
 import functools
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.sharding import parameter_shardings
 from experiments.sampling import sampler as sampler_module
-from experiments.sampling.sampler import make_sampler, sample
+from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sampler import SamplerOptions, make_sampler, sample
 from jaxlogp import linear_log_probs
 
 VOCAB, PAD, EOS = 8, 0, 1
@@ -22,7 +24,7 @@ CONFIG = DecoderConfig.qwen3(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
 ROWS, WIDTH, NEW = 6, 5, 7
-OPTIONS = dict(max_new_tokens=NEW, eos_ids=(EOS,), pad_id=PAD)
+OPTIONS = SamplerOptions(max_new_tokens=NEW, eos_ids=(EOS,), pad_id=PAD)
 
 
 @functools.cache
@@ -63,8 +65,8 @@ def packed(prompt_ids, lengths, samples):
 @pytest.mark.parametrize(("temperature", "greedy"), [(1.0, False), (0.7, False), (0.7, True)])
 def test_log_probs_are_those_of_the_packed_trainer_forward(temperature, greedy):
     ids, lengths = prompts()
-    options = OPTIONS | dict(temperature=temperature, greedy=greedy)
-    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(1), **options))
+    options = replace(OPTIONS, draw=DrawOptions(temperature, greedy))
+    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(1), options))
     row, positions, document_ids, starts = packed(ids, lengths, samples)
     wanted = np.asarray(trainer_log_probs(nnx.state(decoder()), row, positions, document_ids, temperature))
     assert samples.log_probs.dtype == np.float32
@@ -78,8 +80,8 @@ def test_a_completion_ends_with_its_eos_and_padding_of_log_prob_zero_follows():
     ids, lengths = prompts()
     short = long = 0
     for seed in range(8):
-        samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(seed), **OPTIONS))
-        for tokens, log_probs, length in zip(*samples, strict=True):
+        samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(seed), OPTIONS))
+        for tokens, log_probs, _, length in zip(*samples, strict=True):
             assert EOS not in tokens[: length - 1]
             assert tokens[length - 1] == EOS or length == NEW
             assert (tokens[length:] == PAD).all() and (log_probs[length:] == 0.0).all()
@@ -90,17 +92,17 @@ def test_a_completion_ends_with_its_eos_and_padding_of_log_prob_zero_follows():
 
 def test_one_new_token():
     ids, lengths = prompts()
-    one = sample(decoder(), ids, lengths, jax.random.key(1), **(OPTIONS | dict(max_new_tokens=1)))
-    many = sample(decoder(), ids, lengths, jax.random.key(1), **OPTIONS)
+    one = sample(decoder(), ids, lengths, jax.random.key(1), replace(OPTIONS, max_new_tokens=1))
+    many = sample(decoder(), ids, lengths, jax.random.key(1), OPTIONS)
     np.testing.assert_array_equal(one.tokens[:, 0], many.tokens[:, 0])
     np.testing.assert_array_equal(one.lengths, np.ones(ROWS))
 
 
 def test_greedy_takes_the_likeliest_token_whatever_the_key():
     ids, lengths = prompts()
-    options = OPTIONS | dict(greedy=True)
-    samples = sample(decoder(), ids, lengths, jax.random.key(1), **options)
-    other = sample(decoder(), ids, lengths, jax.random.key(2), **options)
+    options = replace(OPTIONS, draw=DrawOptions(greedy=True))
+    samples = sample(decoder(), ids, lengths, jax.random.key(1), options)
+    other = sample(decoder(), ids, lengths, jax.random.key(2), options)
     jax.tree.map(np.testing.assert_array_equal, samples, other)
     model = decoder()
     row = np.concatenate([ids[2, : lengths[2]], np.asarray(samples.tokens)[2, : samples.lengths[2]]])[None]
@@ -114,25 +116,23 @@ def test_greedy_takes_the_likeliest_token_whatever_the_key():
 
 def test_a_row_is_the_same_in_any_batch_and_with_any_padding():
     ids, lengths = prompts()
-    whole = sample(decoder(), ids, lengths, jax.random.key(5), **OPTIONS)
+    whole = sample(decoder(), ids, lengths, jax.random.key(5), OPTIONS)
     row_ids = np.array([4, 1], np.int32)
-    part = sample(decoder(), ids[row_ids], lengths[row_ids], jax.random.key(5), row_ids=jnp.asarray(row_ids), **OPTIONS)
+    part = sample(decoder(), ids[row_ids], lengths[row_ids], jax.random.key(5), OPTIONS, row_ids=jnp.asarray(row_ids))
     np.testing.assert_array_equal(part.tokens, np.asarray(whole.tokens)[row_ids])
     np.testing.assert_allclose(part.log_probs, np.asarray(whole.log_probs)[row_ids], atol=1e-6)
     repadded = np.where(np.arange(WIDTH) < lengths[:, None], ids, 6).astype(np.int32)
-    jax.tree.map(
-        np.testing.assert_array_equal, sample(decoder(), repadded, lengths, jax.random.key(5), **OPTIONS), whole
-    )
+    jax.tree.map(np.testing.assert_array_equal, sample(decoder(), repadded, lengths, jax.random.key(5), OPTIONS), whole)
     others = prompts(seed=9)[0]
     others[4] = ids[4]
-    changed = sample(decoder(), others, lengths, jax.random.key(5), **OPTIONS)
+    changed = sample(decoder(), others, lengths, jax.random.key(5), OPTIONS)
     np.testing.assert_array_equal(changed.tokens[4], whole.tokens[4])
     assert (np.asarray(changed.tokens) != np.asarray(whole.tokens)).any()
 
 
 def test_rows_and_keys_draw_differently():
     ids, lengths = (np.repeat(array[:1], ROWS, axis=0) for array in prompts())
-    first, second = (sample(decoder(), ids, lengths, jax.random.key(seed), **OPTIONS) for seed in (0, 1))
+    first, second = (sample(decoder(), ids, lengths, jax.random.key(seed), OPTIONS) for seed in (0, 1))
     assert len(np.unique(first.tokens, axis=0)) > 1
     assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
 
@@ -146,8 +146,8 @@ def test_frequencies_follow_the_distribution():
     draws, temperature = 4096, 0.6
     ids = np.tile(np.array([[2, 5, 3]], np.int32), (draws, 1))
     lengths = np.full(draws, 3, np.int32)
-    options = dict(max_new_tokens=2, eos_ids=(EOS,), pad_id=PAD, temperature=temperature)
-    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(0), **options))
+    options = SamplerOptions(2, (EOS,), PAD, DrawOptions(temperature))
+    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(0), options))
     followers = samples.tokens[samples.tokens[:, 0] == 4]  # the second draw, given one value of the first
     for place, drawn in ((0, samples.tokens), (1, followers)):
         context = [2, 5, 3, 4][: 3 + place]
@@ -181,13 +181,14 @@ def test_new_parameters_keys_and_prompts_do_not_trace_again(monkeypatch):
 
     monkeypatch.setattr(sampler_module, "head_logits", counting)
     graph, state = nnx.split(decoder())
-    draw = make_sampler(graph, temperature=1.25, **OPTIONS)
+    options = replace(OPTIONS, draw=DrawOptions(1.25))
+    draw = make_sampler(graph, options)
     first = draw(state, *prompts(), jax.random.key(0))
     traced = len(traces)
-    assert traced == 2  # the first token's and the scan's
+    assert traced == 2  # the first token's and the loop's
     later = jax.tree.map(lambda leaf: leaf * 1.5, state)
     second = draw(later, *prompts(seed=1), jax.random.key(1))
-    third = sample(nnx.merge(graph, later), *prompts(seed=1), jax.random.key(1), temperature=1.25, **OPTIONS)
+    third = sample(nnx.merge(graph, later), *prompts(seed=1), jax.random.key(1), options)
     assert len(traces) == traced
     jax.tree.map(np.testing.assert_array_equal, second, third)
     assert (np.asarray(first.log_probs) != np.asarray(second.log_probs)).any()
@@ -199,10 +200,13 @@ def test_the_sharded_sampler_draws_the_same_tokens():
     graph, state = nnx.split(model)
     state = jax.device_put(state, parameter_shardings(state, mesh))
     placed = jax.device_put(prompts(), NamedSharding(mesh, P("data")))
-    sharded = make_sampler(graph, **OPTIONS)(state, *placed, jax.random.key(5))
-    whole = sample(decoder(), *prompts(), jax.random.key(5), **OPTIONS)
+    sharded = make_sampler(graph, OPTIONS)(state, *placed, jax.random.key(5))
+    whole = sample(decoder(), *prompts(), jax.random.key(5), OPTIONS)
     np.testing.assert_array_equal(sharded.tokens, whole.tokens)
     np.testing.assert_allclose(sharded.log_probs, whole.log_probs, atol=2e-5)
+
+
+DRAW = {field.name for field in fields(DrawOptions)}
 
 
 @pytest.mark.bad_input
@@ -211,6 +215,9 @@ def test_the_sharded_sampler_draws_the_same_tokens():
     [
         ("temperature", 0.0),
         ("temperature", float("nan")),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("min_p", 1.5),
         ("max_new_tokens", 0),
         ("eos_ids", (VOCAB,)),
         ("pad_id", -1),
@@ -227,6 +234,11 @@ def test_the_sharded_sampler_draws_the_same_tokens():
 )
 def test_bad_input_is_named(argument, value):
     ids, lengths = prompts()
-    given = dict(prompts=ids, prompt_lengths=lengths, key=jax.random.key(0), **OPTIONS) | {argument: value}
+    given = dict(prompts=ids, prompt_lengths=lengths, key=jax.random.key(0))
     with pytest.raises(ValueError, match=argument):
-        sample(decoder(), **given)
+        if argument in DRAW:
+            DrawOptions(**{argument: value})
+        elif argument in {field.name for field in fields(SamplerOptions)}:
+            sample(decoder(), **given, options=replace(OPTIONS, **{argument: value}))
+        else:
+            sample(decoder(), **given | {argument: value}, options=OPTIONS)

@@ -11,22 +11,25 @@ import optax
 import pytest
 
 from experiments import Config, train
-from experiments.config import LossConfig, OptimizerConfig
+from experiments.config import LossConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
+from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.origin import replicated_embedding
 from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
 from experiments.training.trainer import slower_head
-from experiments.training.update import Update, adamw
+from experiments.training.update import Update
 from jaxlogp import ChunkedEngine, HeadRun, PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import registry
 from tests.experiments.tiny import TINY, tiny, train_records
 
 SHORT = {"max_steps": 0}
+# As in test_grpo.py: fp32, sums in another order.
+DRIFT = 2e-5
 
 
 def short(out, name, **changes):
@@ -36,6 +39,10 @@ def short(out, name, **changes):
 def parity(example, text):
     """A reward that an untrained model earns about half of the time."""
     return float(ord(text[0]) % 2) if text else 0.0
+
+
+def drift_records(result):
+    return [record for record in result.metrics if record["kind"] == "drift"]
 
 
 def leaves(result):
@@ -54,14 +61,28 @@ def test_a_number_of_micro_batches_makes_a_step_and_metrics_may_be_off(tmp_path)
 def test_rescored_log_probs_are_the_trainers_and_their_log_sum_exp_spares_the_forward(tmp_path):
     """Half a rollout a step: the first half is strictly on policy, the second is not."""
     schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}
+    options = {"schedule": schedule, "drift": {"every": 1}}
     plain, scored = (
-        train(short(tmp_path, f"rescore-{rescore}", schedule=schedule, rollout={"rescore": rescore}), reward=parity)
-        for rescore in (False, True)
+        train(short(tmp_path, f"rescore-{rescore}", rollout={"rescore": rescore}, **options), reward=parity)
+        for rescore in (False, None)
     )
+    assert scored.trainer.config.rollout.rescore, "two steps for each rollout"
     first, second = train_records(scored)
     assert first["head_gradient"] == "from the known log-sum-exp" and second["head_gradient"] == "in one pass"
     assert first["ratio_new_old"] == 1.0 and first["kl_new_old"] == 0.0
-    assert first["drift_max"] > 0.0, "the sampler's log-probs stay for the drift"
+    # The sampler's log-probs stay for the drift, which is no larger once the policy has moved.
+    assert 0.0 < first["drift_max"] <= DRIFT and 0.0 < second["drift_max"] <= DRIFT
+    known, unknown = train_records(plain)
+    assert 0.0 < known["drift_max"] <= DRIFT and unknown["drift_max"] is None, (
+        "under which parameters nobody has scored"
+    )
+    assert [record["step"] for record in drift_records(scored)] == [1, 2]
+    assert [record["step"] for record in drift_records(plain)] == [1]
+    for record, wanted in zip(drift_records(scored), (first, second), strict=True):
+        assert record["max"] == wanted["drift_max"] and record["tokens"] == wanted["num_tokens"]
+        assert 0.0 <= record["p50"] <= record["p90"] <= record["p99"] <= record["p99_9"] <= record["max"]
+    # Without rescoring the report scores for itself.
+    assert drift_records(plain)[0]["max"] == pytest.approx(first["drift_max"], abs=1e-9)
     # The log-probs differ from the sampler's by the drift, 2e-5 in test_grpo.py; losses and steps of Adam by little more.
     assert first["loss"] != 0.0 and second["loss"] != 0.0
     for mine, other in zip(train_records(scored), train_records(plain), strict=True):
@@ -73,7 +94,8 @@ def test_rescored_log_probs_are_the_trainers_and_their_log_sum_exp_spares_the_fo
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
-    options = {"loss": {"kl_coefficient": 0.5, "metrics": "basic"}, "invariant": invariant}
+    loss = {"kl_coefficient": 0.5, "metrics": "basic"}
+    options = {"loss": loss, "invariant": invariant, "evaluation": {"kl": True}}
     schedule = {} if not invariant else {"rows": 16, "row_length": None}
     whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options), reward=parity)
     broken = train(short(tmp_path, "broken", schedule={"steps": 1, **schedule}, **options), reward=parity)
@@ -85,6 +107,28 @@ def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     for mine, other in zip(jax.tree.leaves(resumed.trainer.reference), reference, strict=True):
         np.testing.assert_array_equal(mine, other)
     assert any((np.asarray(x) != y).any() for x, y in zip(reference, jax.tree.leaves(whole.params), strict=True))
+    distances = [[each["kl_reference"] for each in run.metrics if each["kind"] == "eval"] for run in (whole, resumed)]
+    assert distances[0][0] == 0.0 < distances[0][-1] == distances[1][-1] < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_parameters(tmp_path, name):
+    """On two tensor ranks, with gradient sums in bf16 too."""
+    options = {"optimizer": {"name": name}, "model": {"param_dtype": "bfloat16"}, "mesh": "tensor=2"}
+    schedule = {"accumulate": "bfloat16", "rows": 4}
+    whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options), reward=parity)
+    broken = train(short(tmp_path, "broken", schedule={"steps": 1, **schedule}, **options), reward=parity)
+    again = Config(resume=str(broken.run.path), quiet=True, schedule=replace(Config().schedule, steps=2))
+    for mine, other in zip(leaves(train(again, reward=parity)), leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    state = whole.trainer.state
+    assert int(state.opt_state.count) == 2
+    for stored, exact in zip(*map(jax.tree.leaves, (state.params, state.opt_state.exact)), strict=True):
+        assert stored.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
+        assert stored.sharding.is_equivalent_to(exact.sharding, stored.ndim)
+        np.testing.assert_array_equal(stored, exact.astype(jnp.bfloat16))
+    assert [record["learning_rate"] for record in train_records(whole)] == [np.float32(5e-4), np.float32(1e-3)]
 
 
 def sums(loss):
@@ -94,7 +138,8 @@ def sums(loss):
 
 
 def test_a_refused_update_leaves_parameters_and_learning_rate():
-    update = Update(adamw(OptimizerConfig(), optax.linear_schedule(0.1, 0.5, 4)), lambda tree: jax.device_put(tree))
+    optimizer = Optimizer(adamw(), optax.linear_schedule(0.1, 0.5, 4))
+    update = Update(optimizer, lambda tree: jax.device_put(tree))
     state = update.init({"w": jnp.ones(2)})
     rates = []
     for loss in (1.0, np.nan, 1.0, 1.0):

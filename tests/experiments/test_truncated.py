@@ -26,7 +26,8 @@ def draw(params, prompts, lengths, copies, key):
     del params, key
     rows = [[*TOKENIZER.encode(text), EOS_ID][:3] for text in ANSWERS[:copies]] * len(lengths)
     tokens = np.array([row + [0] * (3 - len(row)) for row in rows], np.int32)
-    return Samples(tokens, np.full(tokens.shape, -0.5, np.float32), np.array([len(row) for row in rows], np.int32))
+    log_probs = np.full(tokens.shape, -0.5, np.float32)
+    return Samples(tokens, log_probs, log_probs, np.array([len(row) for row in rows], np.int32))
 
 
 REWARDS = Rewards(

@@ -6,6 +6,7 @@ from pathlib import Path
 from experiments.config import (
     CheckpointConfig,
     Config,
+    DriftConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -31,6 +32,7 @@ TINY = Config(
     schedule=ScheduleConfig(steps=3, docs_per_step=64, rows=16, row_length=32),
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
     evaluation=EvaluationConfig(every=0, num_prompts=16),
+    drift=DriftConfig(every=0),
     checkpoint=CheckpointConfig(every=0),
 )
 

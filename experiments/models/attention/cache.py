@@ -1,32 +1,71 @@
-"""The key-value cache of the sampler."""
+"""The key-value cache of the sampler: a prompt's keys and values once, and the generated tokens of every row."""
 
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 
-class KVCache(NamedTuple):
-    """Keys (already rotated) and values of every layer, and which slots hold a token.
+class LayerCache(NamedTuple):
+    """Keys (already rotated) and values of one layer, in the activations' dtype.
 
     Attributes:
-        keys: [L, B, S, K, D] in the activations' dtype.
-        values: [L, B, S, K, D], likewise.
-        valid: bool [B, S]; attention ignores the other slots.
+        prompt_keys: [Q, K, P, D].
+        prompt_values: [Q, K, P, D].
+        keys: [B, K, S, D].
+        values: [B, K, S, D].
     """
 
-    keys: Float[Array, "L B S K D"]
-    values: Float[Array, "L B S K D"]
-    valid: Bool[Array, "B S"]
+    prompt_keys: Float[Array, "Q K P D"]
+    prompt_values: Float[Array, "Q K P D"]
+    keys: Float[Array, "B K S D"]
+    values: Float[Array, "B K S D"]
 
-    @classmethod
-    def empty(cls, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> "KVCache":
-        """A cache without tokens; zeros, so that an unused slot is never a source of NaN."""
-        shape = (layers, rows, slots, kv_heads, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows, slots), jnp.bool_))
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """B rows that continue Q prompts of P slots, with S slots for generated tokens.
+
+    All rows have generated equally many tokens, so that the next one goes to the same slot of every row. Every layer has
+    its own arrays: a loop that carries them overwrites a slot in place.
+
+    Attributes:
+        layers: one for each layer.
+        prompt_lengths: int32 [B], tokens of each row's prompt; the slots after them are empty.
+        prompt_of_row: int32 [B] in [0, Q) where rows share prompts, else None: row b continues prompt b.
+        filled: int32 scalar, slots of generated tokens that hold one.
+        implementation: how these are attended to, of `experiments.models.attention.cached.IMPLEMENTATIONS`.
+    """
+
+    layers: tuple[LayerCache, ...]
+    prompt_lengths: Int[Array, " B"]
+    prompt_of_row: Int[Array, " B"] | None
+    filled: Int[Array, ""]
+    implementation: str = field(metadata={"static": True})
+
+    @property
+    def shared(self) -> bool:
+        """Whether rows share prompts; else each has a copy of its own."""
+        return self.prompt_of_row is not None
 
     def repeat_rows(self, copies: int) -> "KVCache":
         """Every row `copies` times, side by side."""
-        return KVCache(
-            *(jnp.repeat(x, copies, axis=1) for x in (self.keys, self.values)), jnp.repeat(self.valid, copies, axis=0)
+        rows = jnp.arange(len(self.prompt_lengths), dtype=jnp.int32)
+        return self.take_rows(jnp.repeat(rows, copies))
+
+    def take_rows(self, rows: Int[Array, " C"]) -> "KVCache":
+        """The rows with these indices, in this order. Prompts that are shared stay where they are."""
+
+        def of_layer(layer: LayerCache) -> LayerCache:
+            own = LayerCache(*(x[rows] for x in layer)) if not self.shared else layer
+            return own._replace(keys=layer.keys[rows], values=layer.values[rows])
+
+        return replace(
+            self,
+            layers=tuple(map(of_layer, self.layers)),
+            prompt_lengths=self.prompt_lengths[rows],
+            prompt_of_row=None if self.prompt_of_row is None else self.prompt_of_row[rows],
         )

@@ -23,7 +23,8 @@ from experiments.models.gguf import GgufFile, read_gguf
 from experiments.models.gguf_tokenizer import load_gguf_tokenizer
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.pretrained import gguf_weights
-from experiments.sampling.sampler import sample
+from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.studies.real_model.states import HeadStates, StoredWeight, TokenSet
 from jaxlogp import linear_log_probs
 from jaxlogp.errors import require
@@ -154,9 +155,9 @@ def _forward(graph: nnx.GraphDef[Decoder], state: nnx.State, rows: jax.Array) ->
 
 def _greedy(model: Decoder, tokenizer: PretrainedTokenizer) -> str:
     prompt = jnp.asarray([tokenizer.encode(GREEDY_PROMPT)], jnp.int32)
-    options = {"max_new_tokens": GREEDY_TOKENS, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
+    options = SamplerOptions(GREEDY_TOKENS, tokenizer.eos_ids, tokenizer.pad_id, DrawOptions(greedy=True))
     length = jnp.asarray([prompt.shape[1]], jnp.int32)
-    drawn = sample(model, prompt, length, jax.random.key(0), greedy=True, **options)
+    drawn = sample(model, prompt, length, jax.random.key(0), options)
     return tokenizer.decode(drawn.tokens[0, : int(drawn.lengths[0])].tolist())
 
 
@@ -181,8 +182,8 @@ def _samples(
     padded = np.full((len(encoded), int(lengths.max())), tokenizer.pad_id, np.int32)
     for place, ids in enumerate(encoded):
         padded[place, : len(ids)] = ids
-    options = {"max_new_tokens": new_tokens, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
-    drawn = sample(model, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed), **options)
+    options = SamplerOptions(new_tokens, tokenizer.eos_ids, tokenizer.pad_id)
+    drawn = sample(model, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed), options)
     answers, sizes = np.asarray(drawn.tokens), np.asarray(drawn.lengths)
     rows = np.full((len(encoded), padded.shape[1] + new_tokens), tokenizer.pad_id, np.int32)
     wanted = np.zeros((len(encoded), rows.shape[1] - 1), bool)

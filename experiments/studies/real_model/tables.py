@@ -82,7 +82,7 @@ def _drift_lines(rows: list[Drift]) -> list[str]:
     for row in rows:
         sampler = "– | –"
         if row.sampler is not None:
-            sampler = f"{row.sampler.max_abs_error:.1e} | {row.sampler.abs_error_quantiles[1]:.1e}"
+            sampler = f"{row.sampler.max_abs_error:.1e} | {row.sampler.abs_error_quantiles[2]:.1e}"
         report = row.log_prob
         lines.append(
             f"| {row.tokens} | {row.engine} | {report.max_abs_error:.1e} | {report.mean_abs_error:.1e} "

@@ -1,0 +1,203 @@
+"""Tokens per second of the sampler, and how near it is to the memory bound, at the shapes of real models, random weights.
+
+    python -m benchmarks.sampler_speed                                    # Qwen3-0.6B, 64 and 256 rows
+    python -m benchmarks.sampler_speed --model qwen3-1.7b --rows 128 --copies 16 --profile
+
+All rows draw all their tokens (there is no end token). The time of a step is that of a whole run less that of reading the
+prompts and drawing one token, by the number of steps in between. Its bound is the time to read, at the bandwidth that a
+copy of 4 GiB reaches in the same run, all matrices once, the head's among them, every row's own keys and values, and each
+prompt's once, as the rows of a group share it.
+"""
+
+import json
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.profiler import gpu_events
+from benchmarks.step_speed.step import MODELS
+from experiments.command_line import errors_in_one_line
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sampler import SamplerOptions, make_sampler
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class SamplerSpeedConfig:
+    """Options of the benchmark; every combination of models and rows is measured."""
+
+    model: tuple[str, ...] = ("qwen3-0.6b",)
+    """Shapes, as in benchmarks.step_speed."""
+    rows: tuple[int, ...] = (64, 256)
+    """Completions drawn at a time."""
+    copies: int = 8
+    """Completions of a prompt."""
+    prompt: int = 128
+    """Tokens of a prompt."""
+    new_tokens: int = 512
+    """Tokens of a completion."""
+    attention: str = "auto"
+    """auto, or einsum for the cache without a kernel."""
+    param_dtype: str = "float32"
+    """Dtype of the parameters; activations are bfloat16 on a GPU, float32 elsewhere."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens of this probability only."""
+    layers: int | None = None
+    """Layers instead of the model's."""
+    repeats: int = 3
+    """Timed runs; the median counts."""
+    profile: int = 0
+    """How many of the slowest kernels to list."""
+    out: str | None = None
+    """A file for the results as JSON lines."""
+
+
+@dataclass
+class Measured:
+    """One line of the table; milliseconds are those of a step of all rows."""
+
+    model: str
+    rows: int
+    attention: str
+    milliseconds: float
+    bound_milliseconds: float
+    tokens_per_second: float
+    share_of_bound: float
+    prefill_milliseconds: float
+    compile_seconds: float
+    peak_gib: float
+
+
+def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int) -> float:
+    """What a step in the middle of a completion has to read, in bytes."""
+    width = jnp.dtype(shape.dtype).itemsize
+    per_layer = shape.hidden_size * (
+        2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
+    )
+    matrices = shape.num_layers * per_layer + shape.vocab_size * shape.hidden_size
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    tokens = rows * config.new_tokens / 2 + rows / config.copies * config.prompt
+    return width * (matrices + per_token * tokens)
+
+
+def bandwidth() -> float:
+    """Bytes per second that a copy reads and writes."""
+    size = 2**30 if jax.default_backend() == "gpu" else 2**26
+    add = jax.jit(lambda x: x + 1)
+    x = jnp.zeros(size, jnp.float32)
+    jax.block_until_ready(add(x))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        jax.block_until_ready([add(x) for _ in range(4)])
+        seconds.append((time.perf_counter() - started) / 4)
+    return 2 * x.nbytes / statistics.median(seconds)
+
+
+def measure(config: SamplerSpeedConfig, name: str, rows: int, bytes_per_second: float) -> Measured:
+    """Compiles and times one combination."""
+    require(rows % config.copies == 0, "--rows", f"a multiple of --copies {config.copies}", rows)
+    changes = {} if config.layers is None else {"num_layers": config.layers}
+    dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    shape = MODELS[name](dtype=dtype, param_dtype=config.param_dtype, attention=config.attention, **changes)
+    graph, state = _random(shape)
+    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows // config.copies, config.prompt), np.int32)
+    lengths = np.full(len(prompts), config.prompt, np.int32)
+    draw_options = DrawOptions(top_p=config.top_p)
+
+    def run(new_tokens: int):
+        options = SamplerOptions(new_tokens, eos_ids=(), pad_id=0, draw=draw_options, copies=config.copies)
+        return jax.block_until_ready(make_sampler(graph, options)(state, prompts, lengths, jax.random.key(0)))
+
+    def seconds(new_tokens: int) -> tuple[float, float]:
+        """Median of a run, and the first one."""
+        taken = []
+        for _ in range(config.repeats + 1):
+            started = time.perf_counter()
+            run(new_tokens)
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken[1:]), taken[0]
+
+    (whole, first), (prefill, first_prefill) = seconds(config.new_tokens), seconds(1)
+    step = (whole - prefill) / (config.new_tokens - 1)
+    bound = bytes_of_step(shape, config, rows) / bytes_per_second
+    if config.profile:
+        _print_kernels(gpu_events(lambda: run(33), 1), config.profile, 32)
+    return Measured(
+        name,
+        rows,
+        nnx.merge(graph, state).cached_attention_run().implementation,
+        step * 1e3,
+        bound * 1e3,
+        rows / step,
+        bound / step,
+        prefill * 1e3,
+        first + first_prefill,
+        (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
+    )
+
+
+def _random(shape: DecoderConfig):
+    graph = None
+
+    def make():
+        nonlocal graph
+        graph, state = nnx.split(Decoder(shape, rngs=nnx.Rngs(0)))
+        return state
+
+    state = jax.jit(make)()
+    return graph, state
+
+
+def _print_kernels(events: list, most: int, steps: int) -> None:
+    totals: dict[str, list[float]] = {}
+    for event in events:
+        totals.setdefault(event["name"], []).append(event["dur"])
+    for name, taken in sorted(totals.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"    {sum(taken) / steps:8.1f} us a step  {len(taken) / steps:6.1f} x  {name[:90]}")
+
+
+def main(config: SamplerSpeedConfig) -> list[Measured]:
+    """Prints the table, a line as soon as it is measured.
+
+    Raises:
+      ValueError: an option out of range.
+    """
+    for name in config.model:
+        require(name in MODELS, "--model", f"one of {', '.join(MODELS)}", name)
+    bytes_per_second = bandwidth()
+    device = jax.devices()[0].device_kind
+    print(f"{device}, JAX {jax.__version__}, {bytes_per_second / 1e12:.2f} TB/s measured", flush=True)
+    print("| model | rows | attention | ms a step | bound | of the bound | tokens/s | prompts, ms | peak | compiling |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    results = []
+    for name in config.model:
+        for rows in config.rows:
+            got = measure(config, name, rows, bytes_per_second)
+            results.append(got)
+            print(
+                f"| {name} | {rows} | {got.attention} | {got.milliseconds:.2f} | {got.bound_milliseconds:.2f} "
+                f"| {got.share_of_bound:.0%} | {got.tokens_per_second:,.0f} | {got.prefill_milliseconds:.0f} "
+                f"| {got.peak_gib:.1f} GiB | {got.compile_seconds:.0f} s |",
+                flush=True,
+            )
+            if config.out:
+                with open(config.out, "a") as file:
+                    file.write(json.dumps(asdict(got)) + "\n")
+    return results
+
+
+if __name__ == "__main__":
+    import tyro
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with errors_in_one_line():
+        main(tyro.cli(SamplerSpeedConfig, prog="python -m benchmarks.sampler_speed", description=__doc__))

@@ -1,0 +1,140 @@
+"""Attention of one new token a row over the sampler's cache: the row's prompt, and what it has generated.
+
+`triton` is a kernel that reads only slots that hold tokens, once for all query heads that share a key-value head, and
+prompts where they are, shared by the rows that continue them. `einsum` runs everywhere; each row has its own copy of its
+prompt, and every slot is read.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from experiments.models.attention.cache import KVCache, LayerCache
+from experiments.models.attention.call import NARROW_DTYPES, needs_nvidia_gpu
+from experiments.models.attention.choice import AttentionRun
+from experiments.models.attention.einsum import capped, mask_bias, precision_of
+from experiments.models.attention.triton_cached import BLOCK, attend_triton
+
+IMPLEMENTATIONS = ("einsum", "triton")
+
+
+def choose_cached(packed: str, head_dim: int, dtype: str, mesh: Mesh | None = None) -> AttentionRun:
+    """How the cache is attended to here, and why.
+
+    Args:
+        packed: what is asked for packed rows: with "einsum" or "chunked" no kernel runs here either.
+        head_dim: D.
+        dtype: of queries, keys and values.
+        mesh: the mesh that rows and heads are split over, or None.
+    """
+    refusal = _why_not_triton(packed, head_dim, dtype, mesh)
+    if refusal is None:
+        return AttentionRun("triton", "the kernel for caches can run here")
+    return AttentionRun("einsum", f"triton not used: {refusal}")
+
+
+def _why_not_triton(packed: str, head_dim: int, dtype: str, mesh: Mesh | None) -> str | None:
+    if packed in ("einsum", "chunked"):
+        return f"attention {packed} was asked for"
+    if dtype not in NARROW_DTYPES:
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if head_dim not in (64, 128, 256):
+        return f"it takes head sizes of 64, 128 and 256, not {head_dim}"
+    if mesh is not None and mesh.size > 1:
+        return f"it runs on one device, and the mesh has {mesh.size}"
+    return needs_nvidia_gpu(8)
+
+
+def empty_cache(
+    keys: Float[Array, "L Q P K D"],
+    values: Float[Array, "L Q P K D"],
+    lengths: Int[Array, " Q"],
+    slots: int,
+    implementation: str,
+) -> KVCache:
+    """A cache of Q rows, each with its prompt and room for `slots` generated tokens; zeros, never a source of NaN.
+
+    Args:
+        keys: of the prompts, rotated, layer by layer.
+        values: likewise.
+        lengths: int32 [Q], tokens of each prompt.
+        slots: at least 1.
+        implementation: one of IMPLEMENTATIONS; the kernel's blocks are whole, so it may get some slots more.
+    """
+    kernel = implementation == "triton"
+    multiple = BLOCK if kernel else 1
+    slots += -slots % multiple
+    num_layers, prompts, width, kv_heads, head_dim = keys.shape
+    empty = jnp.zeros((prompts, kv_heads, slots, head_dim), keys.dtype)
+
+    def prompt(x: Array) -> Array:
+        return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, -width % multiple), (0, 0)))
+
+    layers = tuple(LayerCache(prompt(keys[layer]), prompt(values[layer]), empty, empty) for layer in range(num_layers))
+    rows = jnp.arange(prompts, dtype=jnp.int32) if kernel else None
+    return KVCache(layers, lengths.astype(jnp.int32), rows, jnp.zeros((), jnp.int32), implementation)
+
+
+@jax.named_scope("cached_attention")
+def attend_cached(
+    queries: Float[Array, "B N D"],
+    new_keys: Float[Array, "B K D"],
+    new_values: Float[Array, "B K D"],
+    cache: KVCache,
+    layer: int,
+    *,
+    window: int | None = None,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Float[Array, "B N D"], LayerCache]:
+    """softmax of cap(scale · q·k) over prompt, generated tokens and the new one, times v; and the layer with the new token.
+
+    Args:
+        queries: [B, N, D], of the new tokens, rotated.
+        new_keys: [B, K, D], likewise; query head n reads key-value head n // (N / K).
+        new_values: [B, K, D].
+        cache: before this token.
+        layer: which one.
+        window: how many tokens a query reads at most, itself included, or None.
+        scale: multiplier of the products.
+        softcap: c of cap(x) = c · tanh(x / c), or None.
+    """
+    positions = cache.prompt_lengths + cache.filled
+    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
+    if cache.implementation == "triton":
+        return attend_triton(queries, new_keys, new_values, cache, layer, first, scale=scale, softcap=softcap)
+    held = cache.layers[layer]
+    put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, :, None], cache.filled, axis=2)  # noqa: E731
+    held = held._replace(keys=put(held.keys, new_keys), values=put(held.values, new_values))
+    return _attend_einsum(queries, held, _biases(cache, held, first), scale, softcap), held
+
+
+def _biases(cache: KVCache, held: LayerCache, first: Int[Array, " B"]) -> tuple[Array, Array]:
+    """What to add to the scores of the prompt's slots [B, P], and to those of generated tokens [B, S]."""
+    prompt, own = (jnp.arange(x.shape[2], dtype=jnp.int32) for x in (held.prompt_keys, held.keys))
+    lengths = cache.prompt_lengths[:, None]
+    in_prompt = (prompt < lengths) & (prompt >= first[:, None])
+    generated = (own <= cache.filled) & (lengths + own >= first[:, None])
+    return mask_bias(in_prompt), mask_bias(generated)
+
+
+def _attend_einsum(queries, held: LayerCache, biases, scale, softcap):
+    rows, heads, head_dim = queries.shape
+    kv_heads = held.keys.shape[1]
+    grouped = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    precision = precision_of(queries.dtype)
+
+    def scores(keys, bias):
+        products = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
+        return capped(products * scale, softcap) + bias[:, None, None]
+
+    both = [scores(keys, bias) for keys, bias in zip((held.prompt_keys, held.keys), biases, strict=True)]
+    probabilities = jax.nn.softmax(jnp.concatenate(both, axis=-1), axis=-1).astype(held.values.dtype)
+    of_prompt, of_own = jnp.split(probabilities, [held.prompt_keys.shape[2]], axis=-1)
+    mixed = sum(
+        jnp.einsum("bkgs,bksd->bkgd", part, values, precision=precision, preferred_element_type=jnp.float32)
+        for part, values in ((of_prompt, held.prompt_values), (of_own, held.values))
+    )
+    return mixed.astype(held.values.dtype).reshape(rows, heads, head_dim)

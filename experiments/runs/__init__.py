@@ -1,0 +1,1 @@
+"""The run folder: configuration, logs, checkpoints, console and curves."""

@@ -1,0 +1,182 @@
+"""Optimizers and learning-rate schedules by name: optax's own, at one learning rate, count and precision.
+
+    direction_n = optax's update at learning rate 1, of the clipped fp32 gradient
+    θ_n = θ_{n-1} + rate(n) · direction_n
+
+n counts the updates that were applied, once for all parts of an optimizer. Every state is fp32. Parameters that are
+stored in fewer bits are what the model reads of an fp32 copy in the state, to which the updates are added: a step of
+1e-4 of a weight, a fortieth of the distance between two bf16 numbers or less, is not lost.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from optax.contrib import MuonDimensionNumbers
+
+from experiments.models.parameters import INPUT_AXES
+from jaxlogp.errors import require
+
+MUON_RMS = 0.2
+"""Root mean square of Muon's direction, whatever a matrix' shape: about that of AdamW's, so that learning rates agree."""
+
+
+def adamw(*, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> optax.GradientTransformation:
+    """AdamW at learning rate 1; `weight_decay` is decoupled, a share of each parameter per unit of learning rate."""
+    return optax.adamw(1.0, b1=b1, b2=b2, weight_decay=weight_decay)
+
+
+def adafactor(*, momentum: float | None = None, weight_decay: float = 0.0) -> optax.GradientTransformation:
+    """Adafactor at learning rate 1, which is absolute like AdamW's rather than a share of the parameter's scale.
+
+    The second moment of a matrix of at least 128 × 128 is kept as its row and column means. A direction's root mean
+    square is clipped to 1 over each parameter, which here holds all layers. Momentum costs another fp32 copy.
+    """
+    return optax.adafactor(
+        1.0, multiply_by_parameter_scale=False, momentum=momentum, weight_decay_rate=weight_decay or None
+    )
+
+
+def muon(
+    *, momentum: float = 0.95, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, AdamW (with Nesterov's momentum, as optax has it) for all else.
+
+    Every layer's matrix is orthogonalised by itself, a projection to or from heads as the matrix between the residual
+    stream and all heads' features; see `matrix_axes`. On GPUs those products are in TF32, XLA's default.
+
+    References:
+      Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+      Liu et al., Muon is scalable for LLM training, arXiv:2502.16982 (the scale `MUON_RMS`).
+    """
+    return optax.contrib.muon(
+        1.0,
+        beta=momentum,
+        weight_decay=weight_decay,
+        adam_b1=b1,
+        adam_b2=b2,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=matrix_axes,
+        consistent_rms=MUON_RMS,
+    )
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": adamw,
+    "adafactor": adafactor,
+    "muon": muon,
+}
+"""Functions of their own options, all keywords."""
+
+
+def matrix_axes(params: Any) -> Any:
+    """Input and output axes of the layers' stacked matrices; None for embeddings, head, norms and biases.
+
+    Raises:
+      ValueError: no matrix among the parameters.
+    """
+
+    def axes(path, leaf):
+        first, *names = (str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
+        # A Flax variable is a node of its own above its value.
+        inputs = INPUT_AXES.get(".".join(names).removesuffix(".value"))
+        if first != "layers" or inputs is None:
+            return None
+        first_output = 1 + inputs
+        return MuonDimensionNumbers(tuple(range(1, first_output)), tuple(range(first_output, leaf.ndim)))
+
+    found = jax.tree_util.tree_map_with_path(axes, params)
+    is_axes = lambda node: isinstance(node, MuonDimensionNumbers)  # noqa: E731
+    some = any(is_axes(node) for node in jax.tree.leaves(found, is_leaf=is_axes))
+    require(some, "--optimizer.name", "an optimizer other than muon for parameters without a layer's matrix", "muon")
+    return found
+
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def learning_rate(
+    schedule: str, peak: float, *, warmup_steps: int, steps: int, final_rate: float = 0.1
+) -> optax.Schedule:
+    """The rate of update n = count + 1, which depends on n and these arguments alone.
+
+        peak · n / W                                  up to n = W = max(warmup_steps, 1)
+        peak · (final + (1 - final) · f((n - W) / (steps - W)))      from there to n = steps, constant after it
+
+    with f(t) = 1 (constant), (1 + cos πt) / 2 (cosine) or 1 - t (linear).
+
+    Args:
+      schedule: constant, cosine or linear.
+      peak: the largest rate.
+      warmup_steps: updates of linear warm-up.
+      steps: updates of the whole run.
+      final_rate: share of the peak at the last of them; without effect on `constant`.
+    """
+    warm_up = max(warmup_steps, 1)
+    decay = max(steps - warm_up, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "cosine": optax.cosine_decay_schedule(peak, decay, alpha=final_rate),
+        "linear": optax.linear_schedule(peak, peak * final_rate, decay),
+    }[schedule]
+    before = optax.linear_schedule(peak / warm_up, peak, max(warm_up - 1, 1))
+    return optax.join_schedules([before, after], [warm_up - 1])
+
+
+class OptimizerState(NamedTuple):
+    """State of an `Optimizer`.
+
+    Attributes:
+      count: updates that were applied.
+      exact: fp32 parameters, or None where the parameters themselves are fp32.
+      inner: optax's state.
+    """
+
+    count: Int[Array, ""]
+    exact: nnx.State | None
+    inner: optax.OptState
+
+
+class Optimizer:
+    """Global-norm clipping, a transformation at learning rate 1, and a schedule.
+
+    Args:
+      transformation: one of `OPTIMIZERS`.
+      schedule: the learning rate at a count.
+      max_grad_norm: norm above which a gradient is scaled down.
+    """
+
+    def __init__(
+        self, transformation: optax.GradientTransformation, schedule: optax.Schedule, max_grad_norm: float = 1.0
+    ) -> None:
+        self._transformation = optax.chain(optax.clip_by_global_norm(max_grad_norm), transformation)
+        self._schedule = schedule
+
+    def init(self, params: nnx.State) -> OptimizerState:
+        """The state before the first update."""
+        narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(params))
+        # Copies, also of what is fp32: a step takes over the memory of both.
+        exact = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params) if narrow else None
+        return OptimizerState(jnp.int32(0), exact, self._transformation.init(exact if narrow else params))
+
+    def update(
+        self, gradients: nnx.State, state: OptimizerState, params: nnx.State
+    ) -> tuple[nnx.State, OptimizerState, Float[Array, ""]]:
+        """New parameters and state, and the learning rate that was applied.
+
+        Args:
+          gradients: fp32.
+          state: of the last update.
+          params: in the dtypes that the new ones will have.
+        """
+        exact = params if state.exact is None else state.exact
+        directions, inner = self._transformation.update(gradients, state.inner, exact)
+        rate = jnp.asarray(self._schedule(state.count), jnp.float32)
+        exact = optax.apply_updates(exact, jax.tree.map(lambda direction: rate * direction, directions))
+        params = jax.tree.map(lambda new, old: new.astype(old.dtype), exact, params)
+        kept = None if state.exact is None else exact
+        return params, OptimizerState(state.count + 1, kept, inner), rate

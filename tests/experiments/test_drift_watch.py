@@ -1,0 +1,145 @@
+"""The drift report of a step: which tokens it is about, and what it says of the worst one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.config import Config, RolloutConfig, ScheduleConfig
+from experiments.sampling.stream import Packing
+from experiments.tasks import make_task
+from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
+from experiments.training.drift import END, DriftWatch
+from experiments.training.scoring import RESCORED_COLUMNS
+from experiments.training.sums import Scores
+from jaxlogp import Document, HeadRun, VocabShards
+
+TOKENIZER = tokenizer_for(make_task("addition:1"))
+VOCAB = VocabShards.even(TOKENIZER.vocab_size, 3)
+SEEN = 12
+"""Documents before the step: the version of its parameters."""
+TEXTS = ("1+2=", "3"), ("4+5=", "9"), ("7+8=", "15"), ("2+2=", "4"), ("3+4=", "7"), ("9+9=", "18")
+
+
+def documents(versions, **columns):
+    """One for each text, with log-probs of which no two are equal."""
+    made = []
+    for number, ((prompt, answer), version) in enumerate(zip(TEXTS, versions, strict=True)):
+        tokens = [*TOKENIZER.encode_prompt(prompt), *TOKENIZER.encode(answer), EOS_ID]
+        labels = len(answer) + 1
+        log_probs = -np.arange(1, labels + 1, dtype=np.float32) - number / 8
+        further = {name: log_probs + offset for name, offset in columns.items()}
+        made.append(
+            Document(
+                tokens=np.array(tokens, np.int32),
+                prompt_length=len(tokens) - labels,
+                old_log_probs=log_probs,
+                advantage=1.0,
+                reward=0.0,
+                model_version=version,
+                columns=further,
+            )
+        )
+    return made
+
+
+def rounds_of(made, columns=()):
+    """Two data ranks, rows of two documents at most, several rounds."""
+    sizes = {"ranks": 2, "rows": 1, "row_length": 16, "vocab_size": TOKENIZER.vocab_size}
+    return Packing(**sizes, pad_id=TOKENIZER.pad_id, columns=columns).rounds(made)
+
+
+class Sums:
+    """Scores every label as the sampler did, but for some answers, whose last token is off."""
+
+    head_run = HeadRun("linear_policy_loss", "spy", "named by the caller", 3)
+
+    def __init__(self, offsets):
+        self.offsets, self.scored = offsets, 0
+
+    def score(self, params, batch):
+        assert params == "params" and set(batch.per_token) == {"old_log_probs", "advantages"}
+        self.scored += 1
+        log_probs = np.where(batch.mask, batch.per_token["old_log_probs"], 0.0)
+        for index in np.argwhere(batch.mask & (batch.targets == EOS_ID)):
+            version = batch.model_versions[index[0]][batch.document_ids[tuple(index)]]
+            log_probs[tuple(index)] += self.offsets[int(version)]
+        return Scores(log_probs.astype(np.float32), None, None)
+
+
+def report(made, offsets, columns=()):
+    sums = Sums(offsets)
+    rounds = rounds_of(made, tuple(columns))
+    assert len(rounds) >= 2
+    return sums, DriftWatch(sums, VOCAB, TOKENIZER, "mesh data=2").report("params", rounds, SEEN)
+
+
+def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named():
+    """Under the older parameters of 0 the tokens differ by far more: that is learning, not drift."""
+    sums, drift = report(documents([SEEN, 0, SEEN, SEEN, 0, SEEN]), {SEEN: -0.25, 0: 3.0})
+    found = drift.metrics()
+    labels = 2 + 3 + 2 + 3
+    assert found["tokens"] == labels == 10 and sums.scored == 2
+    assert found["max"] == found["p99_9"] * 1.0 == 0.25 and found["p50"] == 0.0
+    assert found["mean"] == pytest.approx(4 * 0.25 / labels) and found["share_outside"] == 4 / labels
+    # The first of equal ones: the end of the first document.
+    assert (found["worst_token_id"], found["worst_owner"]) == (EOS_ID, 0)
+    assert (found["worst_owner_start"], found["worst_owner_end"]) == VOCAB.ranges[0]
+    assert found["worst_trainer"] - found["worst_sampler"] == -0.25
+    assert (found["worst_document"], found["worst_position"]) == (0, 6)
+    assert (found["worst_token"], found["worst_context"]) == (END, "'1+2=3'")
+    assert "engine spy, mesh data=2" in str(drift) and "an end token after '1+2=3', position 6 of document 0" in str(
+        drift
+    )
+
+
+def test_the_worst_token_of_a_later_round_and_rank_is_found():
+    made = documents([SEEN] * 6)
+    place = next(number for number, each in enumerate(made) if TEXTS[number][1] == "18")
+    made[place].old_log_probs[1] += 0.5
+    rescored = [dataclasses.replace(each, columns={"sampler_log_probs": each.old_log_probs.copy()}) for each in made]
+    rescored[place].columns["sampler_log_probs"][1] -= 2.0
+    sums, drift = report(rescored, {}, ("sampler_log_probs",))
+    assert sums.scored == 0, "both sides are known"
+    found = drift.metrics()
+    assert found["tokens"] == 14 and found["max"] == 2.0 and found["worst_token"] == "'8'"
+    assert found["worst_context"] == "'9+9=1'" and found["worst_position"] == 6
+    # Dealt to two ranks in turn, three each: the last document of the last round.
+    assert found["worst_document"] == 5
+
+
+def test_the_context_begins_after_the_newest_turn():
+    """A chat template writes an end token after every turn, at which decoding stops."""
+    (made, *_) = documents([0] * 6)
+    turn = [*TOKENIZER.encode_prompt("1+2="), EOS_ID, *TOKENIZER.encode("4+5=")]
+    columns = {"sampler_log_probs": made.old_log_probs + 1.0}
+    tokens = np.array([*turn, *made.tokens[-2:]], np.int32)
+    _, drift = report(
+        [dataclasses.replace(made, tokens=tokens, prompt_length=len(turn), columns=columns)] * 6, {}, columns
+    )
+    assert (drift.worst.token, drift.worst.context) == ("'3'", "'4+5='") and drift.worst.position == len(turn)
+
+
+def test_rescored_documents_count_whatever_their_age():
+    made = [dataclasses.replace(each, model_version=0) for each in documents([0] * 6, sampler_log_probs=0.125)]
+    _, drift = report(made, {}, RESCORED_COLUMNS[:1])
+    assert drift.metrics()["tokens"] == 14 and drift.metrics()["max"] == 0.125
+
+
+def test_a_step_without_such_tokens_has_no_report():
+    sums, drift = report(documents([0] * 6), {0: 3.0})
+    assert drift is None and sums.scored == 0
+
+
+def test_tokens_that_are_not_finite_come_first():
+    _, drift = report(documents([SEEN] * 6), {SEEN: np.nan})
+    assert drift.metrics()["num_non_finite"] == 6 and drift.metrics()["max"] == 0.0
+    assert "NOT FINITE: 6 active tokens" in str(drift).splitlines()[0]
+
+
+@pytest.mark.parametrize(("docs", "expected"), [(512, False), (1024, False), (256, True), (768, True), (0, True)])
+def test_old_log_probs_are_rescored_where_a_rollout_feeds_several_steps(docs, expected):
+    config = Config(rollout=RolloutConfig(64, 8), schedule=ScheduleConfig(docs_per_step=docs))
+    assert config.resolved().rollout.rescore is expected
+    named = dataclasses.replace(config, rollout=RolloutConfig(64, 8, rescore=not expected))
+    assert named.resolved().rollout.rescore is not expected

@@ -1,0 +1,72 @@
+"""Gradient sums over micro-batches in bf16, and what does not depend on their dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.config import ScheduleConfig, validate
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.sampling.stream import Packing
+from experiments.training.micro_batch_sums import MicroBatchSums
+from experiments.training.objectives import PolicyObjective
+from jaxlogp import Document
+from jaxlogp.losses import grpo
+from tests.experiments.tiny import tiny
+
+MODEL = DecoderConfig.qwen3(
+    vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8
+)
+
+
+def rounds():
+    """Five micro-batches of two rows."""
+    rng = np.random.default_rng(0)
+    documents = [
+        Document(rng.integers(0, 24, 8).astype(np.int32), 3, np.full(5, -3.0, np.float32), float(rng.normal()))
+        for _ in range(20)
+    ]
+    return Packing(1, 2, 16, 24, 0).rounds(documents)
+
+
+def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp32_sums():
+    mesh = make_mesh(MeshSpec())
+    graph, params = nnx.split(Decoder(MODEL, rngs=nnx.Rngs(0), mesh=mesh))
+    batches = rounds()
+    assert len(batches) == 5
+    totals, parts = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        objective = PolicyObjective(grpo(), "basic")
+        sums = MicroBatchSums(graph, mesh, objective, temperature=1.0, engine="auto", accumulate=dtype)
+        parts[dtype] = [sums.sums_of(params, [batch], 0).sums for batch in batches]
+        totals[dtype] = sums.sums_of(params, batches, 0).sums
+    wide, narrow = totals["float32"], totals["bfloat16"]
+    assert int(wide.loss.count) == int(narrow.loss.count) == 20 * 5
+    assert float(wide.loss.sum) == float(narrow.loss.sum)
+    finished = wide.finish(), narrow.finish()
+    jax.tree.map(np.testing.assert_array_equal, finished[0].metrics, finished[1].metrics)
+    in_order = [[jax.tree.leaves(part.gradients) for part in parts[dtype]] for dtype in ("float32", "bfloat16")]
+    for number, total in enumerate(jax.tree.leaves(narrow.gradients)):
+        # bf16 + bf16 is exact in float64; adding rounds once, to the nearest number, of which NumPy's bf16 is another
+        # implementation.
+        mine = [np.asarray(leaves[number]) for leaves in in_order[1]]
+        added = functools.reduce(lambda a, b: (a.astype(np.float64) + b.astype(np.float64)).astype(mine[0].dtype), mine)
+        assert total.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(total), added)
+        for part, exact in zip(mine, in_order[0], strict=True):
+            # Half a unit in the last of eight bits.
+            np.testing.assert_allclose(part.astype(np.float64), exact[number], rtol=2**-8, atol=1e-30)
+    assert {leaf.dtype for leaf in jax.tree.leaves(finished[1].gradients)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.bad_input
+def test_invariant_runs_add_in_fp32(tmp_path):
+    config = tiny(tmp_path, "sums", invariant=True, schedule={"accumulate": "bfloat16", "row_length": None})
+    with pytest.raises(ValueError, match="^--schedule.accumulate: expected float32 with --invariant, got bfloat16"):
+        validate(config)
+    assert ScheduleConfig().accumulate == "float32"

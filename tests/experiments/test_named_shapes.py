@@ -1,0 +1,118 @@
+"""Named shapes, the dtype that "auto" stands for, and a vocabulary larger than a task's."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.config import ModelConfig
+from experiments.models import named_shapes
+from experiments.models.dtype_choice import choose_dtype
+from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.models.parameters import abstract_decoder
+from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
+from experiments.training.run import set_up
+from tests.experiments.tiny import tiny
+
+PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "llama-3.2-1b": 1_235_814_400}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+
+
+def counted_by_hand(c):
+    """Tied table, and of each layer: four projections, three matrices of the SwiGLU, two norms, two norms of heads."""
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = 2 * c.hidden_size * (queries + keys) + 3 * c.hidden_size * c.intermediate_size
+    norms = 2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)
+    return c.vocab_size * c.hidden_size + c.num_layers * (layer + norms) + c.hidden_size
+
+
+@pytest.mark.parametrize("name", NAMED_SHAPES)
+def test_parameters_are_as_many_as_published(name):
+    _, state = abstract_decoder(NAMED_SHAPES[name])
+    count = sum(leaf.size for leaf in jax.tree.leaves(state))
+    assert count == PUBLISHED[name] == counted_by_hand(NAMED_SHAPES[name])
+
+
+def test_a_name_decides_sizes_and_vocabulary_and_leaves_the_dtypes():
+    config = ModelConfig(name="qwen3-0.6b", param_dtype="bfloat16", remat="products").decoder(16)
+    expected = dataclasses.replace(NAMED_SHAPES["qwen3-0.6b"], param_dtype="bfloat16", remat="products")
+    assert config == expected and config.vocab_size == 151_936
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "vocab_size", "words"),
+    [
+        ({"name": "gpt2"}, 16, "--model.name: expected one of qwen3-0.6b, qwen3-1.7b, llama-3.2-1b, got gpt2"),
+        (
+            {"name": "qwen3-0.6b", "num_layers": 2},
+            16,
+            "--model.num-layers: expected no value together with --model.name",
+        ),
+        ({"name": "qwen3-0.6b", "logit_softcap": 5.0}, 16, "--model.logit-softcap: expected no value"),
+        ({"name": "qwen3-0.6b"}, 200_000, "--model.name: expected a shape for at least 200000 tokens, got qwen3-0.6b"),
+    ],
+)
+def test_what_a_name_decides_is_not_said_twice(options, vocab_size, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        ModelConfig(**options).decoder(vocab_size)
+
+
+@pytest.mark.bad_input
+def test_a_name_and_a_path_together():
+    model = ModelConfig(path="somewhere", name="qwen3-0.6b")
+    with pytest.raises(ValueError, match="^--model.name: expected no value together with --model.path"):
+        model.of_pretrained(NAMED_SHAPES["qwen3-0.6b"])
+
+
+def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypatch):
+    shape = dataclasses.replace(NAMED_SHAPES["qwen3-0.6b"], vocab_size=64, **SMALL)
+    monkeypatch.setitem(named_shapes.NAMED_SHAPES, "tiny", shape)
+    # TINY's sizes are not ModelConfig's own.
+    config = dataclasses.replace(
+        tiny(tmp_path, "named", warm_start={"max_steps": 0}, schedule={"steps": 1}), model=ModelConfig(name="tiny")
+    )
+    trainer = set_up(config, reward=lambda example, text: float("\ufffd" in text)).trainer
+    assert trainer.tokenizer.vocab_size == trainer.origin.decoder.vocab_size == 64
+    drawn = trainer.rollouts.next(trainer.state.params, 0)
+    # Of 64 tokens the task's are the first 16: an untrained model samples the others more often than not.
+    assert np.mean([document.reward for document in drawn]) > 0.5
+    assert max(int(document.tokens.max()) for document in drawn) >= 16
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer("0123456789", 64), ByteTokenizer(1000)])
+def test_ids_after_the_symbols_stand_for_nothing(tokenizer):
+    last = tokenizer.vocab_size - 1
+    assert last in (63, 999) and tokenizer.decode([last, *tokenizer.encode("7"), last]) == "\ufffd7\ufffd"
+
+
+@pytest.mark.bad_input
+def test_fewer_ids_than_symbols():
+    with pytest.raises(ValueError, match="^num_ids: expected at least 13, got 12"):
+        CharTokenizer("0123456789", 12)
+    with pytest.raises(ValueError, match="^num_ids: expected at least 259, got 256"):
+        ByteTokenizer(256)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "options", "dtype"),
+    [
+        ("cpu", None, {}, "float32"),
+        ("tpu", None, {}, "float32"),
+        ("gpu", (7, 0), {}, "float32"),
+        ("gpu", (7, 5), {}, "float32"),
+        ("gpu", (8, 0), {}, "bfloat16"),
+        ("gpu", (8, 9), {}, "bfloat16"),
+        ("gpu", (9, 0), {}, "bfloat16"),
+        ("gpu", (12, 0), {}, "bfloat16"),
+        # AMD's have no compute capability.
+        ("gpu", None, {}, "bfloat16"),
+        ("gpu", (9, 0), {"invariant": True}, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_it_is_multiplied(platform, capability, options, dtype):
+    choice = choose_dtype(platform, capability, **options)
+    assert choice.dtype == dtype and choice.reason.startswith("auto: ")
+    if capability == (7, 5):
+        assert "7.5 emulates bfloat16" in str(choice)
