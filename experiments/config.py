@@ -10,6 +10,7 @@ import jax
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import dtype_here
+from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.remat import POLICIES
@@ -29,6 +30,8 @@ class ModelConfig:
     """Model to begin with: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in an installed Python
     package. It brings its tokenizer and all sizes and options of the model but the dtypes and fp32_head, and has no warm
     start unless warm-start.max-steps says so."""
+    own: str | None = None
+    """Class of a model given to train(), which writes its name here."""
     chat_template: bool = True
     """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
     name: str | None = None
@@ -121,7 +124,7 @@ class ModelConfig:
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 
-_NOT_OF_THE_DECODER = ("path", "chat_template", "name")
+_NOT_OF_THE_DECODER = ("path", "own", "chat_template", "name")
 _OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
 
 
@@ -451,6 +454,7 @@ class Config:
     quiet: bool = False
     """Print only warnings and the final scores."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -498,6 +502,7 @@ def validate(config: Config) -> MeshSpec:
         0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
     )
     config.loss.policy_loss(1)
+    _validate_lora(config)
     draw = config.rollout.draw_options()
     expected = "no top-k, top-p or min-p, with --invariant, whose sampler draws from the whole distribution"
     require(not (config.invariant and draw.filters), "--rollout", expected, draw)
@@ -529,6 +534,21 @@ def _validate_invariant(config: Config, completions: int) -> None:
     require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
 
 
+def _validate_lora(config: Config) -> None:
+    lora = config.lora
+    if lora.rank == 0:
+        same = lora == LoraConfig()
+        require(same, "--lora", "no other options without --lora.rank, which is 0", "other options")
+        return
+    expected = "0 for a model that is not from disk (--model.path): there is no trained base to adapt"
+    require(config.model.path is not None, "--lora.rank", expected, lora.rank)
+    expected = "0 with --invariant, whose bits were shown for whole models alone"
+    require(not config.invariant, "--lora.rank", expected, lora.rank)
+    expected = f"different names among {', '.join(ADAPTABLE)} (the head is one matrix for every engine of the head)"
+    known = lora.modules and len(set(lora.modules)) == len(lora.modules) and set(lora.modules) <= set(ADAPTABLE)
+    require(bool(known), "--lora.modules", expected, " ".join(lora.modules) or "none")
+
+
 def _get(config: Config, option: str) -> object:
     value: object = config
     for part in option.replace("-", "_").split("."):
@@ -538,6 +558,7 @@ def _get(config: Config, option: str) -> object:
 
 _LOWEST = {
     "seed": 0,
+    "lora.rank": 0,
     "warm-start.max-steps": 0,
     "warm-start.batch-size": 1,
     "warm-start.check-every": 1,
@@ -565,6 +586,7 @@ _LOWEST = {
 _POSITIVE = (
     "warm-start.learning-rate",
     "rollout.temperature",
+    "lora.alpha",
     "optimizer.learning-rate",
     "optimizer.max-grad-norm",
 )

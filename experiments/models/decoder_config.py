@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from jax.sharding import Mesh
 
 from experiments.models.attention import IMPLEMENTATIONS, AttentionCall, AttentionRun, choose_attention
+from experiments.models.lora import LoraConfig
 from experiments.models.remat import POLICIES
 from experiments.models.rope import Llama3Scaling, RopeScaling
 from jaxlogp import HeadSpec
@@ -73,6 +74,7 @@ class DecoderConfig:
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
         remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
+        lora: adapters of the projections.
 
     Raises:
         ValueError: names the field, what was expected and what was seen.
@@ -111,6 +113,7 @@ class DecoderConfig:
     param_dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -61,6 +61,8 @@ class DecoderLayer(nnx.Module):
         self.gate_proj = Projection({**embed, **mlp}, *own)
         self.up_proj = Projection({**embed, **mlp}, *own)
         self.down_proj = Projection({**mlp, **embed}, *own, scale=depth_scale)
+        for name in config.lora.modules if config.lora.rank else ():
+            getattr(self, name).adapt(config.lora.rank, config.lora.scale, rngs)
 
     @jax.named_scope("projections")
     def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:

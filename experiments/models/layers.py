@@ -62,14 +62,27 @@ class Projection(nnx.Module):
         if bias:
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.dtype(dtype)), **named_axes(*names[inputs:]))
 
+    def adapt(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+        """Adds scale · x · A · B to the product, with fp32 parameters: A drawn from stream `params`, B zeros (LoRA)."""
+        shape = self.kernel.shape
+        self.lora = nnx.LoRA(math.prod(shape[: self.inputs]), rank, math.prod(shape[self.inputs :]), rngs=rngs)
+        self.lora_scale = scale
+
     def __call__(self, x: Float[Array, "*tokens_and_inputs"]) -> Float[Array, "*tokens_and_outputs"]:
         """As one product of two matrices: much the fastest form on a CPU."""
-        kernel = self.kernel[...].astype(x.dtype)
+        kernel = self.kernel[...]
         out_shape = kernel.shape[self.inputs :]
         matrix = kernel.reshape(-1, math.prod(out_shape))
-        flat = jnp.dot(x.reshape(-1, matrix.shape[0]), matrix, precision=precision_of(x.dtype))
+        rows = x.reshape(-1, matrix.shape[0])
+        flat = _product(rows, matrix)
+        if hasattr(self, "lora"):
+            flat = flat + self.lora_scale * _product(_product(rows, self.lora.lora_a[...]), self.lora.lora_b[...])
         product = flat.reshape(*x.shape[: -self.inputs], *out_shape)
         return product + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else product
+
+
+def _product(rows: Float[Array, "N I"], matrix: Float[Array, "I O"]) -> Float[Array, "N O"]:
+    return jnp.dot(rows, matrix.astype(rows.dtype), precision=precision_of(rows.dtype))
 
 
 class RMSNorm(nnx.Module):

@@ -12,6 +12,7 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.huggingface.export import made_files
 from experiments.models.huggingface.own_tokenizers import pretrained_form
+from experiments.models.lora import LoraConfig, merged
 from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
@@ -48,7 +49,7 @@ class Loaded:
     """A model in memory.
 
     Attributes:
-      params: its parameters.
+      params: its parameters, adapters merged.
       config: sizes and options.
       tokenizer: its tokenizer.
       pretrained: what it began as, where it is or was a model on disk.
@@ -89,7 +90,12 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
         trainer = restored(path)
-        return Loaded(trainer.state.params, trainer.decoder, trainer.tokenizer, trainer.pretrained)
+        decoder = trainer.origin.decoder
+        assert decoder is not None, "a run of another model has been refused"
+        params, lora = trainer.state.params, decoder.lora
+        if lora.rank:
+            params, decoder = merged(params, trainer.frozen, lora.scale), replace(decoder, lora=LoraConfig())
+        return Loaded(params, decoder, trainer.tokenizer, trainer.origin.pretrained)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))

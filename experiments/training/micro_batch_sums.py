@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.decoder import Decoder
 from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
 from experiments.models.sharding import parameter_shardings
 from experiments.training.objectives import LossParts, Objective
@@ -31,12 +30,13 @@ class MicroBatchSums:
     """Compiled sums for one model, mesh and objective; see `experiments.training.sums.GradientSums`.
 
     Args:
-      graph: graph definition of the decoder.
+      graph: graph definition of a `experiments.models.protocol.Model`.
       mesh: axes "data" and "tensor", of type Auto.
       objective: the loss.
       temperature: divisor of the logits.
       engine: engine of the head.
       accumulate: dtype of the gradient's sums over micro-batches.
+      frozen: what of the model is not trained.
 
     Attributes:
       head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is
@@ -45,15 +45,17 @@ class MicroBatchSums:
 
     def __init__(
         self,
-        graph: nnx.GraphDef[Decoder],
+        graph: nnx.GraphDef,
         mesh: Mesh,
         objective: Objective,
         *,
         temperature: float,
         engine: str,
         accumulate: str = "float32",
+        frozen: nnx.State | None = None,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
+        self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._sums = jax.jit(self._of_micro_batch)
@@ -79,25 +81,25 @@ class MicroBatchSums:
         Raises:
           ValueError: operands that a named engine does not take.
         """
-        jax.eval_shape(self._sums, params, self._placed(padding), np.int32(0))
+        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
         self.head_run = self._head_runs[frozenset(padding.per_token)]
 
     def compiled(self, params: nnx.State, batch: MicroBatch) -> jax.stages.Compiled:
         """The program of one micro-batch, for its memory and its text."""
-        return self._sums.lower(params, self._placed(batch), np.int32(0)).compile()
+        return self._sums.lower(params, self._frozen, self._placed(batch), np.int32(0)).compile()
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """See `GradientSums`."""
         total = None
         for batch in rounds:
-            part = self._settled(self._sums(params, self._placed(batch), np.int32(documents_seen)))
+            part = self._settled(self._sums(params, self._frozen, self._placed(batch), np.int32(documents_seen)))
             self.head_run = self._head_runs[frozenset(batch.per_token)]
             total = part if total is None else self._add(total, part)
         return total
 
     def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
         """See `GradientSums`."""
-        scores = self._settled(self._score(params, self._placed(batch)))
+        scores = self._settled(self._score(params, self._frozen, self._placed(batch)))
         return Scores(*(None if x is None else np.asarray(x).reshape(batch.mask.shape) for x in scores))
 
     def _placed(self, batch: MicroBatch) -> MicroBatch:
@@ -110,21 +112,21 @@ class MicroBatchSums:
         # other's threads until XLA aborts the process.
         return jax.block_until_ready(result) if self._simulated else result
 
-    def _of_micro_batch(self, params: nnx.State, batch: MicroBatch, documents_seen: Array) -> MicroSums:
+    def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> MicroSums:
         def global_sum(params):
-            parts = self._with_head(self._local_parts, params, batch, P(), documents_seen)
+            parts = self._with_head(self._local_parts, (params, frozen), batch, P(), documents_seen)
             return parts.loss.sum, parts
 
         gradients, parts = jax.grad(global_sum, has_aux=True)(params)
         sums = StepSums.of(gradients, parts.loss, parts.terms, gradient_dtype=self._accumulate)
         return MicroSums(sums, parts.drift)
 
-    def _of_scoring(self, params: nnx.State, batch: MicroBatch) -> Scores:
-        return self._with_head(self._local_scores, params, batch, P(DATA_AXIS))
+    def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Scores:
+        return self._with_head(self._local_scores, (params, frozen), batch, P(DATA_AXIS))
 
-    def _with_head(self, local, params, batch: MicroBatch, out_specs: P, *replicated):
+    def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
         """``local(head keywords, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
-        model = nnx.merge(self._graph, params)
+        model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()
         shards = VocabShards.even(weight.shape[0], self._mesh.shape[TENSOR_AXIS])

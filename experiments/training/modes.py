@@ -1,40 +1,30 @@
 """What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from experiments.config import Config
-from experiments.models.decoder import Decoder
-from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
-from experiments.models.parameters import abstract_decoder
 from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
+from experiments.sampling.sampler import Samples
+from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
+from experiments.training.origin import Origin
 from experiments.training.sums import GradientSums
 from jaxlogp import ReductionOrder, VocabShards
 from jaxlogp.errors import require
-
-Load = Callable[[DecoderConfig, Callable[[nnx.State], Any]], nnx.State]
-"""Parameters of a decoder, placed by shardings for its abstract state."""
-
-
-def placeholders(decoder: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
-    """A `Load` of zeros, in the place of parameters that a checkpoint will bring."""
-    _, state = abstract_decoder(decoder)
-    return jax.tree.map(lambda leaf, place: jnp.zeros(leaf.shape, leaf.dtype, device=place), state, shardings(state))
 
 
 class Mode(Protocol):
@@ -42,7 +32,8 @@ class Mode(Protocol):
 
     Attributes:
       mesh: the device mesh.
-      params: the decoder's first parameters.
+      params: the model's first parameters, those that are trained.
+      frozen: what is not trained.
       order: the numeric identity of the head, where the mode has one.
       block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
@@ -51,6 +42,7 @@ class Mode(Protocol):
 
     mesh: jax.sharding.Mesh
     params: nnx.State
+    frozen: nnx.State
     order: ReductionOrder | None
     block: int
     share_rows: bool
@@ -70,24 +62,41 @@ class PlainMode:
     block = 1
     share_rows = True
 
-    def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
+    def __init__(self, config: Config, origin: Origin) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
-        self.vocab = VocabShards.even(decoder.vocab_size, self.mesh.shape[TENSOR_AXIS])
-        if load is None:
-            self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed), mesh=self.mesh))
-        else:
-            self._graph, _ = abstract_decoder(decoder, self.mesh)
-            self.params = load(decoder, lambda state: parameter_shardings(state, self.mesh))
+        self.vocab = VocabShards.even(origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
+        self._cached = origin.decoder is not None
+        parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
+        self._graph, self.params, self.frozen = parts
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
-        options = {"temperature": temperature, "engine": self._engine, "accumulate": self._accumulate}
-        return MicroBatchSums(self._graph, self.mesh, objective, **options)
+        options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
+        return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, **options)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> CachedDraw:
+    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """See `Mode`."""
-        return CachedDraw(self._graph, self.mesh, tokenizer, sizes, options)
+        kind = CachedDraw if self._cached else UncachedDraw
+        return WholeModelDraw(kind(self._graph, self.mesh, tokenizer, sizes, options), self.frozen)
+
+
+class WholeModelDraw:
+    """A `Draw` for the trained parameters alone, of one that needs all that the model consists of.
+
+    Args:
+      draw: the one.
+      frozen: what is not trained.
+    """
+
+    def __init__(self, draw: Draw, frozen: nnx.State) -> None:
+        self._draw, self._frozen = draw, frozen
+
+    def __call__(
+        self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
+    ) -> Samples:
+        """See `Draw`."""
+        return self._draw(nnx.merge_state(params, self._frozen), prompts, lengths, copies, key)
 
 
 class InvariantMode:
@@ -95,8 +104,9 @@ class InvariantMode:
 
     share_rows = False
 
-    def __init__(self, config: Config, decoder: DecoderConfig, load: Load | None = None) -> None:
-        spec = parse_mesh(config.mesh)
+    def __init__(self, config: Config, origin: Origin) -> None:
+        spec, decoder = parse_mesh(config.mesh), origin.decoder
+        assert decoder is not None, "other models have been refused"
         self.mesh, self.block = make_mesh(spec), config.invariance.leaf_rows
         dtype = "float32" if decoder.fp32_head else decoder.dtype
         self.order = config.invariance.order(decoder.vocab_size, dtype)
@@ -105,11 +115,7 @@ class InvariantMode:
         self.order.check_across_processes()
         self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
-        if load is None:
-            self._graph, self.params = nnx.split(Decoder(decoder, rngs=nnx.Rngs(config.seed)))
-        else:
-            self._graph, _ = abstract_decoder(decoder)
-            self.params = load(decoder, on_one_device(self.mesh.devices.flat[0]))
+        self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
         self._decoder = decoder
         self._programs: dict[float, LeafPrograms] = {}
 
@@ -128,14 +134,3 @@ class InvariantMode:
             shared = (self._graph, self._decoder, self.mesh, self.order)
             self._programs[temperature] = LeafPrograms(*shared, temperature=temperature)
         return self._programs[temperature]
-
-
-def replicated_embedding(decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> str | None:
-    """A warning where tensor ranks do not divide the vocabulary, or None."""
-    ranks = mesh.shape[TENSOR_AXIS]
-    if decoder.vocab_size % ranks == 0:
-        return None
-    return (
-        f"{ranks} tensor ranks do not divide the vocabulary of {decoder.vocab_size}: the embedding table "
-        "is replicated on every rank, and the head's shards are uneven"
-    )

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -20,6 +21,7 @@ from experiments.runs.plots import plot_runs
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.rewards import rewards_of
+from experiments.training.origin import with_own_model
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
@@ -68,22 +70,29 @@ class Run:
         return _train(self)
 
 
-def set_up(config: Config, *, task: Task | None = None, reward: Reward | RewardPairs | Rewards | None = None) -> Run:
+def set_up(
+    config: Config,
+    *,
+    task: Task | None = None,
+    reward: Reward | RewardPairs | Rewards | None = None,
+    model: nnx.Module | None = None,
+) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
     rewards = None if reward is None else rewards_of(reward)
     alone = rewards is None or config.reward == RewardConfig()
     require(alone, "--reward", "no other options where train is given a reward", "other options")
     if config.resume is None:
+        config = with_own_model(config, model)
         # What a run began with it keeps, whatever device it is resumed on.
         dtype = dtype_here(config.model.dtype, invariant=config.invariant)
         config = config.resolved()
         task = _task_of(config, task)
-        config = dataclasses.replace(config, task=task.name)
-        trainer = Trainer(config, task, rewards)
+        config = _with_lasting_base(dataclasses.replace(config, task=task.name))
+        trainer = Trainer(config, task, rewards, model)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
-        if trainer.pretrained is not None:
+        if trainer.origin.pretrained is not None:
             # All but the weights, so that the run can be resumed, scored and exported without the original.
-            write_files(folder.model, small_files(trainer.pretrained))
+            write_files(folder.model, small_files(trainer.origin.pretrained))
         save_config(folder.config, config)
         return Run(trainer, folder, False, dtype)
     folder = RunFolder.open(config.resume)
@@ -91,10 +100,16 @@ def set_up(config: Config, *, task: Task | None = None, reward: Reward | RewardP
     task = _task_of(config, task)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
     dtype = DtypeChoice(config.model.dtype, "as the run began")
-    return Run(Trainer(config, task, rewards, restored=True), folder, True, dtype)
+    return Run(Trainer(config, task, rewards, model, restored=True), folder, True, dtype)
 
 
-def train(config: Config, *, task: Task | None = None, reward: Reward | RewardPairs | Rewards | None = None) -> Result:
+def train(
+    config: Config,
+    *,
+    task: Task | None = None,
+    reward: Reward | RewardPairs | Rewards | None = None,
+    model: nnx.Module | None = None,
+) -> Result:
     """Trains a policy and writes a run folder.
 
     Args:
@@ -102,7 +117,11 @@ def train(config: Config, *, task: Task | None = None, reward: Reward | RewardPa
       task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
       reward: maps an example and its completion to a finite number; or pairs of such a function and its weight, whose
         weighted sum is the reward; None takes those that ``config.reward`` names. Held-out scores are the task's verdict
-        whatever the reward. A run must be resumed with the task and reward that it began with.
+        whatever the reward.
+      model: your own Flax model (see `experiments.models.protocol.Model`); None takes the decoder that ``config.model``
+        describes. It stays as it is: ``nnx.update(model, result.params)`` puts the trained parameters into it.
+
+    A run must be resumed with the task, reward and model that it began with.
 
     Returns:
       Scores before and after, the run folder, the log, and the trainer.
@@ -110,19 +129,28 @@ def train(config: Config, *, task: Task | None = None, reward: Reward | RewardPa
     Raises:
       ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
     """
-    return set_up(config, task=task, reward=reward).finish()
+    return set_up(config, task=task, reward=reward, model=model).finish()
 
 
 def stored_config(folder: RunFolder) -> Config:
-    """The options of a run. A model from disk is the run's own copy, whatever became of the original.
+    """The options of a run. A model from disk is the run's own copy, whatever became of the original: checkpoints hold all
+    of its parameters. With adapters they hold these alone, and the base is read where it was.
 
     Raises:
       ValueError: a damaged config.json.
     """
     config = load_config(folder.config, Config)
-    if config.model.path is None:
+    if config.model.path is None or config.lora.rank:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
+
+
+def _with_lasting_base(config: Config) -> Config:
+    """The options with an absolute path where every resume needs the model on disk again."""
+    path = config.model.path
+    if config.lora.rank == 0 or path is None or not Path(path).exists():
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
 
 
 def _task_of(config: Config, task: Task | None) -> Task:

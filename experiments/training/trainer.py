@@ -10,9 +10,6 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, validate
-from experiments.models.attention import AttentionRun
-from experiments.models.decoder_config import DecoderConfig
-from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.runs.checkpoint import Checkpoints, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -23,11 +20,11 @@ from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
-from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import scoring
 from experiments.training.drift import DriftWatch, StepDrift
-from experiments.training.modes import InvariantMode, PlainMode, placeholders, replicated_embedding
+from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
+from experiments.training.origin import fingerprint, origin_of
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WorkedExamples, warm_start
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
@@ -59,47 +56,43 @@ class Progress:
 class Trainer:
     """Everything a run needs, made from its options.
 
-      Args:
-        config: the options.
-        task: your own task instead of the one that ``config.task`` names.
-    rewards: your own rewards instead of those that ``config.reward`` names.
-        restored: whether `restore` will bring the parameters: none are drawn or read.
+    Args:
+      config: the options.
+      task: your own task instead of the one that ``config.task`` names.
+      rewards: your own rewards instead of those that ``config.reward`` names.
+      model: your own model instead of the decoder that ``config.model`` describes.
+      restored: whether `restore` will bring the parameters: none are drawn or read.
 
-      Attributes:
-        pretrained: the model that the run began with, where it is one from disk.
-        decoder: sizes and options of the model.
-        warnings: what the console should say before the run.
-        attention_run: the implementation of attention over micro-batches, and why it.
-        drift: the drift report of the newest step, or None where none was due.
+    Attributes:
+      origin: the model that the run began with.
+      frozen: what of it is not trained.
+      warnings: what the console should say before the run.
+      attention_run: the implementation of attention over micro-batches, and why it.
+      drift: the drift report of the newest step, or None where none was due.
 
-      Raises:
-        ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
+    Raises:
+      ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
     """
 
     def __init__(
-        self, config: Config, task: Task | None = None, rewards: Rewards | None = None, *, restored: bool = False
+        self,
+        config: Config,
+        task: Task | None = None,
+        rewards: Rewards | None = None,
+        model: nnx.Module | None = None,
+        *,
+        restored: bool = False,
     ) -> None:
         ranks = validate(config).data
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
-        model, load = config.model, placeholders if restored else None
-        self.pretrained: Pretrained | None = None
-        if model.path is None:
-            self.tokenizer = tokenizer_for(self.task)
-            decoder = model.decoder(self.tokenizer.vocab_size, config.invariant)
-            # A named shape has its own vocabulary, of which a model from nothing samples any token.
-            self.tokenizer = tokenizer_for(self.task, decoder.vocab_size)
-        else:
-            self.pretrained = open_pretrained(model.path, chat_template=model.chat_template)
-            self.tokenizer = self.pretrained.tokenizer
-            decoder = model.of_pretrained(self.pretrained.config, config.invariant)
-            load = load or self.pretrained.weights().load
-        self.decoder = decoder
-        self._mode = (InvariantMode if config.invariant else PlainMode)(config, decoder, load)
+        self.origin = origin = origin_of(config, self.task, model, restored=restored)
+        self.tokenizer = origin.tokenizer
+        self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
         self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
-        self.attention_run = _attention_run(decoder, ranks * self.sizes.rows, self.sizes.row, self.mesh)
+        self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
@@ -107,13 +100,14 @@ class Trainer:
         # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params
+        self.frozen = self._mode.frozen
         # Parameters of the frozen reference; set after the warm start where a KL is wanted.
         self.reference: nnx.State | None = None
         self._packing = Packing(
             ranks,
             self.sizes.rows,
             self.sizes.row,
-            decoder.vocab_size,
+            origin.vocab_size,
             self.tokenizer.pad_id,
             block=self._mode.block,
             share_rows=self._mode.share_rows,
@@ -140,9 +134,8 @@ class Trainer:
         options = config.schedule
         self._schedule = DocumentSchedule(options.docs_per_step, options.micro_batches, options.max_empty_micro_batches)
         self._trace()
-        self.warnings = [
-            text for text in (replicated_embedding(decoder, self.mesh), slower_head(self.sums.head_run)) if text
-        ]
+        slow = slower_head(self.sums.head_run)
+        self.warnings = [*origin.warnings(self.mesh), *([] if slow is None else [slow])]
 
     def _completer(self, options: DrawOptions) -> Completer:
         draw = self._mode.draw(self.tokenizer, self.sizes, options)
@@ -341,6 +334,7 @@ class Trainer:
             "cursor": self.prompts.cursor,
             "queued": self.stream.queued(),
             "before": before._asdict(),
+            "frozen": fingerprint(self.frozen),
         }
         checkpoints.save(self.progress.step, self._arrays(), extra)
 
@@ -363,6 +357,8 @@ class Trainer:
         self.state = self.update.place(TrainState(params, opt_state))
         self.reference = None if reference is None else self.sums.place(reference)
         extra = restored.extra
+        same = extra["frozen"] == fingerprint(self.frozen)
+        require(same, "model", "the parameters that the run began with, where they are not trained", "others")
         self.progress = Progress(**extra["progress"])
         self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
         self.stream.restore(extra["queued"])
@@ -380,12 +376,3 @@ def slower_head(head_run: HeadRun | None) -> str | None:
         "Hopper GPU use JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16; on one of compute capability "
         '8, pip install -e ".[triton]"'
     )
-
-
-def _attention_run(decoder: DecoderConfig, rows: int, length: int, mesh: jax.sharding.Mesh) -> AttentionRun:
-    """How micro-batches attend; one that was named and cannot run here is refused before anything is trained."""
-    try:
-        return decoder.attention_run(rows, length, mesh)
-    except ValueError as error:
-        require(False, "--model.attention", "an implementation that can run here", f"{decoder.attention}: {error}")
-        raise

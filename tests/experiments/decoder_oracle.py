@@ -1,7 +1,6 @@
 """The decoder in float64, one document at a time, written from the architecture's definition."""
 
 import numpy as np
-from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
 from experiments.models.rope import LinearScaling
@@ -80,10 +79,9 @@ def oracle_layer(x, layer, config, is_sliding):
     return x + (oracle_rms(added, layer["post_feedforward_layernorm.scale"], config) if config.post_norms else added)
 
 
-def oracle_forward(state, token_ids, config):
-    parameters = {
-        ".".join(path): np.asarray(leaf, np.float64) for path, leaf in flatten_mapping(nnx.to_pure_dict(state)).items()
-    }
+def oracle_forward(tree, token_ids, config):
+    """Hidden states [T, H] of one document, from the nested dictionary of a decoder's parameters."""
+    parameters = {".".join(path): np.asarray(leaf, np.float64) for path, leaf in flatten_mapping(tree).items()}
     x = parameters["embed_tokens.embedding"][token_ids] * config.embed_scale
     for index in range(config.num_layers):
         layer = {name: value[index] for name, value in parameters.items() if name.startswith("layers.")}

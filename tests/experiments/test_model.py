@@ -67,7 +67,7 @@ def test_packed_rows_equal_the_float64_forward_of_each_document(name):
     assert hidden.dtype == np.float32 and hidden.shape == (*ids.shape, SIZES["hidden_size"])
     for row, document in [(0, 0), (0, 1), (0, 2), (1, 3)]:
         place = DOCUMENT_IDS[row] == document
-        wanted = oracle_forward(state, ids[row, place], CONFIGS[name])
+        wanted = oracle_forward(nnx.to_pure_dict(state), ids[row, place], CONFIGS[name])
         # Norms keep every value near 1; a few hundred fp32 operations between input and output lose about 1e-6.
         np.testing.assert_allclose(hidden[row, place], wanted, atol=2e-5, rtol=0)
 
@@ -224,7 +224,7 @@ def test_the_cache_gives_the_hidden_states_of_the_full_forward(name):
     prompt, later = through_the_cache(graph, state, ids, lengths)
     for row, length in enumerate(lengths):
         sequence = np.concatenate([ids[row, :length], ids[row, 6:10]])
-        wanted = oracle_forward(state, sequence, CONFIGS[name])
+        wanted = oracle_forward(nnx.to_pure_dict(state), sequence, CONFIGS[name])
         np.testing.assert_allclose(prompt[row, :length], wanted[:length], atol=2e-5, rtol=0)
         np.testing.assert_allclose(later[row], wanted[length:], atol=2e-5, rtol=0)
 

@@ -74,7 +74,7 @@ def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypat
         tiny(tmp_path, "named", warm_start={"max_steps": 0}, schedule={"steps": 1}), model=ModelConfig(name="tiny")
     )
     trainer = set_up(config, reward=lambda example, text: float("\ufffd" in text)).trainer
-    assert trainer.tokenizer.vocab_size == trainer.decoder.vocab_size == 64
+    assert trainer.tokenizer.vocab_size == trainer.origin.decoder.vocab_size == 64
     drawn = trainer.rollouts.next(trainer.state.params, 0)
     # Of 64 tokens the task's are the first 16: an untrained model samples the others more often than not.
     assert np.mean([document.reward for document in drawn]) > 0.5

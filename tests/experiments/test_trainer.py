@@ -12,14 +12,13 @@ import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig
-from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
-from experiments.training.modes import replicated_embedding
 from experiments.training.optimizers import Optimizer, adamw
+from experiments.training.origin import replicated_embedding
 from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
 from experiments.training.trainer import slower_head
@@ -201,11 +200,9 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
 
 
 def test_an_embedding_that_is_not_split_is_said(tmp_path, capsys):
-    decoder = DecoderConfig.qwen3(vocab_size=24)
-    assert replicated_embedding(decoder, make_mesh(MeshSpec(tensor=4))) is None
-    assert "5 tensor ranks do not divide the vocabulary of 24" in replicated_embedding(
-        decoder, make_mesh(MeshSpec(tensor=5))
-    )
+    assert replicated_embedding(24, make_mesh(MeshSpec(tensor=4))) is None
+    text = replicated_embedding(24, make_mesh(MeshSpec(tensor=5)))
+    assert "5 tensor ranks do not divide the vocabulary of 24" in text
     train(tiny(tmp_path, "five", mesh="tensor=5", schedule={"steps": 0}, warm_start={"max_steps": 0}))
     assert "WARNING: 5 tensor ranks do not divide" in capsys.readouterr().out
 

@@ -1,0 +1,74 @@
+"""What trainer and sampler ask of a model. Any `nnx.Module` that has it can be trained: `train(config, model=...)`.
+
+    hidden = model.hidden_states(tokens, positions, segment_ids)
+    spec, weight = model.head()
+
+A `Decoder` can decode with a cache as well. Other models are sampled by computing whole rows again for every token.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlogp import HeadSpec
+from jaxlogp.errors import require
+
+
+class Model(Protocol):
+    """An `nnx.Module` between token ids and the head.
+
+    Its parameters are what is of type `nnx.Param`; all else (constants, random states) stays as it is. Parameters that
+    name their axes (`experiments.models.sharding.RULES`) are split over a mesh, others are on every device.
+    """
+
+    def hidden_states(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    ) -> Float[Array, "B T H"]:
+        """What the head reads. A token depends on its own document alone, up to itself.
+
+        Args:
+            tokens: int32 [B, T], all in [0, V), padding too.
+            positions: int32 [B, T], counted from the start of each document.
+            segment_ids: int32 [B, T]; a run of equal ids is one document.
+        """
+
+    def head(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
+        """The head's arithmetic at temperature 1, and its weight; V is the size of the vocabulary."""
+
+
+def check_model(model: nnx.Module, vocab_size: int) -> None:
+    """Traces both methods on a row of two tokens.
+
+    Args:
+        model: a `Model`.
+        vocab_size: of the tokenizer.
+
+    Raises:
+        ValueError: something of `Model` that it does not have, or shapes that do not belong together.
+    """
+    expected = "an nnx.Module with hidden_states(tokens, positions, segment_ids) and head()"
+    has_both = all(callable(getattr(model, name, None)) for name in ("hidden_states", "head"))
+    require(isinstance(model, nnx.Module) and has_both, "model", expected, f"a {type(model).__name__}")
+    graph, state = nnx.split(model)
+    row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+
+    def again(state) -> Any:
+        return nnx.merge(graph, state)
+
+    hidden = jax.eval_shape(lambda state, *row: again(state).hidden_states(*row), state, row, row, row)
+    spec_seen = []
+
+    def weight_of(state):
+        spec, weight = again(state).head()
+        spec_seen.append(spec)
+        return weight
+
+    weight = jax.eval_shape(weight_of, state)
+    require(isinstance(spec_seen[0], HeadSpec), "model, head", "a HeadSpec and a weight", type(spec_seen[0]).__name__)
+    rows = f"a weight [{vocab_size}, H], one row for each id of the tokenizer"
+    require(weight.ndim == 2 and weight.shape[0] == vocab_size, "model, head", rows, list(weight.shape))
+    wanted = [1, 2, weight.shape[1]]
+    require(list(hidden.shape) == wanted, "model, hidden_states of 1 row of 2 tokens", wanted, list(hidden.shape))

@@ -1,0 +1,250 @@
+"""Where the model of a run comes from: drawn for the task's tokenizer, read from disk, or the caller's own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from experiments.config import Config, ModelConfig
+from experiments.models.attention import AttentionRun
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.lora import LoraConfig
+from experiments.models.mesh import TENSOR_AXIS
+from experiments.models.parameters import abstract_decoder
+from experiments.models.pretrained import Pretrained, open_pretrained
+from experiments.models.protocol import check_model
+from experiments.tasks import Task
+from experiments.tasks.tokenizer import Tokenizer, tokenizer_for
+from jaxlogp.errors import require
+
+Shardings = Callable[[nnx.State], Any]
+"""A sharding for every leaf of a state, such as `experiments.models.sharding.parameter_shardings`."""
+
+
+class Parts(NamedTuple):
+    """A model taken apart: `nnx.merge(graph, params, frozen)` is it again.
+
+    Attributes:
+        graph: its graph definition.
+        params: what is trained.
+        frozen: what is not.
+    """
+
+    graph: nnx.GraphDef
+    params: nnx.State
+    frozen: nnx.State
+
+
+class Origin(Protocol):
+    """A model that a run begins with.
+
+    Attributes:
+        tokenizer: its tokenizer.
+        vocab_size: V, rows of its head.
+        decoder: sizes and options, where it is a `Decoder`.
+        pretrained: where it is on disk.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    decoder: DecoderConfig | None
+    pretrained: Pretrained | None
+
+    def parts(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
+        """The model, parameters in their places or still to be placed.
+
+        Args:
+            shardings: where they belong.
+            mesh: what the model is told of the mesh.
+        """
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
+        """How micro-batches attend; one that was named and cannot run here is refused."""
+
+    def warnings(self, mesh: Mesh) -> list[str]:
+        """What the console should say of this model on this mesh."""
+
+
+@dataclass(frozen=True)
+class DecoderOrigin:
+    """A `Decoder`, drawn from a seed or read from disk.
+
+    Args:
+        tokenizer: its tokenizer.
+        decoder: sizes and options.
+        seed: of the parameters that are drawn.
+        pretrained: where it is on disk, or None.
+        restored: a checkpoint will bring the parameters: none are drawn or read.
+    """
+
+    tokenizer: Tokenizer
+    decoder: DecoderConfig
+    seed: int
+    pretrained: Pretrained | None = None
+    restored: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Origin`."""
+        return self.decoder.vocab_size
+
+    def parts(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
+        """See `Origin`."""
+        if self.decoder.lora.rank:
+            return self._adapted(shardings, mesh)
+        if self.pretrained is None and not self.restored:
+            graph, params = nnx.split(Decoder(self.decoder, rngs=nnx.Rngs(self.seed), mesh=mesh))
+        else:
+            graph, abstract = abstract_decoder(self.decoder, mesh)
+            params = placeholders(abstract, shardings) if self.restored else self._read(self.decoder, shardings)
+        return Parts(graph, params, nnx.State({}))
+
+    def _adapted(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
+        """Adapters to be trained, and the base from disk, which no checkpoint holds."""
+        graph, _ = abstract_decoder(self.decoder, mesh)
+        # Compiled, so that no more than the adapters is drawn.
+        drawn = jax.jit(lambda: nnx.state(Decoder(self.decoder, rngs=nnx.Rngs(self.seed)), nnx.LoRAParam))
+        return Parts(graph, drawn(), self._read(replace(self.decoder, lora=LoraConfig()), shardings))
+
+    def _read(self, decoder: DecoderConfig, shardings: Shardings) -> nnx.State:
+        assert self.pretrained is not None, "a model from disk"
+        return self.pretrained.weights().load(decoder, shardings)
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
+        """See `Origin`."""
+        try:
+            return self.decoder.attention_run(rows, length, mesh)
+        except ValueError as error:
+            seen = f"{self.decoder.attention}: {error}"
+            require(False, "--model.attention", "an implementation that can run here", seen)
+            raise
+
+    def warnings(self, mesh: Mesh) -> list[str]:
+        """See `Origin`."""
+        text = replicated_embedding(self.vocab_size, mesh)
+        return [] if text is None else [text]
+
+
+@dataclass(frozen=True)
+class OwnOrigin:
+    """The caller's own model. It stays as it is: what is trained is a copy of its parameters.
+
+    Args:
+        tokenizer: that of the task.
+        model: a `experiments.models.protocol.Model`.
+
+    Raises:
+        ValueError: something that the protocol asks for and it does not have.
+    """
+
+    tokenizer: Tokenizer
+    model: nnx.Module
+    decoder = None
+    pretrained = None
+
+    def __post_init__(self) -> None:
+        check_model(self.model, self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Origin`."""
+        return self.tokenizer.vocab_size
+
+    def parts(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
+        """See `Origin`."""
+        del mesh
+        graph, params, frozen = nnx.split(self.model, nnx.Param, ...)
+        # The first step takes over the memory of the parameters that it is given.
+        params = jax.tree.map(jnp.copy, params)
+        return Parts(graph, params, jax.device_put(frozen, shardings(frozen)))
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
+        """See `Origin`."""
+        return AttentionRun("own", f"{type(self.model).__name__} computes hidden states by itself")
+
+    def warnings(self, mesh: Mesh) -> list[str]:
+        """See `Origin`."""
+        return [
+            f"{type(self.model).__name__} has no key-value cache: for every token of a completion its whole row is computed "
+            "again"
+        ]
+
+
+def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored: bool) -> Origin:
+    """The origin that the options, or the caller, name.
+
+    Args:
+        config: the options.
+        task: gives the tokenizer of a model that is not from disk.
+        model: the caller's own model, or None.
+        restored: whether a checkpoint will bring the parameters.
+
+    Raises:
+        ValueError: a model that cannot be used, or a run that began with another one.
+    """
+    options = config.model
+    name = None if model is None else type(model).__name__
+    expected = "no model, as the run began without one" if options.own is None else f"train(model=...), a {options.own}"
+    require(options.own == name, "model", expected, "none" if name is None else f"a {name}")
+    if model is not None:
+        require(not config.invariant, "--invariant", "the project's own decoder", f"a {name}, whose bits are not known")
+        return OwnOrigin(tokenizer_for(task), model)
+    if options.path is None:
+        decoder = options.decoder(tokenizer_for(task).vocab_size, config.invariant)
+        # A named shape has its own vocabulary, of which a model from nothing samples any token.
+        tokenizer = tokenizer_for(task, decoder.vocab_size)
+        return DecoderOrigin(tokenizer, decoder, config.seed, restored=restored)
+    found = open_pretrained(options.path, chat_template=options.chat_template)
+    decoder = replace(options.of_pretrained(found.config, config.invariant), lora=config.lora)
+    return DecoderOrigin(found.tokenizer, decoder, config.seed, found, restored)
+
+
+def with_own_model(config: Config, model: nnx.Module | None) -> Config:
+    """The options, with a note of the caller's own model.
+
+    Raises:
+        ValueError: options of a model in addition to one.
+    """
+    if model is None:
+        return config
+    expected = "no other options where train is given a model"
+    require(config.model == ModelConfig(), "--model", expected, "other options")
+    return replace(config, model=ModelConfig(own=type(model).__name__))
+
+
+def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:
+    """Zeros in the place of parameters that a checkpoint will bring."""
+    places = shardings(abstract)
+    return jax.tree.map(lambda leaf, place: jnp.zeros(leaf.shape, leaf.dtype, device=place), abstract, places)
+
+
+@jax.jit
+def _sums_of_bits(state: nnx.State) -> list[jax.Array]:
+    def total(leaf: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        bits = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
+        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return [total(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def fingerprint(frozen: nnx.State) -> list[int]:
+    """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
+    return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]
+
+
+def replicated_embedding(vocab_size: int, mesh: Mesh) -> str | None:
+    """A warning where tensor ranks do not divide the vocabulary, or None."""
+    ranks = mesh.shape[TENSOR_AXIS]
+    if vocab_size % ranks == 0:
+        return None
+    return (
+        f"{ranks} tensor ranks do not divide the vocabulary of {vocab_size}: the embedding table "
+        "is replicated on every rank, and the head's shards are uneven"
+    )

@@ -1,0 +1,194 @@
+"""A Flax model of one's own: drawn without a cache, trained, resumed and refused."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import Config, train
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.protocol import check_model
+from experiments.sampling.pick import DrawOptions
+from experiments.sampling.prompts import Sizes
+from experiments.sampling.sampler import SamplerOptions, sample
+from experiments.sampling.uncached_draw import UncachedDraw
+from experiments.tasks.tokenizer import CharTokenizer
+from experiments.training.loaded import load_model
+from jaxlogp import HeadSpec
+from tests.experiments.tiny import tiny, train_records
+
+PATH = Path(__file__).parents[2] / "examples" / "own_model.py"
+SPEC = importlib.util.spec_from_file_location("own_model", PATH)
+example = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(example)
+
+TOKENIZER = CharTokenizer("0123456789")
+SIZES = Sizes(prompt=5, completion=6, row=11, rows=4)
+PROMPTS = np.array([[4, 5, 6, 7, 8], [9, 4, 0, 0, 0], [6, 6, 6, 0, 0]], np.int32)
+LENGTHS = np.array([5, 2, 3], np.int32)
+
+
+def decoder():
+    sizes = dict(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
+    config = DecoderConfig(vocab_size=TOKENIZER.vocab_size, logit_softcap=3.0, **sizes)
+    return nnx.split(Decoder(config, rngs=nnx.Rngs(5)))
+
+
+def draw(graph, state, *, mesh=None, copies=2, greedy=False, temperature=0.7):
+    options = DrawOptions(temperature=temperature, greedy=greedy)
+    made = UncachedDraw(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, SIZES, options)
+    return made(state, PROMPTS, LENGTHS, copies, jax.random.key(3))
+
+
+def log_softmax(logits):
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def test_log_probs_of_an_uncached_draw_are_those_of_the_whole_row():
+    graph, state = decoder()
+    samples = draw(graph, state)
+    assert samples.tokens.shape == (6, 6) and (samples.lengths >= 1).all() and len(set(samples.lengths.tolist())) > 1
+    whole = np.zeros((6, 11), np.int32)
+    weight = np.asarray(nnx.merge(graph, state).head()[1], np.float64)
+    for row in range(6):
+        prompt, length = PROMPTS[row // 2, : LENGTHS[row // 2]], samples.lengths[row]
+        completion = samples.tokens[row, :length]
+        assert TOKENIZER.eos_ids[0] not in completion[:-1] and (completion[-1] in TOKENIZER.eos_ids or length == 6)
+        assert (samples.tokens[row, length:] == TOKENIZER.pad_id).all() and (samples.log_probs[row, length:] == 0).all()
+        assert (samples.drawn_log_probs[row] == samples.log_probs[row]).all()
+        whole[row, : len(prompt) + length] = [*prompt, *completion]
+    places = jnp.broadcast_to(jnp.arange(11), whole.shape)
+    forward = jax.jit(lambda rows: nnx.merge(graph, state).hidden_states(rows, places, places * 0))
+    states = np.asarray(forward(whole), np.float64)
+    for row in range(6):
+        start, length = LENGTHS[row // 2], samples.lengths[row]
+        logits = 3.0 * np.tanh(states[row] @ weight.T / 3.0) / 0.7
+        places = np.arange(start - 1, start + length - 1)
+        wanted = log_softmax(logits[places])[np.arange(length), samples.tokens[row, :length]]
+        # fp32 states of size 1 and logits of at most 3 / 0.7, against float64 from the same states.
+        np.testing.assert_allclose(samples.log_probs[row, :length], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_an_uncached_draw_takes_the_tokens_of_the_cached_one_when_both_are_greedy():
+    graph, state = decoder()
+    ours = draw(graph, state, copies=1, greedy=True)
+    options = SamplerOptions(6, TOKENIZER.eos_ids, TOKENIZER.pad_id, DrawOptions(temperature=0.7, greedy=True))
+    theirs = sample(nnx.merge(graph, state), PROMPTS, LENGTHS, jax.random.key(3), options)
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    np.testing.assert_array_equal(ours.lengths, theirs.lengths)
+    np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_draws_of_a_row_do_not_depend_on_the_mesh():
+    graph, state = decoder()
+    one, three = draw(graph, state), draw(graph, state, mesh=make_mesh(MeshSpec(data=3)))
+    np.testing.assert_array_equal(one.tokens, three.tokens)
+
+
+def short(out, name, **changes):
+    schedule = {"steps": 1, **changes.pop("schedule", {})}
+    return tiny(out, name, model=Config().model, warm_start={"max_steps": 0}, schedule=schedule, **changes)
+
+
+def parity(example, text):
+    return float(ord(text[0]) % 2) if text else 0.0
+
+
+class Shifted(example.Gru):
+    """With an array that is not a parameter."""
+
+    def __init__(self, vocab_size, features, *, rngs):
+        super().__init__(vocab_size, features, rngs=rngs)
+        self.shift = nnx.Variable(jnp.full(features, 0.25))
+
+    def hidden_states(self, tokens, positions, segment_ids):
+        return super().hidden_states(tokens, positions, segment_ids) + self.shift[...]
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_the_example_trains_and_is_left_as_it_is(tmp_path, capsys):
+    code = [line for line in PATH.read_text().split('"""', 2)[2].splitlines() if line.strip()]
+    assert len(code) <= 40
+    model = example.model()
+    # Copies: JAX does not give away the memory of arrays that NumPy is looking at.
+    first = leaves(jax.tree.map(jnp.copy, nnx.state(model)))
+    result = train(short(tmp_path, "whole"), reward=parity, model=model)
+    assert "WARNING: Gru has no key-value cache" in capsys.readouterr().out
+    (record,) = train_records(result)
+    assert record["update_applied"] == 1 and record["attention"] == "own" and record["loss"] != 0.0
+    # Sampler and trainer run the same recurrence over rows of other lengths, in fp32.
+    assert record["drift_max"] < 1e-4
+    for mine, other in zip(leaves(nnx.state(model)), first, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert all((mine != other).any() for mine, other in zip(leaves(result.params), first, strict=True))
+    nnx.update(model, result.params)
+    np.testing.assert_array_equal(model.head()[1], result.params["head_weight"][...])
+    with pytest.raises(ValueError, match=r"^model: expected train\(model=...\), a Gru, got none"):
+        load_model(result.run.path)
+
+
+@pytest.mark.slow
+def test_what_is_no_parameter_is_kept_on_a_mesh_and_in_a_resume(tmp_path):
+    model = Shifted(example.model().embed.num_embeddings, 32, rngs=nnx.Rngs(0))
+    two = {"schedule": {"steps": 2}}
+    one, four = (
+        train(short(tmp_path, mesh, mesh=mesh, **two), reward=parity, model=model)
+        for mesh in ("data=1", "data=2,tensor=2")
+    )
+    assert "shift" not in one.params and np.all(np.asarray(model.shift[...]) == 0.25)
+    for record, other in zip(train_records(one), train_records(four), strict=True):
+        # The same tokens are drawn and scored; sums of a few hundred labels in another order.
+        assert abs(record["loss"] - other["loss"]) < 1e-5 and record["reward_mean"] == other["reward_mean"]
+    for mine, other in zip(leaves(one.params), leaves(four.params), strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-4)
+    broken = train(short(tmp_path, "broken"), reward=parity, model=model)
+    again = Config(resume=str(broken.run.path), quiet=True, schedule=dataclasses.replace(Config().schedule, steps=2))
+    other = Shifted(example.model().embed.num_embeddings, 32, rngs=nnx.Rngs(1))
+    for mine, wanted in zip(leaves(train(again, reward=parity, model=other).params), leaves(one.params), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+class Half(nnx.Module):
+    def hidden_states(self, tokens, positions, segment_ids):
+        return jnp.zeros((*tokens.shape, 4))
+
+
+class Other(Half):
+    def __init__(self, spec, weight):
+        self.spec, self.weight = spec, nnx.Param(weight)
+
+    def head(self):
+        return self.spec, self.weight[...]
+
+
+@pytest.mark.bad_input
+def test_a_model_that_is_not_one_is_named(tmp_path):
+    fine = HeadSpec()
+    for model, words in [
+        (Half(), "model: expected an nnx.Module with hidden_states.*, got a Half"),
+        (Other(None, jnp.zeros((24, 4))), "model, head: expected a HeadSpec and a weight, got NoneType"),
+        (Other(fine, jnp.zeros((23, 4))), r"model, head: expected a weight \[24, H\], .*, got \[23, 4\]"),
+        (Other(fine, jnp.zeros((24, 5))), r"model, hidden_states .*: expected \[1, 2, 5\], got \[1, 2, 4\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{words}"):
+            check_model(model, 24)
+    model = example.model()
+    with pytest.raises(ValueError, match="^--model: expected no other options where train is given a model"):
+        train(dataclasses.replace(short(tmp_path, "a"), model=tiny(tmp_path, "a").model), model=model)
+    with pytest.raises(ValueError, match="^--invariant: expected the project's own decoder, got a Gru"):
+        train(short(tmp_path, "b", invariant=True, schedule={"row_length": None}), model=model)
+    with pytest.raises(ValueError, match="^model: expected train"):
+        train(dataclasses.replace(tiny(tmp_path, "c"), model=dataclasses.replace(Config().model, own="Gru")))
