@@ -28,7 +28,6 @@ from experiments.models.attention import (
     AttentionRun,
     KVCache,
     attend_cached,
-    choose_cached,
     empty_cache,
     first_keys,
 )
@@ -137,8 +136,7 @@ class Decoder(nnx.Module):
 
     def cached_attention_run(self) -> AttentionRun:
         """How the cache is attended to, and why."""
-        config = self.config
-        return choose_cached(config.attention, config.head_dim, config.dtype, self.mesh)
+        return self.config.cached_attention_run(self.mesh)
 
     def layers_apart(self) -> tuple[DecoderLayer, ...]:
         """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`."""

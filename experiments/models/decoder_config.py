@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from jax.sharding import Mesh
 
-from experiments.models.attention import IMPLEMENTATIONS, AttentionCall, AttentionRun, choose_attention
+from experiments.models.attention import IMPLEMENTATIONS, AttentionCall, AttentionRun, choose_attention, choose_cached
 from experiments.models.lora import LoraConfig
 from experiments.models.remat import POLICIES
 from experiments.models.rope import Llama3Scaling, RopeScaling
@@ -162,6 +162,10 @@ class DecoderConfig:
         sizes = (rows, length, self.num_heads, self.num_kv_heads, self.head_dim)
         call = AttentionCall(*sizes, dtype=self.dtype, softcap=self.attention_softcap, mesh=mesh)
         return choose_attention(self.attention, call)
+
+    def cached_attention_run(self, mesh: Mesh | None = None) -> AttentionRun:
+        """How the sampler's cache is attended to here, and why."""
+        return choose_cached(self.attention, self.head_dim, self.dtype, mesh)
 
     @property
     def head_spec(self) -> HeadSpec:

@@ -38,6 +38,7 @@ class Mode(Protocol):
       block: number of documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
       vocab: the shards of the head's vocabulary over the tensor ranks.
+      sampler: how completions are drawn, and why so.
     """
 
     mesh: jax.sharding.Mesh
@@ -47,6 +48,7 @@ class Mode(Protocol):
     block: int
     share_rows: bool
     vocab: VocabShards
+    sampler: str
 
     def sums(self, objective: Objective, temperature: float) -> GradientSums:
         """Gradient sums of an objective."""
@@ -67,6 +69,10 @@ class PlainMode:
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         self.vocab = VocabShards.even(origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = origin.decoder is not None
+        self.sampler = "whole rows for every token: the model has no cache"
+        if origin.decoder is not None:
+            run = origin.decoder.cached_attention_run(self.mesh)
+            self.sampler = f"a cache, attention {run.implementation} ({run.reason})"
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self.params, self.frozen = parts
 
@@ -103,6 +109,7 @@ class InvariantMode:
     """Leaves in a fixed order, and a sampler that runs the trainer's own programs."""
 
     share_rows = False
+    sampler = "whole rows for every token, by the trainer's programs"
 
     def __init__(self, config: Config, origin: Origin) -> None:
         spec, decoder = parse_mesh(config.mesh), origin.decoder

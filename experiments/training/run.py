@@ -239,6 +239,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         if head is None
         else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
         "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
+        "sampler": trainer.sampler,
         "dtype": str(run.dtype),
         "seconds": round(seconds, 1),
     }

@@ -68,6 +68,7 @@ class Trainer:
       frozen: what of it is not trained.
       warnings: what the console should say before the run.
       attention_run: the implementation of attention over micro-batches, and why it.
+      sampler: how completions are drawn, and why so.
       drift: the drift report of the newest step, or None where none was due.
 
     Raises:
@@ -93,6 +94,7 @@ class Trainer:
         self.mesh = self._mode.mesh
         self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
         self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
+        self.sampler = self._mode.sampler
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
