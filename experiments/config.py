@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from experiments.models.attention import IMPLEMENTATIONS
-from experiments.models.decoder_config import DecoderConfig
+from experiments.models.decoder_config import RESIDUAL_DTYPES, DecoderConfig
 from experiments.models.dtype_choice import dtype_here
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
@@ -71,6 +71,8 @@ class ModelConfig:
     param_dtype: str = "float32"
     """Dtype of the parameters that the model reads: float32, or bfloat16, for which the optimizer holds an fp32 copy that it
     adds its updates to."""
+    residual_dtype: str = "auto"
+    """Dtype of the residual stream between the products, in trainer and sampler: float32, or auto: that of dtype."""
     attention: str = "auto"
     """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
     remat: str = "auto"
@@ -125,7 +127,7 @@ class ModelConfig:
 
 
 _NOT_OF_THE_DECODER = ("path", "own", "chat_template", "name")
-_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "attention", "remat")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "residual_dtype", "attention", "remat")
 
 
 @dataclass(frozen=True)
@@ -595,6 +597,7 @@ _CHOICES = {
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param-dtype": ("float32", "bfloat16"),
+    "model.residual-dtype": RESIDUAL_DTYPES,
     "model.attention": ("auto", *IMPLEMENTATIONS),
     "model.remat": ("auto", *POLICIES),
     "schedule.accumulate": ("float32", "bfloat16"),

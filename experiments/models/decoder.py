@@ -234,7 +234,8 @@ class Decoder(nnx.Module):
         embedded = embedded.astype(self.config.dtype)
         # In the embeddings' dtype, as the models were trained: √hidden_size is rounded to it.
         scale = self.config.embed_scale
-        return embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
+        embedded = embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
+        return embedded.astype(self.config.stream_dtype)
 
     def _final_norm(self, x):
         return self.norm(x)

@@ -13,6 +13,7 @@ from jaxlogp import HeadSpec
 from jaxlogp.errors import require
 
 DTYPES = ("float32", "bfloat16")
+RESIDUAL_DTYPES = ("auto", "float32")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -72,6 +73,7 @@ class DecoderConfig:
         fp32_head: multiply hidden states and head as fp32 whatever their dtype.
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
+        residual_dtype: of the residual stream, "float32" or "auto": that of the activations.
         remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
         lora: adapters of the projections.
@@ -111,6 +113,7 @@ class DecoderConfig:
     fp32_head: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
+    residual_dtype: str = "auto"
     remat: str = "none"
     attention: str = "auto"
     lora: LoraConfig = LoraConfig()
@@ -140,7 +143,12 @@ class DecoderConfig:
         _ = self.head_spec
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
-        for name, choices in (("attention", ("auto", *IMPLEMENTATIONS)), ("remat", tuple(POLICIES))):
+        choices_of = {
+            "attention": ("auto", *IMPLEMENTATIONS),
+            "remat": tuple(POLICIES),
+            "residual_dtype": RESIDUAL_DTYPES,
+        }
+        for name, choices in choices_of.items():
             value = getattr(self, name)
             require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
 
@@ -148,6 +156,11 @@ class DecoderConfig:
     def attention_scale(self) -> float:
         """Multiplier of the products of queries and keys."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def stream_dtype(self) -> str:
+        """Dtype of the residual stream."""
+        return self.dtype if self.residual_dtype == "auto" else self.residual_dtype
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens a query of this layer reads at most, itself included, or None."""

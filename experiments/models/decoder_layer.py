@@ -86,15 +86,16 @@ class DecoderLayer(nnx.Module):
 
     @jax.named_scope("feed_forward")
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
-        """The residual stream after the attention's output projection and the gated products."""
+        """The residual stream, in its own dtype, after the attention's output projection and the gated products."""
         added = self.o_proj(attended)
         # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
         before = self.post_attention_layernorm
         if self.config.post_norms:
             added, before = self.post_attention_layernorm(added), self.pre_feedforward_layernorm
-        x = named("after_attention", x + added)
+        x = named("after_attention", x + added.astype(x.dtype))
         normed = before(x)
         gate, up = named("gate", self.gate_proj(normed)), named("up", self.up_proj(normed))
         gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
         added = self.down_proj(gate * up)
-        return x + (self.post_feedforward_layernorm(added) if self.config.post_norms else added)
+        added = self.post_feedforward_layernorm(added) if self.config.post_norms else added
+        return x + added.astype(x.dtype)

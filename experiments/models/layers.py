@@ -86,16 +86,19 @@ def _product(rows: Float[Array, "N I"], matrix: Float[Array, "I O"]) -> Float[Ar
 
 
 class RMSNorm(nnx.Module):
-    """x / √(mean(x²) + eps) · scale, or · (1 + scale), over the last axis; fp32 inside, in x's dtype outside.
+    """x / √(mean(x²) + eps) · scale, or · (1 + scale), over the last axis; fp32 inside, in the activations' dtype outside.
+
+    So it is here that a residual stream of fp32 becomes the operand of a product.
 
     Args:
         axis: name of the normed axis.
         features: its size.
-        config: of the model; says eps, whether 1 is added, and the parameters' dtype.
+        config: of the model; says eps, whether 1 is added, and the dtypes of parameters and activations.
     """
 
     def __init__(self, axis: str, features: int, config: DecoderConfig) -> None:
         self.epsilon, self.plus_one = config.rms_norm_eps, config.norm_plus_one
+        self.dtype = config.dtype
         neutral = jnp.full(features, 0.0 if self.plus_one else 1.0, jnp.dtype(config.param_dtype))
         self.scale = nnx.Param(neutral, **named_axes(axis))
 
@@ -103,7 +106,7 @@ class RMSNorm(nnx.Module):
         """The normed features."""
         wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (normed * (1.0 + scale if self.plus_one else scale)).astype(x.dtype)
+        return (normed * (1.0 + scale if self.plus_one else scale)).astype(self.dtype)
 
 
 class Head(nnx.Module):
