@@ -135,7 +135,7 @@ pytest.importorskip("tokenizers", reason="the extra hf is not installed")
 SMALL = {
     "task": "comparison:1", "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
     "loss": {"kl_coefficient": 0.01}, "evaluation": {"num_prompts": 4}, "lora": {"rank": RANK, "alpha": ALPHA},
-    "optimizer": {"learning_rate": 3e-2},
+    "optimizer": {"learning_rate": 3e-2}, "warm_start": {"max_steps": 0},
     "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2},
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ pytest.importorskip("tokenizers", reason="the extra hf is not installed")
 SMALL = {
     "task": "comparison:1", "model": {}, "rollout": {"prompts_per_rollout": 4, "num_generations": 2, "max_new_tokens": 3},
     "loss": {"kl_coefficient": 0.01}, "evaluation": {"num_prompts": 4},
+    "warm_start": {"max_steps": None},
     "schedule": {"docs_per_step": 8, "rows": 8, "row_length": 16, "steps": 2},
 }  # fmt: skip
 
