@@ -34,7 +34,7 @@ PRESETS = {
         # Of the instruction alone, one answer in a hundred is right: too few to learn from.
         warm_start=WarmStartConfig(max_steps=60, batch_size=128, learning_rate=3e-5, target=0.15),
         rollout=RolloutConfig(prompts_per_rollout=64, num_generations=8, max_new_tokens=96, mask_truncated=True),
-        schedule=ScheduleConfig(steps=700, docs_per_step=512),
+        schedule=ScheduleConfig(steps=640, docs_per_step=512),
         loss=LossConfig(name="dapo"),
         optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=10, schedule="cosine"),
         evaluation=EvaluationConfig(every=50, num_prompts=512, kl=True),
