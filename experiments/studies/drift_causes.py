@@ -242,19 +242,20 @@ def main(config: DriftCausesConfig) -> str:
     wide = replace(loaded.config, dtype="float32", param_dtype="float32")
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loaded.params)
     completions = _drawn(config, loaded, wide, params)
-    exact = np.asarray(by_rows(_graph(wide, ()), params, *completions[:3]))
+    exact = np.asarray(by_rows(rounded_graph(wide, ()), params, *completions[:3]))
     compared = []
     for residual in RESIDUAL_DTYPES:
         graph = abstract_decoder(replace(wide, dtype="bfloat16", residual_dtype=residual))[0]
         compared.append(_compared(f"dtype bfloat16, residual {residual}", graph, params, completions, exact))
         print(_line(compared[-1]), flush=True)
     for name in config.variants:
-        compared.append(_compared(name, _graph(wide, VARIANTS[name]), params, completions, exact))
+        compared.append(_compared(name, rounded_graph(wide, VARIANTS[name]), params, completions, exact))
         print(_line(compared[-1]), flush=True)
     return _table(config, completions, compared)
 
 
-def _graph(config: DecoderConfig, places: tuple[str, ...]) -> nnx.GraphDef:
+def rounded_graph(config: DecoderConfig, places: tuple[str, ...]) -> nnx.GraphDef:
+    """Graph of a `RoundedDecoder`; its parameters are those of a `Decoder`."""
     return nnx.split(nnx.eval_shape(lambda: RoundedDecoder(config, places, rngs=nnx.Rngs(0))))[0]
 
 
