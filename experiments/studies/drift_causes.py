@@ -12,6 +12,8 @@ with the forward pass without any rounding. The rows named
 """
 
 import functools
+import itertools
+import math
 import platform
 import shlex
 import sys
@@ -80,6 +82,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 """Names of variants, and what each rounds."""
 PROMPTS = PRESETS["smollm2"]
+SURPRISES = (-math.inf, -6.0, -3.0, -1.0, -0.1, -0.01, 0.0)
+"""Bounds of log-probs, nats."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,14 @@ class Compared(NamedTuple):
         drift: decoding against whole rows.
         decoding: decoding against whole rows without any rounding.
         rows: whole rows against the same.
+        log_probs: of the tokens, by decoding and from whole rows.
     """
 
     name: str
     drift: DriftReport
     decoding: DriftReport
     rows: DriftReport
+    log_probs: tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]
 
 
 class RoundedLayer(DecoderLayer):
@@ -242,19 +248,20 @@ def main(config: DriftCausesConfig) -> str:
     wide = replace(loaded.config, dtype="float32", param_dtype="float32")
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loaded.params)
     completions = _drawn(config, loaded, wide, params)
-    exact = np.asarray(by_rows(_graph(wide, ()), params, *completions[:3]))
+    exact = np.asarray(by_rows(rounded_graph(wide, ()), params, *completions[:3]))
     compared = []
     for residual in RESIDUAL_DTYPES:
         graph = abstract_decoder(replace(wide, dtype="bfloat16", residual_dtype=residual))[0]
         compared.append(_compared(f"dtype bfloat16, residual {residual}", graph, params, completions, exact))
         print(_line(compared[-1]), flush=True)
     for name in config.variants:
-        compared.append(_compared(name, _graph(wide, VARIANTS[name]), params, completions, exact))
+        compared.append(_compared(name, rounded_graph(wide, VARIANTS[name]), params, completions, exact))
         print(_line(compared[-1]), flush=True)
     return _table(config, completions, compared)
 
 
-def _graph(config: DecoderConfig, places: tuple[str, ...]) -> nnx.GraphDef:
+def rounded_graph(config: DecoderConfig, places: tuple[str, ...]) -> nnx.GraphDef:
+    """Graph of a `RoundedDecoder`; its parameters are those of a `Decoder`."""
     return nnx.split(nnx.eval_shape(lambda: RoundedDecoder(config, places, rngs=nnx.Rngs(0))))[0]
 
 
@@ -275,7 +282,8 @@ def _compared(name: str, graph: nnx.GraphDef, params: nnx.State, scored: Complet
     decoded, whole = (np.asarray(each(graph, params, *scored[:3])) for each in (by_decoding, by_rows))
     vocab = VocabShards.even(nnx.merge(graph, params).config.vocab_size, 1)
     pairs = ((decoded, whole), (decoded, exact), (whole, exact))
-    return Compared(name, *(drift_report(*pair, scored.tokens, vocab=vocab, mask=scored.wanted) for pair in pairs))
+    reports = (drift_report(*pair, scored.tokens, vocab=vocab, mask=scored.wanted) for pair in pairs)
+    return Compared(name, *reports, (decoded[scored.wanted], whole[scored.wanted]))
 
 
 def _line(row: Compared) -> str:
@@ -300,8 +308,19 @@ def _table(config: DriftCausesConfig, scored: Completions, compared: list[Compar
             *(_line(row) for row in compared),
             "",
             *(f"- {name}: {meaning}." for name, meaning in ROUNDINGS.items()),
+            *(by_surprise(*row.log_probs) for row in compared if row.name == "all"),
         ]
     )
+
+
+def by_surprise(decoded: Float[np.ndarray, " tokens"], whole: Float[np.ndarray, " tokens"]) -> str:
+    """Table of the drift by how probable the tokens are, with all roundings."""
+    lines = ["", "With all roundings:", "", "| log-prob, nats | tokens | worst | mean |", "|---|---|---|---|"]
+    for low, high in itertools.pairwise(SURPRISES):
+        errors = np.abs(decoded - whole)[(low < whole) & (whole <= high)]
+        if errors.size:
+            lines.append(f"| {low:g} to {high:g} | {errors.size} | {errors.max():.2g} | {errors.mean():.2g} |")
+    return "\n".join(lines)
 
 
 def write(table: str, folder: Path) -> Path:
