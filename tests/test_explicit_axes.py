@@ -169,7 +169,11 @@ def expected(name):
     return jax.jit(lambda d: {key: run(d) for key, run in both.items()})(arrays(False))
 
 
-@pytest.mark.parametrize("name", CALLS)
+QUICK = {"embedding_lookup", "masked_mean", "group_advantages", "policy_loss", "linear_log_probs", "linear_policy_loss"}
+NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CALLS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plain_call_under_jit_gives_the_results_of_one_device(name):
     """With its gradients, in the context of the mesh and without one (where jit must keep what a program does not use)."""
     function, names = CALLS[name]
@@ -181,9 +185,6 @@ def test_a_plain_call_under_jit_gives_the_results_of_one_device(name):
 
 
 # Outside of jit every operation is compiled by itself, and a shard_map would take half a minute.
-QUICK = {"embedding_lookup", "masked_mean", "group_advantages", "policy_loss", "linear_log_probs", "linear_policy_loss"}
-
-
 @pytest.mark.parametrize(
     "name",
     [

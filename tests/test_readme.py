@@ -69,6 +69,7 @@ def test_the_engines_of_the_table_are_the_engines():
     assert named == set(ENGINES)
 
 
+@pytest.mark.slow
 def test_the_python_examples_run(capsys):
     values, gradients, local = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = re.findall(r"from jaxlogp import (.*)", values)[0].split(", ")

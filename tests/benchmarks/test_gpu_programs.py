@@ -22,6 +22,7 @@ def case():
     return make_case("small", 64, WEIGHT[1], WEIGHT[0], "float32")
 
 
+@pytest.mark.slow
 def test_engines_beside_one_product_and_what_fails_is_said(capsys):
     class Broken(ChunkedEngine):
         def backward(self, call, kept, g):
@@ -38,6 +39,7 @@ def test_engines_beside_one_product_and_what_fails_is_said(capsys):
         assert sum(f"small {name} " in line and " ms " in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_both_layouts_of_the_weight_beside_one_product(capsys):
     layouts.measure(case(), ChunkedEngine(), turns=1)
     lines = capsys.readouterr().out.splitlines()

@@ -34,6 +34,7 @@ def rounds():
     return Packing(1, 2, 16, 24, 0).rounds(documents)
 
 
+@pytest.mark.slow
 def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp32_sums():
     mesh = make_mesh(MeshSpec())
     graph, params = nnx.split(Decoder(MODEL, rngs=nnx.Rngs(0), mesh=mesh))

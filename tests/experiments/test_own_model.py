@@ -119,6 +119,7 @@ def leaves(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_is_left_as_it_is(tmp_path, capsys):
     code = [line for line in PATH.read_text().split('"""', 2)[2].splitlines() if line.strip()]
     assert len(code) <= 40

@@ -43,6 +43,7 @@ def missing(monkeypatch):
     monkeypatch.setattr(packaged, "find_spec", lambda name: None)
 
 
+@pytest.mark.slow
 def test_the_preset_cut_to_two_steps(tmp_path, missing):
     pytest.importorskip("safetensors", reason="the extra hf is not installed")
     path = write_tiny_directory(tmp_path / "model", "smollm2", num_hidden_layers=1)

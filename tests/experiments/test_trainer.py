@@ -49,6 +49,7 @@ def leaves(result):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.state)]
 
 
+@pytest.mark.slow
 def test_a_number_of_micro_batches_makes_a_step_and_metrics_may_be_off(tmp_path):
     schedule = {"steps": 2, "docs_per_step": 0, "micro_batches": 2, "rows": 4}
     result = train(short(tmp_path, "none", schedule=schedule, loss={"metrics": "none"}), reward=parity)
@@ -250,6 +251,7 @@ class Copying:
         return float(completion == example.answer)
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own(tmp_path):
     result = train(short(tmp_path, "copying", schedule={"steps": 1}), task=Copying())
     assert result.trainer.task.name == "copying" and train_records(result)[0]["num_documents"] == 64

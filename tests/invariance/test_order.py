@@ -165,6 +165,7 @@ def global_results(sizes, axis_type):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, axis_type", [((2, 4), AxisType.Auto), ((2, 3), AxisType.Explicit)], ids=str)
 def test_global_arrays_on_data_and_tensor_meshes(sizes, axis_type):
     assert broken(global_results(sizes, axis_type), global_results((1, 1), AxisType.Auto)) == []

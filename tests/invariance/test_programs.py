@@ -76,6 +76,7 @@ def values_one_and_two_at_a_time():
     return [{"log_probs": np.asarray(x.log_probs), "entropy": np.asarray(x.entropy)} for x in (two, one)]
 
 
+@pytest.mark.slow
 def test_a_plain_sum_over_a_tile_breaks_under_vmap(monkeypatch):
     """The negative control: the order of a float sum is the surrounding program's."""
     assert_same_bytes(*values_one_and_two_at_a_time())

@@ -33,7 +33,7 @@ SETTINGS = {
 # Every program of the default run stands for others of its kind: those are slow.
 SLOW = {
     *(("fp32 V=257", size) for size in (2, 3, 4, 6)),
-    *(("bf16 V=4099", size) for size in (2, 3, 4, 8)),
+    *(("bf16 V=4099", size) for size in (2, 3, 4, 6, 8)),
     *(("fp32 V=1027, temperature, scale, soft cap", size) for size in (3, 8)),
     ("fp32 V=258, 8 granules", 2),
 }
