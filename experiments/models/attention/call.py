@@ -72,9 +72,10 @@ def needs_nvidia_gpu(generation: int) -> str | None:
     """Why there is no NVIDIA GPU of at least this compute capability (its first number), or None."""
     if jax.default_backend() != "gpu":
         return "it needs an NVIDIA GPU"
-    capability = getattr(jax.devices()[0], "compute_capability", "0")
-    major = int(str(capability).partition(".")[0])
-    return None if major >= generation else f"it needs compute capability {generation} or more, not {capability}"
+    capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
+    major = capability.partition(".")[0]
+    new_enough = major.isdigit() and int(major) >= generation
+    return None if new_enough else f"it needs an NVIDIA GPU of compute capability {generation} or more, not {capability}"
 
 
 def padded_first(first: Int[Array, "B T"], multiple: int) -> Int[Array, "B padded"]:
