@@ -50,6 +50,19 @@ def leaves(result):
 
 
 @pytest.mark.slow
+def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
+    trainer = set_up(short(tmp_path, "steady", drift={"every": 1}), reward=parity).trainer
+    compiled = []
+    for _ in range(4):
+        caplog.clear()
+        with jax.log_compiles():
+            trainer.train_step()
+        compiled.append([each.getMessage()[:80] for each in caplog.records if "Compiling" in each.getMessage()])
+    assert compiled[0], "the log says what is compiled"
+    assert compiled[2:] == [[], []]
+
+
+@pytest.mark.slow
 def test_a_number_of_micro_batches_makes_a_step_and_metrics_may_be_off(tmp_path):
     schedule = {"steps": 2, "docs_per_step": 0, "micro_batches": 2, "rows": 4}
     result = train(short(tmp_path, "none", schedule=schedule, loss={"metrics": "none"}), reward=parity)

@@ -75,7 +75,9 @@ def needs_nvidia_gpu(generation: int) -> str | None:
     capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
     major = capability.partition(".")[0]
     new_enough = major.isdigit() and int(major) >= generation
-    return None if new_enough else f"it needs an NVIDIA GPU of compute capability {generation} or more, not {capability}"
+    return (
+        None if new_enough else f"it needs an NVIDIA GPU of compute capability {generation} or more, not {capability}"
+    )
 
 
 def padded_first(first: Int[Array, "B T"], multiple: int) -> Int[Array, "B padded"]:
