@@ -505,9 +505,10 @@ def validate(config: Config) -> MeshSpec:
     )
     config.loss.policy_loss(1)
     _validate_lora(config)
-    draw = config.rollout.draw_options()
-    expected = "no top-k, top-p or min-p, with --invariant, whose sampler draws from the whole distribution"
-    require(not (config.invariant and draw.filters), "--rollout", expected, draw)
+    require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
+    if config.rollout.draw_options().filters:
+        expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
+        require(not config.invariant, "--rollout", expected, "a part of it")
     config.optimizer.optimizer(config.schedule.steps)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
