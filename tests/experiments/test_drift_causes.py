@@ -62,7 +62,10 @@ def test_the_command_prints_a_row_a_variant(tmp_path, capsys):
     model = write_tiny_gguf(tmp_path / "tiny.gguf").path
     options = ["--prompts", "2", "--new-tokens", "3", "--variants", "all", "none"]
     table = drift_causes.run_cli(["--model", str(model), *options])
-    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    # A second table is about the tokens' surprise.
+    variants, explained = table.split("\n- residual:")
+    assert "| log-prob, nats | tokens |" in explained
+    rows = [line.split(" | ")[0] for line in variants.splitlines() if line.startswith("| ")]
     assert rows[1:] == ["| dtype bfloat16, residual auto", "| dtype bfloat16, residual float32", "| all", "| none"]
     assert table in capsys.readouterr().out
 
