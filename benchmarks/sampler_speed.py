@@ -109,7 +109,7 @@ def measure(config: SamplerSpeedConfig, name: str, rows: int, bytes_per_second: 
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     dtypes = {"dtype": dtype, "param_dtype": config.param_dtype}
     shape = replace(NAMED_SHAPES[name], attention=config.attention, **dtypes, **changes)
-    graph, state = _random(shape)
+    graph, state = nnx.split(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))())
     prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows // config.copies, config.prompt), np.int32)
     lengths = np.full(len(prompts), config.prompt, np.int32)
     draw_options = DrawOptions(top_p=config.top_p)
@@ -144,18 +144,6 @@ def measure(config: SamplerSpeedConfig, name: str, rows: int, bytes_per_second: 
         first + first_prefill,
         (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
     )
-
-
-def _random(shape: DecoderConfig):
-    graph = None
-
-    def make():
-        nonlocal graph
-        graph, state = nnx.split(Decoder(shape, rngs=nnx.Rngs(0)))
-        return state
-
-    state = jax.jit(make)()
-    return graph, state
 
 
 def _print_kernels(events: list, most: int, steps: int) -> None:

@@ -2,9 +2,12 @@
 
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxlogp.errors import require
 
@@ -77,6 +80,13 @@ def parse_mesh(text: str) -> MeshSpec:
         require(is_size, f"mesh axis {axis!r}", "a positive integer", f"{size!r} in {text!r}")
         sizes[axis] = int(size)
     return MeshSpec(**sizes)
+
+
+def split_rows(arrays: Any, mesh: Mesh) -> Any:
+    """Host arrays, placed with their rows split over the data axis where it divides them, else whole on every device."""
+    (rows,) = {len(array) for array in jax.tree.leaves(arrays)}
+    spec = P(DATA_AXIS) if rows % mesh.shape[DATA_AXIS] == 0 else P()
+    return jax.device_put(arrays, NamedSharding(mesh, spec))
 
 
 def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:

@@ -5,10 +5,9 @@ from dataclasses import replace
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from experiments.models.mesh import DATA_AXIS
+from experiments.models.mesh import split_rows
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, Samples, make_sampler
@@ -36,7 +35,5 @@ class CachedDraw:
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
         """See `Draw`."""
-        spec = P(DATA_AXIS) if len(prompts) % self._mesh.shape[DATA_AXIS] == 0 else P()
-        placed = jax.device_put((prompts, lengths), NamedSharding(self._mesh, spec))
         draw = make_sampler(self._graph, replace(self._options, copies=copies))
-        return jax.device_get(draw(params, *placed, key))
+        return jax.device_get(draw(params, *split_rows((prompts, lengths), self._mesh), key))

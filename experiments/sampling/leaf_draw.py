@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.sampling.prompts import Sizes
-from experiments.sampling.sampler import Samples, logits_of
+from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms, Loaded
 
@@ -114,5 +114,5 @@ class LeafDraw:
         logits = logits_of(hidden, spec, self._programs.weight_of(params))
         if self._greedy:
             return hidden, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+        keys = keys_of_rows(key, row_ids)
         return hidden, jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from experiments.models.attention import KVCache
 from experiments.models.decoder import Decoder
-from experiments.sampling.pick import DrawOptions, pick
+from experiments.sampling.pick import DrawOptions, Picked, pick
 from jaxlogp import HeadSpec, head_logits
 from jaxlogp.errors import require
 
@@ -208,7 +208,7 @@ def _begin(graph, options, state, prompts, prompt_lengths, key, row_ids) -> _Row
     samples = Samples(
         jnp.full((count, size), options.pad_id, jnp.int32), log_probs, log_probs, jnp.zeros(count, jnp.int32)
     )
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+    keys = keys_of_rows(key, row_ids)
     step = jnp.zeros((), jnp.int32)
     rows = _Rows(samples, jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.bool_), keys, step, cache)
     return _drawn(options, rows, hidden, model.head())
@@ -241,21 +241,35 @@ def _kept(rows: _Rows, kept) -> _Rows:
 
 def _drawn(options: SamplerOptions, rows: _Rows, hidden, head) -> _Rows:
     """One token more in every row that is not done."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows.keys, rows.step)
+    picked, done = next_tokens(options, hidden, head, rows.keys, rows.step, rows.done)
+    put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], rows.step, axis=1)  # noqa: E731
+    *held, lengths = rows.samples
+    samples = Samples(*map(put, held, picked), lengths + (~rows.done).astype(jnp.int32))
+    return replace(rows, samples=samples, tokens=picked.tokens, done=done, step=rows.step + 1)
+
+
+def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, " B"]:
+    """A random key for each row, by its id."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+
+
+def next_tokens(options: SamplerOptions, hidden, head, row_keys, step, done) -> tuple[Picked, Bool[Array, " B"]]:
+    """One token a row, padding and log-probs of 0.0 where the row is done; and which rows are done after it.
+
+    Args:
+        options: how to draw.
+        hidden: [B, H], at the last token of each row.
+        head: the model's.
+        row_keys: from `keys_of_rows`.
+        step: int32 scalar, tokens drawn before.
+        done: bool [B].
+    """
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
     picked = pick(logits_of(hidden, *head), keys, options.draw)
-    tokens = jnp.where(rows.done, options.pad_id, picked.tokens)
-    ended = functools.reduce(jnp.logical_or, (tokens == end for end in options.eos_ids), jnp.zeros_like(rows.done))
-    put = lambda x, new, empty: lax.dynamic_update_slice_in_dim(  # noqa: E731
-        x, jnp.where(rows.done, empty, new)[:, None], rows.step, axis=1
-    )
-    held = rows.samples
-    samples = Samples(
-        put(held.tokens, tokens, options.pad_id),
-        put(held.log_probs, picked.log_probs, 0.0),
-        put(held.drawn_log_probs, picked.drawn_log_probs, 0.0),
-        held.lengths + (~rows.done).astype(jnp.int32),
-    )
-    return replace(rows, samples=samples, tokens=tokens, done=rows.done | ended, step=rows.step + 1)
+    empty = Picked(jnp.int32(options.pad_id), jnp.float32(0.0), jnp.float32(0.0))
+    picked = Picked(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, picked, strict=True)))
+    ended = functools.reduce(jnp.logical_or, (picked.tokens == end for end in options.eos_ids), jnp.zeros_like(done))
+    return picked, done | ended
 
 
 def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:

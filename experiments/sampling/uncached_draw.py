@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from experiments.models.mesh import DATA_AXIS
-from experiments.sampling.pick import DrawOptions, pick
+from experiments.models.mesh import split_rows
+from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
-from experiments.sampling.sampler import Samples, logits_of
+from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
 from experiments.tasks.tokenizer import Tokenizer
 
 
@@ -29,8 +28,8 @@ class UncachedDraw:
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
     ) -> None:
-        self._graph, self._mesh, self._tokenizer = graph, mesh, tokenizer
-        self._steps, self._options = sizes.completion, options
+        self._graph, self._mesh = graph, mesh
+        self._options = SamplerOptions(sizes.completion, tokenizer.eos_ids, tokenizer.pad_id, options)
         self._run = jax.jit(self._completed)
 
     def __call__(
@@ -38,17 +37,15 @@ class UncachedDraw:
     ) -> Samples:
         """See `Draw`."""
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
-        room = np.full((len(prompts), self._steps), self._tokenizer.pad_id, np.int32)
-        spec = P(DATA_AXIS) if len(prompts) % self._mesh.shape[DATA_AXIS] == 0 else P()
-        placed = jax.device_put((np.concatenate([prompts, room], axis=1), lengths), NamedSharding(self._mesh, spec))
+        room = np.full((len(prompts), self._options.max_new_tokens), self._options.pad_id, np.int32)
+        placed = split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)
         return jax.device_get(self._run(params, *placed, key))
 
     def _completed(self, params, rows, prompt_lengths, key) -> Samples:
         model = nnx.merge(self._graph, params)
         count, width = rows.shape
-        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count, dtype=jnp.int32))
-        place = jnp.arange(width, dtype=jnp.int32)
-        row_numbers = jnp.arange(count, dtype=jnp.int32)
+        place, row_numbers = (jnp.arange(size, dtype=jnp.int32) for size in (width, count))
+        row_keys = keys_of_rows(key, row_numbers)
 
         def extend(carry, step):
             rows, done = carry
@@ -58,14 +55,10 @@ class UncachedDraw:
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
-            picked = pick(logits_of(last, *model.head()), step_keys, self._options)
-            drawn = jnp.where(done, self._tokenizer.pad_id, picked.tokens)
-            scores = (jnp.where(done, 0.0, x) for x in (picked.log_probs, picked.drawn_log_probs))
-            ended = jnp.isin(drawn, jnp.array(self._tokenizer.eos_ids, jnp.int32))
-            return (rows.at[row_numbers, lengths].set(drawn), done | ended), (drawn, *scores, done)
+            picked, after = next_tokens(self._options, last, model.head(), row_keys, step, done)
+            return (rows.at[row_numbers, lengths].set(picked.tokens), after), (*picked, done)
 
-        steps = jnp.arange(self._steps, dtype=jnp.int32)
+        steps = jnp.arange(self._options.max_new_tokens, dtype=jnp.int32)
         _, columns = lax.scan(extend, (rows, jnp.zeros(count, jnp.bool_)), steps)
         drawn, log_probs, drawn_log_probs, done = (column.T for column in columns)
         return Samples(drawn, log_probs, drawn_log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
