@@ -1,8 +1,10 @@
 """Every option of a run as nested frozen dataclasses; ``python -m experiments.grpo --help`` prints these lines."""
 
+import contextlib
 import dataclasses
 import inspect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -215,11 +217,8 @@ class RolloutConfig:
         Raises:
           ValueError: an option out of range.
         """
-        try:
+        with _refused_as("rollout"):
             return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-        except ValueError as error:
-            argument, _, rest = str(error).partition(":")
-            raise ValueError(f"--rollout.{_dashed(argument)}:{rest}") from None
 
 
 @dataclass(frozen=True)
@@ -306,15 +305,12 @@ class LossConfig:
             )
         if "length" in parameters:
             given["length"] = length
-        try:
+        with _refused_as("loss"):
             loss = preset(**given)
             if self.reduction is not None:
                 length = length if self.reduction == "constant_length" else None
                 loss = dataclasses.replace(loss, reduction=self.reduction, length=length)
-        except ValueError as error:
-            argument, _, rest = str(error).partition(":")
-            raise ValueError(f"--loss.{_dashed(argument)}:{rest}") from None
-        return loss
+            return loss
 
 
 _SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
@@ -323,6 +319,16 @@ _LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "weighting", 
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
+
+
+@contextlib.contextmanager
+def _refused_as(section: str) -> Iterator[None]:
+    """Names the option of this section where an object that is made of its options refuses an argument."""
+    try:
+        yield
+    except ValueError as error:
+        argument, _, rest = str(error).partition(":")
+        raise ValueError(f"--{section}.{_dashed(argument)}:{rest}") from None
 
 
 @dataclass(frozen=True)

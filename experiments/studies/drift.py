@@ -11,7 +11,6 @@ log-probs of bf16 operands are from those of fp32 operands, and at which token m
 
 import functools
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import tyro
 from jax.sharding import AxisType
 
 from experiments.command_line import errors_in_one_line
+from experiments.studies.report import write_report
 from jaxlogp import (
     DriftReport,
     FixedOrderEngine,
@@ -175,12 +175,8 @@ def _text(config: DriftConfig, reports: list[InvarianceReport], rounding: DriftR
 
 def write(config: DriftConfig, result: Result, folder: Path) -> Path:
     """Writes the tables with the command; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"drift_{jax.devices()[0].platform}_{config.dtype}.md"
-    command = " ".join(["python -m experiments.studies.drift", *sys.argv[1:]])
-    text = f"# Which paths keep their bits\n\nCommand: `{command}`\n\n```\n{result.text}\n```\n"
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_report("drift", path, "Which paths keep their bits", f"```\n{result.text}\n```")
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:

@@ -15,8 +15,6 @@ import functools
 import itertools
 import math
 import platform
-import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +36,7 @@ from experiments.models.rope import rotate
 from experiments.presets import PRESETS
 from experiments.sampling.prompts import encode
 from experiments.sampling.sampler import SamplerOptions, sample
+from experiments.studies.report import write_report
 from experiments.tasks.configured import task_for
 from experiments.training.loaded import Loaded, load_model
 from jaxlogp import DriftReport, VocabShards, drift_report, linear_log_probs
@@ -325,13 +324,8 @@ def by_surprise(decoded: Float[np.ndarray, " tokens"], whole: Float[np.ndarray, 
 
 def write(table: str, folder: Path) -> Path:
     """Writes the table with the command; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"drift_causes_{jax.devices()[0].platform}.md"
-    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
-    command = "python -m experiments.studies.drift_causes " + shlex.join(words)
-    text = f"# Which roundings make sampler and trainer differ\n\nCommand: `{command}`\n\n{table}\n"
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_report("drift_causes", path, "Which roundings make sampler and trainer differ", table)
 
 
 def run_cli(arguments: list[str] | None = None) -> str:

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import platform
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ import numpy as np
 import tyro
 
 from experiments.command_line import errors_in_one_line
+from experiments.studies.report import write_report
 from jaxlogp import (
     ChunkedEngine,
     GradientFilter,
@@ -274,14 +274,8 @@ def _markdown(config: GradientFilterConfig, policies: list[Policy], rows: list[R
 
 def write(result: Result, folder: Path) -> Path:
     """Writes the table with the command; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gradient_filter_{jax.devices()[0].platform}.md"
-    command = " ".join(["python -m experiments.studies.gradient_filter", *sys.argv[1:]])
-    path.write_text(
-        f"# Gradient filter: error, blocks left out, time\n\nCommand: `{command}`\n\n{result.markdown}\n",
-        encoding="utf-8",
-    )
-    return path
+    return write_report("gradient_filter", path, "Gradient filter: error, blocks left out, time", result.markdown)
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:

@@ -27,6 +27,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from experiments.command_line import errors_in_one_line
+from experiments.studies.report import write_report
 from jaxlogp import FixedOrderEngine, ReductionOrder, linear_log_probs
 from jaxlogp.errors import require
 
@@ -138,9 +139,7 @@ def run_cli(arguments: list[str] | None = None) -> str:
     print(table)
     if config.write:
         path = Path("benchmarks/results") / f"invariance_cost_{jax.devices()[0].platform}.md"
-        command = " ".join(["python -m experiments.studies.invariance_cost", *sys.argv[1:]])
-        path.write_text(f"# Cost of the fixed order\n\nCommand: `{command}`\n\n{table}\n", encoding="utf-8")
-        print(f"written: {path}")
+        print(f"written: {write_report('invariance_cost', path, 'Cost of the fixed order', table)}")
     return table
 
 

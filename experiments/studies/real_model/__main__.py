@@ -16,8 +16,6 @@ import dataclasses
 import json
 import math
 import platform
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from experiments.studies.real_model.checks import (
 )
 from experiments.studies.real_model.states import HeadStates, load_states, save_states
 from experiments.studies.real_model.tables import markdown
+from experiments.studies.report import command_of, write_report
 from jaxlogp.errors import require
 
 ROOT = Path(__file__).parents[3]
@@ -181,19 +180,15 @@ def _engines(config: RealModelConfig, states: HeadStates, weight: np.ndarray) ->
 
 def write(config: RealModelConfig, result: Result, folder: Path) -> Path:
     """Writes tables and numbers with the command; returns the markdown file."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"real_model_{jax.devices()[0].platform}.md"
-    command = "python -m experiments.studies.real_model " + shlex.join(_short(word) for word in sys.argv[1:])
-    path.write_text(
-        f"# The head on a real model's hidden states\n\nCommand: `{command}`\n\n{result.markdown}\n", encoding="utf-8"
-    )
+    write_report("real_model", path, "The head on a real model's hidden states", result.markdown)
     record = dataclasses.asdict(result)
     del record["markdown"]
     for row, one in zip(record["drift"], result.drift, strict=True):
         for name in ("log_prob", "sampler"):
             report = getattr(one, name)
             row[name] = None if report is None else report._asdict()
-    about = {"command": command, "python": platform.python_version(), "jax": jax.__version__}
+    about = {"command": command_of("real_model"), "python": platform.python_version(), "jax": jax.__version__}
     about |= {"device": jax.devices()[0].device_kind, "platform": jax.devices()[0].platform}
     text = json.dumps(about | _finite(record), indent=2)
     path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
@@ -207,11 +202,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def _short(word: str) -> str:
-    """An argument without the folders of an absolute path, which are private."""
-    return Path(word).name if Path(word).is_absolute() else word
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
