@@ -1,0 +1,44 @@
+"""Ways in which a run ends before its last step, each with the exit code of the command line.
+
+0         everything that was asked for is done
+2         an option, a file or a run folder that cannot be used (ValueError)
+3         the environment failed, such as a full disk (OSError)
+4         a guard refused to go on (GuardAbort)
+130, 143  Ctrl-C or SIGTERM (Interrupted)
+"""
+
+import signal
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command line here; a signal's is 128 plus its number."""
+
+    BAD_INPUT = 2
+    ENVIRONMENT = 3
+    GUARD = 4
+
+
+class Stopped(Exception):
+    """A run that ended early in an orderly way; the message is one sentence that says what was kept."""
+
+    exit_code: int
+
+
+class GuardAbort(Stopped):
+    """Numbers that cannot be trained on, in too many steps in a row."""
+
+    exit_code = ExitCode.GUARD
+
+
+class Interrupted(Stopped):
+    """A signal, answered at the end of a step.
+
+    Args:
+        number: SIGINT or SIGTERM.
+        message: what was kept, and the command that goes on.
+    """
+
+    def __init__(self, number: signal.Signals, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
