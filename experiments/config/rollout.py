@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from experiments.config.names import refused_as
+from experiments.options import refused_as
 from experiments.sampling.pick import DrawOptions
 
 

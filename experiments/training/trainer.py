@@ -134,7 +134,9 @@ class Trainer:
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
-        self._schedule = DocumentSchedule(options.docs_per_step, options.micro_batches, options.max_empty_micro_batches)
+        self._schedule = DocumentSchedule(
+            options.docs_per_step, options.micro_batches or 4, options.max_empty_micro_batches
+        )
         self._trace()
         slow = slower_head(self.sums.head_run)
         self.warnings = [*origin.warnings(self.mesh), *([] if slow is None else [slow])]
