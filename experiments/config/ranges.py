@@ -111,6 +111,7 @@ _LOWEST = {
     "evaluation.num-prompts": 1,
     "drift.every": 0,
     "checkpoint.every": 0,
+    "checkpoint.every-minutes": 0.0,
     "checkpoint.keep": 1,
 }
 _POSITIVE = (
