@@ -133,6 +133,7 @@ _LOWEST = {
     "evaluation.num_prompts": 1,
     "drift.every": 0,
     "checkpoint.every": 0,
+    "checkpoint.every_minutes": 0.0,
     "checkpoint.keep": 1,
 }
 _WITHIN = {

@@ -30,6 +30,8 @@ class CheckpointConfig:
     """When the run is saved."""
 
     every: int = 200
-    """Optimizer steps between two checkpoints; 0 saves only at the end."""
+    """Optimizer steps between two checkpoints; 0 saves only at the end, and by time."""
+    every_minutes: float = 10.0
+    """Minutes after which a step ends with a checkpoint, whatever its number; 0 saves by steps alone."""
     keep: int = 2
     """Number of checkpoints kept on disk."""
