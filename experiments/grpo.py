@@ -26,8 +26,7 @@ def run_cli(arguments: list[str] | None = None) -> Result:
         defaults = defaults_for(arguments)
     config = tyro.cli(Config, default=defaults, args=arguments, prog="python -m experiments.grpo", description=__doc__)
     with errors_in_one_line():
-        run = set_up(config)
-    return run.finish()
+        return set_up(config).finish()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that are complete on disk, in ascending order; a save in progress is not among them."""
         # Directory names, because the manager also remembers steps whose background save has failed.
-        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
+        return complete_steps(self.folder)
 
     def latest_step(self) -> int | None:
         """The newest complete step on disk, or None."""
@@ -173,6 +173,11 @@ class Checkpoints:
         place.with_name(place.name + ".txt").write_text(f"{reason}\n", encoding="utf-8")
         self._manager.reload()
         return f"checkpoint step {step} is damaged: {reason}; moved to {place}; continuing from step {restored}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps that are complete in a folder of checkpoints, in ascending order."""
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
 def restore_template(arrays: Any, mesh: jax.sharding.Mesh) -> Any:

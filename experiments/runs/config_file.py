@@ -19,6 +19,7 @@ import numpy as np
 from jaxlogp.errors import require
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+MAX_DEPTH = 64
 ConfigT = typing.TypeVar("ConfigT")
 
 
@@ -73,11 +74,30 @@ def replace_file(path: Path, content: bytes) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError naming the path where there is none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a JSON object, got {type(error).__name__}: {error}") from error
     require(isinstance(value, dict), str(path), "a JSON object", type(value).__name__)
     return value
+
+
+def parse_json(text: bytes) -> Any:
+    """A JSON value; ValueError where there is none, or one so deep that a walk through it would fail later."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        value = None
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(MAX_DEPTH):
+            level = [inner for each in level for inner in _inside(each)]
+        require(value is not None and not level, "JSON", f"values nested at most {MAX_DEPTH} deep", "deeper ones")
+    return value
+
+
+def _inside(value: Any) -> list[Any]:
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [each for each in inside if isinstance(each, dict | list)]
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -31,7 +31,15 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from experiments.runs.config_file import NON_FINITE, read_config, read_object, replace_file, to_json, write_json
+from experiments.runs.config_file import (
+    NON_FINITE,
+    parse_json,
+    read_config,
+    read_object,
+    replace_file,
+    to_json,
+    write_json,
+)
 from jaxlogp.errors import require
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -264,7 +272,7 @@ def _append(stream: typing.BinaryIO, record: dict[str, Any]) -> None:
 
 def _parse_line(line: bytes, kind: str, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{place}: expected a JSON object, got {error}") from error
     is_record = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get(kind), str)

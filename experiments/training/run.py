@@ -13,14 +13,16 @@ from experiments.config import Config, RewardConfig
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
-from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, save_config, write_json
 from experiments.runs.console import HeldOut, RunConsole
-from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
+from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.plots import plot_runs
+from experiments.runs.stops import Stopped
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.rewards import rewards_of
+from experiments.training.loop import run_to_end
 from experiments.training.origin import with_own_model
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
@@ -66,8 +68,22 @@ class Run:
     dtype: DtypeChoice
 
     def finish(self) -> Result:
-        """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes."""
-        return _train(self)
+        """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes.
+
+        Raises:
+          Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
+        """
+        started, trainer = time.perf_counter(), self.trainer
+        console = RunConsole(trainer.config.quiet)
+        for warning in trainer.warnings:
+            console.warn(warning)
+        console.say(f"dtype of activations and head: {self.dtype}")
+        try:
+            before, after = run_to_end(trainer, self.folder, console, resumed=self.resumed)
+        except Stopped:
+            _draw_curves(self.folder)
+            raise
+        return _finish(self, console, before, after, time.perf_counter() - started)
 
 
 def set_up(
@@ -100,7 +116,9 @@ def set_up(
     task = _task_of(config, task)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
     dtype = DtypeChoice(config.model.dtype, "as the run began")
-    return Run(Trainer(config, task, rewards, model, restored=True), folder, True, dtype)
+    # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
+    restored = bool(complete_steps(folder.checkpoints))
+    return Run(Trainer(config, task, rewards, model, restored=restored), folder, True, dtype)
 
 
 def train(
@@ -128,27 +146,30 @@ def train(
 
     Raises:
       ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
+      Stopped: the run ended early, by a signal or a guard; one line that says what was kept.
     """
     return set_up(config, task=task, reward=reward, model=model).finish()
 
 
 def stored_config(folder: RunFolder) -> Config:
     """The options of a run. A model from disk is the run's own copy, whatever became of the original: checkpoints hold all
-    of its parameters. With adapters they hold these alone, and the base is read where it was.
+    of its parameters. With adapters they hold these alone, and the base is read where it was; so is a model of which no
+    checkpoint has been written.
 
     Raises:
       ValueError: a damaged config.json.
     """
     config = load_config(folder.config, Config)
-    if config.model.path is None or config.lora.rank:
+    if config.model.path is None or config.lora.rank or not complete_steps(folder.checkpoints):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
 
 
 def _with_lasting_base(config: Config) -> Config:
-    """The options with an absolute path where every resume needs the model on disk again."""
+    """The options with an absolute path: a resume before the first checkpoint needs the model on disk again, and with
+    adapters every resume."""
     path = config.model.path
-    if config.lora.rank == 0 or path is None or not Path(path).exists():
+    if path is None or not Path(path).exists():
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
 
@@ -157,76 +178,8 @@ def _task_of(config: Config, task: Task | None) -> Task:
     return task_for(config) if task is None else own_task(task, config.data)
 
 
-def _train(run: Run) -> Result:
-    started = time.perf_counter()
-    config, trainer = run.trainer.config, run.trainer
-    console = RunConsole(config.quiet)
-    for warning in trainer.warnings:
-        console.warn(warning)
-    console.say(f"dtype of activations and head: {run.dtype}")
-    with Checkpoints(run.folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        if run.resumed:
-            before = trainer.restore(checkpoints, console)
-            restored = trainer.progress.step
-            run.folder.record_resume(restored)
-            steps = {"warm_start": config.warm_start.max_steps, "train": restored, "eval": restored, "drift": restored}
-            writer = MetricsWriter(run.folder, {**steps, "held_out": restored})
-            console.say(f"resumed {run.folder.path} at step {restored}")
-        else:
-            writer = MetricsWriter(run.folder)
-            before = None
-        with writer as metrics:
-            if before is None:
-                trainer.warm_start(console, metrics)
-                before = trainer.evaluate(metrics)
-                trainer.save(checkpoints, before)
-                console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
-            after = _steps(trainer, console, metrics, checkpoints, before)
-    return _finish(run, console, before, after, time.perf_counter() - started)
-
-
-def _steps(
-    trainer: Trainer, console: RunConsole, metrics: MetricsWriter, checkpoints: Checkpoints, before: Scores
-) -> Scores:
-    config, progress = trainer.config, trainer.progress
-    first, scores, saved = progress.step, before, progress.step
-    label = config.loss.name.upper()
-    with console.progress(label, config.schedule.steps, done=first, lines=False) as advance:
-        exhausted = False
-        while progress.step < config.schedule.steps and not exhausted:
-            values, exhausted = trainer.train_step()
-            if values is None:
-                break
-            step = progress.step
-            metrics.write(step, "train", values)
-            console.step(step, values)
-            if trainer.drift is not None:
-                metrics.write(step, "drift", trainer.drift.metrics())
-                console.say(str(trainer.drift))
-            if not values["update_applied"]:
-                console.warn(f"step {step}: loss or gradient is not finite, the update was not applied")
-            advance()
-            last = step == config.schedule.steps or exhausted
-            if last or (config.evaluation.every and step % config.evaluation.every == 0):
-                scores = trainer.evaluate(metrics)
-                console.say(f"held-out: sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}")
-            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                trainer.save(checkpoints, before)
-                saved = step
-    if exhausted:
-        console.say(f"the training data ended after step {progress.step}")
-    if progress.step == first or progress.step != saved:
-        # The data ended exactly between two steps, or no step was left to do.
-        scores = trainer.evaluate()
-        if progress.step != saved:
-            trainer.save(checkpoints, before)
-    return scores
-
-
 def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
-    log = read_metrics(run.folder.metrics)
-    plot_runs([log.records], run.folder.curves)
-    trainer = run.trainer
+    records, trainer = _draw_curves(run.folder), run.trainer
     head = trainer.sums.head_run
     assert head is not None, "traced at the start"
     facts = {
@@ -250,7 +203,14 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "greedy": HeldOut(before.greedy, after.greedy),
     }
     console.summary(facts, run.folder.path, held_out)
-    return Result(before, after, run.folder, log.records, trainer)
+    return Result(before, after, run.folder, records, trainer)
+
+
+def _draw_curves(folder: RunFolder) -> list[dict[str, Any]]:
+    """Draws what has been logged, and returns it."""
+    records = read_metrics(folder.metrics).records
+    plot_runs([records], folder.curves)
+    return records
 
 
 def _default_name(config: Config) -> str:

@@ -1,6 +1,7 @@
 """The trainer: one state, fed by rollouts, updated once per step; evaluation, checkpoints and resuming."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,12 +46,19 @@ class Scores(NamedTuple):
 
 @dataclass
 class Progress:
-    """The counters of a run, saved with every checkpoint as Python integers; `drift_step` had the newest drift report."""
+    """The counters of a run, saved with every checkpoint as Python integers.
+
+    Attributes:
+      refused: steps in a row, up to the newest, whose update was refused.
+      drift_step: step of the newest drift report.
+      evaluated: step of the newest evaluation in the log; -1 before the first.
+    """
 
     step: int = 0
     documents_seen: int = 0
     refused: int = 0
     drift_step: int = 0
+    evaluated: int = -1
 
 
 class Trainer:
@@ -134,7 +142,9 @@ class Trainer:
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
-        self._schedule = DocumentSchedule(options.docs_per_step, options.micro_batches, options.max_empty_micro_batches)
+        self._schedule = DocumentSchedule(
+            options.docs_per_step, options.micro_batches or 4, options.max_empty_micro_batches
+        )
         self._trace()
         slow = slower_head(self.sums.head_run)
         self.warnings = [*origin.warnings(self.mesh), *([] if slow is None else [slow])]
@@ -168,8 +178,9 @@ class Trainer:
 
     # Warm start
 
-    def warm_start(self, console: RunConsole, metrics: MetricsWriter) -> None:
-        """Supervised learning of answers until sampled exact match reaches the target, or the largest number of steps."""
+    def warm_start(self, console: RunConsole, metrics: MetricsWriter, between: Callable[[], None]) -> None:
+        """Supervised learning of answers until sampled exact match reaches the target, or the largest number of steps;
+        `between` is called after each and may raise."""
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         params = warm_start(
@@ -181,6 +192,7 @@ class Trainer:
             lambda params, step: self._score("sampled", params, checks, step),
             console,
             metrics,
+            between,
         )
         self.state = self.update.init(params)
         self._freeze_reference()
@@ -308,6 +320,7 @@ class Trainer:
             metrics.write(self.progress.step, "eval", values)
             shown = readable(self._held_out, drawn["sampled"], self.rewards.names)[:SHOWN_SAMPLES]
             metrics.write_samples(self.progress.step, "held_out", shown)
+            self.progress.evaluated = self.progress.step
         return scores
 
     def _kl_to_reference(self, drawn: Completions) -> float:

@@ -30,6 +30,7 @@ def warm_start(
     score: Callable[[nnx.State, int], float],
     console: RunConsole,
     metrics: MetricsWriter,
+    between: Callable[[], None],
 ) -> nnx.State:
     """Trains until the score reaches the target, or max_steps.
 
@@ -42,6 +43,7 @@ def warm_start(
       score: share of right answers with given parameters, at a step.
       console: shows the progress.
       metrics: where records are written.
+      between: called after every step; what it raises ends the phase.
 
     Returns:
       The parameters.
@@ -68,6 +70,7 @@ def warm_start(
                 values["exact_match_train"] = score(state.params, step)
             metrics.write(step, "warm_start", values)
             advance(f"loss {values['loss']:.3f}")
+            between()
             if values.get("exact_match_train", -1.0) >= options.target:
                 break
     console.say(f"warm start: {step} steps, loss {values['loss']:.3f}")

@@ -1,0 +1,84 @@
+"""Options of the policy loss."""
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+
+from experiments.options import option_name, refused_as
+from jaxlogp.errors import require
+from jaxlogp.losses import PRESETS, PolicyLoss
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy loss: a preset of jaxlogp.losses, and changes to it. None keeps the preset's own value."""
+
+    name: str = "grpo"
+    """bnpo, cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, rloo, sapo, or a name given to register_loss."""
+    epsilon: float | None = None
+    """Lower clip range: ratios below 1 - epsilon are clipped."""
+    epsilon_high: float | None = None
+    """Upper clip range: ratios above 1 + epsilon_high are clipped."""
+    delta: float | None = None
+    """Largest ratio where the advantage is negative (dual clip)."""
+    max_weight: float | None = None
+    """cispo: largest importance weight."""
+    weighting: str | None = None
+    """gspo: document (equal weights) or length (documents weighted by their number of labels)."""
+    length: int | None = None
+    """dr_grpo, and reduction constant_length: the divisor in tokens; None takes the longest completion."""
+    reduction: str | None = None
+    """labels, documents, document_mean or constant_length: the weight of each label, and the divisor of the sum."""
+    kl_coefficient: float | None = None
+    """Weight of the KL to a frozen reference, the policy after the warm start."""
+    kl_estimator: str | None = None
+    """k1, k2 or k3."""
+    entropy_coefficient: float | None = None
+    """Weight of an entropy bonus."""
+    grad_divisor: float | None = None
+    """Divisor of the gradient where it differs from that of the reported loss."""
+    advantages: str = "group"
+    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out."""
+    metrics: str = "with_entropy"
+    """Metrics of a step: none, basic or with_entropy."""
+    engine: str = "auto"
+    """Engine of the head: auto, chunked, hopper, reference, triton, or a name given to register_engine."""
+
+    def policy_loss(self, longest_completion: int) -> PolicyLoss:
+        """The loss object.
+
+        Args:
+          longest_completion: tokens, the default of `length`.
+
+        Raises:
+          ValueError: an unknown preset, an option that it does not have, or a value out of range.
+        """
+        require(self.name in PRESETS, "--loss.name", f"one of {', '.join(sorted(PRESETS))}", self.name)
+        preset = PRESETS[self.name]
+        parameters = inspect.signature(preset).parameters
+        shared = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        known = {*parameters, *(_SHARED_LOSS_OPTIONS if shared else ())}
+        given = {name: getattr(self, name) for name in _LOSS_OPTIONS if getattr(self, name) is not None}
+        length = given.pop("length", longest_completion)
+        for name, value in given.items():
+            require(
+                name in known,
+                option_name(f"loss.{name}"),
+                f"None for loss {self.name!r}, which has no such option",
+                value,
+            )
+        if self.length is not None and "length" not in parameters:
+            expected = f"None for loss {self.name!r} without --loss.reduction constant_length"
+            require(self.reduction == "constant_length", "--loss.length", expected, self.length)
+        if "length" in parameters:
+            given["length"] = length
+        with refused_as("loss"):
+            loss = preset(**given)
+            if self.reduction is not None:
+                length = length if self.reduction == "constant_length" else None
+                loss = dataclasses.replace(loss, reduction=self.reduction, length=length)
+            return loss
+
+
+_SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
+_LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "weighting", "length", *_SHARED_LOSS_OPTIONS)

@@ -1,0 +1,120 @@
+"""Options of the model."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.dtype_choice import dtype_here
+from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.options import option_name
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder; see experiments/models/decoder_config.py."""
+
+    path: str | None = None
+    """Model to begin with: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in an installed Python
+    package. It brings its tokenizer and all sizes and options of the model but the dtypes and fp32_head, and has no warm
+    start unless warm-start.max-steps says so."""
+    own: str | None = None
+    """Class of a model given to train(), which writes its name here."""
+    chat_template: bool = True
+    """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
+    name: str | None = None
+    """A published model's sizes and options with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b. Its vocabulary is
+    its own; the task's tokens are the first of it."""
+    hidden_size: int = 64
+    """Features of the residual stream."""
+    intermediate_size: int = 128
+    """Hidden features of the SwiGLU."""
+    num_layers: int = 3
+    """Number of layers."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 4
+    """Key-value heads, a divisor of num_heads."""
+    head_dim: int = 16
+    """Features per head, an even number."""
+    qk_norm: bool = True
+    """RMSNorm over queries and keys (Qwen3)."""
+    attention_bias: bool = False
+    """Biases on queries, keys and values (Qwen2)."""
+    tie_embeddings: bool = True
+    """Use the embedding table as head."""
+    logit_scale: float = 1.0
+    """Multiplier of the logits (MuP output scale)."""
+    logit_softcap: float | None = None
+    """Soft cap of the logits, cap tanh(logits / cap); None applies no cap."""
+    fp32_head: bool = False
+    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler. Both have been
+    rounded to dtype before that, and products of bf16 numbers are exact in fp32 accumulators anyway: with bf16 only the
+    order of sums changes. What sampler and trainer disagree by in bf16 comes from the layers below the head, and stays."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    dtype: str = "auto"
+    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on GPUs that multiply it (NVIDIA's from compute
+    capability 8 on) unless --invariant, else float32."""
+    param_dtype: str = "float32"
+    """Dtype of the parameters that the model reads: float32, or bfloat16, for which the optimizer holds an fp32 copy that it
+    adds its updates to."""
+    residual_dtype: str = "auto"
+    """Dtype of the residual stream between the products, in trainer and sampler: float32, or auto: that of dtype."""
+    attention: str = "auto"
+    """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
+    remat: str = "auto"
+    """What layers keep for the backward pass: none (what the compiler wants), products, attention (the results of attention
+    and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
+
+    def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
+        """The configuration of a model from nothing for a vocabulary of at least ``vocab_size`` tokens.
+
+        Raises:
+          ValueError: a named shape that is unknown, or has a smaller vocabulary, or an option that it has decided.
+        """
+        options = vars(self.resolved(invariant))
+        if self.name is None:
+            own = {name: options[name] for name in options if name not in _NOT_OF_THE_DECODER}
+            return DecoderConfig(vocab_size=vocab_size, **own)
+        require(self.name in NAMED_SHAPES, "--model.name", f"one of {', '.join(NAMED_SHAPES)}", self.name)
+        self._leave_to("name")
+        shape = NAMED_SHAPES[self.name]
+        expected = f"a shape for at least {vocab_size} tokens"
+        require(shape.vocab_size >= vocab_size, "--model.name", expected, f"{self.name}, {shape.vocab_size}")
+        return dataclasses.replace(shape, **{name: options[name] for name in _OF_ANY_MODEL})
+
+    def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
+        """The configuration of a model from disk, computed as is said here.
+
+        Raises:
+          ValueError: an option that the model on disk has decided.
+        """
+        self._leave_to("path")
+        options = vars(self.resolved(invariant))
+        return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
+
+    def _leave_to(self, option: str) -> None:
+        """Raises ValueError where another option than `option` says what that one decides."""
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            mine = each.name in (option, "chat_template", *_OF_ANY_MODEL) or value == each.default
+            expected = f"no value together with --model.{option}, which decides it"
+            require(mine, option_name(f"model.{each.name}"), expected, value)
+
+    def resolved(self, invariant: bool = False) -> "ModelConfig":
+        """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
+
+        Invariant runs have their own kernels, were tested in fp32, and use einsum attention, whose order is known.
+        """
+        dtype = dtype_here(self.dtype, invariant=invariant).dtype
+        attention = "einsum" if invariant and self.attention == "auto" else self.attention
+        spacious = jax.default_backend() == "cpu" or invariant
+        remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
+        return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
+
+
+_NOT_OF_THE_DECODER = ("path", "own", "chat_template", "name")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "residual_dtype", "attention", "remat")

@@ -1,0 +1,64 @@
+"""Options of the optimizer."""
+
+import inspect
+from dataclasses import dataclass
+
+from experiments.training.optimizers import OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
+
+    name: str = "adamw"
+    """adamw, adafactor, or muon (the layers' matrices by Muon, embeddings, head, norms and biases by AdamW). One learning
+    rate means about the same for all three."""
+    learning_rate: float = 5e-4
+    """Peak learning rate."""
+    schedule: str = "constant"
+    """constant, cosine or linear: the learning rate from the end of warm-up to --schedule.steps. The rate of an update
+    depends on its number and on --schedule.steps alone, also after a resume with other steps."""
+    warmup_steps: int = 5
+    """Updates of linear warm-up; the last of them has the peak learning rate."""
+    final_rate: float | None = None
+    """cosine, linear: share of the peak that the last update has; None takes 0.1."""
+    b1: float | None = None
+    """adamw, muon: decay of AdamW's first moment; None takes 0.9."""
+    b2: float | None = None
+    """adamw, muon: decay of AdamW's second moment; None takes 0.99."""
+    momentum: float | None = None
+    """muon: decay of its momentum, None takes 0.95; adafactor: None keeps no momentum."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which the gradient is scaled down."""
+
+    def optimizer(self, steps: int) -> Optimizer:
+        """The optimizer object.
+
+        Args:
+          steps: optimizer steps of the whole run, where a schedule ends.
+
+        Raises:
+          ValueError: an unknown name, an option that the optimizer or schedule does not have, or a value out of range.
+        """
+        for option, choices in (("name", tuple(OPTIMIZERS)), ("schedule", SCHEDULES)):
+            value = getattr(self, option)
+            require(value in choices, f"--optimizer.{option}", f"one of {', '.join(choices)}", value)
+        known = inspect.signature(OPTIMIZERS[self.name]).parameters
+        given = {name: getattr(self, name) for name in ("b1", "b2", "momentum") if getattr(self, name) is not None}
+        for name, value in given.items():
+            expected = f"None for optimizer {self.name!r}, which has no such option"
+            require(name in known, f"--optimizer.{name}", expected, value)
+            require(0.0 <= value < 1.0, f"--optimizer.{name}", "a decay in [0, 1)", value)
+        final = {} if self.final_rate is None else {"final_rate": self.final_rate}
+        if final:
+            expected = "None for schedule 'constant', which has no such option"
+            require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
+            require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
+        expected = f"at most {1.0 / self.learning_rate:g}, 1 / --optimizer.learning-rate: no update takes more than all"
+        require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
+        rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
+        transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)
+        return Optimizer(transformation, rate, self.max_grad_norm)

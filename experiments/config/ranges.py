@@ -1,0 +1,159 @@
+"""The range of every option."""
+
+import math
+
+from experiments.config.invariance import InvarianceConfig
+from experiments.config.run import Config
+from experiments.models.attention import IMPLEMENTATIONS
+from experiments.models.decoder_config import RESIDUAL_DTYPES
+from experiments.models.lora import ADAPTABLE, LoraConfig
+from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.remat import POLICIES
+from experiments.options import flat_fields, option_name, value_of
+from jaxlogp.errors import require
+
+
+def validate(config: Config) -> MeshSpec:
+    """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
+
+    Raises:
+      ValueError: naming the option as written on the command line, what was expected and what was found.
+    """
+    _validate_values(config)
+    mesh = parse_mesh(config.mesh)
+    for option, lowest in _LOWEST.items():
+        value = value_of(config, option)
+        require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)
+    for option, (lowest, highest) in _WITHIN.items():
+        value = value_of(config, option)
+        require(lowest <= value <= highest, option_name(option), f"a number in [{lowest}, {highest}]", value)
+    for option in _POSITIVE:
+        value = value_of(config, option)
+        require(value is None or 0.0 < value < math.inf, option_name(option), "a finite number > 0", value)
+    for option, choices in _CHOICES.items():
+        value = value_of(config, option)
+        require(value in choices, option_name(option), f"one of {', '.join(choices)}", value)
+    config.loss.policy_loss(1)
+    _validate_unused(config)
+    _validate_lora(config)
+    require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
+    if config.rollout.draw_options().filters:
+        expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
+        require(not config.invariant, "--rollout", expected, "a part of it")
+    config.optimizer.optimizer(config.schedule.steps)
+    completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
+    if config.invariant:
+        _validate_invariant(config, completions)
+    else:
+        expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
+        require(completions % mesh.data == 0, "--mesh", expected, completions)
+    return mesh
+
+
+def _validate_values(config: Config) -> None:
+    """What holds for every number and every text."""
+    for field in flat_fields(Config):
+        option, value = option_name(field), value_of(config, field)
+        if isinstance(value, int):
+            require(abs(value) < 2**31, option, "a number below 2^31", value)
+        # The losses have ranges of their own, some of them open.
+        if isinstance(value, float) and not field.startswith("loss."):
+            require(math.isfinite(value), option, "a finite number", value)
+        for text in value if isinstance(value, tuple) else (value,):
+            require(not isinstance(text, str) or "\0" not in text, option, "text without a null character", repr(text))
+
+
+def _validate_unused(config: Config) -> None:
+    """Refuses options that would do nothing."""
+    schedule, model = config.schedule, config.model
+    if schedule.docs_per_step:
+        expected = f"no value with --schedule.docs-per-step {schedule.docs_per_step}, which ends a step (0 would not)"
+        require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
+    same = config.invariant or config.invariance == InvarianceConfig()
+    require(same, "--invariance", "no other options without --invariant", "other options")
+    expected = "no value without --model.path, whose chat template it is about"
+    require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
+
+
+def _validate_invariant(config: Config, completions: int) -> None:
+    rows, leaf = config.schedule.rows, config.invariance.leaf_rows
+    require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
+    # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
+    expected = f"{completions} with --invariant, the documents of a rollout"
+    require(
+        config.schedule.docs_per_step == completions,
+        "--schedule.docs-per-step",
+        expected,
+        config.schedule.docs_per_step,
+    )
+    engine, attention = config.loss.engine, config.model.attention
+    require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
+    require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
+    accumulate = config.schedule.accumulate
+    require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
+
+
+def _validate_lora(config: Config) -> None:
+    lora = config.lora
+    if lora.rank == 0:
+        same = lora == LoraConfig()
+        require(same, "--lora", "no other options without --lora.rank, which is 0", "other options")
+        return
+    expected = "0 for a model that is not from disk (--model.path): there is no trained base to adapt"
+    require(config.model.path is not None, "--lora.rank", expected, lora.rank)
+    expected = "0 with --invariant, whose bits were shown for whole models alone"
+    require(not config.invariant, "--lora.rank", expected, lora.rank)
+    expected = f"different names among {', '.join(ADAPTABLE)} (the head is one matrix for every engine of the head)"
+    known = lora.modules and len(set(lora.modules)) == len(lora.modules) and set(lora.modules) <= set(ADAPTABLE)
+    require(bool(known), "--lora.modules", expected, " ".join(lora.modules) or "none")
+
+
+_LOWEST = {
+    "seed": 0,
+    "lora.rank": 0,
+    "warm_start.max_steps": 0,
+    "warm_start.batch_size": 1,
+    "warm_start.check_every": 1,
+    "rollout.prompts_per_rollout": 1,
+    "rollout.num_generations": 2,
+    "rollout.max_prompt_tokens": 1,
+    "rollout.max_new_tokens": 1,
+    "invariance.leaf_rows": 1,
+    "invariance.granules": 1,
+    "schedule.steps": 0,
+    "schedule.docs_per_step": 0,
+    "schedule.micro_batches": 1,
+    "schedule.rows": 1,
+    "schedule.row_length": 2,
+    "schedule.max_empty_micro_batches": 0,
+    "schedule.epochs": 1,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0.0,
+    "evaluation.every": 0,
+    "evaluation.num_prompts": 1,
+    "drift.every": 0,
+    "checkpoint.every": 0,
+    "checkpoint.every_minutes": 0.0,
+    "checkpoint.keep": 1,
+}
+_WITHIN = {
+    "warm_start.target": (0.0, 1.0),
+    # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
+    "rollout.temperature": (0.01, 100.0),
+}
+_POSITIVE = (
+    "warm_start.learning_rate",
+    "lora.alpha",
+    "optimizer.learning_rate",
+    "optimizer.max_grad_norm",
+)
+_CHOICES = {
+    "loss.advantages": ("group", "centred", "leave_one_out"),
+    "loss.metrics": ("none", "basic", "with_entropy"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.residual_dtype": RESIDUAL_DTYPES,
+    "model.attention": ("auto", *IMPLEMENTATIONS),
+    "model.remat": ("auto", *POLICIES),
+    "schedule.accumulate": ("float32", "bfloat16"),
+}

@@ -1,0 +1,68 @@
+"""Every option of a run; ``python -m experiments.grpo --help`` prints these lines."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from experiments.config.data import DataConfig, RewardConfig
+from experiments.config.invariance import InvarianceConfig
+from experiments.config.loss import LossConfig
+from experiments.config.model import ModelConfig
+from experiments.config.optimizer import OptimizerConfig
+from experiments.config.reports import CheckpointConfig, DriftConfig, EvaluationConfig
+from experiments.config.rollout import RolloutConfig
+from experiments.config.schedule import ScheduleConfig
+from experiments.config.warm_start import WARM_START_STEPS, WarmStartConfig
+from experiments.models.lora import LoraConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """A policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
+
+    preset: str | None = None
+    """Defaults by name, instead of those shown here; every other option still counts. smollm2: SmolLM2-135M-Instruct (extra
+    smollm2) on word problems. With --help its values are shown."""
+    task: str = "addition"
+    """addition, comparison, letter_counting, reversal, sorting or word_problems (with :SIZE), reasoning_gym:NAME, or
+    jsonl:PATH."""
+    seed: int = 0
+    """Seed of parameters, data order and sampling."""
+    out: str = "runs"
+    """Folder that run folders are made in."""
+    name: str | None = None
+    """Name of the run folder; None composes one from task, loss, seed and time."""
+    resume: str | None = None
+    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
+    mesh: str = "data=1,tensor=1"
+    """Device mesh: data ranks split the documents, tensor ranks the vocabulary."""
+    invariant: bool = False
+    """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
+    quiet: bool = False
+    """Print only warnings and the final scores."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def resolved(self) -> "Config":
+        """The same with every option that follows from others, or from the device, replaced by what it is."""
+        rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
+        if rollout.rescore is None:
+            docs = self.schedule.docs_per_step
+            # The size of a step that counts micro-batches is not known, so that it may end within a rollout.
+            rollout = dataclasses.replace(rollout, rescore=docs == 0 or docs % completions != 0)
+        warm_start = self.warm_start
+        if warm_start.max_steps is None:
+            steps = WARM_START_STEPS if self.model.path is None else 0
+            warm_start = dataclasses.replace(warm_start, max_steps=steps)
+        model = self.model.resolved(self.invariant)
+        return dataclasses.replace(self, model=model, rollout=rollout, warm_start=warm_start)

@@ -1,0 +1,27 @@
+"""Options of the size of a step, and the number of steps."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The size of an optimizer step, and the number of steps."""
+
+    steps: int = 1000
+    """Optimizer steps of reinforcement learning."""
+    docs_per_step: int = 512
+    """Documents, over all data ranks, that complete a step; 0 takes micro-batches micro-batches instead."""
+    micro_batches: int | None = None
+    """Micro-batches per step and data rank where docs-per-step is 0; None takes 4."""
+    rows: int | None = None
+    """Packed rows of one micro-batch on one data rank. None splits a step into equal micro-batches of at most about 1024
+    tokens on a CPU, 16384 elsewhere."""
+    row_length: int | None = None
+    """Tokens of one packed row; no document may be longer. None takes the task's longest document."""
+    max_empty_micro_batches: int = 16
+    """Consecutive micro-batches without a document on any rank before the run gives up."""
+    accumulate: str = "float32"
+    """Dtype of the gradient's sums over micro-batches: float32, or bfloat16, which rounds at every addition. Loss, counts
+    and metrics do not depend on it."""
+    epochs: int | None = None
+    """Passes over the training prompts, after which the data ends. None repeats them forever."""

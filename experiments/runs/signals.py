@@ -1,0 +1,53 @@
+"""SIGTERM and SIGINT as a flag that a loop reads between two steps, so that none ends in the middle of one."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """What has been received.
+
+    Attributes:
+        received: the first signal, or None.
+    """
+
+    received: signal.Signals | None = None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler: notes the first signal; Ctrl-C after it interrupts at once, as it does without a handler."""
+        if self.received is None:
+            self.received = signal.Signals(number)
+            # Not by print, which cannot be entered again from a handler that came in the middle of a print.
+            with contextlib.suppress(OSError):
+                os.write(2, f"{self.received.name}: the step in progress ends first; Ctrl-C ends it at once\n".encode())
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[Signals]:
+    """Notes SIGTERM and SIGINT while the block runs, and puts the handlers back that were there.
+
+    Only the main thread may install handlers, so that in another nothing is caught; nor is a signal that the process
+    ignores, as SIGINT under nohup or in a shell's background.
+
+    Raises:
+        KeyboardInterrupt: a SIGINT after the first signal.
+    """
+    signals, before = Signals(), {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, signals.note)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            # None stands for a handler that was not installed by Python, and cannot be put back by it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

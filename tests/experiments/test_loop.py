@@ -1,0 +1,207 @@
+"""The loop around a trainer that is a counter: signals, saving by time, evaluations and logs across a resume."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.config import Config
+from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import save_config
+from experiments.runs.console import RunConsole
+from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.signals import caught_signals
+from experiments.runs.stops import Interrupted
+from experiments.training import loop
+from experiments.training.trainer import Progress, Scores
+from tests.experiments.tiny import tiny
+
+
+class Counter:
+    """A trainer whose state is one number."""
+
+    def __init__(self, out, steps=6, **changes):
+        self.config = tiny(out, "run", schedule={"steps": steps}, evaluation={"every": 2}, **changes)
+        self.progress, self.drift = Progress(), None
+        self.state = jnp.float32(0)
+        self.at = {}
+
+    def _now(self, moment):
+        self.at.pop(moment, lambda: None)()
+
+    def warm_start(self, console, metrics, between):
+        for step in (1, 2, 3):
+            metrics.write(step, "warm_start", {"loss": 1.0 / step})
+            self._now(f"warm start {step}")
+            between()
+
+    def evaluate(self, metrics=None):
+        self._now(f"evaluation {self.progress.step}")
+        if metrics is not None:
+            metrics.write(self.progress.step, "eval", {"exact_match_sampled": float(self.state)})
+            self.progress.evaluated = self.progress.step
+        return Scores(float(self.state), 0.0)
+
+    def train_step(self):
+        self._now(f"step {self.progress.step + 1}")
+        self.state, self.progress.step = self.state * 2 + 1, self.progress.step + 1
+        return {"loss": float(self.state), "update_applied": 1}, False
+
+    def save(self, checkpoints, before):
+        self._now(f"save {self.progress.step}")
+        extra = {"progress": dict(vars(self.progress)), "before": before._asdict()}
+        checkpoints.save(self.progress.step, {"state": self.state}, extra)
+
+    def restore(self, checkpoints, console):
+        restored = checkpoints.restore({"state": self.state})
+        self.state, self.progress = restored.arrays["state"], Progress(**restored.extra["progress"])
+        return Scores(**restored.extra["before"])
+
+
+def start(out, at=(), **options):
+    """A run whose trainer does something at some moments; the trainer, and how to run it."""
+    trainer = Counter(out, **options)
+    trainer.at.update(at)
+    path = out / "run"
+    resumed = path.exists()
+    folder = RunFolder.open(path) if resumed else RunFolder.create(out, "run")
+    if not resumed:
+        save_config(folder.config, trainer.config)
+    return trainer, folder, lambda: loop.run_to_end(trainer, folder, RunConsole(), resumed=resumed)
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    trainer, folder, run = start(tmp_path_factory.mktemp("whole"))
+    assert run() == (Scores(0.0, 0.0), Scores(63.0, 0.0))
+    return float(trainer.state), read_metrics(folder.metrics).records
+
+
+MOMENTS = {
+    "warm start 2": -1,
+    "evaluation 0": 0,
+    "save 0": 0,
+    "step 1": 1,
+    "step 2": 2,
+    "evaluation 2": 2,
+    "step 6": 6,
+    "evaluation 6": 6,
+    "save 6": 6,
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(tmp_path, capsys, whole, moment, number):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    trainer, folder, run = start(tmp_path, {moment: send(number)})
+    with pytest.raises(Interrupted) as raised:
+        run()
+    assert raised.value.exit_code == 128 + number
+    saved = MOMENTS[moment]
+    assert complete_steps(folder.checkpoints)[-1:] == ([] if saved < 0 else [saved]) and trainer.progress.step <= 6
+    words = (
+        "nothing is saved before the warm start" if saved < 0 else f"step {saved} is saved; python -m experiments.grpo"
+    )
+    assert words in str(raised.value) and f"--resume {folder.path}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    resumed, folder, run = start(tmp_path)
+    assert run()[0] == Scores(0.0, 0.0)
+    assert (float(resumed.state), read_metrics(folder.metrics).records) == whole
+    words = "the warm start begins again" if saved < 0 else f"at step {saved}"
+    assert words in capsys.readouterr().out
+
+
+def test_the_second_interrupt_ends_at_once(tmp_path, capfd):
+    def twice():
+        send(signal.SIGTERM)()
+        send(signal.SIGINT)()
+        raise AssertionError("not reached")
+
+    trainer, folder, run = start(tmp_path, {"step 3": twice})
+    with pytest.raises(Interrupted) as raised:
+        run()
+    assert raised.value.exit_code == 130 and trainer.progress.step == 2
+    assert str(raised.value).startswith("SIGINT twice: stopped at once; step 0 is saved; ")
+    assert capfd.readouterr().err == "SIGTERM: the step in progress ends first; Ctrl-C ends it at once\n"
+
+
+def test_a_second_sigterm_changes_nothing(tmp_path):
+    def twice():
+        send(signal.SIGTERM)()
+        send(signal.SIGTERM)()
+
+    _, folder, run = start(tmp_path, {"step 3": twice})
+    with pytest.raises(Interrupted, match="step 3 is saved"):
+        run()
+
+
+def test_signals_are_left_alone_where_they_are_ignored_and_outside_of_the_main_thread():
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with caught_signals() as signals:
+            send(signal.SIGINT)()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and signals.received is None
+    finally:
+        signal.signal(signal.SIGINT, old)
+    seen = []
+
+    def other():
+        with caught_signals():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [old]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "wanted"),
+    [(1.0, 25.0, [0, 3, 6]), (0.0, 25.0, [0, 6]), (0.1, 7.0, [0, 1, 2, 3, 4, 5, 6])],
+)
+def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, seconds, wanted):
+    """By a clock that does not jump: the time of day is not there to be read."""
+    now = SimpleNamespace(value=1000.0)
+
+    def tick():
+        now.value += seconds
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now.value))
+    saved = []
+    at = {f"step {step}": tick for step in range(1, 7)}
+    at |= {f"save {step}": lambda step=step: saved.append(step) for step in range(7)}
+    _, _, run = start(tmp_path, at, checkpoint={"every_minutes": minutes})
+    run()
+    assert saved == wanted
+
+
+@pytest.mark.bad_input
+def test_a_run_that_lost_its_checkpoints_is_not_begun_again(tmp_path):
+    _, folder, run = start(tmp_path)
+    run()
+    lines = folder.metrics.read_bytes()
+    for step in complete_steps(folder.checkpoints):
+        (folder.checkpoints / str(step)).rename(tmp_path / f"lost-{step}")
+    _, _, run = start(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^checkpoints: expected at least one complete step in .*, got none after 6 steps$"
+    ):
+        run()
+    assert folder.metrics.read_bytes() == lines
+
+
+def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, whole):
+    start(tmp_path)[2]()
+    trainer, folder, run = start(tmp_path)
+    assert run() == (Scores(0.0, 0.0), Scores(63.0, 0.0))
+    assert (float(trainer.state), read_metrics(folder.metrics).records) == whole
+    assert Config().checkpoint.every_minutes == 10.0
