@@ -21,6 +21,7 @@ def validate(config: Config) -> MeshSpec:
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
+    parse_mesh(config.rollout.mesh or "")
     for option, lowest in _LOWEST.items():
         value = value_of(config, option)
         require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)
@@ -45,8 +46,8 @@ def validate(config: Config) -> MeshSpec:
     if config.invariant:
         _validate_invariant(config, completions)
     else:
-        expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
-        require(completions % mesh.data == 0, "--mesh", expected, completions)
+        expected = f"prompts-per-rollout times num-generations divisible by {mesh.ranks} ranks of data and fsdp"
+        require(completions % mesh.ranks == 0, "--mesh", expected, completions)
     return mesh
 
 
