@@ -34,8 +34,8 @@ class Config:
     resume: str | None = None
     """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
     mesh: str = "data=1,fsdp=1,tensor=1"
-    """Device mesh: data and fsdp split the documents, fsdp parameters and optimizer state too, tensor vocabulary and features.
-    One of them may be -1: the rest of the devices."""
+    """Device mesh: data and fsdp split the documents, fsdp parameters and optimizer state too, tensor the vocabulary and
+    features. One of them may be -1: the rest of the devices."""
     invariant: bool = False
     """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
     quiet: bool = False

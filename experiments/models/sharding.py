@@ -28,8 +28,8 @@ RULES: tuple[tuple[str, str | None], ...] = (
 )
 """The mesh axis that splits an axis of parameters, by its name (Flax's `out_sharding` metadata), or None.
 
-`nnx.logical_axis_rules` takes the same table. Nothing is split over "data". Whoever computes with parameters that are split over
-"fsdp" asks `gathered` for them.
+`nnx.logical_axis_rules` takes the same table. Nothing is split over "data". Whoever computes with
+parameters that are split over "fsdp" asks `gathered` for them.
 """
 
 

@@ -2,7 +2,8 @@
 
 The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over all axes: the head's vocabulary is
 sharded over the tensor ranks, and every sum over the ranks that hold other documents is an explicit psum there. The
-gradient, which lies as the parameters do, is that of the global loss SUM; `experiments.training.update` divides it once all micro-batches are in.
+gradient, which lies as the parameters do, is that of the global loss SUM; `experiments.training.update` divides it once
+all micro-batches are in.
 """
 
 import dataclasses
