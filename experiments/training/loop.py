@@ -4,23 +4,31 @@ import shlex
 import signal
 import time
 
-from experiments.runs.checkpoint import Checkpoints, complete_steps
+from experiments.runs.checkpoint import complete_steps
 from experiments.runs.console import RunConsole
-from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
+from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.identity import identity_of
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import Interrupted
+from experiments.runs.store import RunStore
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
-PHASES = ("warm_start", "train", "eval", "drift", "held_out")
-"""Kinds of records in metrics.jsonl and phases of samples.jsonl."""
 
-
-def run_to_end(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool) -> tuple[Scores, Scores]:
+def run_to_end(
+    trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, step: int | None = None
+) -> tuple[Scores, Scores]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
 
     SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
     start nothing is kept: a resume begins it again, and arrives at the same bits.
+
+    Args:
+      trainer: of the run.
+      folder: of the run, locked.
+      console: where to print.
+      resumed: whether the run goes on.
+      step: of the checkpoint to go on from; None for the newest.
 
     Returns:
       Scores on held-out prompts before the first step and after the last.
@@ -30,13 +38,10 @@ def run_to_end(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resu
       ValueError: a run folder that cannot be continued.
     """
     try:
-        with (
-            caught_signals() as signals,
-            Checkpoints(folder.checkpoints, trainer.config.checkpoint.keep) as checkpoints,
-        ):
-            before = _restore(trainer, folder, console, checkpoints) if resumed else None
-            with _writer(trainer, folder, console, resumed=resumed, begun=before is not None) as metrics:
-                return Loop(trainer, folder, console, metrics, checkpoints, signals).run(before)
+        identity = identity_of(folder, trainer.config.mesh)
+        with caught_signals() as signals, RunStore(folder, trainer.config.checkpoint.keep, identity) as store:
+            before = _restore(trainer, folder, console, store, step) if resumed else store.begin(console)
+            return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
 
@@ -57,14 +62,13 @@ class Loop:
         trainer: Trainer,
         folder: RunFolder,
         console: RunConsole,
-        metrics: MetricsWriter,
-        checkpoints: Checkpoints,
+        store: RunStore,
         signals: Signals,
     ) -> None:
         self._trainer, self._folder, self._console = trainer, folder, console
-        self._metrics, self._checkpoints, self._signals = metrics, checkpoints, signals
+        self._metrics, self._store, self._signals = store.metrics, store, signals
         self._before: Scores | None = None
-        self._saved_step = checkpoints.latest_step()
+        self._saved_step = store.latest_step()
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
         self._exhausted = False
@@ -80,7 +84,7 @@ class Loop:
         before = self._before = self._trainer.evaluate(self._metrics)
         self._save()
         # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
-        self._checkpoints.wait_until_finished()
+        self._store.wait_until_finished()
         self._console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
         return before
 
@@ -143,7 +147,7 @@ class Loop:
         """A checkpoint of this step, unless there is one."""
         step = self._trainer.progress.step
         if step != self._saved_step:
-            self._trainer.save(self._checkpoints, self._before)
+            self._trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()
 
     def _answer_signals(self) -> None:
@@ -153,14 +157,16 @@ class Loop:
             return
         if self._before is not None:
             self._save()
-            self._checkpoints.wait_until_finished()
+            self._store.wait_until_finished()
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _restore(trainer: Trainer, folder: RunFolder, console: RunConsole, checkpoints: Checkpoints) -> Scores | None:
+def _restore(
+    trainer: Trainer, folder: RunFolder, console: RunConsole, store: RunStore, step: int | None
+) -> Scores | None:
     """Scores from before the first step; None where the run never got that far."""
-    if checkpoints.steps():
-        before = trainer.restore(checkpoints, console)
+    if store.begun:
+        before = trainer.restore(store, console, step)
         folder.record_resume(trainer.progress.step)
         console.say(f"resumed {folder.path} at step {trainer.progress.step}")
         return before
@@ -168,21 +174,4 @@ def _restore(trainer: Trainer, folder: RunFolder, console: RunConsole, checkpoin
     require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
     folder.record_resume(0)
     console.say(f"resumed {folder.path}, which has no checkpoint yet: the warm start begins again")
-    return None
-
-
-def _writer(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, begun: bool) -> MetricsWriter:
-    """The log of a new run, or that of an old one up to where it goes on."""
-    if not resumed:
-        return MetricsWriter(folder)
-    last = dict.fromkeys(PHASES, -1)
-    if begun:
-        step, evaluated = trainer.progress.step, trainer.progress.evaluated
-        warm_start = trainer.config.warm_start.max_steps
-        last = {"warm_start": warm_start, "train": step, "drift": step, "eval": evaluated, "held_out": evaluated}
-    lines = len(read_metrics(folder.metrics).records)
-    writer = MetricsWriter(folder, last)
-    dropped = lines - len(read_metrics(folder.metrics).records)
-    if dropped:
-        console.say(f"dropped {dropped} lines of {folder.metrics.name}, of what is computed again")
-    return writer
+    return store.begin(console)

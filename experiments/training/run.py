@@ -14,9 +14,12 @@ from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
 from experiments.runs.checkpoint import complete_steps
-from experiments.runs.config_file import load_config, save_config, write_json
+from experiments.runs.config_file import load_config, save_config
 from experiments.runs.console import HeldOut, RunConsole
-from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.files import write_json
+from experiments.runs.folder import RunFolder, read_metrics, run_and_step
+from experiments.runs.identity import require_settings
+from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
 from experiments.runs.stops import Stopped
 from experiments.tasks import Reward, Rewards, Task
@@ -60,12 +63,23 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up but has not begun; :meth:`finish` runs it."""
+    """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder.
+
+    Attributes:
+      trainer: without parameters where the run goes on from a checkpoint.
+      folder: of the run.
+      lock: of the folder.
+      resumed: whether the run goes on.
+      dtype: of activations.
+      step: of the checkpoint to go on from; None for the newest.
+    """
 
     trainer: Trainer
     folder: RunFolder
+    lock: RunLock
     resumed: bool
     dtype: DtypeChoice
+    step: int | None = None
 
     def finish(self) -> Result:
         """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes.
@@ -73,13 +87,17 @@ class Run:
         Raises:
           Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
         """
+        with self.lock:
+            return self._finish()
+
+    def _finish(self) -> Result:
         started, trainer = time.perf_counter(), self.trainer
         console = RunConsole(trainer.config.quiet)
         for warning in trainer.warnings:
             console.warn(warning)
         console.say(f"dtype of activations and head: {self.dtype}")
         try:
-            before, after = run_to_end(trainer, self.folder, console, resumed=self.resumed)
+            before, after = run_to_end(trainer, self.folder, console, resumed=self.resumed, step=self.step)
         except Stopped:
             _draw_curves(self.folder)
             raise
@@ -94,6 +112,7 @@ def set_up(
     model: nnx.Module | None = None,
 ) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+    require_settings()
     rewards = None if reward is None else rewards_of(reward)
     alone = rewards is None or config.reward == RewardConfig()
     require(alone, "--reward", "no other options where train is given a reward", "other options")
@@ -106,19 +125,22 @@ def set_up(
         config = _with_lasting_base(dataclasses.replace(config, task=task.name))
         trainer = Trainer(config, task, rewards, model)
         folder = RunFolder.create(config.out, config.name or _default_name(config))
+        lock = RunLock(folder.lock)
         if trainer.origin.pretrained is not None:
             # All but the weights, so that the run can be resumed, scored and exported without the original.
             write_files(folder.model, small_files(trainer.origin.pretrained))
         save_config(folder.config, config)
-        return Run(trainer, folder, False, dtype)
-    folder = RunFolder.open(config.resume)
+        return Run(trainer, folder, lock, False, dtype)
+    path, step = run_and_step(config.resume)
+    folder = RunFolder.open(path)
+    lock = RunLock(folder.lock)
     config = _resumed_config(config, stored_config(folder))
     task = _task_of(config, task)
     require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
     dtype = DtypeChoice(config.model.dtype, "as the run began")
     # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
     restored = bool(complete_steps(folder.checkpoints))
-    return Run(Trainer(config, task, rewards, model, restored=restored), folder, True, dtype)
+    return Run(Trainer(config, task, rewards, model, restored=restored), folder, lock, True, dtype, step)
 
 
 def train(
