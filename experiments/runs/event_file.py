@@ -35,10 +35,14 @@ class EventFile:
         # TensorBoard wants the time first. The random end keeps a quick resume from an earlier file.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._stream = create_file(folder / f"{name}.{secrets.token_hex(4)}")
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
-            started = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if purge_step is not None:
+                started = SessionLog(status=SessionLog.START)
+                self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+        except BaseException:
+            self._stream.close()
+            raise
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds the scalars of one step."""

@@ -29,13 +29,13 @@ class Identity:
     """Plain values.
 
     Attributes:
-        config: the values of config.json.
+        options: the values of config.json by option, but for those that a run may be resumed with.
         data: digest of the task's data; None where the task makes its own.
         settings: JAX's, of random numbers.
         numerics: what may change the last bits, by a name for the reader.
     """
 
-    config: dict[str, Any]
+    options: dict[str, Any]
     data: str | None
     settings: dict[str, Any]
     numerics: dict[str, Any]
@@ -47,7 +47,7 @@ class Identity:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Self:
         """Raises ValueError for values of another form."""
-        fields = {"config": dict, "data": str | None, "settings": dict, "numerics": dict}
+        fields = {"options": dict, "data": str | None, "settings": dict, "numerics": dict}
         same = record.keys() == fields.keys() and all(isinstance(record[name], kind) for name, kind in fields.items())
         require(same, "checkpoint", "the identity of a run", "something else")
         return cls(**record)
@@ -71,7 +71,7 @@ def identity_of(folder: RunFolder, mesh: str, data: str | None = None) -> Identi
         "XLA_FLAGS": " ".join(flags),
     }
     settings = {name: getattr(jax.config, name) for name in SETTINGS}
-    return Identity(read_config(folder.config), data, settings, numerics)
+    return Identity(_fixed(_flat(read_config(folder.config))), data, settings, numerics)
 
 
 def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, .
     """
     then = Identity.of_record(saved)
     for what, old, new in (
-        ("options", _fixed(_flat(then.config)), _fixed(_flat(now.config))),
+        ("options", then.options, now.options),
         ("settings of JAX", then.settings, now.settings),
         ("data", {"digest": then.data}, {"digest": now.data}),
     ):
