@@ -332,7 +332,7 @@ class Trainer:
 
     # Checkpoints
 
-    def _arrays(self) -> dict[str, Any]:
+    def saved_arrays(self) -> dict[str, Any]:
         leaves = jax.tree.leaves(self.state.opt_state)
         arrays = {
             "params": nnx.to_pure_dict(self.state.params),
@@ -352,7 +352,7 @@ class Trainer:
             "before": before._asdict(),
             "frozen": fingerprint(self.frozen),
         }
-        store.save(self.progress.step, self._arrays(), extra)
+        store.save(self.progress.step, self.saved_arrays(), extra)
 
     def restore(self, store: RunStore | SavedRun, console: RunConsole, step: int | None = None) -> Scores:
         """Restores the newest intact checkpoint, or that of a step, on this mesh; returns the scores from before training.
@@ -362,7 +362,7 @@ class Trainer:
         """
         if self._with_reference:
             self.reference = self.state.params
-        restored = store.restore(restore_template(self._arrays(), self.mesh), step)
+        restored = store.restore(restore_template(self.saved_arrays(), self.mesh), step)
         for warning in restored.warnings:
             console.warn(warning)
         arrays = restored.arrays
