@@ -232,7 +232,7 @@ def _write_json(path: Path, value: Record) -> None:
 
 
 def _copied(leaf: jax.Array) -> np.ndarray:
-    # On a CPU the host's view is the device's memory, which the next step takes over.
+    # On a CPU the host's view is the device's memory; held, the next step could not take it over.
     return np.array(leaf, order="C", copy=True).reshape(leaf.shape)
 
 
