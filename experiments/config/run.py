@@ -31,8 +31,6 @@ class Config:
     """Folder that run folders are made in."""
     name: str | None = None
     """Name of the run folder; None composes one from task, loss, seed and time."""
-    resume: str | None = None
-    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
     mesh: str = "data=1,tensor=1"
     """Device mesh: data ranks split the documents, tensor ranks the vocabulary."""
     invariant: bool = False

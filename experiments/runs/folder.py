@@ -5,6 +5,7 @@
     metrics.jsonl  one object per line: step, kind, scalars
     samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
     summary.json   the final numbers
+    data.json      of a run on a file of examples: its path and its sha256
     model/         of a run that began with a model from disk: its files, without the weights
     curves.png, checkpoints/, tb/<kind>/
 
@@ -57,6 +58,7 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     samples = property(lambda self: self.path / "samples.jsonl")
     summary = property(lambda self: self.path / "summary.json")
+    data = property(lambda self: self.path / "data.json")
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
     tensorboard = property(lambda self: self.path / "tb")

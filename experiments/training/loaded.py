@@ -18,10 +18,11 @@ from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
 from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.run import stored_config
+from experiments.training.resume import check_data, with_own_copy
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
@@ -37,10 +38,15 @@ def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored
       ValueError: no run folder, or no good checkpoint.
     """
     folder = RunFolder.open(run)
-    stored = change(stored_config(folder))
+    stored = change(with_own_copy(load_config(folder.config, Config), folder))
     trainer = Trainer(stored, restored=True)
+    console = RunConsole()
+    try:
+        check_data(folder, trainer.task)
+    except ValueError as error:
+        console.warn(str(error))
     with Checkpoints(folder.checkpoints, stored.checkpoint.keep) as checkpoints:
-        trainer.restore(checkpoints, RunConsole())
+        trainer.restore(checkpoints, console)
     return trainer
 
 

@@ -3,6 +3,7 @@
 import shlex
 import signal
 import time
+from collections.abc import Callable
 
 from experiments.runs.checkpoint import Checkpoints, complete_steps
 from experiments.runs.console import RunConsole
@@ -16,11 +17,25 @@ PHASES = ("warm_start", "train", "eval", "drift", "held_out")
 """Kinds of records in metrics.jsonl and phases of samples.jsonl."""
 
 
-def run_to_end(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool) -> tuple[Scores, Scores]:
+def run_to_end(
+    trainer: Trainer,
+    folder: RunFolder,
+    console: RunConsole,
+    *,
+    resumed: bool,
+    on_resume: Callable[[Trainer], None] = lambda trainer: None,
+) -> tuple[Scores, Scores]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
 
     SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
     start nothing is kept: a resume begins it again, and arrives at the same bits.
+
+    Args:
+      trainer: the trainer.
+      folder: its run.
+      console: where to print.
+      resumed: whether the run goes on.
+      on_resume: called with the restored trainer, before anything is written; what it raises ends the resume.
 
     Returns:
       Scores on held-out prompts before the first step and after the last.
@@ -34,19 +49,21 @@ def run_to_end(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resu
             caught_signals() as signals,
             Checkpoints(folder.checkpoints, trainer.config.checkpoint.keep) as checkpoints,
         ):
-            before = _restore(trainer, folder, console, checkpoints) if resumed else None
+            before = _restore(trainer, folder, console, checkpoints, on_resume) if resumed else None
             with _writer(trainer, folder, console, resumed=resumed, begun=before is not None) as metrics:
                 return Loop(trainer, folder, console, metrics, checkpoints, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
 
 
-def kept(folder: RunFolder) -> str:
+def kept(folder: RunFolder, *, finished: bool = False) -> str:
     """What of a run is on disk, and the command that goes on."""
     steps = complete_steps(folder.checkpoints)
     saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
-    goes_on = "goes on from there" if steps else "begins it again"
-    return f"{saved}; python -m experiments.grpo --resume {shlex.quote(str(folder.path))} {goes_on}"
+    command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
+    if finished:
+        return f"{saved}; {command} --schedule.steps N trains up to step N"
+    return f"{saved}; {command} {'goes on from there' if steps else 'begins it again'}"
 
 
 class Loop:
@@ -157,18 +174,26 @@ class Loop:
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _restore(trainer: Trainer, folder: RunFolder, console: RunConsole, checkpoints: Checkpoints) -> Scores | None:
+def _restore(
+    trainer: Trainer,
+    folder: RunFolder,
+    console: RunConsole,
+    checkpoints: Checkpoints,
+    on_resume: Callable[[Trainer], None],
+) -> Scores | None:
     """Scores from before the first step; None where the run never got that far."""
-    if checkpoints.steps():
+    begun, before = bool(checkpoints.steps()), None
+    if begun:
         before = trainer.restore(checkpoints, console)
-        folder.record_resume(trainer.progress.step)
-        console.say(f"resumed {folder.path} at step {trainer.progress.step}")
-        return before
-    made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
-    require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
-    folder.record_resume(0)
-    console.say(f"resumed {folder.path}, which has no checkpoint yet: the warm start begins again")
-    return None
+    else:
+        made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
+        some = f"at least one complete step in {folder.checkpoints}"
+        require(made == 0, "checkpoints", some, f"none after {made} steps")
+    on_resume(trainer)
+    folder.record_resume(trainer.progress.step)
+    where = f"at step {trainer.progress.step}" if begun else "which has no checkpoint yet: the warm start begins again"
+    console.say(f"resumed {folder.path}{' ' if begun else ', '}{where}")
+    return before
 
 
 def _writer(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, begun: bool) -> MetricsWriter:
