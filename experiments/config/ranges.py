@@ -9,7 +9,7 @@ from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
-from experiments.options import flat_fields, option_name, value_of
+from experiments.options import flat_fields, option_name, refused_as, value_of
 from jaxlogp.errors import require
 
 
@@ -21,6 +21,9 @@ def validate(config: Config) -> MeshSpec:
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
+    with refused_as("rollout"):
+        parse_mesh(config.rollout.mesh or "")
+    parse_mesh(config.rollout.mesh or "")
     for option, lowest in _LOWEST.items():
         value = value_of(config, option)
         require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)
@@ -45,8 +48,8 @@ def validate(config: Config) -> MeshSpec:
     if config.invariant:
         _validate_invariant(config, completions)
     else:
-        expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
-        require(completions % mesh.data == 0, "--mesh", expected, completions)
+        expected = f"prompts-per-rollout times num-generations divisible by {mesh.ranks} ranks of data and fsdp"
+        require(completions % mesh.ranks == 0, "--mesh", expected, completions)
     return mesh
 
 

@@ -94,7 +94,7 @@ class Trainer:
         origin: Origin | None = None,
         restored: bool = False,
     ) -> None:
-        ranks = validate(config).data
+        ranks = validate(config).ranks
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards

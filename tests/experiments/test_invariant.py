@@ -24,9 +24,9 @@ SLOW = [
     ("data=1,tensor=6", 8),
     ("data=1,tensor=8", 16),
     ("data=2,tensor=1", 32),
-    ("data=2,tensor=2", 16),
+    ("fsdp=2,tensor=2", 16),
     ("data=3,tensor=2", 8),
-    ("data=4,tensor=2", 16),
+    ("data=2,fsdp=2,tensor=2", 16),
     ("data=5,tensor=1", 8),
     ("data=8,tensor=1", 8),
 ]
@@ -73,6 +73,13 @@ def test_sampler_and_trainer_have_the_same_numbers(single):
         assert record["ratio_new_old_sum"] == record["ratio_new_old_squared_sum"] == record["num_tokens"]
         assert record["head_engine"] == "fixed_order"
     assert 0.0 < train_records(single)[0]["reward_mean"] < 1.0, "without a gradient all of this would be easy"
+
+
+@pytest.mark.slow
+def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
+    result = run(runs, "fsdp=2", 16, rollout={"mesh": "data=2,tensor=4"})
+    assert state_bytes(result) == state_bytes(single)
+    assert {record["drift_max"] for record in train_records(result)} == {0.0}
 
 
 @pytest.mark.slow
