@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -62,7 +62,7 @@ def run_command(
     given = arguments_of(arguments)
     with errors_in_one_line(options, debug=DEBUG in given):
         given = [each for each in given if each != DEBUG]
-        defaults = {} if default is None else {"default": default(given)}
+        defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():
             text = f"{description}\n{HELP}"
             config = tyro.cli(options, args=given, prog=f"python -m {program}", description=text, **defaults)
@@ -102,8 +102,8 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     if _is_fault(error):
-        return ExitCode.ENVIRONMENT
-    return ExitCode.BAD_INPUT if isinstance(error, ValueError) else 1
+        return int(ExitCode.ENVIRONMENT)
+    return int(ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.BUG)
 
 
 def _is_fault(error: BaseException) -> bool:
@@ -125,7 +125,7 @@ def _sentence(error: BaseException, code: int, names: dict[str, str]) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
-    if code == 1:
+    if code == ExitCode.BUG:
         return f"{type(error).__name__}: {text} (a bug; run again with {DEBUG} for the traceback)"
     if code != ExitCode.BAD_INPUT:
         return text or type(error).__name__

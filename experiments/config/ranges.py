@@ -9,7 +9,7 @@ from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
-from experiments.options import flat_fields, option_name, value_of
+from experiments.options import flat_fields, option_name, refused_as, value_of
 from jaxlogp.errors import require
 
 
@@ -21,6 +21,8 @@ def validate(config: Config) -> MeshSpec:
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
+    with refused_as("rollout"):
+        parse_mesh(config.rollout.mesh or "")
     parse_mesh(config.rollout.mesh or "")
     for option, lowest in _LOWEST.items():
         value = value_of(config, option)

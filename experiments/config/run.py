@@ -31,8 +31,6 @@ class Config:
     """Folder that run folders are made in."""
     name: str | None = None
     """Name of the run folder; None composes one from task, loss, seed and time."""
-    resume: str | None = None
-    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
     mesh: str = "data=1,fsdp=1,tensor=1"
     """Device mesh: data and fsdp split the documents, fsdp parameters and optimizer state too, tensor the vocabulary and
     features. One of them may be -1: the rest of the devices."""

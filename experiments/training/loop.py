@@ -3,11 +3,15 @@
 import shlex
 import signal
 import time
+from collections.abc import Callable
 
+from experiments.config import Config
+from experiments.config.changes import fixed_values
 from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
-from experiments.runs.identity import identity_of
+from experiments.runs.identity import Identity, identity_of
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import Interrupted
 from experiments.runs.store import RunStore
@@ -16,7 +20,13 @@ from jaxlogp.errors import require
 
 
 def run_to_end(
-    trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, step: int | None = None
+    trainer: Trainer,
+    folder: RunFolder,
+    console: RunConsole,
+    *,
+    resumed: bool,
+    step: int | None = None,
+    on_resume: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[Scores, Scores]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
 
@@ -24,11 +34,12 @@ def run_to_end(
     start nothing is kept: a resume begins it again, and arrives at the same bits.
 
     Args:
-      trainer: of the run.
-      folder: of the run, locked.
+      trainer: the trainer.
+      folder: its run, locked.
       console: where to print.
       resumed: whether the run goes on.
       step: of the checkpoint to go on from; None for the newest.
+      on_resume: called with the restored trainer, before anything is written; what it raises ends the resume.
 
     Returns:
       Scores on held-out prompts before the first step and after the last.
@@ -38,20 +49,32 @@ def run_to_end(
       ValueError: a run folder that cannot be continued.
     """
     try:
-        identity = identity_of(folder, trainer.config.mesh)
-        with caught_signals() as signals, RunStore(folder, trainer.config.checkpoint.keep, identity) as store:
-            before = _restore(trainer, folder, console, store, step) if resumed else store.begin(console)
+        with (
+            caught_signals() as signals,
+            RunStore(folder, trainer.config.checkpoint.keep, _identity(trainer, folder)) as store,
+        ):
+            before = None
+            if resumed and store.begun:
+                before = trainer.restore(store, console, step)
+            else:
+                _require_unbegun(folder)
+                store.begin(console)
+            if resumed:
+                on_resume(trainer)
+                _say_resumed(trainer, folder, console, before)
             return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
 
 
-def kept(folder: RunFolder) -> str:
+def kept(folder: RunFolder, *, finished: bool = False) -> str:
     """What of a run is on disk, and the command that goes on."""
     steps = complete_steps(folder.checkpoints)
     saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
-    goes_on = "goes on from there" if steps else "begins it again"
-    return f"{saved}; python -m experiments.grpo --resume {shlex.quote(str(folder.path))} {goes_on}"
+    command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
+    if finished:
+        return f"{saved}; {command} --schedule.steps N trains up to step N"
+    return f"{saved}; {command} {'goes on from there' if steps else 'begins it again'}"
 
 
 class Loop:
@@ -161,17 +184,20 @@ class Loop:
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _restore(
-    trainer: Trainer, folder: RunFolder, console: RunConsole, store: RunStore, step: int | None
-) -> Scores | None:
-    """Scores from before the first step; None where the run never got that far."""
-    if store.begun:
-        before = trainer.restore(store, console, step)
-        folder.record_resume(trainer.progress.step)
-        console.say(f"resumed {folder.path} at step {trainer.progress.step}")
-        return before
+def _identity(trainer: Trainer, folder: RunFolder) -> Identity:
+    """What the run is: of config.json, whatever the options were that opened it; where it lies is no part of it."""
+    options = fixed_values(load_config(folder.config, Config))
+    options = {field: value for field, value in options.items() if field not in ("name", "out")}
+    return identity_of(options, trainer.config.mesh, folder.data_digest())
+
+
+def _require_unbegun(folder: RunFolder) -> None:
     made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
     require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
-    folder.record_resume(0)
-    console.say(f"resumed {folder.path}, which has no checkpoint yet: the warm start begins again")
-    return store.begin(console)
+
+
+def _say_resumed(trainer: Trainer, folder: RunFolder, console: RunConsole, before: Scores | None) -> None:
+    folder.record_resume(trainer.progress.step)
+    at = f" at step {trainer.progress.step}"
+    begins_again = ", which has no checkpoint yet: the warm start begins again"
+    console.say(f"resumed {folder.path}{begins_again if before is None else at}")

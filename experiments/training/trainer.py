@@ -26,7 +26,7 @@ from experiments.training import scoring
 from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from experiments.training.origin import fingerprint, origin_of
+from experiments.training.origin import Origin, fingerprint, origin_of
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WorkedExamples, warm_start
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
@@ -70,6 +70,7 @@ class Trainer:
       task: your own task instead of the one that ``config.task`` names.
       rewards: your own rewards instead of those that ``config.reward`` names.
       model: your own model instead of the decoder that ``config.model`` describes.
+      origin: the model, where the caller has made it of the same options.
       restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
@@ -91,13 +92,14 @@ class Trainer:
         rewards: Rewards | None = None,
         model: nnx.Module | None = None,
         *,
+        origin: Origin | None = None,
         restored: bool = False,
     ) -> None:
         ranks = validate(config).ranks
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
-        self.origin = origin = origin_of(config, self.task, model, restored=restored)
+        self.origin = origin = origin or origin_of(config, self.task, model, restored=restored)
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
@@ -157,6 +159,16 @@ class Trainer:
     def _columns(self) -> tuple[str, ...]:
         rescored = scoring.RESCORED_COLUMNS if self.config.rollout.rescore else ()
         return (*rescored, *((scoring.REFERENCE_COLUMN,) if self._kl_in_loss else ()))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the training data has ended."""
+        return self.prompts.exhausted and not any(self.stream.queues)
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of prompts of an evaluation, which is that of the options unless the task has fewer."""
+        return len(self._held_out)
 
     @property
     def _kl_in_loss(self) -> bool:
