@@ -22,7 +22,7 @@ from experiments.runs.files import (
     UNFINISHED,
     create_file,
     kind_of,
-    require_folder,
+    make_folder,
     sync_folder,
     unfinished,
     write_whole,
@@ -220,8 +220,7 @@ class Checkpoints(SavedSteps):
 
     def _quarantine(self, step: int, reason: str) -> Path:
         shelf = self.folder / QUARANTINE
-        shelf.mkdir(exist_ok=True)
-        require_folder(shelf)
+        make_folder(shelf)
         taken = set(os.listdir(shelf))
         number = next(n for n in range(len(taken) + 1) if taken.isdisjoint({f"{step}-{n}", f"{step}-{n}.txt"}))
         place = shelf / f"{step}-{number}"

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from experiments.runs.files import create_file, require_folder, write_whole
+from experiments.runs.files import create_file, make_folder, write_whole
 
 
 class EventFile:
@@ -30,8 +30,7 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        folder.mkdir(exist_ok=True)
-        require_folder(folder)
+        make_folder(folder)
         # TensorBoard wants the time first. The random end keeps a quick resume from an earlier file.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._stream = create_file(folder / f"{name}.{secrets.token_hex(4)}")

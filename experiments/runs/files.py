@@ -70,6 +70,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder if nothing has its name.
+
+    Raises:
+        ValueError: something else has, a link to a folder included.
+    """
+    if kind_of(path) == "nothing":
+        path.mkdir()
+    require_folder(path)
+
+
 def sync_folder(path: Path) -> None:
     """Makes the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -373,7 +373,8 @@ def test_planted_links_are_never_written_through(run, tmp_path, name, kind):
     # Something to put into the quarantine.
     (run.checkpoints / "3" / "manifest.json").write_text("{")
     plant(run, name, target)
-    with contextlib.suppress(ValueError, OSError):
+    # A name that the run writes under and never reads is no reason to end.
+    with contextlib.nullcontext() if name in REPLACED else contextlib.suppress(ValueError):
         went_on(run.path)
         files.write_json(run.summary, {"step": 3})
         files.replace_file(run.curves, b"PNG")
