@@ -327,8 +327,8 @@ def test_a_file_system_that_is_full_or_read_only(made, tmp_path):
     try:
         path = Path(shutil.copytree(made, place / "run"))
         with pytest.raises(OSError, match="No space left on device"):
-            (place / "other").write_bytes(bytes(2_500_000))
-            for _ in range(9):
+            (place / "other").write_bytes(bytes(3_500_000))
+            for _ in range(3):
                 went_on(path)
         assert not list((path / "checkpoints").glob("*unfinished*"))
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
