@@ -11,7 +11,7 @@ from experiments.config.ranges import validate
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.runs.console import RunConsole
-from experiments.sampling.prompts import held_out_examples, sizes_for
+from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.tasks import Task
 from experiments.tasks.protocol import prompt_text
 from experiments.training.origin import Origin, OwnOrigin
@@ -38,6 +38,8 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
     prompts = {prompt_text(each.prompt) for each in held_out_examples(task, config.evaluation.num_prompts)}
     few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
     count = task.num_examples("train")
+    # For its checks.
+    PromptOrder(task, config.seed, config.schedule.epochs)
     params = _parameters(origin)
     steps = f"{config.schedule.steps}, of {_documents(config)}; loss {config.loss.name}"
     warm = config.warm_start.max_steps
