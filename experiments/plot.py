@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 
 from experiments.command_line import run_command
-from experiments.runs.config_file import replace_file
+from experiments.runs.files import replace_file
 from experiments.runs.page import page, read_runs
 from experiments.runs.plots import plot_runs
 from jaxlogp.errors import require

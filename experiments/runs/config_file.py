@@ -6,7 +6,6 @@ into floats.
 
 import hashlib
 import json
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -16,16 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments.runs.files import write_json
 from jaxlogp.errors import require
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 MAX_DEPTH = 64
 ConfigT = typing.TypeVar("ConfigT")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replaces a JSON file atomically: a reader, or a crash, sees the old content or the new one, never part of it."""
-    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def config_hash(config: Any) -> str:
@@ -59,16 +54,6 @@ def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
         ValueError: a damaged file, a key that is unknown or missing, or a value of another type.
     """
     return _build(read_config(path), config_type, "config")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file atomically; its content is on disk before the name points to it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

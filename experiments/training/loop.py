@@ -5,16 +5,18 @@ import signal
 import time
 from collections.abc import Callable
 
-from experiments.runs.checkpoint import Checkpoints, complete_steps
+from experiments.config import Config
+from experiments.config.changes import fixed_values
+from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
-from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
+from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.identity import Identity, identity_of
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import Interrupted
+from experiments.runs.store import RunStore
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
-
-PHASES = ("warm_start", "train", "eval", "drift", "held_out")
-"""Kinds of records in metrics.jsonl and phases of samples.jsonl."""
 
 
 def run_to_end(
@@ -23,6 +25,7 @@ def run_to_end(
     console: RunConsole,
     *,
     resumed: bool,
+    step: int | None = None,
     on_resume: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[Scores, Scores]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
@@ -32,9 +35,10 @@ def run_to_end(
 
     Args:
       trainer: the trainer.
-      folder: its run.
+      folder: its run, locked.
       console: where to print.
       resumed: whether the run goes on.
+      step: of the checkpoint to go on from; None for the newest.
       on_resume: called with the restored trainer, before anything is written; what it raises ends the resume.
 
     Returns:
@@ -47,11 +51,18 @@ def run_to_end(
     try:
         with (
             caught_signals() as signals,
-            Checkpoints(folder.checkpoints, trainer.config.checkpoint.keep) as checkpoints,
+            RunStore(folder, trainer.config.checkpoint.keep, _identity(trainer, folder)) as store,
         ):
-            before = _restore(trainer, folder, console, checkpoints, on_resume) if resumed else None
-            with _writer(trainer, folder, console, resumed=resumed, begun=before is not None) as metrics:
-                return Loop(trainer, folder, console, metrics, checkpoints, signals).run(before)
+            before = None
+            if resumed and store.begun:
+                before = trainer.restore(store, console, step)
+            else:
+                _require_unbegun(folder)
+                store.begin(console)
+            if resumed:
+                on_resume(trainer)
+                _say_resumed(trainer, folder, console, before)
+            return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
 
@@ -74,14 +85,13 @@ class Loop:
         trainer: Trainer,
         folder: RunFolder,
         console: RunConsole,
-        metrics: MetricsWriter,
-        checkpoints: Checkpoints,
+        store: RunStore,
         signals: Signals,
     ) -> None:
         self._trainer, self._folder, self._console = trainer, folder, console
-        self._metrics, self._checkpoints, self._signals = metrics, checkpoints, signals
+        self._metrics, self._store, self._signals = store.metrics, store, signals
         self._before: Scores | None = None
-        self._saved_step = checkpoints.latest_step()
+        self._saved_step = store.latest_step()
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
         self._exhausted = False
@@ -97,7 +107,7 @@ class Loop:
         before = self._before = self._trainer.evaluate(self._metrics)
         self._save()
         # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
-        self._checkpoints.wait_until_finished()
+        self._store.wait_until_finished()
         self._console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
         return before
 
@@ -160,7 +170,7 @@ class Loop:
         """A checkpoint of this step, unless there is one."""
         step = self._trainer.progress.step
         if step != self._saved_step:
-            self._trainer.save(self._checkpoints, self._before)
+            self._trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()
 
     def _answer_signals(self) -> None:
@@ -170,44 +180,24 @@ class Loop:
             return
         if self._before is not None:
             self._save()
-            self._checkpoints.wait_until_finished()
+            self._store.wait_until_finished()
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _restore(
-    trainer: Trainer,
-    folder: RunFolder,
-    console: RunConsole,
-    checkpoints: Checkpoints,
-    on_resume: Callable[[Trainer], None],
-) -> Scores | None:
-    """Scores from before the first step; None where the run never got that far."""
-    begun, before = bool(checkpoints.steps()), None
-    if begun:
-        before = trainer.restore(checkpoints, console)
-    else:
-        made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
-        some = f"at least one complete step in {folder.checkpoints}"
-        require(made == 0, "checkpoints", some, f"none after {made} steps")
-    on_resume(trainer)
+def _identity(trainer: Trainer, folder: RunFolder) -> Identity:
+    """What the run is: of config.json, whatever the options were that opened it; where it lies is no part of it."""
+    options = fixed_values(load_config(folder.config, Config))
+    options = {field: value for field, value in options.items() if field not in ("name", "out")}
+    return identity_of(options, trainer.config.mesh, folder.data_digest())
+
+
+def _require_unbegun(folder: RunFolder) -> None:
+    made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
+    require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
+
+
+def _say_resumed(trainer: Trainer, folder: RunFolder, console: RunConsole, before: Scores | None) -> None:
     folder.record_resume(trainer.progress.step)
-    where = f"at step {trainer.progress.step}" if begun else "which has no checkpoint yet: the warm start begins again"
-    console.say(f"resumed {folder.path}{' ' if begun else ', '}{where}")
-    return before
-
-
-def _writer(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, begun: bool) -> MetricsWriter:
-    """The log of a new run, or that of an old one up to where it goes on."""
-    if not resumed:
-        return MetricsWriter(folder)
-    last = dict.fromkeys(PHASES, -1)
-    if begun:
-        step, evaluated = trainer.progress.step, trainer.progress.evaluated
-        warm_start = trainer.config.warm_start.max_steps
-        last = {"warm_start": warm_start, "train": step, "drift": step, "eval": evaluated, "held_out": evaluated}
-    lines = len(read_metrics(folder.metrics).records)
-    writer = MetricsWriter(folder, last)
-    dropped = lines - len(read_metrics(folder.metrics).records)
-    if dropped:
-        console.say(f"dropped {dropped} lines of {folder.metrics.name}, of what is computed again")
-    return writer
+    at = f" at step {trainer.progress.step}"
+    begins_again = ", which has no checkpoint yet: the warm start begins again"
+    console.say(f"resumed {folder.path}{begins_again if before is None else at}")

@@ -12,7 +12,9 @@ from experiments.config.changes import changed
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
-from experiments.runs.folder import RunFolder
+from experiments.runs.folder import RunFolder, run_and_step
+from experiments.runs.identity import require_settings
+from experiments.runs.lock import RunLock
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.protocol import data_digest
@@ -35,7 +37,7 @@ def resume(
     """Continues a run from its newest intact checkpoint, to the bits of a run without a break.
 
     Args:
-      path: run folder.
+      path: run folder, or RUN@STEP to go back to the checkpoint of that step.
       changes: options by dotted name, as in ``{"schedule.steps": 2000}``. Those that may change (see
         `experiments.config.changes`) are kept in the run folder, for the next resume too, all but quiet.
       task: the task, if the run began with one of the caller's own.
@@ -63,7 +65,10 @@ def set_up_resume(
     model: nnx.Module | None = None,
 ) -> Run:
     """Creates the trainer of a run that exists; nothing is restored yet. Arguments and errors are those of `resume`."""
-    folder = RunFolder.open(path)
+    require_settings()
+    place, step = run_and_step(path)
+    folder = RunFolder.open(place)
+    lock = RunLock(folder.lock)
     stored = load_config(folder.config, Config)
     quiet = bool(changes.get("quiet", False))
     kept = changed(stored, _as_stored(changes, stored))
@@ -78,7 +83,7 @@ def set_up_resume(
     dtype = DtypeChoice(config.model.dtype, "as the run began")
     introduce(config, task, origin, folder.path, dtype)
     trainer = Trainer(config, task, rewards, origin=origin, restored=restored)
-    return Run(trainer, folder, dtype, Resumption(folder, stored, kept))
+    return Run(trainer, folder, lock, dtype, Resumption(folder, stored, kept), step)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def check_data(folder: RunFolder, task: Task) -> None:
     digest = data_digest(task)
     if digest is None:
         return
-    stored = read_object(folder.data).get("sha256")
+    stored = folder.data_digest()
     expected = f"the examples that the run began with (sha256 {stored})"
     require(digest == stored, f"task file {task.name.partition(':')[2]}", expected, f"others (sha256 {digest})")
 

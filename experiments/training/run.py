@@ -13,9 +13,12 @@ from experiments.config import Config, RewardConfig, validate
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
-from experiments.runs.config_file import save_config, write_json
+from experiments.runs.config_file import save_config
 from experiments.runs.console import HeldOut, RunConsole
+from experiments.runs.files import write_json
 from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.identity import require_settings
+from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
 from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
@@ -68,12 +71,23 @@ class Continued(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up but has not begun; :meth:`finish` runs it."""
+    """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder.
+
+    Attributes:
+      trainer: without parameters where the run goes on from a checkpoint.
+      folder: of the run.
+      lock: of the folder.
+      dtype: of activations.
+      resumption: None for a new run.
+      step: of the checkpoint to go on from; None for the newest.
+    """
 
     trainer: Trainer
     folder: RunFolder
+    lock: RunLock
     dtype: DtypeChoice
     resumption: Continued | None = None
+    step: int | None = None
 
     def finish(self) -> Result:
         """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes.
@@ -81,11 +95,15 @@ class Run:
         Raises:
           Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
         """
+        with self.lock:
+            return self._finish()
+
+    def _finish(self) -> Result:
         started, trainer, resumption = time.perf_counter(), self.trainer, self.resumption
         console = RunConsole(trainer.config.quiet)
         for warning in trainer.warnings:
             console.warn(warning)
-        resuming = {} if resumption is None else {"on_resume": resumption.begin}
+        resuming = {} if resumption is None else {"step": self.step, "on_resume": resumption.begin}
         try:
             before, after = run_to_end(trainer, self.folder, console, resumed=resumption is not None, **resuming)
         except NothingToDo:
@@ -107,6 +125,7 @@ def set_up(
     model: nnx.Module | None = None,
 ) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+    require_settings()
     rewards = given_rewards(config, reward)
     validate(config)
     config = with_own_model(config, model)
@@ -120,6 +139,7 @@ def set_up(
     introduce(config, task, origin, path, dtype)
     trainer = Trainer(config, task, rewards, origin=origin)
     folder = RunFolder.create(path.parent, path.name)
+    lock = RunLock(folder.lock)
     if origin.pretrained is not None:
         # All but the weights, so that the run can be resumed, scored and exported without the original.
         write_files(folder.model, small_files(origin.pretrained))
@@ -127,7 +147,7 @@ def set_up(
     if digest is not None:
         write_json(folder.data, {"task": task.name, "sha256": digest})
     save_config(folder.config, config)
-    return Run(trainer, folder, dtype)
+    return Run(trainer, folder, lock, dtype)
 
 
 def train(

@@ -11,9 +11,10 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, validate
-from experiments.runs.checkpoint import Checkpoints, restore_template
+from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
+from experiments.runs.store import RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions, readable
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
@@ -343,7 +344,7 @@ class Trainer:
 
     # Checkpoints
 
-    def _arrays(self) -> dict[str, Any]:
+    def saved_arrays(self) -> dict[str, Any]:
         leaves = jax.tree.leaves(self.state.opt_state)
         arrays = {
             "params": nnx.to_pure_dict(self.state.params),
@@ -353,8 +354,8 @@ class Trainer:
             arrays["reference"] = nnx.to_pure_dict(self.reference)
         return arrays
 
-    def save(self, checkpoints: Checkpoints, before: Scores) -> None:
-        """Saves parameters, optimizer state, reference, counters, prompt order and queued documents."""
+    def save(self, store: RunStore, before: Scores) -> None:
+        """Saves parameters, optimizer state, reference, counters, prompt order and queued documents; see `RunStore.save`."""
         extra = {
             "progress": dict(vars(self.progress)),
             "rollouts": self.rollouts.made,
@@ -363,13 +364,17 @@ class Trainer:
             "before": before._asdict(),
             "frozen": fingerprint(self.frozen),
         }
-        checkpoints.save(self.progress.step, self._arrays(), extra)
+        store.save(self.progress.step, self.saved_arrays(), extra)
 
-    def restore(self, checkpoints: Checkpoints, console: RunConsole) -> Scores:
-        """Restores the newest intact checkpoint, on this mesh; returns the scores from before training."""
+    def restore(self, store: RunStore | SavedRun, console: RunConsole, step: int | None = None) -> Scores:
+        """Restores the newest intact checkpoint, or that of a step, on this mesh; returns the scores from before training.
+
+        Raises:
+          ValueError: no such checkpoint, or one that this run cannot go on from.
+        """
         if self._with_reference:
             self.reference = self.state.params
-        restored = checkpoints.restore(restore_template(self._arrays(), self.mesh))
+        restored = store.restore(restore_template(self.saved_arrays(), self.mesh), step)
         for warning in restored.warnings:
             console.warn(warning)
         arrays = restored.arrays
