@@ -144,5 +144,5 @@ def _uneven_steps(config: Config) -> list[str]:
         return []
     return [
         f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: a step "
-        "ends with the micro-batch that reaches its number, so that steps differ in size"
+        "takes the whole micro-batch that reaches its number, so that steps have more documents, and not always equally many"
     ]

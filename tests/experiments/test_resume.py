@@ -177,6 +177,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     monkeypatch.setattr(module.Run, "finish", lambda self: self)
     options = tiny(tmp_path, "run", task="jsonl:questions.jsonl", schedule={"steps": 3}, quiet=False)
     run = set_up(options)
+    run.lock.release()
     path = str(run.folder.path)
     assert load_config(run.folder.config, Config).task == f"jsonl:{tmp_path}/questions.jsonl"
     said = capsys.readouterr().out
@@ -194,9 +195,12 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     monkeypatch.chdir("/")
     again = resume(path, {"task": f"jsonl:{tmp_path}/questions.jsonl", "schedule.steps": 9})
     assert again.resumption.kept.schedule.steps == 9
+    again.lock.release()
     write(tmp_path / "questions.jsonl", answers=lambda b: str(b + 1))
-    with pytest.raises(ValueError, match="expected the examples that the run began with"):
-        resume(path)
+    # Twice: a resume that is refused holds no lock.
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected the examples that the run began with"):
+            resume(path)
 
 
 def test_typed_options_are_fields():
