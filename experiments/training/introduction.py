@@ -32,6 +32,7 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
 
     Raises:
       ValueError: an option out of range, or a prompt that does not fit.
+      MemoryError: it cannot fit into the memory here.
     """
     console = RunConsole(config.quiet)
     mesh = validate(config)
@@ -116,7 +117,12 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, ranks
         parts["sampler's cache"] = slots * width * jax.numpy.dtype(decoder.dtype).itemsize
     total, here = sum(parts.values()), _memory_here()
     text = f"at least {_size(total)}: " + ", ".join(f"{name} {_size(each)}" for name, each in parts.items())
-    return text if here is None else f"{text}; here are {_size(here)}"
+    if here is None:
+        return text
+    if total > here:
+        # Else the system would end the process, without a word.
+        raise MemoryError(f"memory: the run needs {text}; here are {_size(here)}")
+    return f"{text}; here are {_size(here)}"
 
 
 def _memory_here() -> int | None:

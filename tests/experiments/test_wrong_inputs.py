@@ -394,6 +394,25 @@ def test_one_line_and_exit_code_2(command, arguments, words, place, tmp_path, ca
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--model.hidden-size 2000000000",
+        "--rollout.prompts-per-rollout 1000000000",
+        "--task jsonl:{place}/long.jsonl --data.max-text-bytes 99999 --rollout.prompts-per-rollout 99999",
+    ],
+)
+def test_a_run_that_cannot_fit_into_memory_is_exit_code_3(arguments, place, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        grpo.run_cli([*shlex.split(arguments.replace("{place}", str(place))), "--quiet", "--out", str(tmp_path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        stopped.value.code == 3 and line.startswith("error: memory: the run needs at least ") and "; here are " in line
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.bad_input
 def test_the_table_is_long():
     assert len(TABLE) >= 120 and len({(command, arguments) for command, arguments, _ in TABLE}) == len(TABLE)
 
@@ -404,8 +423,7 @@ def test_the_table_is_long():
     [
         ("--seed -1", 2, "error: --seed: expected at least 0, got -1"),
         ("--seed -1 --debug", 2, "Traceback"),
-        ("--out /proc/nothing", 3, "error: /proc/nothing"),
-        ("--model.hidden-size 2000000000", 3, "error: "),
+        ("--out /proc/nothing", 2, "error: run folder: expected a path in an existing folder, got /proc/nothing/"),
         ("--no-such-option", 2, "error: unrecognized options"),
     ],
 )
