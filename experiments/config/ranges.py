@@ -96,6 +96,7 @@ _LOWEST = {
     "rollout.num-generations": 2,
     "rollout.max-prompt-tokens": 1,
     "rollout.max-new-tokens": 1,
+    "rollout.max-resamples": 1,
     "invariance.leaf-rows": 1,
     "invariance.granules": 1,
     "schedule.steps": 0,
@@ -113,6 +114,10 @@ _LOWEST = {
     "checkpoint.every": 0,
     "checkpoint.every-minutes": 0.0,
     "checkpoint.keep": 1,
+    "guards.max-refused-steps": 1,
+    "guards.degenerate-steps": 0,
+    "guards.spike-factor": 0.0,
+    "guards.replica-every": 0,
 }
 _POSITIVE = (
     "warm-start.learning-rate",

@@ -25,7 +25,7 @@ class Counter:
 
     def __init__(self, out, steps=6, **changes):
         self.config = tiny(out, "run", schedule={"steps": steps}, evaluation={"every": 2}, **changes)
-        self.progress, self.drift = Progress(), None
+        self.progress, self.drift, self.alerts = Progress(), None, []
         self.state = jnp.float32(0)
         self.at = {}
 
@@ -49,6 +49,12 @@ class Counter:
         self._now(f"step {self.progress.step + 1}")
         self.state, self.progress.step = self.state * 2 + 1, self.progress.step + 1
         return {"loss": float(self.state), "update_applied": 1}, False
+
+    def unsound(self):
+        return None
+
+    def differing_copies(self):
+        return None
 
     def save(self, checkpoints, before):
         self._now(f"save {self.progress.step}")
