@@ -1,21 +1,172 @@
-"""How every command line here reports bad input: one line on stderr and exit code 2."""
+"""The promise of every command line here: whatever happens ends in one line on stderr and an exit code.
+
+`run_command` covers all of a command: its options, what it reads, what it does and what it writes. Which exception has
+which exit code is said once, in `exit_code`, and printed by `--help`. A traceback is shown with `--debug` alone.
+"""
 
 import contextlib
+import errno
+import io
+import os
+import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from experiments.runs.stops import Stopped
+import tyro
+
+from experiments.options import names_as_typed
+from experiments.runs.stops import ExitCode, Stopped
+
+OptionsT = TypeVar("OptionsT")
+ResultT = TypeVar("ResultT")
+
+DEBUG = "--debug"
+HELP = f"""
+{DEBUG}, anywhere on the command line, shows the traceback of an error.
+
+Exit codes: 0 all done; 2 an option, a file or a run folder that cannot be used; 3 the environment failed (a full disk, no
+permission, no memory); 4 a guard refused to go on; 130 and 143 ended by Ctrl-C and SIGTERM; 1 a bug.
+"""
+_ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
+"""As tensorstore writes a fault of the file system into a ValueError."""
+_BOX = "╭╮╰╯│─ "
+
+
+def run_command(
+    options: type[OptionsT],
+    main: Callable[[OptionsT], ResultT],
+    *,
+    program: str,
+    description: str,
+    arguments: Sequence[str] | None = None,
+    default: Callable[[Sequence[str]], OptionsT] | None = None,
+) -> ResultT:
+    """Runs a command from its command line.
+
+    Args:
+        options: dataclass of its options.
+        main: the command.
+        program: its module, as ``python -m`` takes it.
+        description: shown by ``--help``.
+        arguments: the command line; None takes that of the process.
+        default: makes the defaults from the command line; None takes those of `options`.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        SystemExit: anything else than a result; with the code of `exit_code`, after one line on stderr.
+    """
+    given = arguments_of(arguments)
+    with errors_in_one_line(options, debug=DEBUG in given):
+        given = [each for each in given if each != DEBUG]
+        defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
+        with _refusals_in_one_line():
+            text = f"{description}\n{HELP}"
+            config = tyro.cli(options, args=given, prog=f"python -m {program}", description=text, **defaults)
+        result = main(config)
+        # Here, and not when the interpreter ends: a closed pipe or a full disk is reported like any other fault.
+        sys.stdout.flush()
+        return result
+
+
+def arguments_of(arguments: Sequence[str] | None) -> list[str]:
+    """A command line, or that of the process."""
+    return list(sys.argv[1:] if arguments is None else arguments)
 
 
 @contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """Turns a ValueError in the ``with`` block into ``error: <its message>`` on stderr and exit code 2, and the early end of
-    a run into its message and exit code."""
+def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> Iterator[None]:
+    """Turns what ends the ``with`` block into one line and an exit code.
+
+    Args:
+        options: dataclass whose fields are written in the line as on the command line.
+        debug: print the traceback before the line.
+    """
     try:
         yield
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except Stopped as stop:
-        print(stop, file=sys.stderr)
-        raise SystemExit(stop.exit_code) from None
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code(error)
+        if debug:
+            traceback.print_exc()
+        _report(code, _sentence(error, code, {} if options is None else names_as_typed(options)))
+        raise SystemExit(code) from None
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of what ended a command; see `HELP` and `experiments.runs.stops`."""
+    if isinstance(error, Stopped):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if _is_fault(error):
+        return int(ExitCode.ENVIRONMENT)
+    return int(ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.BUG)
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether the environment failed, and not an option or the program."""
+    if isinstance(error, MemoryError | OSError) or _ERRNO_IN_TEXT.search(str(error)):
+        return True
+    if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
+        return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+    # A ValueError about a file that cannot be read has been made of an OSError on purpose.
+    if isinstance(error, ValueError):
+        return False
+    inner = error.__cause__ or error.__context__
+    return inner is not None and _is_fault(inner)
+
+
+def _sentence(error: BaseException, code: int, names: dict[str, str]) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    if code == ExitCode.BUG:
+        return f"{type(error).__name__}: {text} (a bug; run again with {DEBUG} for the traceback)"
+    if code != ExitCode.BAD_INPUT:
+        return text or type(error).__name__
+    argument, colon, rest = text.partition(":")
+    return f"{names.get(argument.replace('-', '_'), argument)}{colon}{rest}"
+
+
+def _report(code: int, sentence: str) -> None:
+    with contextlib.suppress(OSError):
+        print(sentence if code == 0 else f"error: {sentence}", file=sys.stdout if code == 0 else sys.stderr, flush=True)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter would try again at its end, and print a traceback.
+        if error.errno in (errno.EPIPE, errno.ENOSPC):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _refusals_in_one_line() -> Iterator[None]:
+    """Makes one sentence of the box in which tyro refuses a command line."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            yield
+    except SystemExit as stopped:
+        if stopped.code in (0, None):
+            raise
+        raise ValueError(_first_sentences(box.getvalue())) from None
+
+
+def _first_sentences(box: str) -> str:
+    """The first section of a box, and the first option that the second one proposes."""
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines()[1:]:
+        text = line.strip(_BOX)
+        if text:
+            sections[-1].append(text)
+        elif sections[-1]:
+            sections.append([])
+    message = " ".join(sections[0]).rstrip(".")
+    proposed = [line for section in sections[1:] if section and section[0].startswith("Perhaps") for line in section]
+    hint = f" (perhaps {proposed[1].split()[0]})" if len(proposed) > 1 else ""
+    return f"{message[:1].lower()}{message[1:]}{hint}; --help lists all options"

@@ -4,6 +4,7 @@
     python -m benchmarks.step_speed --rows 16x2048 4x8192 --remat full products --micro-batches 1 4
     python -m benchmarks.step_speed --model qwen3-1.7b llama-3.2-1b --profile
     python -m benchmarks.step_speed --param-dtype float32 bfloat16 --optimizer adamw adafactor muon
+    python -m benchmarks.step_speed --mesh "" data=2 fsdp=2 tensor=2 --no-transformers
 
 A step is the trainer's own: gradient sums of its micro-batches (bf16 activations, one-pass head, GRPO with its metrics),
 then the update. Where torch and transformers are installed, their step of the same shape comes first, with Liger's kernels
@@ -28,9 +29,10 @@ from benchmarks.step_speed.parts import milliseconds_by_part
 from benchmarks.step_speed.step import Rows, Step
 from benchmarks.step_speed.table import Measured, report
 from benchmarks.step_speed.transformers_step import TransformersConfig, measured_elsewhere
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.models import decoder
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.named_shapes import NAMED_SHAPES
 from jaxlogp.errors import require
 
@@ -62,6 +64,8 @@ class StepSpeedConfig:
     """Optimizers: adamw, adafactor, muon."""
     accumulate: tuple[str, ...] = ("float32",)
     """Dtypes of the gradient's sums over micro-batches."""
+    mesh: tuple[str, ...] = ("",)
+    """Device meshes; every rank of data and fsdp has the rows."""
     layers: int | None = None
     """Layers instead of the model's."""
     loop: bool = False
@@ -80,11 +84,12 @@ class StepSpeedConfig:
 
 def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     """Compiles and times one combination."""
-    model, rows_text, micro_batches, attention, remat, engine, param_dtype, optimizer, accumulate = choice
+    model, rows_text, micro_batches, attention, remat, engine, param_dtype, optimizer, accumulate, mesh = choice
     rows = rows_of(config, rows_text, micro_batches)
     options = {"dtype": "bfloat16", "param_dtype": param_dtype, "remat": remat, "attention": attention}
     shape = replace(shape_of(config, model), **options)
-    step = Step(shape, rows, engine, optimizer, accumulate)
+    spec = parse_mesh(mesh)
+    step = Step(shape, rows, engine, optimizer, accumulate, spec)
     started = time.perf_counter()
     program = step.micro_batch_program()
     compile_seconds = time.perf_counter() - started
@@ -95,11 +100,13 @@ def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
         jax.block_until_ready((step(), step.state))
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds[1:])
-    attended = shape.attention_run(rows.rows // micro_batches, rows.length).implementation
+    batch_rows = spec.ranks * rows.rows // micro_batches
+    attended = shape.attention_run(batch_rows, rows.length, make_mesh(spec)).implementation
     head = step.sums.head_run.engine
-    named = (model, rows_text, micro_batches, attended, remat, head, param_dtype, optimizer, accumulate)
+    named = (model, rows_text, micro_batches, attended, remat, head, param_dtype, optimizer, accumulate, str(spec))
     measured = Measured("jaxlogp", *named, compile_seconds=compile_seconds)
     measured.set_speed(shape, rows, step.num_parameters, median, config.peak)
+    measured.state_gib = step.state_bytes / 2**30
     measured.temporaries_gib = program.memory_analysis().temp_size_in_bytes / 2**30
     statistics_of_memory = jax.devices()[0].memory_stats() or {}
     measured.peak_gib = statistics_of_memory.get("peak_bytes_in_use", 0) / 2**30
@@ -156,7 +163,7 @@ def main(config: StepSpeedConfig) -> list[Measured]:
     device = jax.devices()[0]
     print(f"{device.device_kind}, JAX {jax.__version__}", flush=True)
     lists = (config.model, config.rows, config.micro_batches, config.attention, config.remat, config.engine)
-    for choice in itertools.product(*lists, config.param_dtype, config.optimizer, config.accumulate):
+    for choice in itertools.product(*lists, config.param_dtype, config.optimizer, config.accumulate, config.mesh):
         # The last step is part of a cycle, through its compiled programs, and its state is large.
         gc.collect()
         try:
@@ -169,9 +176,7 @@ def main(config: StepSpeedConfig) -> list[Measured]:
 
 
 if __name__ == "__main__":
-    import tyro
-
     # A program is compiled for its memory and text, and found again when it is called.
-    with errors_in_one_line(), tempfile.TemporaryDirectory() as compiled:
+    with tempfile.TemporaryDirectory() as compiled:
         jax.config.update("jax_compilation_cache_dir", compiled)
-        main(tyro.cli(StepSpeedConfig, description=__doc__))
+        run_command(StepSpeedConfig, main, program="benchmarks.step_speed", description=__doc__)

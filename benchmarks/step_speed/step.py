@@ -21,6 +21,7 @@ from jaxlogp.losses import grpo
 
 STEPS = 1000
 """Of the run whose schedule the updates follow."""
+ONE_DEVICE = MeshSpec()
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Rows:
     """Packed rows of a step.
 
     Attributes:
-      rows: of the whole step.
+      rows: of one rank in the whole step.
       length: tokens of a row.
       document: tokens of a document.
       micro_batches: how many the step is cut into.
@@ -41,7 +42,7 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Slots of the step, padding too."""
+        """Slots of one rank in the step, padding too."""
         return self.rows * self.length
 
 
@@ -54,22 +55,29 @@ class Step:
       engine: the head's engine.
       optimizer: name of the optimizer.
       accumulate: dtype of the gradient's sums.
+      spec: the device mesh.
     """
 
     def __init__(
-        self, config: DecoderConfig, rows: Rows, engine: str, optimizer: str = "adamw", accumulate: str = "float32"
+        self,
+        config: DecoderConfig,
+        rows: Rows,
+        engine: str,
+        optimizer: str = "adamw",
+        accumulate: str = "float32",
+        spec: MeshSpec = ONE_DEVICE,
     ) -> None:
-        mesh = make_mesh(MeshSpec())
+        mesh = make_mesh(spec)
         # Weights are drawn on the device, whole: their values do not matter.
         graph, params = nnx.split(nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh))())
-        self.config, self.rows = config, rows
+        self.config, self.rows, self.spec = config, rows, spec
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         objective = PolicyObjective(grpo(), "with_entropy")
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
         self.sums = MicroBatchSums(graph, mesh, objective, **options)
         self.update = Update(OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS), self.sums.place)
         self.state: TrainState = self.update.init(params)
-        self.rounds = packed_rounds(rows, config.vocab_size)
+        self.rounds = packed_rounds(rows, config.vocab_size, spec.ranks)
 
     def __call__(self) -> MicroSums:
         """One step; what it returns is ready when the step is done."""
@@ -77,12 +85,19 @@ class Step:
         self.state, applied = self.update(self.state, sums)
         return applied
 
+    @property
+    def state_bytes(self) -> int:
+        """What the first device holds of parameters and optimizer state."""
+        first = jax.devices()[0]
+        arrays = (leaf.addressable_shards for leaf in jax.tree.leaves(self.state))
+        return sum(shard.data.nbytes for shards in arrays for shard in shards if shard.device == first)
+
     def micro_batch_program(self) -> Compiled:
         """The compiled gradient sums of one micro-batch."""
         return self.sums.compiled(self.state.params, self.rounds[0])
 
 
-def packed_rounds(rows: Rows, vocab_size: int) -> list[MicroBatch]:
+def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[MicroBatch]:
     """Micro-batches of random documents, a label on every token but the first; packed as the trainer packs."""
     rng = np.random.default_rng(0)
     per_row = rows.length // rows.document
@@ -97,15 +112,16 @@ def packed_rounds(rows: Rows, vocab_size: int) -> list[MicroBatch]:
         )
         for _ in range(rows.rows)
         for length in lengths
+        for _ in range(ranks)
     ]
-    packing = Packing(1, rows.rows // rows.micro_batches, rows.length, vocab_size, 0)
+    packing = Packing(ranks, rows.rows // rows.micro_batches, rows.length, vocab_size, 0)
     rounds = packing.rounds(documents)
     assert len(rounds) == rows.micro_batches
     return jax.device_put(rounds)
 
 
 def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context: int) -> float:
-    """Floating-point operations of a step that the model needs; what is computed twice does not count.
+    """Floating-point operations of one rank's step that the model needs; what is computed twice does not count.
 
     6 for each parameter and token, and 12 · layers · heads · features · context / 2 for each token's attention.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.step_speed.step import Rows, model_flops
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, parse_mesh
 
 
 @dataclass
@@ -22,10 +23,12 @@ class Measured:
     param_dtype: str
     optimizer: str
     accumulate: str
+    mesh: str = str(MeshSpec())
     milliseconds: float = 0.0
     tokens_per_second: float = 0.0
     mfu: float = 0.0
     mfu_documents: float = 0.0
+    state_gib: float = 0.0
     temporaries_gib: float = 0.0
     peak_gib: float = 0.0
     compile_seconds: float = 0.0
@@ -33,10 +36,11 @@ class Measured:
     why_not: str | None = None
 
     def set_speed(self, shape: DecoderConfig, rows: Rows, num_parameters: int, seconds: float, peak: float) -> None:
-        """Time, tokens per second and MFU of a step of `seconds` on a device of `peak` operations per second."""
-        self.milliseconds, self.tokens_per_second = seconds * 1e3, rows.tokens / seconds
+        """Time, tokens per second and device, and MFU of a step of `seconds` on devices of `peak` operations per second."""
+        tensor = parse_mesh(self.mesh).tensor
+        self.milliseconds, self.tokens_per_second = seconds * 1e3, rows.tokens / seconds / tensor
         self.mfu, self.mfu_documents = (
-            model_flops(shape, rows, num_parameters, context) / seconds / peak
+            model_flops(shape, rows, num_parameters, context) / seconds / peak / tensor
             for context in (rows.length, rows.document)
         )
 
@@ -45,11 +49,13 @@ class Measured:
             f"{self.program:14s} {self.model:13s} {self.rows:>8s} / {self.micro_batches:<2d} {self.attention:8s} "
             f"remat {self.remat:9s} {self.head:9s} {self.param_dtype:8s} {self.optimizer:9s} sums {self.accumulate:8s} "
         )
+        text += "" if parse_mesh(self.mesh).num_devices == 1 else f"{self.mesh} "
         if self.why_not is not None:
             return f"{text} {self.why_not}"
         text += (
-            f"{self.milliseconds:8.1f} ms {self.tokens_per_second:9,.0f} tokens/s  MFU {self.mfu:5.1%} "
-            f"({self.mfu_documents:5.1%})  temp {self.temporaries_gib:6.2f} GiB  peak {self.peak_gib:6.2f} GiB  "
+            f"{self.milliseconds:8.1f} ms {self.tokens_per_second:9,.0f} tokens/s a device  MFU {self.mfu:5.1%} "
+            f"({self.mfu_documents:5.1%})  state {self.state_gib:5.2f} GiB  temp {self.temporaries_gib:6.2f} GiB  "
+            f"peak {self.peak_gib:6.2f} GiB  "
             f"compiled in {self.compile_seconds:.0f} s"
         )
         parts = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in self.parts.items())

@@ -24,10 +24,8 @@ import jax
 import numpy as np
 
 from benchmarks.trials.processes import TINY, Ended, start, stop_when, wait
-from experiments.config import Config
-from experiments.runs.checkpoint import Checkpoints, complete_steps
-from experiments.runs.console import RunConsole
-from experiments.training.run import set_up
+from experiments.evaluate import EvaluateConfig, load
+from experiments.runs.checkpoint import complete_steps
 
 TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "seconds"}
 """Of metrics.jsonl, what is no result."""
@@ -107,14 +105,18 @@ class Run:
             return 0
 
     def state(self) -> tuple[dict[str, bytes], dict]:
-        """Every array and every counter of the newest checkpoint."""
-        trainer = set_up(Config(resume=str(self.path), quiet=True)).trainer
-        with Checkpoints(self.checkpoints) as checkpoints:
-            before = trainer.restore(checkpoints, RunConsole(quiet=True))
+        """Every array and every counter of the newest checkpoint, and the scores."""
+        trainer = load(EvaluateConfig(run=str(self.path)))
         leaves = jax.tree_util.tree_leaves_with_path(trainer.state)
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
         counts = {**vars(trainer.progress), "made": trainer.rollouts.made, "cursor": trainer.prompts.cursor}
-        return arrays, {**counts, "queued": trainer.stream.queued(), "before": before}
+        summary = json.loads((self.path / "summary.json").read_text())
+        return arrays, {
+            **counts,
+            "queued": trainer.stream.queued(),
+            "before": summary["before"],
+            "after": summary["after"],
+        }
 
 
 def moment_of(kind: str, run: Run, chance: random.Random, seconds: float) -> tuple[Callable[[], bool], float]:
@@ -150,7 +152,7 @@ def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended
     if trial.number == signal.SIGKILL:
         trial.in_flight += bool(set(run.being_saved()) - old)
     else:
-        trial.expect(ended.last.startswith(trial.number.name) and "--resume" in ended.last, f"last line {ended.last!r}")
+        trial.expect(trial.number.name in ended.last and "--resume" in ended.last, f"last line {ended.last!r}")
     trial.expect(ended.code == CODES[trial.number], f"exit code {ended.code} after {trial.number.name} ({kind})")
     return ended
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 
-from experiments.config.names import dashed, refused_as
+from experiments.options import option_name, refused_as
 from jaxlogp.errors import require
 from jaxlogp.losses import PRESETS, PolicyLoss
 
@@ -63,10 +63,13 @@ class LossConfig:
         for name, value in given.items():
             require(
                 name in known,
-                f"--loss.{dashed(name)}",
+                option_name(f"loss.{name}"),
                 f"None for loss {self.name!r}, which has no such option",
                 value,
             )
+        if self.length is not None and "length" not in parameters:
+            expected = f"None for loss {self.name!r} without --loss.reduction constant_length"
+            require(self.reduction == "constant_length", "--loss.length", expected, self.length)
         if "length" in parameters:
             given["length"] = length
         with refused_as("loss"):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import jax
 
-from experiments.config.names import dashed
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import dtype_here
 from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.options import option_name
 from jaxlogp.errors import require
 
 
@@ -102,7 +102,7 @@ class ModelConfig:
             value = getattr(self, each.name)
             mine = each.name in (option, "chat_template", *_OF_ANY_MODEL) or value == each.default
             expected = f"no value together with --model.{option}, which decides it"
-            require(mine, f"--model.{dashed(each.name)}", expected, value)
+            require(mine, option_name(f"model.{each.name}"), expected, value)
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.

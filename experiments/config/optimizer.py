@@ -57,6 +57,8 @@ class OptimizerConfig:
             expected = "None for schedule 'constant', which has no such option"
             require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
             require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
+        expected = f"at most {1.0 / self.learning_rate:g}, 1 / --optimizer.learning-rate: no update takes more than all"
+        require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
         rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
         transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)
         return Optimizer(transformation, rate, self.max_grad_norm)

@@ -2,12 +2,14 @@
 
 import math
 
+from experiments.config.invariance import InvarianceConfig
 from experiments.config.run import Config
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
+from experiments.options import flat_fields, option_name, refused_as, value_of
 from jaxlogp.errors import require
 
 
@@ -17,20 +19,25 @@ def validate(config: Config) -> MeshSpec:
     Raises:
       ValueError: naming the option as written on the command line, what was expected and what was found.
     """
+    _validate_values(config)
     mesh = parse_mesh(config.mesh)
+    with refused_as("rollout"):
+        parse_mesh(config.rollout.mesh or "")
+    parse_mesh(config.rollout.mesh or "")
     for option, lowest in _LOWEST.items():
-        value = _get(config, option)
-        if value is not None:
-            require(value >= lowest, f"--{option}", f"at least {lowest}", value)
+        value = value_of(config, option)
+        require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)
+    for option, (lowest, highest) in _WITHIN.items():
+        value = value_of(config, option)
+        require(lowest <= value <= highest, option_name(option), f"a number in [{lowest}, {highest}]", value)
     for option in _POSITIVE:
-        value = _get(config, option)
-        require(value is None or 0.0 < value < math.inf, f"--{option}", "a finite number > 0", value)
+        value = value_of(config, option)
+        require(value is None or 0.0 < value < math.inf, option_name(option), "a finite number > 0", value)
     for option, choices in _CHOICES.items():
-        require(_get(config, option) in choices, f"--{option}", f"one of {', '.join(choices)}", _get(config, option))
-    require(
-        0.0 <= config.warm_start.target <= 1.0, "--warm-start.target", "a share in [0, 1]", config.warm_start.target
-    )
+        value = value_of(config, option)
+        require(value in choices, option_name(option), f"one of {', '.join(choices)}", value)
     config.loss.policy_loss(1)
+    _validate_unused(config)
     _validate_lora(config)
     require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
     if config.rollout.draw_options().filters:
@@ -41,9 +48,34 @@ def validate(config: Config) -> MeshSpec:
     if config.invariant:
         _validate_invariant(config, completions)
     else:
-        expected = f"prompts-per-rollout times num-generations divisible by {mesh.data} data ranks"
-        require(completions % mesh.data == 0, "--mesh", expected, completions)
+        expected = f"prompts-per-rollout times num-generations divisible by {mesh.ranks} ranks of data and fsdp"
+        require(completions % mesh.ranks == 0, "--mesh", expected, completions)
     return mesh
+
+
+def _validate_values(config: Config) -> None:
+    """What holds for every number and every text."""
+    for field in flat_fields(Config):
+        option, value = option_name(field), value_of(config, field)
+        if isinstance(value, int):
+            require(abs(value) < 2**31, option, "a number below 2^31", value)
+        # The losses have ranges of their own, some of them open.
+        if isinstance(value, float) and not field.startswith("loss."):
+            require(math.isfinite(value), option, "a finite number", value)
+        for text in value if isinstance(value, tuple) else (value,):
+            require(not isinstance(text, str) or "\0" not in text, option, "text without a null character", repr(text))
+
+
+def _validate_unused(config: Config) -> None:
+    """Refuses options that would do nothing."""
+    schedule, model = config.schedule, config.model
+    if schedule.docs_per_step:
+        expected = f"no value with --schedule.docs-per-step {schedule.docs_per_step}, which ends a step (0 would not)"
+        require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
+    same = config.invariant or config.invariance == InvarianceConfig()
+    require(same, "--invariance", "no other options without --invariant", "other options")
+    expected = "no value without --model.path, whose chat template it is about"
+    require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
 
 
 def _validate_invariant(config: Config, completions: int) -> None:
@@ -79,59 +111,56 @@ def _validate_lora(config: Config) -> None:
     require(bool(known), "--lora.modules", expected, " ".join(lora.modules) or "none")
 
 
-def _get(config: Config, option: str) -> object:
-    value: object = config
-    for part in option.replace("-", "_").split("."):
-        value = getattr(value, part)
-    return value
-
-
 _LOWEST = {
     "seed": 0,
     "lora.rank": 0,
-    "warm-start.max-steps": 0,
-    "warm-start.batch-size": 1,
-    "warm-start.check-every": 1,
-    "rollout.prompts-per-rollout": 1,
-    "rollout.num-generations": 2,
-    "rollout.max-prompt-tokens": 1,
-    "rollout.max-new-tokens": 1,
-    "rollout.max-resamples": 1,
-    "invariance.leaf-rows": 1,
+    "warm_start.max_steps": 0,
+    "warm_start.batch_size": 1,
+    "warm_start.check_every": 1,
+    "rollout.prompts_per_rollout": 1,
+    "rollout.num_generations": 2,
+    "rollout.max_prompt_tokens": 1,
+    "rollout.max_new_tokens": 1,
+    "rollout.max_resamples": 1,
+    "invariance.leaf_rows": 1,
     "invariance.granules": 1,
     "schedule.steps": 0,
-    "schedule.docs-per-step": 0,
-    "schedule.micro-batches": 1,
+    "schedule.docs_per_step": 0,
+    "schedule.micro_batches": 1,
     "schedule.rows": 1,
-    "schedule.row-length": 2,
-    "schedule.max-empty-micro-batches": 0,
+    "schedule.row_length": 2,
+    "schedule.max_empty_micro_batches": 0,
     "schedule.epochs": 1,
-    "optimizer.warmup-steps": 0,
-    "optimizer.weight-decay": 0.0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0.0,
     "evaluation.every": 0,
-    "evaluation.num-prompts": 1,
+    "evaluation.num_prompts": 1,
     "drift.every": 0,
     "checkpoint.every": 0,
-    "checkpoint.every-minutes": 0.0,
+    "checkpoint.every_minutes": 0.0,
     "checkpoint.keep": 1,
-    "guards.max-refused-steps": 1,
-    "guards.degenerate-steps": 0,
-    "guards.spike-factor": 0.0,
-    "guards.replica-every": 0,
+    "guards.max_refused_steps": 1,
+    "guards.degenerate_steps": 0,
+    "guards.spike_factor": 0.0,
+    "guards.replica_every": 0,
+}
+_WITHIN = {
+    "warm_start.target": (0.0, 1.0),
+    # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
+    "rollout.temperature": (0.01, 100.0),
 }
 _POSITIVE = (
-    "warm-start.learning-rate",
-    "rollout.temperature",
+    "warm_start.learning_rate",
     "lora.alpha",
-    "optimizer.learning-rate",
-    "optimizer.max-grad-norm",
+    "optimizer.learning_rate",
+    "optimizer.max_grad_norm",
 )
 _CHOICES = {
     "loss.advantages": ("group", "centred", "leave_one_out"),
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.param-dtype": ("float32", "bfloat16"),
-    "model.residual-dtype": RESIDUAL_DTYPES,
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.residual_dtype": RESIDUAL_DTYPES,
     "model.attention": ("auto", *IMPLEMENTATIONS),
     "model.remat": ("auto", *POLICIES),
     "schedule.accumulate": ("float32", "bfloat16"),

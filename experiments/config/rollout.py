@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from experiments.config.names import refused_as
+from experiments.options import refused_as
 from experiments.sampling.pick import DrawOptions
 
 
@@ -31,6 +31,8 @@ class RolloutConfig:
     mask_truncated: bool = False
     """Take completions without an end token out of the loss: no token of theirs is a label, while their rewards stay in the
     mean and deviation of their group. A divisor that counts labels loses theirs; one that counts documents keeps them."""
+    mesh: str | None = None
+    """Device mesh of rollouts and evaluations, to which the parameters are copied for each; None is that of the training."""
     rescore: bool | None = None
     """Take old log-probs from the trainer's own forward pass instead of the sampler's, with the parameters that sampled: a
     ratio is then that of two policies, without the difference between sampler and trainer, which stays the metric drift_max.

@@ -32,10 +32,9 @@ class Config:
     """Folder that run folders are made in."""
     name: str | None = None
     """Name of the run folder; None composes one from task, loss, seed and time."""
-    resume: str | None = None
-    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
-    mesh: str = "data=1,tensor=1"
-    """Device mesh: data ranks split the documents, tensor ranks the vocabulary."""
+    mesh: str = "data=1,fsdp=1,tensor=1"
+    """Device mesh: data and fsdp split the documents, fsdp parameters and optimizer state too, tensor the vocabulary and
+    features. One of them may be -1: the rest of the devices."""
     invariant: bool = False
     """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
     quiet: bool = False

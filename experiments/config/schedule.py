@@ -10,9 +10,9 @@ class ScheduleConfig:
     steps: int = 1000
     """Optimizer steps of reinforcement learning."""
     docs_per_step: int = 512
-    """Documents, over all data ranks, that complete a step; 0 takes micro_batches micro-batches instead."""
-    micro_batches: int = 4
-    """Micro-batches per step and data rank where docs_per_step is 0."""
+    """Documents, over all data ranks, that complete a step; 0 takes micro-batches micro-batches instead."""
+    micro_batches: int | None = None
+    """Micro-batches per step and data rank where docs-per-step is 0; None takes 4."""
     rows: int | None = None
     """Packed rows of one micro-batch on one data rank. None splits a step into equal micro-batches of at most about 1024
     tokens on a CPU, 16384 elsewhere."""

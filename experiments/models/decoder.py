@@ -34,9 +34,10 @@ from experiments.models.attention import (
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
 from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
-from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.mesh import TENSOR_AXIS, row_axes
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
+from experiments.models.sharding import gathered
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
@@ -146,8 +147,10 @@ class Decoder(nnx.Module):
             # Vectors (the weights of norms) enter fp32 arithmetic as they are.
             return leaf if leaf.ndim == 1 else leaf.astype(self.config.dtype)
 
-        layers = range(self.config.num_layers)
-        return tuple(nnx.merge(graph, jax.tree.map(lambda x: narrowed(x[index]), stacked)) for index in layers)  # noqa: B023
+        def layer(index: int) -> DecoderLayer:
+            return gathered(nnx.merge(graph, jax.tree.map(lambda x: narrowed(x[index]), stacked)), self.mesh)
+
+        return tuple(layer(index) for index in range(self.config.num_layers))
 
     def decode_step(
         self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None
@@ -182,7 +185,8 @@ class Decoder(nnx.Module):
 
         def step(x, layer_input):
             state, is_sliding = layer_input
-            layer, view = nnx.merge(graph, state), _view_of(views, is_sliding)
+            # Within what is rematerialised: the backward pass gathers again instead of keeping whole parameters.
+            layer, view = gathered(nnx.merge(graph, state), self.mesh), _view_of(views, is_sliding)
             queries, keys, values = layer.queries_keys_values(x, view.tables)
             x = layer.finish(x, layer.attend(queries, keys, values, view))
             return x, (keys, values) if keep_keys_values else (None, None)
@@ -224,11 +228,10 @@ class Decoder(nnx.Module):
         return None if sliding is None or all(sliding.layers) else jnp.asarray(sliding.layers)
 
     def _embed(self, tokens):
-        table = self.embed_tokens.embedding[...]
+        table = gathered(self.embed_tokens, self.mesh).embedding[...]
         tensor = self.mesh.shape.get(TENSOR_AXIS, 1) if self.mesh is not None else 1
         if tensor > 1 and self.config.vocab_size % tensor == 0:
-            token_axes = tuple(axis for axis in (DATA_AXIS,) if axis in self.mesh.shape)
-            embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, token_axes=token_axes)
+            embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, token_axes=row_axes(self.mesh))
         else:
             embedded = embedding_lookup(table, tokens)
         embedded = embedded.astype(self.config.dtype)
@@ -238,7 +241,7 @@ class Decoder(nnx.Module):
         return embedded.astype(self.config.stream_dtype)
 
     def _final_norm(self, x):
-        return self.norm(x)
+        return gathered(self.norm, self.mesh)(x)
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:

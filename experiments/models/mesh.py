@@ -1,5 +1,9 @@
-"""Device meshes by name: `data=2,tensor=4` on the command line becomes a `jax.sharding.Mesh`."""
+"""Device meshes by name: `data=2,tensor=4` on the command line becomes a `jax.sharding.Mesh`.
 
+Ranks: the data x fsdp groups of devices that hold different documents.
+"""
+
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,18 +16,25 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp.errors import require
 
 DATA_AXIS = "data"
-"""Splits the documents."""
+"""Splits the documents; every rank along it holds the same parameters."""
+FSDP_AXIS = "fsdp"
+"""Splits the documents too, and features of the residual stream in parameters, gradients and optimizer state."""
 TENSOR_AXIS = "tensor"
 """Splits vocabulary, heads and SwiGLU features."""
-AXIS_NAMES = (DATA_AXIS, TENSOR_AXIS)
+AXIS_NAMES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
+ROW_AXES = (DATA_AXIS, FSDP_AXIS)
+"""The axes that split documents."""
+REST = -1
+"""The size of an axis that takes all devices that the others leave."""
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the two mesh axes.
+    """Sizes of the mesh axes.
 
     Args:
-        data: number of groups that hold different documents.
+        data: number of copies of the parameters.
+        fsdp: number of shards of each copy, which are put together layer by layer where they are used.
         tensor: number of shards of the vocabulary and of the hidden features inside one group.
 
     Raises:
@@ -35,40 +46,47 @@ class MeshSpec:
     """
 
     data: int = 1
+    fsdp: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            require(is_size, f"mesh axis {field.name!r}", "a positive integer", repr(size))
+            require(is_size, "mesh", f"a positive integer as {field.name}", repr(size))
 
     @property
     def num_devices(self) -> int:
         """Devices that the mesh takes."""
-        return self.data * self.tensor
+        return self.ranks * self.tensor
+
+    @property
+    def ranks(self) -> int:
+        """Groups of devices that hold different documents."""
+        return self.data * self.fsdp
 
     def __str__(self) -> str:
-        return f"data={self.data},tensor={self.tensor}"
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
 def parse_mesh(text: str) -> MeshSpec:
     """Reads `axis=size` pairs, separated by commas; an axis that is not named has size 1.
 
     Args:
-        text: for example `data=2,tensor=4`, `tensor=2`, or nothing for a single device.
+        text: for example `data=2,tensor=4`, `fsdp=-1`, or nothing for a single device; -1 is the rest of the devices.
 
     Returns:
         The sizes.
 
     Raises:
-        ValueError: unknown or repeated axis, or a size that is not a positive integer.
+        ValueError: unknown or repeated axis, a size that is neither a positive integer nor -1, more than one -1, or
+            devices that the other axes do not divide.
 
     Example:
         >>> parse_mesh("data=2,tensor=4")
-        MeshSpec(data=2, tensor=4)
+        MeshSpec(data=2, fsdp=1, tensor=4)
         >>> parse_mesh("")
-        MeshSpec(data=1, tensor=1)
+        MeshSpec(data=1, fsdp=1, tensor=1)
     """
     sizes: dict[str, int] = {}
     for part in text.split(",") if text.strip() else ():
@@ -76,21 +94,46 @@ def parse_mesh(text: str) -> MeshSpec:
         require(separator == "=", "mesh", "axis=size pairs such as data=2,tensor=4", repr(text))
         require(axis in AXIS_NAMES, "mesh", f"axes named {' or '.join(AXIS_NAMES)}", f"{axis!r} in {text!r}")
         require(axis not in sizes, "mesh", "every axis at most once", f"{axis!r} twice in {text!r}")
-        is_size = re.fullmatch(r"[0-9]+", size) is not None and int(size) >= 1
-        require(is_size, f"mesh axis {axis!r}", "a positive integer", f"{size!r} in {text!r}")
+        is_size = re.fullmatch(r"[0-9]{1,9}|-1", size) is not None and int(size) != 0
+        require(is_size, "mesh", f"a positive integer, or -1 for the rest, as {axis}", f"{size!r} in {text!r}")
         sizes[axis] = int(size)
-    return MeshSpec(**sizes)
+    return MeshSpec(**_with_rest(sizes, text))
+
+
+def _with_rest(sizes: dict[str, int], text: str) -> dict[str, int]:
+    rest = [axis for axis, size in sizes.items() if size == REST]
+    if not rest:
+        return sizes
+    require(len(rest) == 1, "mesh", "at most one axis of size -1", repr(text))
+    others, found = math.prod(size for size in sizes.values() if size != REST), jax.device_count()
+    require(found % others == 0, "mesh", f"other axes whose product divides {found} devices", f"{others} in {text!r}")
+    return sizes | {rest[0]: found // others}
+
+
+def row_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of the mesh that split documents."""
+    return tuple(axis for axis in ROW_AXES if axis in mesh.shape)
+
+
+def num_ranks(mesh: Mesh) -> int:
+    """How many groups of devices hold different documents."""
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+
+
+def devices_by_rank(mesh: Mesh) -> np.ndarray:
+    """Devices [ranks, tensor], in the order in which documents are dealt."""
+    return mesh.devices.reshape(num_ranks(mesh), -1)
 
 
 def split_rows(arrays: Any, mesh: Mesh) -> Any:
-    """Host arrays, placed with their rows split over the data axis where it divides them, else whole on every device."""
+    """Host arrays, placed with their rows split over the ranks where those divide them, else whole on every device."""
     (rows,) = {len(array) for array in jax.tree.leaves(arrays)}
-    spec = P(DATA_AXIS) if rows % mesh.shape[DATA_AXIS] == 0 else P()
+    spec = P(row_axes(mesh)) if rows % num_ranks(mesh) == 0 else P()
     return jax.device_put(arrays, NamedSharding(mesh, spec))
 
 
 def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
-    """Lays the first `data * tensor` devices out as a mesh, neighbours along the tensor axis.
+    """Lays the first `data * fsdp * tensor` devices out as a mesh, neighbours along the tensor axis.
 
     The axes are of type Auto: the compiler places what the caller has not placed.
 
@@ -98,7 +141,7 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
         spec: the sizes.
 
     Returns:
-        A mesh with axis names ("data", "tensor"), both present even at size 1.
+        A mesh with axis names ("data", "fsdp", "tensor"), all present even at size 1.
 
     Raises:
         ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them.
@@ -109,6 +152,6 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     remedy = f" (set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before the start)" if on_cpu else ""
     seen = f"{found} {devices[0].platform} device{'s' if found > 1 else ''}{remedy}"
     require(needed <= found, "mesh", f"{needed} devices for {spec}", seen)
-    grid = np.asarray(devices[:needed], dtype=object).reshape(spec.data, spec.tensor)
+    grid = np.asarray(devices[:needed], dtype=object).reshape(spec.data, spec.fsdp, spec.tensor)
     axis_types = (jax.sharding.AxisType.Auto,) * len(AXIS_NAMES)
     return jax.sharding.Mesh(grid, AXIS_NAMES, axis_types=axis_types)

@@ -1,42 +1,49 @@
 """Where the parameters of a model live on a device mesh: one rule for every name of an axis."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
-from experiments.models.mesh import TENSOR_AXIS
+from experiments.models.mesh import FSDP_AXIS, TENSOR_AXIS
 from jaxlogp.errors import require
+
+ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 RULES: tuple[tuple[str, str | None], ...] = (
     ("vocab", TENSOR_AXIS),
     ("heads", TENSOR_AXIS),
     ("kv_heads", TENSOR_AXIS),
     ("mlp", TENSOR_AXIS),
-    ("embed", None),
+    ("embed", FSDP_AXIS),
     ("head_dim", None),
     ("layers", None),
 )
 """The mesh axis that splits an axis of parameters, by its name (Flax's `out_sharding` metadata), or None.
 
-`nnx.logical_axis_rules` takes the same table. Nothing is split over "data".
+`nnx.logical_axis_rules` takes the same table. Nothing is split over "data". Whoever computes with
+parameters that are split over "fsdp" asks `gathered` for them.
 """
 
 
 def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
     """Splits the axes of parameters as `RULES` says, where the mesh axis divides them.
 
-    Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor"; an
-    axis that it does not divide, and a parameter that does not name its axes, is whole on every device. With the
-    parameters placed so, a jitted step needs no further annotation; the mesh axes have to be of type Auto.
+    Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor",
+    features of the residual stream over "fsdp"; an axis that it does not divide, and a parameter that does not name its
+    axes, is whole on every device. The mesh axes have to be of type Auto.
 
     Args:
         state: a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
             optimizer; other leaves are replicated.
-        mesh: has an axis "tensor", or all is replicated.
+        mesh: may have axes "tensor" and "fsdp"; without them all is replicated.
 
     Returns:
         The tree's structure with a `NamedSharding` for every array, fit for `jax.device_put` and `jax.jit`.
@@ -77,6 +84,50 @@ def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], me
     while axes and axes[-1] is None:
         axes.pop()
     return P(*axes)
+
+
+def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
+    """The module with parameters that are whole along "fsdp" and split as before over "tensor": what is computed with.
+
+    Their gradient is summed over the ranks along "fsdp" and split again in one step, a reduce-scatter, so that no device
+    keeps more than its shard.
+
+    Args:
+        module: its parameters lie as `parameter_shardings` says; leading axes may have been taken off by a scan.
+        mesh: the mesh, or None.
+    """
+    if mesh is None or mesh.shape.get(FSDP_AXIS, 1) == 1:
+        return module
+    graph, state = nnx.split(module)
+
+    def whole(path, leaf):
+        names = leaf.get_metadata("out_sharding", None) or ()
+        shape = jnp.shape(leaf.get_value())
+        names = names[len(names) - len(shape) :]
+        split = _spec(path, names, shape, mesh) if names else P()
+        if FSDP_AXIS not in split:
+            return leaf
+        rest = P(*(None if axis == FSDP_AXIS else axis for axis in split))
+        return leaf.replace(_gather(leaf.get_value(), NamedSharding(mesh, rest), NamedSharding(mesh, split)))
+
+    is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(whole, state, is_leaf=is_leaf))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: Array, whole: NamedSharding, split: NamedSharding) -> Array:
+    return lax.with_sharding_constraint(x, whole)
+
+
+def _gather_forward(x: Array, whole: NamedSharding, split: NamedSharding) -> tuple[Array, None]:
+    return _gather(x, whole, split), None
+
+
+def _gather_backward(whole: NamedSharding, split: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
+    return (lax.with_sharding_constraint(gradient, split),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def on_one_device(device: jax.Device) -> Callable[[nnx.State], Any]:

@@ -1,108 +1,77 @@
-"""Checkpoints that are durable when reported as saved, and that never return damaged numbers.
+"""Checkpoints that are durable when they are on the list, and that never return damaged numbers.
 
-Orbax writes the arrays and keeps only complete steps. In addition, every step carries a manifest: one sha256 per array
-over its logical bytes, the caller's record, and a digest that seals both. A restore recomputes the digests on the
-host, before anything reaches a device, so the check sees exactly what the training step will see.
+A save returns once the arrays are in the host's memory; a thread writes them. Every step carries a sha256 per array over
+its logical bytes, the caller's record, and a digest that seals both (see `step_files`). A restore recomputes the digests
+on the host, before anything reaches a device, so the check sees exactly what the training step will see.
 """
 
-import hashlib
 import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from experiments.runs.files import (
+    UNFINISHED,
+    create_file,
+    kind_of,
+    make_folder,
+    sync_folder,
+    unfinished,
+    write_whole,
+)
+from experiments.runs.step_files import (
+    DamagedStep,
+    Shard,
+    described,
+    host_shards,
+    read_array,
+    read_manifest,
+    wait_for,
+    write_step,
+)
 from jaxlogp.errors import require
 
 QUARANTINE = "quarantine"
+STEP_NAME = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 class Restored(NamedTuple):
-    """The result of a restore; `warnings` holds one line per damaged step that was skipped."""
+    """The result of a restore; `warnings` holds one line per step or name that was not used, `damaged` the reasons."""
 
     arrays: Any
     extra: dict[str, Any]
     step: int
     warnings: tuple[str, ...]
+    damaged: dict[int, str]
 
 
-class DamagedStep(Exception):
-    """A step on disk that cannot be read, or whose content is not what was saved."""
+class SavedSteps:
+    """The checkpoints in a folder, to read; nothing is written, so that a run may be writing there."""
 
-
-class Checkpoints:
-    """The newest `keep` (at least 1) checkpoints of one run, in a folder that is created if missing."""
-
-    def __init__(self, folder: str | Path, keep: int = 2) -> None:
-        require(keep >= 1, "keep", "at least 1", keep)
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def steps(self) -> list[int]:
         """Steps that are complete on disk, in ascending order; a save in progress is not among them."""
-        # Directory names, because the manager also remembers steps whose background save has failed.
         return complete_steps(self.folder)
 
     def latest_step(self) -> int | None:
         """The newest complete step on disk, or None."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, arrays: Any, extra: dict[str, Any], wait: bool = True) -> None:
-        """Saves one step.
-
-        Args:
-            step: training step, larger than every saved one.
-            arrays: pytree of jax Arrays; random keys must be given as `jax.random.key_data`.
-            extra: a record that JSON returns unchanged: string keys, lists, finite numbers.
-            wait: return only once the step is durable. Without it, durable means after `wait_until_finished`.
-
-        Raises:
-            ValueError: a step that is not newer, a pytree leaf that is not an array, an extra that JSON would change.
-        """
-        self.wait_until_finished()
-        latest = self.latest_step()
-        require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
-        require(_survives_json(extra), "extra", "a dict that JSON returns unchanged", repr(extra)[:200])
-        leaves = _named_leaves(arrays, "arrays")
-        for name, leaf in leaves.items():
-            _require_array(name, leaf)
-        content = {"step": step, "extra": extra, "leaves": [_record(name, leaf) for name, leaf in leaves.items()]}
-        manifest = {"content": content, "sha256": _digest(content)}
-        items = ocp.args.Composite(arrays=ocp.args.PyTreeSave(leaves), manifest=ocp.args.JsonSave(manifest))
-        if not self._manager.save(step, args=items, force=True):
-            raise RuntimeError(f"checkpoint step {step} in {self.folder}: Orbax declined to save it")
-        if wait:
-            self.wait_until_finished()
-
-    def wait_until_finished(self) -> None:
-        """Returns once every save is durable; raises the error of a background save that failed."""
-        try:
-            self._manager.wait_until_finished()
-        except BaseException:
-            self._manager.reload()
-            raise
-
-    def close(self) -> None:
-        """Waits for saves in progress and frees the background threads."""
-        try:
-            self.wait_until_finished()
-        finally:
-            self._manager.close()
-
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """Reads one step back, checked, into the template's structure, shapes, dtypes and shardings.
 
-        Without `step`, the newest undamaged step is read: damaged newer ones are moved to the quarantine folder, with a
-        file that holds the reason, and each adds a line to `warnings`. A step requested by number is never replaced.
+        Without `step`, the newest undamaged step is read, and every damaged newer one adds a line to `warnings`. A step
+        requested by number is never replaced.
 
         Args:
             template: pytree of jax Arrays or `jax.ShapeDtypeStruct` with shardings, see `restore_template`.
@@ -115,69 +84,181 @@ class Checkpoints:
             ValueError: no such step, no undamaged step, or a pytree leaf whose path, shape or dtype is not the
                 template's.
         """
-        self.wait_until_finished()
         wanted = _named_leaves(template, "template")
         _check_placement(wanted)
-        steps = self.steps()
-        require(bool(steps), "checkpoints", f"at least one complete step in {self.folder}", "none")
-        require(step is None or step in steps, "step", f"one of {steps} in {self.folder}", step)
-        damaged: list[tuple[int, DamagedStep]] = []
-        for candidate in reversed(steps) if step is None else [step]:
+        numbered, warnings = self._numbered(), self._odd_names()
+        require(bool(numbered), "checkpoints", f"at least one complete step in {self.folder}", "none")
+        require(step is None or step in numbered, "step", f"one of {numbered} in {self.folder}", step)
+        damaged: dict[int, str] = {}
+        for candidate in reversed(numbered) if step is None else [step]:
             try:
-                content = self._read_manifest(candidate)
+                content = read_manifest(self.folder / str(candidate), candidate)
                 _check_template(candidate, content["leaves"], wanted)
                 host = self._read_arrays(candidate, content["leaves"])
             except DamagedStep as reason:
-                damaged.append((candidate, reason))
+                damaged[candidate] = str(reason)
                 continue
-            warnings = tuple(self._quarantine(*bad, restored=candidate) for bad in damaged)
-            placed = [jax.device_put(host[name], leaf.sharding) for name, leaf in wanted.items()]
+            warnings += [_damage(*bad, candidate) for bad in damaged.items()]
+            placed = [_placed(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
             arrays = jax.tree.unflatten(jax.tree.structure(template), placed)
-            return Restored(arrays, content["extra"], candidate, warnings)
-        reasons = "; ".join(f"step {bad}: {reason}" for bad, reason in damaged)
+            return Restored(arrays, content["extra"], candidate, tuple(warnings), damaged)
+        reasons = "; ".join(f"step {bad}: {reason}" for bad, reason in damaged.items())
         raise ValueError(f"checkpoints: expected an undamaged step in {self.folder}, got {reasons}")
 
-    def _read(self, step: int, item: str, args: Any) -> Any:
-        try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-        except Exception as error:
-            # Damage can raise anything: a parse error, a decompression error, a missing key.
-            if isinstance(error, MemoryError):
-                raise
-            first_line = next(iter(str(error).splitlines()), "")[:200]
-            raise DamagedStep(f"{item} cannot be read ({type(error).__name__}: {first_line})") from error
+    def _numbered(self) -> list[int]:
+        return numbered(self.folder)
 
-    def _read_manifest(self, step: int) -> dict[str, Any]:
-        manifest = self._read(step, "manifest", ocp.args.JsonRestore())
-        content = manifest.get("content") if isinstance(manifest, dict) else None
-        if content is None or manifest.get("sha256") != _digest(content):
-            raise DamagedStep("the manifest does not match its own digest")
-        if content["step"] != step:
-            raise DamagedStep(f"the manifest is that of step {content['step']}")
-        return content
+    def _odd_names(self) -> list[str]:
+        # int() takes 031 and digits of every script, so that two names could be one step.
+        odd = sorted(name for name in os.listdir(self.folder) if name.isdecimal() and not STEP_NAME.fullmatch(name))
+        return [f"{ascii(name)} in {self.folder} is not the name of a step; left alone" for name in odd]
 
     def _read_arrays(self, step: int, records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-        names = [record["path"] for record in records]
-        as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
-        host = self._read(step, "arrays", ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=as_numpy))
-        for record in records:
-            if _record(record["path"], host[record["path"]]) != record:
-                raise DamagedStep(f"array {record['path']!r} does not match its digest")
-        return host
+        folder = self.folder / str(step)
+        try:
+            return {record["path"]: read_array(folder, record) for record in records}
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise DamagedStep(f"the arrays cannot be read ({error.strerror})") from error
 
-    def _quarantine(self, step: int, reason: DamagedStep, *, restored: int) -> str:
+
+class Checkpoints(SavedSteps):
+    """The newest `keep` (at least 1) checkpoints of one run, in a folder that is created if missing, to write and read.
+
+    A restore moves damaged steps to the quarantine folder, with a file that holds the reason. The caller holds the run's
+    lock.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+        require(keep >= 1, "keep", "at least 1", keep)
+        super().__init__(folder)
+        self._keep = keep
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for entry in self.folder.iterdir() if jax.process_index() == 0 else ():
+            # Of a process that was killed.
+            if UNFINISHED.search(entry.name) and kind_of(entry) == "folder":
+                shutil.rmtree(entry)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(self, step: int, arrays: Any, extra: dict[str, Any]) -> None:
+        """Saves one step; returns once the arrays are in the host's memory. Durable means on the list of `steps`.
+
+        Args:
+            step: training step, larger than every saved one.
+            arrays: pytree of jax Arrays; random keys must be given as `jax.random.key_data`.
+            extra: a record that JSON returns unchanged: string keys, lists, finite numbers.
+
+        Raises:
+            ValueError: a step that is not newer, a pytree leaf that is not an array, an extra that JSON would change.
+            OSError: the save before this one could not be written.
+        """
+        self.wait_until_finished()
+        latest = max(self._numbered(), default=None)
+        require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
+        require(_survives_json(extra), "extra", "a dict that JSON returns unchanged", repr(extra)[:200])
+        leaves = _named_leaves(arrays, "arrays")
+        for name, leaf in leaves.items():
+            _require_array(name, leaf)
+        content = {"step": step, "extra": extra, "leaves": described(leaves)}
+        # A copy through JSON: the caller may change its record while the thread writes.
+        content = json.loads(json.dumps(content))
+        self._pending = self._thread.submit(self._write, step, content, host_shards(leaves), self._fresh(step))
+
+    def wait_until_finished(self) -> None:
+        """Returns once the save in progress is durable.
+
+        Raises:
+            OSError: it could not be written; nothing of it is left, and older steps are as they were.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits for the save in progress and ends the thread; raises as `wait_until_finished`."""
+        try:
+            self.wait_until_finished()
+        finally:
+            self._thread.shutdown()
+
+    def restore(
+        self, template: Any, step: int | None = None, check: Callable[[Restored], None] = lambda restored: None
+    ) -> Restored:
+        """As `SavedSteps.restore`; damaged steps, and those after a step requested by number, go to the quarantine.
+
+        Args:
+            template: as there.
+            step: as there.
+            check: may refuse what was read, before anything is moved.
+        """
+        self.wait_until_finished()
+        restored = super().restore(template, step)
+        check(restored)
+        warnings, back = self._odd_names(), f"the run went back to step {restored.step}"
+        for newer in reversed([each for each in self._numbered() if each > restored.step]):
+            reason = restored.damaged.get(newer)
+            place = self._quarantine(newer, reason or back)
+            line = f"checkpoint step {newer}: {back}" if reason is None else _damage(newer, reason, restored.step)
+            warnings.append(f"{line}; moved to {place}")
+        return restored._replace(warnings=tuple(warnings))
+
+    def _fresh(self, step: int) -> Path:
+        """An unfinished folder, the same of all processes."""
+        suffix = np.frombuffer(os.urandom(8), np.uint8)
+        if jax.process_count() > 1:
+            suffix = multihost_utils.broadcast_one_to_all(suffix)
+        return unfinished(self.folder / str(step), bytes(suffix))
+
+    def _write(self, step: int, content: dict[str, Any], shards: list[Shard], fresh: Path) -> None:
+        place, process = self.folder / str(step), jax.process_index()
+        try:
+            # Whichever process comes first.
+            fresh.mkdir(exist_ok=jax.process_count() > 1)
+            write_step(fresh, content, shards, (process, jax.process_count()))
+            if process != 0:
+                wait_for(place)
+                return
+            fresh.rename(place)
+            sync_folder(self.folder)
+            for old in self.steps()[: -self._keep]:
+                self._remove(old)
+        except OSError as error:
+            shutil.rmtree(fresh, ignore_errors=True)
+            words = f"checkpoint step {step} could not be written: {error.strerror or error}"
+            raise OSError(error.errno, words, str(self.folder)) from error
+
+    def _remove(self, step: int) -> None:
+        # Renamed first: killed on the way, half a step must not look like a damaged one.
+        doomed = unfinished(self.folder / str(step))
+        (self.folder / str(step)).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _quarantine(self, step: int, reason: str) -> Path:
         shelf = self.folder / QUARANTINE
-        shelf.mkdir(exist_ok=True)
-        place = shelf / f"{step}-{sum(1 for _ in shelf.glob(f'{step}-*.txt'))}"
+        make_folder(shelf)
+        taken = set(os.listdir(shelf))
+        number = next(n for n in range(len(taken) + 1) if taken.isdisjoint({f"{step}-{n}", f"{step}-{n}.txt"}))
+        place = shelf / f"{step}-{number}"
         (self.folder / str(step)).rename(place)
-        place.with_name(place.name + ".txt").write_text(f"{reason}\n", encoding="utf-8")
-        self._manager.reload()
-        return f"checkpoint step {step} is damaged: {reason}; moved to {place}; continuing from step {restored}"
+        with create_file(place.with_name(place.name + ".txt")) as stream:
+            write_whole(stream, f"{reason}\n".encode())
+        return place
+
+
+def numbered(folder: Path) -> list[int]:
+    """Everything under the name of a step, damaged ones included, in ascending order."""
+    return sorted(int(name) for name in os.listdir(folder) if STEP_NAME.fullmatch(name))
 
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps that are complete in a folder of checkpoints, in ascending order."""
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir())
+    return [step for step in numbered(folder) if kind_of(folder / str(step)) == "folder"]
 
 
 def restore_template(arrays: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -202,6 +283,16 @@ def restore_template(arrays: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.map(place, arrays)
 
 
+def _damage(step: int, reason: str, restored: int) -> str:
+    return f"checkpoint step {step} is damaged: {reason}; continuing from step {restored}"
+
+
+def _placed(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def _named_leaves(tree: Any, argument: str) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -216,17 +307,6 @@ def _require_array(name: str, leaf: Any) -> None:
     require(isinstance(leaf, jax.Array), f"arrays leaf {name!r}", "a jax Array", type(leaf).__name__)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     require(not is_key, f"arrays leaf {name!r}", "uint32 data from jax.random.key_data", leaf.dtype)
-    require(leaf.is_fully_addressable, f"arrays leaf {name!r}", "an array of this process", leaf.sharding)
-
-
-def _record(name: str, leaf: Any) -> dict[str, Any]:
-    host = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
-    sha256 = hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()
-    return {"path": name, "dtype": str(host.dtype), "shape": list(host.shape), "sha256": sha256}
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _survives_json(extra: Any) -> bool:

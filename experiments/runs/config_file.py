@@ -6,7 +6,6 @@ into floats.
 
 import hashlib
 import json
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -16,15 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments.runs.files import write_json
 from jaxlogp.errors import require
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+MAX_DEPTH = 64
 ConfigT = typing.TypeVar("ConfigT")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replaces a JSON file atomically: a reader, or a crash, sees the old content or the new one, never part of it."""
-    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def config_hash(config: Any) -> str:
@@ -60,24 +56,33 @@ def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
     return _build(read_config(path), config_type, "config")
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file atomically; its content is on disk before the name points to it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(path)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError naming the path where there is none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a JSON object, got {type(error).__name__}: {error}") from error
     require(isinstance(value, dict), str(path), "a JSON object", type(value).__name__)
     return value
+
+
+def parse_json(text: bytes) -> Any:
+    """A JSON value; ValueError where there is none, or one so deep that a walk through it would fail later."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        value = None
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(MAX_DEPTH):
+            level = [inner for each in level for inner in _inside(each)]
+        require(value is not None and not level, "JSON", f"values nested at most {MAX_DEPTH} deep", "deeper ones")
+    return value
+
+
+def _inside(value: Any) -> list[Any]:
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [each for each in inside if isinstance(each, dict | list)]
 
 
 def read_config(path: Path) -> dict[str, Any]:

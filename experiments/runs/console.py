@@ -75,6 +75,16 @@ class RunConsole:
         """Prints one highlighted line, in quiet mode too."""
         self._print(f"WARNING: {text}", style="bold red")
 
+    def begin(self, facts: Mapping[str, str]) -> None:
+        """Prints what is about to run, a line for each fact."""
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            self.say(f"{name:<{width}}  {value}")
+
+    def ending(self, kept: str) -> None:
+        """Prints the last line, whatever ended the run: what is on disk, and the command that goes on."""
+        self._print(kept)
+
     @contextlib.contextmanager
     def progress(self, label: str, total: int, done: int = 0, lines: bool = True) -> Iterator[Callable[..., None]]:
         """Shows the progress of `total` steps while the block runs.

@@ -5,37 +5,37 @@
     metrics.jsonl  one object per line: step, kind, scalars
     samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
     summary.json   the final numbers
+    data.json      of a run on a file of examples: its path and its sha256
     model/         of a run that began with a model from disk: its files, without the weights
+    lock           held by the process that writes here
     curves.png, checkpoints/, tb/<kind>/
+
+Nothing in it names the folder itself, which can be moved. It may also come from somebody else: what is read or written
+here are files and folders, never links to others.
 
 Numbers are JSON numbers. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf",
 which the readers here turn back into floats.
 """
 
-import json
 import os
-import platform
-import subprocess
-import sys
-import time
-import typing
-from collections import Counter
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
 
-from experiments.runs.config_file import NON_FINITE, read_config, read_object, replace_file, to_json, write_json
+from experiments.runs.config_file import NON_FINITE, parse_json, read_config, read_object
+from experiments.runs.environment import describe_environment
+from experiments.runs.event_file import EventFile
+from experiments.runs.files import create_file, kind_of, require_file, require_folder, write_json
+from experiments.runs.log_file import NOTHING, LogFile, Mark
 from jaxlogp.errors import require
 
-LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-GIT_TIMEOUT_SECONDS = 10
+LONGEST_NAME_BYTES = 200
+STEP_OF_RUN = re.compile(r"(.+)@(0|[1-9][0-9]{0,17})", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,37 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     samples = property(lambda self: self.path / "samples.jsonl")
     summary = property(lambda self: self.path / "summary.json")
+    data = property(lambda self: self.path / "data.json")
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
     tensorboard = property(lambda self: self.path / "tb")
     model = property(lambda self: self.path / "model")
+    lock = property(lambda self: self.path / "lock")
 
     @classmethod
     def create(cls, parent: str | Path, name: str) -> Self:
         """Creates `parent/name` with env.json; it is a complete run folder once `save_config` has written config.json.
 
         Raises:
-            ValueError: a name that is not one path component, or a path that exists already.
+            ValueError: a name that is not one path component, a path that exists already, or a parent that is no folder.
         """
-        is_component = bool(name) and name not in (".", "..") and not set(name) & set("/\\\0")
-        require(is_component, "name", "one path component", repr(name))
+        is_component = bool(name) and name not in (".", "..") and name.isprintable() and not set(name) & set("/\\")
+        require(is_component, "name", "one path component", repr(name)[:LONGEST_NAME_BYTES])
+        size = len(os.fsencode(name))
+        require(size <= LONGEST_NAME_BYTES, "name", f"at most {LONGEST_NAME_BYTES} bytes", size)
         folder = cls(Path(parent).resolve() / name)
-        require(not folder.path.exists(), "run folder", "a path that does not exist yet", folder.path)
-        folder.checkpoints.mkdir(parents=True)
+        try:
+            folder.path.parent.mkdir(parents=True, exist_ok=True)
+            folder.path.mkdir()
+        except FileExistsError:
+            taken = folder.path if kind_of(folder.path.parent) == "folder" else folder.path.parent
+            require(False, "run folder", "a path that does not exist yet", taken)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            require(False, "run folder", "a path in an existing folder", f"{folder.path}: {error.strerror}")
+        folder.checkpoints.mkdir()
         folder.tensorboard.mkdir()
-        folder.metrics.touch()
-        folder.samples.touch()
+        for log in (folder.metrics, folder.samples):
+            create_file(log).close()
         write_json(folder.env, {**describe_environment(), "resumes": []})
         return folder
 
@@ -83,44 +94,44 @@ class RunFolder:
         require(folder.path.is_dir(), "run folder", "an existing folder", folder.path)
         present = folder.env.is_file() or folder.config.is_file()
         require(present, "run folder", "one with config.json and env.json", f"neither in {folder.path}")
-        read_object(folder.env)
+        for part in (folder.env, folder.config, folder.metrics, folder.samples):
+            require_file(part)
+        for part in (folder.checkpoints, folder.tensorboard):
+            require_folder(part)
+        resumes = read_object(folder.env).get("resumes")
+        is_list = isinstance(resumes, list) and all(isinstance(each, dict) for each in resumes)
+        require(is_list, str(folder.env), "a list of objects as resumes", repr(resumes)[:80])
         read_config(folder.config)
-        for part in (folder.metrics, folder.samples, folder.checkpoints, folder.tensorboard):
-            require(part.exists(), "run folder", f"one with {part.name}", f"none in {folder.path}")
         return folder
+
+    def data_digest(self) -> str | None:
+        """sha256 of the examples that the run began with; None where it is not on a file.
+
+        Raises:
+            ValueError: a damaged data.json.
+        """
+        if kind_of(self.data) == "nothing":
+            return None
+        digest = read_object(self.data).get("sha256")
+        require(isinstance(digest, str), str(self.data), "a text as sha256", repr(digest)[:80])
+        return digest
 
     def record_resume(self, step: int) -> None:
         """Adds the environment of this process to env.json, as a resume from `step`."""
         env = read_object(self.env)
-        resumes = [*env.get("resumes", []), {"step": step, **describe_environment()}]
+        resumes = [*env["resumes"], {"step": step, **describe_environment()}]
         write_json(self.env, {**env, "resumes": resumes})
 
 
-def describe_environment() -> dict[str, Any]:
-    """What a reader needs to repeat the run; of the environment variables, only XLA_FLAGS."""
-    devices = jax.devices()
-    kinds = Counter(device.device_kind for device in devices)
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(sys.orig_argv),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
-        "platform": platform.platform(),
-        "devices": {"platform": devices[0].platform, "count": len(devices), "kinds": dict(kinds)},
-        "xla_flags": os.environ.get("XLA_FLAGS"),
-        "git": describe_git(Path(__file__).resolve().parents[2]),
-    }
+def run_and_step(run: str | Path) -> tuple[Path, int | None]:
+    """A run folder as it is written on a command line: RUN, or RUN@STEP for an older checkpoint than the newest.
 
-
-def describe_git(root: Path) -> dict[str, Any]:
-    """Revision of the code in `root` and whether files differ from it; None with a reason where git cannot tell."""
-    try:
-        revision, changes = _git(root, "rev-parse", "--verify", "HEAD"), _git(root, "status", "--porcelain")
-        return {"revision": revision, "dirty": bool(changes), "reason": None}
-    except subprocess.CalledProcessError as error:
-        reason = next(iter(error.stderr.strip().splitlines()), f"git exited with status {error.returncode}")
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = f"git could not run: {error}"
-    return {"revision": None, "dirty": None, "reason": reason}
+    Example:
+        >>> run_and_step("runs/a@200")
+        (PosixPath('runs/a'), 200)
+    """
+    named = None if Path(run).exists() else STEP_OF_RUN.fullmatch(str(run))
+    return (Path(run), None) if named is None else (Path(named[1]), int(named[2]))
 
 
 class Sample(NamedTuple):
@@ -143,29 +154,43 @@ class MetricsLog(NamedTuple):
     torn: str | None
 
 
-class MetricsWriter:
-    """Appends to metrics.jsonl, samples.jsonl and tb/, each line flushed when it is written.
+Marks = dict[str, Mark]
+"""What a checkpoint remembers of the two logs, by the name of the file."""
 
-    A resumed run drops records written after the restored step, so that every kind has each step once.
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, samples.jsonl and tb/, each line at once.
 
     Args:
-        folder: the run.
-        restored: None for a fresh run. The restored step where all kinds count the same steps; otherwise the last step
-            to keep of every kind (a sample's phase counts as its kind).
+        folder: the run, locked by this process.
+        marks: None begins from the start. Otherwise those of the checkpoint that the run goes on from: lines up to them
+            must be there, unchanged, and lines after them are cut off.
+
+    Attributes:
+        dropped: a sentence for each log that lines were cut off from.
 
     Raises:
-        ValueError: a fresh run whose files have lines, a kind that `restored` does not name, or a damaged file.
+        ValueError: a log whose lines up to the marks are missing, more, or others; it names file and line.
     """
 
-    def __init__(self, folder: RunFolder, restored: int | Mapping[str, int] | None = None) -> None:
-        self._folder, self._restored = folder, restored
-        self._boards: dict[str, SummaryWriter] = {}
-        self._last_steps: dict[str, int] = {}
-        for record in _truncate(folder.metrics, "kind", restored):
-            self._last_steps[record["kind"]] = record["step"]
-        _truncate(folder.samples, "phase", restored)
-        self._metrics = folder.metrics.open("ab")
-        self._samples = folder.samples.open("ab")
+    def __init__(self, folder: RunFolder, marks: Marks | None = None) -> None:
+        self._folder, self._resumed = folder, marks is not None
+        self._boards: dict[str, EventFile] = {}
+        marks = marks or {}
+        self._metrics = LogFile(folder.metrics, marks.get(folder.metrics.name, NOTHING))
+        try:
+            self._samples = LogFile(folder.samples, marks.get(folder.samples.name, NOTHING))
+            records = (_parse_line(line, "kind", str(folder.metrics)) for line in self._metrics.kept)
+            self._last_steps = {record["kind"]: record["step"] for record in records}
+        except BaseException:
+            self._metrics.close()
+            raise
+        after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
+        self.dropped = [
+            f"{log.path.name}: {log.dropped} lines written {after} dropped"
+            for log in (self._metrics, self._samples)
+            if log.dropped
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -178,36 +203,38 @@ class MetricsWriter:
 
         Raises:
             ValueError: a step of this kind that is not newer than the last, or a value that is not a scalar.
+            OSError: the disk is full.
         """
         last = self._last_steps.get(kind, -1)
         require(step > last, f"step of kind {kind!r}", f"a step after {last}", step)
         clash = sorted(values.keys() & {"step", "kind"})
         require(not clash, "values", "names other than step and kind", clash)
         scalars = {name: _scalar(name, value) for name, value in values.items()}
-        _append(self._metrics, {"step": int(step), "kind": kind, **scalars})
+        board = self._board(kind)
+        self._metrics.append({"step": int(step), "kind": kind, **scalars})
         self._last_steps[kind] = step
-        for name, value in scalars.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._board(kind).add_scalar(name, value, step)
+        numbers = (int, float)
+        board.add(step, {name: value for name, value in scalars.items() if type(value) in numbers})
 
     def write_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
         """Adds completions of one step."""
         for sample in samples:
             reward = float(sample.reward)
-            _append(self._samples, {"step": int(step), "phase": phase, **sample._asdict(), "reward": reward})
+            self._samples.append({"step": int(step), "phase": phase, **sample._asdict(), "reward": reward})
+
+    def marks(self) -> Marks:
+        """What a checkpoint remembers of the logs, whose lines are durable from here on."""
+        return {log.path.name: log.mark() for log in (self._metrics, self._samples)}
 
     def close(self) -> None:
         """Closes the files."""
         for stream in (self._metrics, self._samples, *self._boards.values()):
             stream.close()
 
-    def _board(self, kind: str) -> SummaryWriter:
+    def _board(self, kind: str) -> EventFile:
         if kind not in self._boards:
-            keep = self._restored.get(kind) if isinstance(self._restored, Mapping) else self._restored
-            purge = None if keep is None else keep + 1
-            # Event files are named by the second: without a suffix, a quick resume would overwrite the earlier one.
-            suffix, place = f".{time.time_ns()}", str(self._folder.tensorboard / kind)
-            self._boards[kind] = SummaryWriter(place, purge_step=purge, filename_suffix=suffix)
+            purge = self._last_steps.get(kind, -1) + 1 if self._resumed else None
+            self._boards[kind] = EventFile(self._folder.tensorboard / kind, purge)
         return self._boards[kind]
 
 
@@ -233,19 +260,6 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, "phase")[0]
 
 
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS)
-    return done.stdout.strip()
-
-
 def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         require(np.ndim(value) == 0, f"value {name!r}", "a scalar", f"shape {np.shape(value)}")
@@ -256,15 +270,9 @@ def _scalar(name: str, value: Any) -> Any:
     return value
 
 
-def _append(stream: typing.BinaryIO, record: dict[str, Any]) -> None:
-    plain = {name: to_json(value, name) for name, value in record.items()}
-    stream.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
-    stream.flush()
-
-
 def _parse_line(line: bytes, kind: str, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{place}: expected a JSON object, got {error}") from error
     is_record = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get(kind), str)
@@ -284,17 +292,3 @@ def _read_lines(path: Path, kind: str) -> tuple[list[dict[str, Any]], str | None
         return [*records, _parse_line(last, kind, "last line")], None
     except ValueError:
         return records, f"{path} line {len(whole) + 1}: cut short after {len(last)} bytes, left out"
-
-
-def _truncate(path: Path, kind: str, restored: int | Mapping[str, int] | None) -> list[dict[str, Any]]:
-    records, torn = _read_lines(path, kind)
-    if restored is None:
-        require(not records and torn is None, "restored", f"a step, {path} has lines already", None)
-        return records
-    kinds = {record[kind] for record in records}
-    limits = restored if isinstance(restored, Mapping) else dict.fromkeys(kinds, restored)
-    unnamed = sorted(kinds - limits.keys())
-    require(not unnamed, "restored", f"a step for every kind in {path}", f"none for {', '.join(unnamed)}")
-    kept = [record for record in records if record["step"] <= limits[record[kind]]]
-    replace_file(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))
-    return kept

@@ -1,6 +1,7 @@
 """The curves of one run, or of several seeds, in one picture: does it learn, does the policy collapse, do sampler and
 trainer agree?"""
 
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
+
+from experiments.runs.files import replace_file
 
 WIDTH, HEIGHT, DPI = 1400, 1200, 100
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d1661c", "#7a7a7a", "#b00020"
@@ -103,7 +106,9 @@ def plot_runs(runs: Sequence[Iterable[Mapping[str, Any]]], path: Path) -> None:
     for name, axes in figure.subplot_mosaic([list(row) for row in MOSAIC]).items():
         _draw_panel(axes, PANELS[name], records)
     # Without the default stamp, the same metrics give the same bytes.
-    figure.savefig(path, format="png", metadata={"Software": None})
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    replace_file(path, content.getvalue())
 
 
 def series_of(records: Iterable[Mapping[str, Any]], metric: str, kind: str = "train") -> Series:

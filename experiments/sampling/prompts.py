@@ -47,10 +47,12 @@ def sizes_for(
     Raises:
       ValueError: the longest document does not fit into ``schedule.row_length``, or a prompt that cannot be encoded.
     """
-    for split in SPLITS:
-        # Refused here, and not in the first rollout.
-        encode(tokenizer, task.example(0, split).prompt)
-    prompt = rollout.max_prompt_tokens or longest_prompt(task, tokenizer)
+    longest = longest_prompt(task, tokenizer)
+    prompt = rollout.max_prompt_tokens or longest
+    # Refused here, and not in the first rollout.
+    countable = task.num_examples("train") is not None
+    seen = longest if countable else max(len(encode(tokenizer, task.example(0, split).prompt)) for split in SPLITS)
+    require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
     row = schedule.row_length or longest
@@ -115,6 +117,11 @@ class PromptOrder:
         require(epochs is None or count is not None, "--schedule.epochs", f"None, or {finite}", epochs)
         self._order = None if count is None else grain.MapDataset.range(count).seed(seed).shuffle().repeat(epochs)
         self._end = None if epochs is None else count * epochs
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no prompt is left."""
+        return self._end is not None and self.cursor >= self._end
 
     def take(self, number: int) -> list[Example]:
         """The next examples; fewer, then none, when the data ends."""

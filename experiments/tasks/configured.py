@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 from experiments.config import Config, DataConfig, RewardConfig
+from experiments.options import refused_as
 from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import Task
@@ -33,10 +34,8 @@ def own_task(task: Task, data: DataConfig) -> Task:
 def _asked(task: Task, data: DataConfig) -> Task:
     if data.system is None and data.instruction is None and not data.extract:
         return task
-    try:
+    with refused_as("data"):
         return PromptedTask(task, data.system, data.instruction, data.extract)
-    except ValueError as error:
-        raise ValueError(f"--data.{error}") from None
 
 
 def configured_rewards(options: RewardConfig, task: Task) -> Rewards:
@@ -49,8 +48,5 @@ def configured_rewards(options: RewardConfig, task: Task) -> Rewards:
 
 
 def _format(data: DataConfig) -> JsonlFormat:
-    try:
+    with refused_as("data"):
         return JsonlFormat(**{each.name: getattr(data, each.name) for each in fields(JsonlFormat)})
-    except ValueError as error:
-        argument, _, rest = str(error).partition(":")
-        raise ValueError(f"--data.{argument.replace('_', '-')}:{rest}") from None

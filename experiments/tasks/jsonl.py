@@ -9,6 +9,7 @@ misspelt key would otherwise vanish without a word, unless `other_keys` asks for
 holds in addition to prompt and answer.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -54,6 +55,8 @@ class JsonlOptions:
     """Largest difference of numbers that the numeric verifier takes for equal."""
     percent: str = "unit"
     """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
+    max_text_bytes: int = 4096
+    """Longest prompt, and longest answer, in bytes of UTF-8: memory is allotted for the longest of the file in every row."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,12 @@ class JsonlFormat(JsonlOptions):
         require(self.verifier in VERIFIERS, "verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))
         # Raises for an option of the numeric verifier that is out of range.
         same_number("0", "0", tolerance=self.tolerance, percent=self.percent)
+        for each in ("tolerance", "percent"):
+            unused = self.verifier == "exact" and getattr(self, each) != getattr(JsonlOptions, each)
+            require(
+                not unused, each, "no value without --data.verifier numeric, which alone has it", getattr(self, each)
+            )
+        require(self.max_text_bytes >= 1, "max_text_bytes", "at least 1", self.max_text_bytes)
         if self.answer_pattern is None:
             return
         expected = "a regular expression with one group"
@@ -99,6 +108,8 @@ class JsonlFormat(JsonlOptions):
         if self.answer_key not in record:
             raise ValueError(f"missing key {self.answer_key!r}")
         prompt, answer = _prompt(prompt_key, record[prompt_key]), self._answer(record[self.answer_key])
+        self._check_length(prompt_key, prompt_text(prompt))
+        self._check_length(self.answer_key, answer)
         return Example(prompt, answer, rest if self.other_keys else rest.get(METADATA))
 
     def verify(self, answer: str, completion: str) -> bool:
@@ -106,6 +117,13 @@ class JsonlFormat(JsonlOptions):
         if self.verifier == "exact":
             return completion.strip() == answer.strip()
         return same_number(completion, answer, tolerance=self.tolerance, percent=self.percent)
+
+    def _check_length(self, key: str, text: str) -> None:
+        length = len(text.encode())
+        if length > self.max_text_bytes:
+            raise ValueError(
+                f"{key!r} has {length} bytes, more than --data.max-text-bytes {self.max_text_bytes}; memory grows with it"
+            )
 
     def _prompt_key(self, record: dict[str, Any]) -> str:
         keys = PROMPT_KEYS if self.prompt_key is None else (self.prompt_key,)
@@ -145,21 +163,23 @@ class JsonlTask:
     The split hashes the prompt and not the path, so a moved or copied file keeps its split.
 
     Args:
-        path: where the examples came from.
+        path: where the examples came from, absolute.
         examples: the examples of each split.
         format: how its lines were read, and verifies completions.
+        digest: sha256 of the file.
     """
 
     path: str
     examples: dict[Split, tuple[Example, ...]]
     format: JsonlFormat
+    digest: str
 
     family: ClassVar[str] = "jsonl"
     alphabet: ClassVar[None] = None
 
     @property
     def name(self) -> str:
-        """The path as it was given, after "jsonl:"."""
+        """The absolute path after "jsonl:", so that a run finds its data from any folder."""
         return f"{self.family}:{self.path}"
 
     @property
@@ -211,9 +231,12 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
             the number of the line, counted from 1.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"task file {path}: expected a readable file, got {error.strerror or error}") from error
+        content = Path(path).read_bytes()
+    # A path with a null character is a ValueError of its own.
+    except (OSError, ValueError) as error:
+        seen = getattr(error, "strerror", None) or error
+        raise ValueError(f"task file {path}: expected a readable file, got {seen}") from error
+    lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     if not lines:
@@ -237,7 +260,8 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
                 f"{split}; a hash holds out about one prompt in {HELD_OUT_ONE_IN}, so {ENOUGH_LINES} lines or more "
                 "will do"
             )
-    return JsonlTask(path, {split: tuple(examples[split]) for split in SPLITS}, form)
+    divided = {split: tuple(examples[split]) for split in SPLITS}
+    return JsonlTask(str(Path(path).resolve()), divided, form, hashlib.sha256(content).hexdigest())
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -255,11 +279,12 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:
             raise ValueError(f"key {key!r} occurs twice in one object")
-    return dict(pairs)
+        record[key] = value
+    return record
 
 
 def _prompt(key: str, value: Any) -> Prompt:

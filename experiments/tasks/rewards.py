@@ -137,6 +137,10 @@ def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | Non
     weights = [1.0] * len(names) if weights is None else weights
     require(len(weights) == len(names), "--reward.weights", f"{len(names)} weights, one per function", len(weights))
     known = (CORRECT, *REWARDS)
+    for option, function in (("pattern", "pattern"), ("length", "short")):
+        expected = f"no value without the reward {function}, which alone has it"
+        value = getattr(options, option)
+        require(value is None or function in names, f"--reward.{option}", expected, value)
     terms = []
     for name, weight in zip(names, weights, strict=True):
         require(name in known, "--reward.functions", f"some of {', '.join(known)}", repr(name))

@@ -1,9 +1,9 @@
 """The compiled programs of one leaf, which trainer and sampler of `--invariant` share.
 
 The same computation may give different bits in another program, or in the same program compiled for another number of
-devices. So everything that needs no other rank runs as a program for one device, on the first device of each data rank;
+devices. So everything that needs no other rank runs as a program for one device, on the first device of each rank;
 only the head runs over the tensor axis, and engine `fixed_order` makes its results independent of that axis. The body
-of the model is not split over the tensor ranks in this mode.
+of the model is not split in this mode, over "tensor" or over "fsdp".
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, row_axes
 from jaxlogp import (
     FixedOrderEngine,
     HeadRun,
@@ -31,26 +31,26 @@ from jaxlogp import (
 
 
 class Loaded(NamedTuple):
-    """Parameters where the leaf's programs need them: whole on each data rank, the head's rows over the tensor ranks."""
+    """Parameters where the leaf's programs need them: whole on each rank, the head's rows over the tensor ranks."""
 
     ranks: list[nnx.State]
     rows: Float[Array, "blocks H"]
 
 
 class LeafPrograms:
-    """The compiled programs of one leaf on every data rank; trainer and sampler share them.
+    """The compiled programs of one leaf on every rank; trainer and sampler share them.
 
-    Lists hold one item per data rank, arrays on the first device of that rank.
+    Lists hold one item per rank, arrays on the first device of that rank.
 
     Args:
       graph: graph definition of a decoder without a mesh.
       config: sizes and options of the decoder.
-      mesh: axes "data" and "tensor", of type Auto.
+      mesh: axes "data", "fsdp" and "tensor", of type Auto.
       order: the numeric identity of the head.
       temperature: divisor of the logits.
 
     Attributes:
-      devices: the first device of each data rank.
+      devices: the first device of each rank.
       spec: the head's arithmetic.
       head_run: the head call; None before it is traced.
     """
@@ -64,8 +64,9 @@ class LeafPrograms:
         *,
         temperature: float,
     ) -> None:
-        self.graph, self.config, self.mesh, self.devices = graph, config, mesh, list(mesh.devices[:, 0])
+        self.graph, self.config, self.mesh, self.devices = graph, config, mesh, list(devices_by_rank(mesh)[:, 0])
         self.head_run: HeadRun | None = None
+        self._row_axes = row_axes(mesh)
         self._order, self.spec = order, dataclasses.replace(config.head_spec, temperature=temperature)
         self._body = jax.jit(self._one_body)
         self._weight = jax.jit(self.weight_of)
@@ -124,15 +125,15 @@ class LeafPrograms:
         return result
 
     def _all_log_probs(self, hidden, rows, targets, mask):
-        data = P(DATA_AXIS)
-        specs = (data, P(TENSOR_AXIS), data, data)
-        mapped = jax.shard_map(self._local_log_probs, mesh=self.mesh, in_specs=specs, out_specs=data)
+        own = P(self._row_axes)
+        specs = (own, P(TENSOR_AXIS), own, own)
+        mapped = jax.shard_map(self._local_log_probs, mesh=self.mesh, in_specs=specs, out_specs=own)
         return mapped(hidden, rows, targets, mask)
 
     def _all_gradients(self, hidden, rows, targets, mask, cotangents):
         def local(hidden, rows, targets, mask, cotangents):
-            # Typed as varying over the data ranks, so that each keeps its own gradient of the head.
-            rows = jax.lax.pcast(rows, DATA_AXIS, to="varying")
+            # Typed as varying over the ranks, so that each keeps its own gradient of the head.
+            rows = jax.lax.pcast(rows, self._row_axes, to="varying")
 
             def values(hidden, rows):
                 return self._local_log_probs(hidden, rows, targets, mask)[:2]
@@ -141,24 +142,24 @@ class LeafPrograms:
             d_hidden, d_rows = pull_back(cotangents)
             return d_hidden, d_rows[None]
 
-        data = P(DATA_AXIS)
-        specs, out_specs = (data, P(TENSOR_AXIS), data, data, data), (data, P(DATA_AXIS, TENSOR_AXIS))
+        own = P(self._row_axes)
+        specs, out_specs = (own, P(TENSOR_AXIS), own, own, own), (own, P(self._row_axes, TENSOR_AXIS))
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
         d_hidden, d_rows = mapped(hidden, rows, targets, mask, cotangents)
         return d_hidden, jax.vmap(self._shards().unshard_rows)(d_rows)
 
     def _join(self, pieces: Sequence[Array]) -> Array:
-        """One array over the mesh, split over the data ranks and replicated on the tensor ranks; copies only."""
+        """One array over the mesh, split over the ranks and replicated on the tensor ranks; copies only."""
         copies = [
             jax.device_put(piece, device)
-            for piece, row in zip(pieces, self.mesh.devices, strict=True)
+            for piece, row in zip(pieces, devices_by_rank(self.mesh), strict=True)
             for device in row
         ]
         shape = (len(pieces) * copies[0].shape[0], *copies[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(DATA_AXIS)), copies)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(self._row_axes)), copies)
 
     def _split(self, joined: Array) -> list[Array]:
-        """Each data rank's part, on its first device; copies only."""
-        whole = jax.device_put(joined, NamedSharding(self.mesh, P(DATA_AXIS)))
+        """Each rank's part, on its first device; copies only."""
+        whole = jax.device_put(joined, NamedSharding(self.mesh, P(self._row_axes)))
         parts = {shard.device: shard.data for shard in whole.addressable_shards}
         return [parts[device] for device in self.devices]

@@ -17,30 +17,36 @@ from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
-from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
-from experiments.runs.folder import RunFolder
+from experiments.runs.folder import RunFolder, run_and_step
+from experiments.runs.store import SavedRun
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.run import stored_config
+from experiments.training.resume import check_data, with_own_copy
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
 def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored: stored) -> Trainer:
-    """The trainer of a run with its newest checkpoint.
+    """The trainer of a run with its newest checkpoint. Nothing is written, so that the run may be training.
 
     Args:
-      run: run folder.
+      run: run folder, or RUN@STEP for the checkpoint of that step.
       change: of its options.
 
     Raises:
       ValueError: no run folder, or no good checkpoint.
     """
-    folder = RunFolder.open(run)
-    stored = change(stored_config(folder))
+    path, step = run_and_step(run)
+    folder = RunFolder.open(path)
+    stored = change(with_own_copy(load_config(folder.config, Config), folder))
     trainer = Trainer(stored, restored=True)
-    with Checkpoints(folder.checkpoints, stored.checkpoint.keep) as checkpoints:
-        trainer.restore(checkpoints, RunConsole())
+    console = RunConsole()
+    try:
+        check_data(folder, trainer.task)
+    except ValueError as error:
+        console.warn(str(error))
+    trainer.restore(SavedRun(folder), console, step)
     return trainer
 
 
@@ -80,16 +86,16 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
     """A run's newest checkpoint, or a model on disk on the first device, with its chat template where there is one.
 
     Args:
-      path: run folder, GGUF file, `package:NAME` or Hugging Face directory.
+      path: run folder or RUN@STEP, GGUF file, `package:NAME` or Hugging Face directory.
       dtype: of activations and parameters of a model on disk; a run has its own.
 
     Raises:
       ValueError: neither of them, or one that cannot be used.
     """
-    path = located(path)
+    given, path = path, run_and_step(located(path))[0]
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
-        trainer = restored(path)
+        trainer = restored(given)
         decoder = trainer.origin.decoder
         assert decoder is not None, "a run of another model has been refused"
         params, lora = trainer.state.params, decoder.lora

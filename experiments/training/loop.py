@@ -6,24 +6,42 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from experiments.runs.checkpoint import Checkpoints, complete_steps
+from experiments.config import Config
+from experiments.config.changes import fixed_values
+from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
-from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
+from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.identity import Identity, identity_of
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted
+from experiments.runs.store import RunStore
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
-PHASES = ("warm_start", "train", "eval", "drift", "held_out")
-"""Kinds of records in metrics.jsonl and phases of samples.jsonl."""
 
-
-def run_to_end(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool) -> tuple[Scores, Scores]:
+def run_to_end(
+    trainer: Trainer,
+    folder: RunFolder,
+    console: RunConsole,
+    *,
+    resumed: bool,
+    step: int | None = None,
+    on_resume: Callable[[Trainer], None] = lambda trainer: None,
+) -> tuple[Scores, Scores]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
 
     SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
     start nothing is kept: a resume begins it again, and arrives at the same bits.
+
+    Args:
+      trainer: the trainer.
+      folder: its run, locked.
+      console: where to print.
+      resumed: whether the run goes on.
+      step: of the checkpoint to go on from; None for the newest.
+      on_resume: called with the restored trainer, before anything is written; what it raises ends the resume.
 
     Returns:
       Scores on held-out prompts before the first step and after the last.
@@ -36,21 +54,32 @@ def run_to_end(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resu
     try:
         with (
             caught_signals() as signals,
-            Checkpoints(folder.checkpoints, trainer.config.checkpoint.keep) as checkpoints,
+            RunStore(folder, trainer.config.checkpoint.keep, _identity(trainer, folder)) as store,
         ):
-            before = _restore(trainer, folder, console, checkpoints) if resumed else None
-            with _writer(trainer, folder, console, resumed=resumed, begun=before is not None) as metrics:
-                return Loop(trainer, folder, console, metrics, checkpoints, signals).run(before)
+            before = None
+            if resumed and store.begun:
+                before = trainer.restore(store, console, step)
+                found, at = trainer.unsound(), f"checkpoint step {trainer.progress.step}"
+                require(found is None, at, "a state that can be trained on", found)
+            else:
+                _require_unbegun(folder)
+                store.begin(console)
+            if resumed:
+                on_resume(trainer)
+                _say_resumed(trainer, folder, console, before)
+            return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
 
 
-def kept(folder: RunFolder) -> str:
+def kept(folder: RunFolder, *, finished: bool = False) -> str:
     """What of a run is on disk, and the command that goes on."""
     steps = complete_steps(folder.checkpoints)
     saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
-    goes_on = "goes on from there" if steps else "begins it again"
-    return f"{saved}; python -m experiments.grpo --resume {shlex.quote(str(folder.path))} {goes_on}"
+    command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
+    if finished:
+        return f"{saved}; {command} --schedule.steps N trains up to step N"
+    return f"{saved}; {command} {'goes on from there' if steps else 'begins it again'}"
 
 
 class Loop:
@@ -61,14 +90,13 @@ class Loop:
         trainer: Trainer,
         folder: RunFolder,
         console: RunConsole,
-        metrics: MetricsWriter,
-        checkpoints: Checkpoints,
+        store: RunStore,
         signals: Signals,
     ) -> None:
         self._trainer, self._folder, self._console = trainer, folder, console
-        self._metrics, self._checkpoints, self._signals = metrics, checkpoints, signals
+        self._metrics, self._store, self._signals = store.metrics, store, signals
         self._before: Scores | None = None
-        self._saved_step = checkpoints.latest_step()
+        self._saved_step = store.latest_step()
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
         self._exhausted = False
@@ -84,7 +112,7 @@ class Loop:
         before = self._before = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
         self._save()
         # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
-        self._checkpoints.wait_until_finished()
+        self._store.wait_until_finished()
         self._console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
         return before
 
@@ -164,7 +192,7 @@ class Loop:
             self._require(step, "not saved", trainer.unsound())
             if trainer.config.guards.replica_every:
                 self._require(step, "not saved, copies differ", trainer.differing_copies())
-            trainer.save(self._checkpoints, self._before)
+            trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()
 
     def _with_rewards(self, function: Callable[[], Any]) -> Any:
@@ -178,13 +206,13 @@ class Loop:
         """Ends the run with a durable checkpoint of the state, which no refused step has changed."""
         if self._before is not None:
             self._save()
-            self._checkpoints.wait_until_finished()
+            self._store.wait_until_finished()
         raise GuardAbort(f"{reason}; {kept(self._folder)}") from error
 
     def _require(self, step: int, what: str, found: str | None) -> None:
         """Ends the run without a checkpoint of a damaged state."""
         if found is not None:
-            self._checkpoints.wait_until_finished()
+            self._store.wait_until_finished()
             raise GuardAbort(f"step {step}: {what}: {found}; {kept(self._folder)}")
 
     def _answer_signals(self) -> None:
@@ -194,38 +222,24 @@ class Loop:
             return
         if self._before is not None:
             self._save()
-            self._checkpoints.wait_until_finished()
+            self._store.wait_until_finished()
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _restore(trainer: Trainer, folder: RunFolder, console: RunConsole, checkpoints: Checkpoints) -> Scores | None:
-    """Scores from before the first step; None where the run never got that far."""
-    if checkpoints.steps():
-        before = trainer.restore(checkpoints, console)
-        found = trainer.unsound()
-        require(found is None, f"checkpoint step {trainer.progress.step}", "a state that can be trained on", found)
-        folder.record_resume(trainer.progress.step)
-        console.say(f"resumed {folder.path} at step {trainer.progress.step}")
-        return before
+def _identity(trainer: Trainer, folder: RunFolder) -> Identity:
+    """What the run is: of config.json, whatever the options were that opened it; where it lies is no part of it."""
+    options = fixed_values(load_config(folder.config, Config))
+    options = {field: value for field, value in options.items() if field not in ("name", "out")}
+    return identity_of(options, trainer.config.mesh, folder.data_digest())
+
+
+def _require_unbegun(folder: RunFolder) -> None:
     made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
     require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
-    folder.record_resume(0)
-    console.say(f"resumed {folder.path}, which has no checkpoint yet: the warm start begins again")
-    return None
 
 
-def _writer(trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, begun: bool) -> MetricsWriter:
-    """The log of a new run, or that of an old one up to where it goes on."""
-    if not resumed:
-        return MetricsWriter(folder)
-    last = dict.fromkeys(PHASES, -1)
-    if begun:
-        step, evaluated = trainer.progress.step, trainer.progress.evaluated
-        warm_start = trainer.config.warm_start.max_steps
-        last = {"warm_start": warm_start, "train": step, "drift": step, "eval": evaluated, "held_out": evaluated}
-    lines = len(read_metrics(folder.metrics).records)
-    writer = MetricsWriter(folder, last)
-    dropped = lines - len(read_metrics(folder.metrics).records)
-    if dropped:
-        console.say(f"dropped {dropped} lines of {folder.metrics.name}, of what is computed again")
-    return writer
+def _say_resumed(trainer: Trainer, folder: RunFolder, console: RunConsole, before: Scores | None) -> None:
+    folder.record_resume(trainer.progress.step)
+    at = f" at step {trainer.progress.step}"
+    begins_again = ", which has no checkpoint yet: the warm start begins again"
+    console.say(f"resumed {folder.path}{begins_again if before is None else at}")

@@ -1,8 +1,9 @@
 """Gradient sums of a step from micro-batches as they come: one compiled program over the whole mesh.
 
-The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over the data and tensor axes: the
-head's vocabulary is sharded over the tensor ranks, and every sum over the data ranks is an explicit psum there. The
-gradient is that of the global loss SUM; `experiments.training.update` divides it once all micro-batches are in.
+The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over all axes: the head's vocabulary is
+sharded over the tensor ranks, and every sum over the ranks that hold other documents is an explicit psum there. The
+gradient, which lies as the parameters do, is that of the global loss SUM; `experiments.training.update` divides it once
+all micro-batches are in.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.mesh import TENSOR_AXIS, row_axes
 from experiments.models.sharding import parameter_shardings
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
@@ -31,7 +32,7 @@ class MicroBatchSums:
 
     Args:
       graph: graph definition of a `experiments.models.protocol.Model`.
-      mesh: axes "data" and "tensor", of type Auto.
+      mesh: axes "data", "fsdp" and "tensor", of type Auto.
       objective: the loss.
       temperature: divisor of the logits.
       engine: engine of the head.
@@ -55,6 +56,7 @@ class MicroBatchSums:
         frozen: nnx.State | None = None,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
+        self._row_axes = row_axes(mesh)
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -103,9 +105,9 @@ class MicroBatchSums:
         return Scores(*(None if x is None else np.asarray(x).reshape(batch.mask.shape) for x in scores))
 
     def _placed(self, batch: MicroBatch) -> MicroBatch:
-        """Rows of all data ranks in one dimension, each on its own rank, copied from the host directly to each device."""
+        """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
-        return jax.device_put(flat, NamedSharding(self._mesh, P(DATA_AXIS)))
+        return jax.device_put(flat, NamedSharding(self._mesh, P(self._row_axes)))
 
     def _settled(self, result: Any) -> Any:
         # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each
@@ -118,11 +120,13 @@ class MicroBatchSums:
             return parts.loss.sum, parts
 
         gradients, parts = jax.grad(global_sum, has_aux=True)(params)
+        if self._mesh.size > 1:
+            gradients = lax.with_sharding_constraint(gradients, parameter_shardings(gradients, self._mesh))
         sums = StepSums.of(gradients, parts.loss, parts.terms, gradient_dtype=self._accumulate)
         return MicroSums(sums, parts.drift)
 
     def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Scores:
-        return self._with_head(self._local_scores, (params, frozen), batch, P(DATA_AXIS))
+        return self._with_head(self._local_scores, (params, frozen), batch, P(self._row_axes))
 
     def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
         """``local(head keywords, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
@@ -132,11 +136,11 @@ class MicroBatchSums:
         shards = VocabShards.even(weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
-        data = P(DATA_AXIS)
+        rows = P(self._row_axes)
         mapped = jax.shard_map(
             functools.partial(local, head),
             mesh=self._mesh,
-            in_specs=(data, P(TENSOR_AXIS), data, *(P() for _ in replicated)),
+            in_specs=(rows, P(TENSOR_AXIS), rows, *(P() for _ in replicated)),
             out_specs=out_specs,
         )
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
@@ -145,7 +149,8 @@ class MicroBatchSums:
         with record_head_runs() as runs, jax.named_scope("head"):
             loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
         self._head_runs[frozenset(batch.per_token)] = runs[0]
-        return LossParts(loss.psum(DATA_AXIS), terms.psum(DATA_AXIS), lax.pmax(drift, DATA_AXIS))
+        axes = self._row_axes
+        return LossParts(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))
 
     def _local_scores(self, head, hidden: Array, weight: Array, batch: MicroBatch) -> Scores:
         values = linear_log_probs(

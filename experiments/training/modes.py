@@ -1,5 +1,6 @@
 """What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from experiments.config import Config
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.sharding import on_one_device, parameter_shardings
+from experiments.options import refused_as
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
@@ -31,7 +33,7 @@ class Mode(Protocol):
     """A way to compute the same run.
 
     Attributes:
-      mesh: the device mesh.
+      mesh: the device mesh of the training.
       params: the model's first parameters, those that are trained.
       frozen: what is not trained.
       order: the numeric identity of the head, where the mode has one.
@@ -66,15 +68,18 @@ class PlainMode:
 
     def __init__(self, config: Config, origin: Origin) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
+        self._rollout_mesh = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         self.vocab = VocabShards.even(origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = origin.decoder is not None
         self.sampler = "whole rows for every token: the model has no cache"
         if origin.decoder is not None:
-            run = origin.decoder.cached_attention_run(self.mesh)
+            run = origin.decoder.cached_attention_run(self._rollout_mesh)
             self.sampler = f"a cache, attention {run.implementation} ({run.reason})"
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self.params, self.frozen = parts
+        self._sampled_graph = origin.graph(self._rollout_mesh)
+        self._sampled_frozen = self._resharded(self.frozen)
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
@@ -84,7 +89,22 @@ class PlainMode:
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """See `Mode`."""
         kind = CachedDraw if self._cached else UncachedDraw
-        return WholeModelDraw(kind(self._graph, self.mesh, tokenizer, sizes, options), self.frozen)
+        draw = kind(self._sampled_graph, self._rollout_mesh, tokenizer, sizes, options)
+        return WholeModelDraw(draw, self._sampled_frozen, self._resharded)
+
+    def _resharded(self, state: nnx.State) -> nnx.State:
+        """Parameters as the mesh of the rollouts splits them."""
+        if self._rollout_mesh == self.mesh:
+            return state
+        return jax.device_put(state, parameter_shardings(state, self._rollout_mesh))
+
+
+def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """The mesh of the rollouts: that of the training where no other is named."""
+    if config.rollout.mesh is None:
+        return mesh
+    with refused_as("rollout"):
+        return make_mesh(parse_mesh(config.rollout.mesh))
 
 
 class WholeModelDraw:
@@ -92,17 +112,18 @@ class WholeModelDraw:
 
     Args:
       draw: the one.
-      frozen: what is not trained.
+      frozen: what is not trained, where `draw` needs it.
+      place: puts the trained parameters where `draw` needs them.
     """
 
-    def __init__(self, draw: Draw, frozen: nnx.State) -> None:
-        self._draw, self._frozen = draw, frozen
+    def __init__(self, draw: Draw, frozen: nnx.State, place: Callable[[nnx.State], nnx.State]) -> None:
+        self._draw, self._frozen, self._place = draw, frozen, place
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
         """See `Draw`."""
-        return self._draw(nnx.merge_state(params, self._frozen), prompts, lengths, copies, key)
+        return self._draw(nnx.merge_state(self._place(params), self._frozen), prompts, lengths, copies, key)
 
 
 class InvariantMode:
@@ -117,27 +138,29 @@ class InvariantMode:
         self.mesh, self.block = make_mesh(spec), config.invariance.leaf_rows
         dtype = "float32" if decoder.fp32_head else decoder.dtype
         self.order = config.invariance.order(decoder.vocab_size, dtype)
+        self._rollout_mesh = rollout_mesh(config, self.mesh)
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
-        require(self.order.granules % spec.tensor == 0, "--mesh", expected, spec.tensor)
+        for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
+            require(self.order.granules % mesh.shape[TENSOR_AXIS] == 0, option, expected, mesh.shape[TENSOR_AXIS])
         self.order.check_across_processes()
         self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
         self._decoder = decoder
-        self._programs: dict[float, LeafPrograms] = {}
+        self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
 
     def sums(self, objective: Objective, temperature: float) -> LeafSums:
         """See `Mode`."""
-        return LeafSums(self._leaf_programs(temperature), objective, self.block)
+        return LeafSums(self._leaf_programs(temperature, self.mesh), objective, self.block)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
-        programs = self._leaf_programs(options.temperature)
+        programs = self._leaf_programs(options.temperature, self._rollout_mesh)
         return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.block, greedy=options.greedy)
 
-    def _leaf_programs(self, temperature: float) -> LeafPrograms:
-        # One set per temperature, so that sampler and trainer share compiled programs.
-        if temperature not in self._programs:
-            shared = (self._graph, self._decoder, self.mesh, self.order)
-            self._programs[temperature] = LeafPrograms(*shared, temperature=temperature)
-        return self._programs[temperature]
+    def _leaf_programs(self, temperature: float, mesh: jax.sharding.Mesh) -> LeafPrograms:
+        # One set for each, so that sampler and trainer share compiled programs.
+        key = temperature, mesh
+        if key not in self._programs:
+            self._programs[key] = LeafPrograms(self._graph, self._decoder, mesh, self.order, temperature=temperature)
+        return self._programs[key]

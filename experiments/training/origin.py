@@ -63,6 +63,9 @@ class Origin(Protocol):
             mesh: what the model is told of the mesh.
         """
 
+    def graph(self, mesh: Mesh) -> nnx.GraphDef:
+        """Graph definition of the model on another mesh."""
+
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
         """How micro-batches attend; one that was named and cannot run here is refused."""
 
@@ -103,6 +106,10 @@ class DecoderOrigin:
             graph, abstract = abstract_decoder(self.decoder, mesh)
             params = placeholders(abstract, shardings) if self.restored else self._read(self.decoder, shardings)
         return Parts(graph, params, nnx.State({}))
+
+    def graph(self, mesh: Mesh) -> nnx.GraphDef:
+        """See `Origin`."""
+        return abstract_decoder(self.decoder, mesh)[0]
 
     def _adapted(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
         """Adapters to be trained, and the base from disk, which no checkpoint holds."""
@@ -162,6 +169,11 @@ class OwnOrigin:
         # The first step takes over the memory of the parameters that it is given.
         params = jax.tree.map(jnp.copy, params)
         return Parts(graph, params, jax.device_put(frozen, shardings(frozen)))
+
+    def graph(self, mesh: Mesh) -> nnx.GraphDef:
+        """See `Origin`."""
+        del mesh
+        return nnx.split(self.model)[0]
 
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
         """See `Origin`."""

@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, validate
-from experiments.runs.checkpoint import Checkpoints, restore_template
+from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
+from experiments.runs.store import RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions, readable
 from experiments.sampling.finite import NotFinite
 from experiments.sampling.pick import DrawOptions
@@ -29,7 +30,7 @@ from experiments.training.diagnosis import require_finite_inputs, why_refused
 from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from experiments.training.origin import fingerprint, origin_of
+from experiments.training.origin import Origin, fingerprint, origin_of
 from experiments.training.replicas import Replicas
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WorkedExamples, warm_start
@@ -76,6 +77,7 @@ class Trainer:
       task: your own task instead of the one that ``config.task`` names.
       rewards: your own rewards instead of those that ``config.reward`` names.
       model: your own model instead of the decoder that ``config.model`` describes.
+      origin: the model, where the caller has made it of the same options.
       restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
@@ -98,14 +100,15 @@ class Trainer:
         rewards: Rewards | None = None,
         model: nnx.Module | None = None,
         *,
+        origin: Origin | None = None,
         restored: bool = False,
     ) -> None:
-        ranks = validate(config).data
+        ranks = validate(config).ranks
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
         self._verdict = Rewards((RewardTerm(CORRECT, self.task.verify),))
-        self.origin = origin = origin_of(config, self.task, model, restored=restored)
+        self.origin = origin = origin or origin_of(config, self.task, model, restored=restored)
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
@@ -154,7 +157,9 @@ class Trainer:
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
-        self._schedule = DocumentSchedule(options.docs_per_step, options.micro_batches, options.max_empty_micro_batches)
+        self._schedule = DocumentSchedule(
+            options.docs_per_step, options.micro_batches or 4, options.max_empty_micro_batches
+        )
         self._trace()
         slow = slower_head(self.sums.head_run)
         self.warnings = [*origin.warnings(self.mesh), *([] if slow is None else [slow])]
@@ -166,6 +171,16 @@ class Trainer:
     def _columns(self) -> tuple[str, ...]:
         rescored = scoring.RESCORED_COLUMNS if self.config.rollout.rescore else ()
         return (*rescored, *((scoring.REFERENCE_COLUMN,) if self._kl_in_loss else ()))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the training data has ended."""
+        return self.prompts.exhausted and not any(self.stream.queues)
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of prompts of an evaluation, which is that of the options unless the task has fewer."""
+        return len(self._held_out)
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -377,7 +392,7 @@ class Trainer:
 
     # Checkpoints
 
-    def _arrays(self) -> dict[str, Any]:
+    def saved_arrays(self) -> dict[str, Any]:
         leaves = jax.tree.leaves(self.state.opt_state)
         arrays = {
             "params": nnx.to_pure_dict(self.state.params),
@@ -387,8 +402,8 @@ class Trainer:
             arrays["reference"] = nnx.to_pure_dict(self.reference)
         return arrays
 
-    def save(self, checkpoints: Checkpoints, before: Scores) -> None:
-        """Saves parameters, optimizer state, reference, counters, prompt order and queued documents."""
+    def save(self, store: RunStore, before: Scores) -> None:
+        """Saves parameters, optimizer state, reference, counters, prompt order and queued documents; see `RunStore.save`."""
         extra = {
             "progress": dict(vars(self.progress)),
             "rollouts": self.rollouts.made,
@@ -397,13 +412,17 @@ class Trainer:
             "before": before._asdict(),
             "frozen": fingerprint(self.frozen),
         }
-        checkpoints.save(self.progress.step, self._arrays(), extra)
+        store.save(self.progress.step, self.saved_arrays(), extra)
 
-    def restore(self, checkpoints: Checkpoints, console: RunConsole) -> Scores:
-        """Restores the newest intact checkpoint, on this mesh; returns the scores from before training."""
+    def restore(self, store: RunStore | SavedRun, console: RunConsole, step: int | None = None) -> Scores:
+        """Restores the newest intact checkpoint, or that of a step, on this mesh; returns the scores from before training.
+
+        Raises:
+          ValueError: no such checkpoint, or one that this run cannot go on from.
+        """
         if self._with_reference:
             self.reference = self.state.params
-        restored = checkpoints.restore(restore_template(self._arrays(), self.mesh))
+        restored = store.restore(restore_template(self.saved_arrays(), self.mesh), step)
         for warning in restored.warnings:
             console.warn(warning)
         arrays = restored.arrays

@@ -1,8 +1,13 @@
 """Checkpoints: a restore returns what was saved, on any mesh, or the reason why not."""
 
 import contextlib
+import json
+import os
 import resource
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,7 +18,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.runs.checkpoint import Checkpoints, restore_template
+from experiments.runs import checkpoint
+from experiments.runs.checkpoint import Checkpoints, SavedSteps, restore_template
+from experiments.runs.step_files import Shard, described, digest, read_array, read_manifest, write_step
 
 EXTRA = {"iterator": [3, 1], "documents_seen": 96, "learning_rate": 0.1, "config": {"name": "tiny"}}
 OPTIMIZER = optax.adam(1e-2)
@@ -66,10 +73,10 @@ def copied(two_steps, tmp_path):
 
 
 def test_gives_back_what_was_saved(two_steps, mesh):
-    with Checkpoints(two_steps) as checkpoints:
-        assert checkpoints.steps() == [10, 20]
-        restored = checkpoints.restore(restore_template(make_state(mesh), mesh))
-        older = checkpoints.restore(restore_template(make_state(mesh), mesh), step=10)
+    saved = SavedSteps(two_steps)
+    assert saved.steps() == [10, 20]
+    restored = saved.restore(restore_template(make_state(mesh), mesh))
+    older = saved.restore(restore_template(make_state(mesh), mesh), step=10)
     assert (restored.step, restored.warnings) == (20, ())
     assert restored.extra == {**EXTRA, "step": 20}
     assert_equal_states(restored.arrays, make_state(mesh, 1))
@@ -97,7 +104,7 @@ def test_keeps_the_newest(tmp_path, mesh):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest_step() is None
         for step in (1, 2, 5):
-            checkpoints.save(step, {"w": jnp.float32(step)}, {}, wait=False)
+            checkpoints.save(step, {"w": jnp.float32(step)}, {})
         checkpoints.wait_until_finished()
         assert checkpoints.steps() == [2, 5]
         assert checkpoints.latest_step() == 5
@@ -120,10 +127,10 @@ def full_disk():
 def test_a_save_that_fails_in_the_background_is_loud_and_does_not_count(copied, mesh):
     noise = {"noise": jax.random.bits(jax.random.key(0), (1 << 18,))}
     with Checkpoints(copied) as checkpoints:
-        with full_disk(), pytest.raises(ValueError, match="(?i)file too large"):
-            checkpoints.save(30, noise, {}, wait=False)
+        with full_disk(), pytest.raises(OSError, match="checkpoint step 30 could not be written: File too large"):
+            checkpoints.save(30, noise, {})
             checkpoints.wait_until_finished()
-        assert checkpoints.latest_step() == 20
+        assert checkpoints.latest_step() == 20 and not list(copied.glob("30*"))
         assert checkpoints.restore(restore_template(make_state(mesh), mesh)).step == 20
         checkpoints.save(30, noise, {})
         assert checkpoints.restore(noise).step == 30
@@ -132,9 +139,11 @@ def test_a_save_that_fails_in_the_background_is_loud_and_does_not_count(copied, 
 def test_a_failed_save_does_not_push_a_good_step_out(copied):
     noise = {"noise": jax.random.bits(jax.random.key(0), (1 << 18,))}
     with Checkpoints(copied, keep=2) as checkpoints:
-        with full_disk(), pytest.raises(ValueError, match="(?i)file too large"):
+        with full_disk(), pytest.raises(OSError, match="File too large"):
             checkpoints.save(30, noise, {})
+            checkpoints.save(31, noise, {})
         checkpoints.save(40, noise, {})
+        checkpoints.wait_until_finished()
         assert checkpoints.steps() == [20, 40]
 
 
@@ -224,33 +233,42 @@ def flip_a_bit_of(file):
     file.write_bytes(content)
 
 
-def largest(folder, pattern):
-    return max((file for file in folder.glob(pattern) if file.is_file()), key=lambda file: file.stat().st_size)
-
-
 def flip_array_bit(step):
-    for file in step.glob("arrays/**/d/*"):
-        flip_a_bit_of(file)
+    flip_a_bit_of(step / "arrays-0.bin")
 
 
 def truncate_array(step):
-    file = largest(step, "arrays/d/*")
+    file = step / "arrays-0.bin"
     file.write_bytes(file.read_bytes()[:20])
 
 
 def delete_arrays(step):
-    shutil.rmtree(step / "arrays")
+    (step / "arrays-0.bin").unlink()
+
+
+def pipe_for_arrays(step):
+    delete_arrays(step)
+    os.mkfifo(step / "arrays-0.bin")
 
 
 def edit_extra(step):
-    file = step / "manifest" / "metadata"
+    file = step / "manifest.json"
     text = file.read_text()
     assert '"documents_seen": 96' in text
     file.write_text(text.replace('"documents_seen": 96', '"documents_seen": 97'))
 
 
 def empty_manifest(step):
-    (step / "manifest" / "metadata").write_bytes(b"")
+    (step / "manifest.json").write_bytes(b"")
+
+
+def deep_manifest(step):
+    (step / "manifest.json").write_bytes(b"[" * 100_000)
+
+
+def foreign_manifest(step):
+    content = {"step": 20, "extra": {}, "leaves": [{"path": "a"}]}
+    (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest(content)}))
 
 
 def empty_step(step):
@@ -264,23 +282,36 @@ def older_content(step):
 
 
 def arrays_of_the_older_step(step):
-    shutil.rmtree(step / "arrays")
-    shutil.copytree(step.parent / "10" / "arrays", step / "arrays")
+    shutil.copy(step.parent / "10" / "arrays-0.bin", step)
+
+
+def link_for_step(step):
+    step.rename(step.parent.parent / "elsewhere")
+    step.symlink_to(step.parent.parent / "elsewhere")
+
+
+def file_for_step(step):
+    shutil.rmtree(step)
+    step.write_text("20")
 
 
 DAMAGE = {
-    flip_array_bit: "arrays cannot be read",
-    truncate_array: "arrays cannot be read",
-    delete_arrays: "arrays cannot be read",
-    edit_extra: "manifest does not match its own digest",
-    empty_manifest: "manifest cannot be read",
-    empty_step: "manifest cannot be read",
-    older_content: "manifest is that of step 10",
-    arrays_of_the_older_step: "array 'params/table' does not match its digest|array '.*' does not match",
+    flip_array_bit: "array '.*' does not match its digest",
+    truncate_array: "arrays-0.bin ends before byte",
+    delete_arrays: "arrays-0.bin is nothing, not a file",
+    pipe_for_arrays: "arrays-0.bin is device, not a file",
+    edit_extra: "manifest.json does not match its own digest",
+    empty_manifest: "manifest.json cannot be read",
+    deep_manifest: r"manifest.json cannot be read \(RecursionError\)",
+    foreign_manifest: "manifest.json is not one of a checkpoint",
+    empty_step: "manifest.json is nothing, not a file",
+    older_content: "manifest.json is that of step 10",
+    arrays_of_the_older_step: "array '.*' does not match its digest",
+    link_for_step: "it is a link, not a folder",
+    file_for_step: "it is a file, not a folder",
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damage_is_named_quarantined_and_survived(copied, mesh, damage):
     damage(copied / "20")
@@ -289,15 +320,19 @@ def test_damage_is_named_quarantined_and_survived(copied, mesh, damage):
         with pytest.raises(ValueError, match=DAMAGE[damage]) as caught:
             checkpoints.restore(template, step=20)
         assert "\n" not in str(caught.value)
-        assert checkpoints.steps() == [10, 20]
+        assert sorted(entry.name for entry in copied.iterdir()) == ["10", "20"]
+        reader = SavedSteps(copied).restore(template)
+        assert reader.step == 10 and sorted(entry.name for entry in copied.iterdir()) == ["10", "20"]
+        assert "step 20 is damaged" in reader.warnings[0] and len(reader.warnings) == 1
 
         restored = checkpoints.restore(template)
         assert restored.step == restored.extra["step"] == 10
         assert_equal_states(restored.arrays, make_state(mesh, 0))
         (warning,) = restored.warnings
         assert "step 20 is damaged" in warning and "continuing from step 10" in warning and "\n" not in warning
+        assert warning.endswith(f"; moved to {copied / 'quarantine' / '20-0'}")
         assert checkpoints.steps() == [10]
-        assert (copied / "quarantine" / "20-0").is_dir()
+        assert os.path.lexists(copied / "quarantine" / "20-0")
         assert (copied / "quarantine" / "20-0.txt").read_text().strip() in warning
 
         checkpoints.save(20, make_state(mesh, 2), {})
@@ -306,16 +341,6 @@ def test_damage_is_named_quarantined_and_survived(copied, mesh, damage):
     assert_equal_states(again.arrays, make_state(mesh, 2))
 
 
-def test_a_flipped_bit_that_still_decodes_is_found(tmp_path):
-    noise = {"noise": jax.random.bits(jax.random.key(0), (1 << 14,))}
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, noise, {})
-        flip_a_bit_of(largest(tmp_path, "1/arrays/**/d/*"))
-        with pytest.raises(ValueError, match="array 'noise' does not match its digest"):
-            checkpoints.restore(noise)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_all_steps_damaged_is_an_error_that_moves_nothing(copied, mesh):
     for step in (10, 20):
         edit_extra(copied / str(step))
@@ -325,7 +350,107 @@ def test_all_steps_damaged_is_an_error_that_moves_nothing(copied, mesh):
 
 
 def test_a_half_written_step_is_not_a_step(copied, mesh):
-    (copied / "30.orbax-checkpoint-tmp").mkdir()
+    half = copied / f"30.unfinished-{'0a' * 8}"
+    half.mkdir()
+    assert SavedSteps(copied).steps() == [10, 20] and half.exists(), "a reader leaves the save of a writer alone"
     with Checkpoints(copied) as checkpoints:
-        assert checkpoints.latest_step() == 20
+        assert checkpoints.latest_step() == 20 and not half.exists()
         assert checkpoints.restore(restore_template(make_state(mesh), mesh)).warnings == ()
+
+
+def test_a_save_returns_before_it_is_durable_and_keeps_what_it_was_given(tmp_path, monkeypatch):
+    """The thread is held until the caller has reused the memory of what it saves, as the next training step does."""
+    held, write = threading.Event(), checkpoint.write_step
+    monkeypatch.setattr(checkpoint, "write_step", lambda *arguments: held.wait(60) and write(*arguments))
+    extra = {"queued": [1]}
+    # Large enough that the CPU backend lends its memory to NumPy.
+    state = {"w": jnp.arange(1 << 16, dtype=jnp.float32)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, extra)
+        assert checkpoints.steps() == [] and checkpoints.latest_step() is None
+        extra["queued"].append(2)
+        taken = jax.jit(lambda state: {"w": state["w"] * 0 - 1}, donate_argnums=0)(state)
+        held.set()
+        checkpoints.wait_until_finished()
+        assert checkpoints.steps() == [1]
+        restored = checkpoints.restore(taken)
+    assert restored.extra == {"queued": [1]}
+    np.testing.assert_array_equal(restored.arrays["w"], np.arange(1 << 16, dtype=np.float32))
+
+
+def digests_on(folder, mesh):
+    state = restore_on(make_state(make_mesh(MeshSpec(1, 1)), 3), mesh)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state, {})
+    return {leaf["path"]: leaf["sha256"] for leaf in read_manifest(folder / "1", 1)["leaves"]}
+
+
+def test_digests_do_not_depend_on_the_mesh(tmp_path):
+    meshes = [MeshSpec(1, 1), MeshSpec(2, 4), MeshSpec(1, 4)]
+    one, *others = [digests_on(tmp_path / str(n), make_mesh(spec)) for n, spec in enumerate(meshes)]
+    assert others == [one, one]
+
+
+def test_parts_of_two_processes_make_one_step(tmp_path):
+    """Two threads in the place of two processes: rows of one leaf on each, and a counter that process 0 writes."""
+    table, count = np.arange(12, dtype=np.float32).reshape(4, 3), np.array(7, np.int32)
+    parts = [
+        [Shard("t", ((0, 2), (0, 3)), table[:2]), Shard("n", (), count)],
+        [Shard("t", ((2, 4), (0, 3)), table[2:])],
+    ]
+    content = {"step": 5, "extra": {}, "leaves": described({"t": table, "n": count})}
+    with ThreadPoolExecutor(2) as pool:
+        write = partial(write_step, tmp_path, content)
+        list(pool.map(write, parts, [(0, 2), (1, 2)], timeout=60))
+    leaves = read_manifest(tmp_path, 5)["leaves"]
+    np.testing.assert_array_equal(read_array(tmp_path, leaves[0]), table)
+    assert [leaf["sha256"] for leaf in leaves] == [each["sha256"] for each in alone(tmp_path, content, table, count)]
+
+
+def alone(folder, content, table, count):
+    (folder / "alone").mkdir()
+    shards = [Shard("t", ((0, 4), (0, 3)), table), Shard("n", (), count)]
+    write_step(folder / "alone", content, shards, (0, 1))
+    return read_manifest(folder / "alone", 5)["leaves"]
+
+
+def test_other_names_are_data(copied, mesh):
+    """int() takes 031 and Arabic digits; neither of them is a step."""
+    for name in ("031", "\u0663\u0663", "-1", "+40", "4_0", "40 "):
+        shutil.copytree(copied / "20", copied / name)
+    template = restore_template(make_state(mesh), mesh)
+    with Checkpoints(copied) as checkpoints:
+        assert checkpoints.steps() == [10, 20]
+        restored = checkpoints.restore(template)
+        checkpoints.save(30, make_state(mesh), {})
+    assert restored.step == 20
+    assert [warning.split(" in ")[0] for warning in restored.warnings] == ["'031'", r"'\u0663\u0663'"]
+
+
+def test_going_back_to_an_older_step_puts_newer_ones_aside(copied, mesh):
+    template = restore_template(make_state(mesh), mesh)
+    with Checkpoints(copied) as checkpoints:
+        restored = checkpoints.restore(template, step=10)
+        assert checkpoints.steps() == [10] and "step 20: the run went back to step 10; moved to" in restored.warnings[0]
+        checkpoints.save(11, make_state(mesh, 5), {})
+    assert SavedSteps(copied).steps() == [10, 11]
+    assert (copied / "quarantine" / "20-0.txt").read_text() == "the run went back to step 10\n"
+
+
+def test_a_planted_quarantine_is_not_followed(copied, tmp_path, mesh):
+    (tmp_path / "elsewhere").mkdir()
+    (copied / "quarantine").symlink_to(tmp_path / "elsewhere")
+    edit_extra(copied / "20")
+    with (
+        Checkpoints(copied) as checkpoints,
+        pytest.raises(ValueError, match="quarantine: expected a folder, got a link"),
+    ):
+        checkpoints.restore(restore_template(make_state(mesh), mesh))
+    assert not list((tmp_path / "elsewhere").iterdir()) and (copied / "20").is_dir()
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a\\b", "*", "?{x}", "a b", "%41"])
+def test_any_path_can_be_read_back(tmp_path, name):
+    with Checkpoints(tmp_path / name / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"w": jnp.float32(3)}, {})
+        assert checkpoints.restore({"w": jnp.float32(0)}).arrays["w"] == 3

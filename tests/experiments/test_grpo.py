@@ -11,6 +11,7 @@ import pytest
 from experiments import evaluate, grpo
 from experiments.config import Config
 from experiments.runs.config_file import load_config
+from experiments.training.resume import resume
 from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny, train_records
 
@@ -86,7 +87,7 @@ def test_a_mesh_gives_the_same_run(plain, runs, mesh):
 
 def test_resume_equals_the_run_without_a_break(plain, runs):
     train(tiny(runs, "broken", schedule={"steps": 2}))
-    resumed = train(Config(resume=str(runs / "broken"), quiet=True, schedule=Config().schedule.__class__(steps=4)))
+    resumed = resume(str(runs / "broken"), {"schedule.steps": 4, "quiet": True})
     for mine, whole in zip(leaves(resumed), leaves(plain), strict=True):
         np.testing.assert_array_equal(mine, whole)
     for mine, whole in zip(train_records(resumed), train_records(plain), strict=True):
@@ -100,7 +101,7 @@ def test_resume_in_the_middle_of_a_rollout(runs):
     options = {"drift": {"every": 2}, "rollout": {"rescore": False}}
     whole = train(tiny(runs, "half-whole", schedule={"steps": 3, **half}, **options))
     train(tiny(runs, "half-broken", schedule={"steps": 1, **half}, **options))
-    resumed = train(Config(resume=str(runs / "half-broken"), quiet=True, schedule=Config().schedule.__class__(steps=3)))
+    resumed = resume(str(runs / "half-broken"), {"schedule.steps": 3, "quiet": True})
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
     drifts = [

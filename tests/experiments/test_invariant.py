@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.config import Config, validate
+from experiments.config import validate
 from experiments.training.leaf_sums import TreeFold, split_rows
+from experiments.training.resume import resume
 from experiments.training.run import train
 from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
@@ -23,9 +24,9 @@ SLOW = [
     ("data=1,tensor=6", 8),
     ("data=1,tensor=8", 16),
     ("data=2,tensor=1", 32),
-    ("data=2,tensor=2", 16),
+    ("fsdp=2,tensor=2", 16),
     ("data=3,tensor=2", 8),
-    ("data=4,tensor=2", 16),
+    ("data=2,fsdp=2,tensor=2", 16),
     ("data=5,tensor=1", 8),
     ("data=8,tensor=1", 8),
 ]
@@ -75,6 +76,13 @@ def test_sampler_and_trainer_have_the_same_numbers(single):
 
 
 @pytest.mark.slow
+def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
+    result = run(runs, "fsdp=2", 16, rollout={"mesh": "data=2,tensor=4"})
+    assert state_bytes(result) == state_bytes(single)
+    assert {record["drift_max"] for record in train_records(result)} == {0.0}
+
+
+@pytest.mark.slow
 def test_the_plain_run_does_break(runs):
     """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
     results = [run(runs, mesh, 16, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
@@ -93,8 +101,7 @@ def test_the_document_ratio_too(runs):
 def test_a_resumed_run_has_the_same_bits(single, runs):
     schedule = {"steps": 2, "rows": 16, "row_length": None}
     broken = run(runs, "data=1,tensor=1", 16, schedule=schedule)
-    steps = Config().schedule.__class__(steps=4)
-    resumed = train(Config(resume=str(broken.run.path), quiet=True, schedule=steps))
+    resumed = resume(str(broken.run.path), {"schedule.steps": 4, "quiet": True})
     assert state_bytes(resumed) == state_bytes(single)
 
 

@@ -68,8 +68,8 @@ class Counter:
         extra = {"progress": dict(vars(self.progress)), "before": before._asdict()}
         checkpoints.save(self.progress.step, {"state": self.state}, extra)
 
-    def restore(self, checkpoints, console):
-        restored = checkpoints.restore({"state": self.state})
+    def restore(self, checkpoints, console, step):
+        restored = checkpoints.restore({"state": self.state}, step)
         self.state, self.progress = restored.arrays["state"], Progress(**restored.extra["progress"])
         return Scores(**restored.extra["before"])
 

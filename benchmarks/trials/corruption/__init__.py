@@ -1,0 +1,1 @@
+"""Corrupted checkpoints and run folders, and what a resume makes of them."""

@@ -1,0 +1,192 @@
+"""What a resume makes of a damaged checkpoint or run folder: never wrong numbers, never a traceback.
+
+    python -m benchmarks.trials.corruption --checkpoint 250 --folder 60
+
+Every case damages a fresh copy and resumes it in this process: `RunFolder.open`, the lock, and `RunStore.restore`, which
+is what `--resume` does. All arrays and all lines of the logs are then compared with what had been saved. Then every file
+that a run writes is written, and everything outside of the folder compared with what it was. Cases of the newest
+checkpoint have a state of a few arrays; those of the folder are done to the run of a tiny trainer. A refusal counts if
+the command line would end in one sentence with exit code 2 or 3; a fault is anything on standard error or any other
+exception.
+"""
+
+import dataclasses
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.trials.corruption import attempt as trial
+from benchmarks.trials.corruption import cases
+from experiments.command_line import run_command
+from experiments.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    ModelConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    WarmStartConfig,
+)
+from experiments.runs.checkpoint import complete_steps, restore_template
+from experiments.runs.config_file import save_config
+from experiments.runs.console import RunConsole
+from experiments.runs.environment import library_versions
+from experiments.runs.folder import RunFolder, Sample
+from experiments.runs.lock import RunLock
+from experiments.runs.step_files import read_manifest
+from experiments.runs.store import RunStore, SavedRun
+from experiments.training.run import train
+from jaxlogp.errors import require
+
+TINY = Config(
+    task="comparison:1",
+    quiet=True,
+    model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16),
+    warm_start=WarmStartConfig(max_steps=4, batch_size=16, check_every=4),
+    rollout=RolloutConfig(prompts_per_rollout=8, num_generations=4),
+    schedule=ScheduleConfig(steps=4, docs_per_step=32, rows=16, row_length=32),
+    evaluation=EvaluationConfig(every=2, num_prompts=8),
+    checkpoint=CheckpointConfig(every=2),
+)
+
+
+@dataclass(frozen=True)
+class CorruptionConfig:
+    """Options of the trial."""
+
+    checkpoint: int = 250
+    """Corruptions of the newest checkpoint, at least; every damage of every file is made once in any case."""
+    folder: int = 60
+    """Corruptions of the run folder, at least; likewise."""
+    seed: int = 0
+    """Seed of what is random about them."""
+    out: str | None = None
+    """Markdown file for the result."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A good run folder, the template of its arrays, and what is in it."""
+
+    path: Path
+    template: Any
+    saved: trial.Saved
+
+
+def small(parent: Path) -> Subject:
+    """A run of two checkpoints whose state is a few arrays."""
+    folder = RunFolder.create(parent, "small")
+    save_config(folder.config, TINY)
+    table = jax.random.normal(jax.random.key(0), (64, 48))
+    state = {"table": table, "half": table.astype(jnp.bfloat16), "count": jnp.int32(3), "key": jnp.zeros(2, jnp.uint32)}
+    with RunLock(folder.lock), RunStore(folder, 2, trial.identity_here(folder)) as store:
+        store.begin(RunConsole())
+        for step in (10, 20):
+            for each in range(step - 9, step + 1):
+                store.metrics.write(each, "train", {"loss": 1.0 / each})
+            store.metrics.write_samples(step, "held_out", [Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)])
+            state = jax.tree.map(lambda leaf: leaf + 1, state)
+            store.save(step, state, {"step": step})
+    return _subject(folder, restore_template(state, jax.make_mesh((1,), ("data",))))
+
+
+def tiny(parent: Path) -> Subject:
+    """The run of a trainer, four steps and two checkpoints."""
+    result = train(dataclasses.replace(TINY, out=str(parent), name="tiny"))
+    arrays = result.trainer.saved_arrays()
+    return _subject(result.run, restore_template(arrays, result.trainer.mesh))
+
+
+def _subject(folder: RunFolder, template: Any) -> Subject:
+    states, logs = {}, {}
+    steps = complete_steps(folder.checkpoints)
+    for step in steps:
+        states[step] = trial.arrays_of(SavedRun(folder).restore(template, step).arrays)
+        marks = read_manifest(folder.checkpoints / str(step), step)["extra"]["run"]["logs"]
+        logs[step] = {name: _lines(folder.path / name, mark[0]) for name, mark in marks.items()}
+    return Subject(folder.path, template, trial.Saved(states, logs, steps[-1]))
+
+
+def _lines(path: Path, number: int) -> bytes:
+    return b"".join(path.read_bytes().splitlines(keepends=True)[:number])
+
+
+def outcomes(subject: Subject, chosen: Iterable[cases.Case], parent: Path, seed: int) -> list[trial.Outcome]:
+    """Each case on a copy of its own."""
+    results = []
+    for number, case in enumerate(chosen):
+        place = parent / f"case-{number}"
+        folder, canary = place / "run", place / "canary"
+        shutil.copytree(subject.path, folder, symlinks=True)
+        (canary / "folder").mkdir(parents=True)
+        (canary / "file").write_text("not of the run")
+        case.apply(folder, canary, np.random.default_rng((seed, number)))
+        before = _content(canary)
+        outcome = trial.attempt(folder, subject.template, subject.saved)
+        if _content(canary) != before:
+            outcome = trial.Outcome(trial.SILENT, "wrote outside of the run folder")
+        results.append(outcome)
+        shutil.rmtree(place)
+    return results
+
+
+def _content(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def table(chosen: list[cases.Case], results: list[trial.Outcome]) -> str:
+    """Markdown: a row for each place and damage, a column for each verdict."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for case, outcome in zip(chosen, results, strict=True):
+        counts.setdefault((case.place, case.name.replace("_", " ")), Counter())[outcome.verdict] += 1
+    rows = ["| what | damage | " + " | ".join(trial.VERDICTS) + " |", "|" + "---|" * (2 + len(trial.VERDICTS))]
+    for (place, name), verdicts in counts.items():
+        rows.append(f"| {place} | {name} | " + " | ".join(str(verdicts[each] or "") for each in trial.VERDICTS) + " |")
+    total = Counter(outcome.verdict for outcome in results)
+    rows.append(f"| **all {len(results)}** | | " + " | ".join(f"**{total[each]}**" for each in trial.VERDICTS) + " |")
+    return "\n".join(rows)
+
+
+def main(config: CorruptionConfig) -> dict[str, Counter[str]]:
+    """Runs both parts; returns their verdicts.
+
+    Raises:
+      ValueError: an option out of range.
+    """
+    for option in ("checkpoint", "folder", "seed"):
+        require(getattr(config, option) >= 0, option, "at least 0", getattr(config, option))
+    parts, verdicts = [], {}
+    with tempfile.TemporaryDirectory() as name:
+        for title, number, make in (
+            ("newest checkpoint", config.checkpoint, small),
+            ("run folder", config.folder, tiny),
+        ):
+            subject = make(Path(name))
+            newest = Path("checkpoints") / str(subject.saved.newest)
+            chosen = cases.of_the_newest_step(newest, number) if make is small else cases.of_the_folder(number)
+            results = outcomes(subject, chosen, Path(name), config.seed)
+            for case, outcome in zip(chosen, results, strict=True):
+                if outcome.verdict in (trial.SILENT, trial.TRACEBACK):
+                    print(f"{outcome.verdict}: {case.place}, {case.name}: {outcome.words}")
+            parts.append(f"## {len(results)} corruptions of the {title}\n\n{table(chosen, results)}")
+            verdicts[title] = Counter(outcome.verdict for outcome in results)
+    versions = ", ".join(f"{library} {version}" for library, version in library_versions().items())
+    command = f"python -m benchmarks.trials.corruption --checkpoint {config.checkpoint} --folder {config.folder}"
+    head = f"# Corrupted checkpoints and run folders\n\nCommand: `{command} --seed {config.seed}`. {versions}."
+    text = "\n\n".join([head, *parts]) + "\n"
+    print(text)
+    if config.out is not None:
+        Path(config.out).write_text(text, encoding="utf-8")
+    return verdicts
+
+
+if __name__ == "__main__":
+    run_command(CorruptionConfig, main, program="benchmarks.trials.corruption", description=__doc__)

@@ -1,0 +1,132 @@
+"""One resume of a damaged run folder, up to its first step, and the verdict on it."""
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.command_line import exit_code
+from experiments.config import Config
+from experiments.config.changes import fixed_values
+from experiments.runs.checkpoint import Restored
+from experiments.runs.config_file import load_config
+from experiments.runs.files import replace_file, write_json
+from experiments.runs.folder import RunFolder, Sample
+from experiments.runs.identity import Identity, identity_of
+from experiments.runs.lock import RunLock
+from experiments.runs.store import RunStore
+
+SENTENCE = "goes on, with a sentence"
+UNTOUCHED = "goes on, of no importance"
+REFUSED = "refused"
+SILENT = "SILENT"
+TRACEBACK = "TRACEBACK"
+VERDICTS = (SENTENCE, REFUSED, UNTOUCHED, SILENT, TRACEBACK)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What must come back.
+
+    Attributes:
+        states: arrays by path, of every step.
+        logs: content of the two logs by name, as they were at every step.
+        newest: the newest step.
+    """
+
+    states: dict[int, dict[str, np.ndarray]]
+    logs: dict[int, dict[str, bytes]]
+    newest: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict, and the sentence or exception that came with it."""
+
+    verdict: str
+    words: str
+
+
+def identity_here(folder: RunFolder) -> Identity:
+    """As the loop of a run has it."""
+    config = load_config(folder.config, Config)
+    options = {name: value for name, value in fixed_values(config).items() if name not in ("name", "out")}
+    return identity_of(options, config.mesh, folder.data_digest())
+
+
+def attempt(path: Path, template: Any, saved: Saved) -> Outcome:
+    """Resumes a folder, compares every array and every line, and judges.
+
+    Args:
+        path: the run folder.
+        template: of the arrays.
+        saved: what was there before the damage.
+    """
+    with _standard_error() as errors:
+        try:
+            folder = RunFolder.open(path)
+            with RunLock(folder.lock), RunStore(folder, 2, identity_here(folder)) as store:
+                restored = store.restore(template)
+                outcome = _judged(path, restored, saved)
+                _go_on(folder, store, restored)
+        except Exception as error:
+            in_order = exit_code(error) in (2, 3) and "\n" not in str(error)
+            outcome = Outcome(REFUSED if in_order else TRACEBACK, f"{type(error).__name__}: {error}")
+    return Outcome(TRACEBACK, errors[0][:300]) if errors[0].strip() else outcome
+
+
+def _go_on(folder: RunFolder, store: RunStore, restored: Restored) -> None:
+    """Writes everything that a run writes."""
+    step = restored.step + 1
+    folder.record_resume(restored.step)
+    store.metrics.write(step, "train", {"loss": 0.5})
+    store.metrics.write_samples(step, "train", [Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)])
+    store.save(step, restored.arrays, {})
+    write_json(folder.summary, {"step": step})
+    replace_file(folder.curves, b"PNG")
+
+
+def _judged(path: Path, restored: Restored, saved: Saved) -> Outcome:
+    named = {jax.tree_util.keystr(key, simple=True): leaf for key, leaf in _leaves(restored.arrays)}
+    words = "; ".join(restored.warnings)
+    step = restored.step
+    same = step in saved.states and all(
+        np.asarray(named[name]).tobytes() == array.tobytes() for name, array in saved.states[step].items()
+    )
+    logs = step in saved.logs and all((path / name).read_bytes() == text for name, text in saved.logs[step].items())
+    if not same or not logs or "\n" in words:
+        return Outcome(SILENT, f"step {step}, arrays {same}, logs {logs}: {words}")
+    if words:
+        return Outcome(SENTENCE, words)
+    return Outcome(UNTOUCHED if step == saved.newest else SILENT, words)
+
+
+def arrays_of(tree: Any) -> dict[str, np.ndarray]:
+    """Arrays by path."""
+    return {jax.tree_util.keystr(key, simple=True): np.asarray(leaf) for key, leaf in _leaves(tree)}
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+@contextlib.contextmanager
+def _standard_error() -> Iterator[list[str]]:
+    """Collects what is written to standard error, by threads outside of Python too; one text, there after the block."""
+    texts: list[str] = []
+    with tempfile.TemporaryFile() as file, contextlib.redirect_stderr(io.StringIO()) as python:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield texts
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            texts.append(python.getvalue() + os.pread(file.fileno(), 10_000, 0).decode(errors="replace"))

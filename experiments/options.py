@@ -1,0 +1,108 @@
+"""Options as fields of nested dataclasses: by dotted name (``schedule.docs_per_step``), and as they are typed
+(``--schedule.docs-per-step``)."""
+
+import contextlib
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+OptionsT = TypeVar("OptionsT")
+
+
+def option_name(field: str) -> str:
+    """How a field is typed.
+
+    Example:
+        >>> option_name("schedule.docs_per_step")
+        '--schedule.docs-per-step'
+    """
+    return f"--{field.replace('_', '-')}"
+
+
+def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
+    """Annotations by dotted name."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(options):
+        hint = hints[each.name]
+        if dataclasses.is_dataclass(hint):
+            found |= flat_fields(typing.cast(type, hint), f"{prefix}{each.name}.")
+        else:
+            found[prefix + each.name] = hint
+    return found
+
+
+def value_of(options: Any, field: str) -> Any:
+    """The value at a dotted name."""
+    for part in field.split("."):
+        options = getattr(options, part)
+    return options
+
+
+def replaced(options: OptionsT, values: Mapping[str, Any]) -> OptionsT:
+    """The options with other values, by dotted name.
+
+    Raises:
+        ValueError: no such field.
+    """
+    known = flat_fields(type(options))
+    for field, value in values.items():
+        if field not in known:
+            raise ValueError(f"{field}: expected one of {', '.join(known)}, got a field that is none of them")
+        options = _replaced(options, field.split("."), value)
+    return options
+
+
+def _replaced(options: Any, path: list[str], value: Any) -> Any:
+    first, *rest = path
+    inner = _replaced(getattr(options, first), rest, value) if rest else value
+    return dataclasses.replace(options, **{first: inner})
+
+
+def typed_options(arguments: Sequence[str], options: type) -> list[str]:
+    """The fields that a command line names, which has been parsed before: what was typed, whatever the defaults are.
+
+    Example:
+        >>> from experiments.config import Config
+        >>> typed_options(["--seed=1", "--schedule.docs-per-step", "64", "--evaluation.no-kl"], Config)
+        ['seed', 'schedule.docs_per_step', 'evaluation.kl']
+    """
+    known = flat_fields(options)
+    typed: dict[str, None] = {}
+    for argument in arguments:
+        if not argument.startswith("--"):
+            continue
+        section, dot, name = argument[2:].partition("=")[0].replace("-", "_").rpartition(".")
+        for each in (name, name.removeprefix("no_")):
+            if section + dot + each in known:
+                typed[section + dot + each] = None
+                break
+    return list(typed)
+
+
+def names_as_typed(options: type) -> dict[str, str]:
+    """How an option is typed, by the names that a sentence about it may begin with.
+
+    They are the dotted name, the name alone where no other section has it, and for a section with a path its own name.
+    """
+    named = [field for field, hint in flat_fields(options).items() if not _is_positional(hint)]
+    alone = [field.rpartition(".")[2] for field in named]
+    names = {name: option_name(field) for name, field in zip(alone, named, strict=True) if alone.count(name) == 1}
+    names |= {field.removesuffix(".path"): option_name(field) for field in named if field.endswith(".path")}
+    # The dotted names last: `name` is --name, and not --loss.name.
+    return names | {field: option_name(field) for field in named}
+
+
+def _is_positional(hint: Any) -> bool:
+    return any("Positional" in repr(each) for each in getattr(hint, "__metadata__", ()))
+
+
+@contextlib.contextmanager
+def refused_as(section: str) -> Iterator[None]:
+    """Names the option of a section where an object that is made of its options refuses an argument."""
+    try:
+        yield
+    except ValueError as error:
+        argument, _, rest = str(error).partition(":")
+        raise ValueError(f"{option_name(f'{section}.{argument}')}:{rest}") from None

@@ -1,0 +1,59 @@
+"""Event files of TensorBoard, written by the thread that calls: a full disk is an OSError there and then.
+
+tensorboardX's own writer hands events to a thread; on a full disk that thread dies, and its queue then blocks for ever.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+from experiments.runs.files import create_file, make_folder, write_whole
+
+
+class EventFile:
+    """A new event file in a folder, which is made if missing.
+
+    Args:
+        folder: of one kind of records.
+        purge_step: hides what earlier files have from this step on; None hides nothing.
+
+    Raises:
+        ValueError: something other than a folder has its name, a link to one included.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        make_folder(folder)
+        # TensorBoard wants the time first. The random end keeps a quick resume from an earlier file.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._stream = create_file(folder / f"{name}.{secrets.token_hex(4)}")
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if purge_step is not None:
+                started = SessionLog(status=SessionLog.START)
+                self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds the scalars of one step."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+    def _write(self, event: Event) -> None:
+        content = event.SerializeToString()
+        length = struct.pack("<Q", len(content))
+        checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
+        write_whole(self._stream, length + checks[0] + content + checks[1])

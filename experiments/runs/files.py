@@ -1,0 +1,110 @@
+"""Files of a run folder: no planted link is followed, and a crash leaves the old content or the new.
+
+The folder may come from somebody else. So a file is opened with O_NOFOLLOW, created with O_EXCL under a random name, and
+put in its place by a rename, which replaces a link and not what it points to. Folders are looked at before use.
+"""
+
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from jaxlogp.errors import require
+
+UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{16}$")
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def unfinished(path: Path, random: bytes | None = None) -> Path:
+    """A name beside `path` that nobody can have taken before, made of 8 random bytes."""
+    return path.with_name(f"{path.name}.unfinished-{(random or secrets.token_bytes(8)).hex()}")
+
+
+def create_file(path: Path) -> FileIO:
+    """A new file, unbuffered, so that a full disk is an OSError of the write and not of a later flush.
+
+    Raises:
+        FileExistsError: a file, folder or link has that name.
+    """
+    return FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o666))
+
+
+def open_file(path: Path) -> FileIO:
+    """An existing file, unbuffered, for reading and writing.
+
+    Raises:
+        ValueError: no file, or something else under its name.
+    """
+    require_file(path)
+    return FileIO(path, "r+b", opener=lambda name, flags: os.open(name, flags | _NO_LINK))
+
+
+def write_whole(stream: FileIO, content: bytes | memoryview) -> None:
+    """Writes all of it: a system call may write less."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[stream.write(rest) :]
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file atomically; its content is on disk before the name points to it."""
+    fresh = unfinished(path)
+    try:
+        with create_file(fresh) as stream:
+            write_whole(stream, content)
+            os.fsync(stream.fileno())
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replaces a JSON file atomically: a reader, or a crash, sees the old content or the new one, never part of it."""
+    replace_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder if nothing has its name.
+
+    Raises:
+        ValueError: something else has, a link to a folder included.
+    """
+    if kind_of(path) == "nothing":
+        path.mkdir()
+    require_folder(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def kind_of(path: Path) -> str:
+    """What has this name, itself and not where it leads to: "file", "folder", "link", "device" or "nothing"."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "nothing"
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
+    return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def require_file(path: Path) -> None:
+    """Raises ValueError where a path is not a file, a link to one included."""
+    require(kind_of(path) == "file", str(path), "a file", f"a {kind_of(path)}".replace("a nothing", "nothing"))
+
+
+def require_folder(path: Path) -> None:
+    """Raises ValueError where a path is not a folder, a link to one included."""
+    require(kind_of(path) == "folder", str(path), "a folder", f"a {kind_of(path)}".replace("a nothing", "nothing"))

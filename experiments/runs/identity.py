@@ -1,0 +1,108 @@
+"""What decides the numbers of a run besides its parameters, kept in every checkpoint and compared when it is resumed.
+
+Another configuration, other data or other settings of random numbers make another run, and are refused. Other versions,
+devices or meshes give other last bits, and are said: a run that goes on is then not bitwise the one without a break.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import jax
+
+from experiments.runs.config_file import to_json
+from experiments.runs.environment import library_versions
+from jaxlogp.errors import require
+
+SETTINGS = ("jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
+"""Settings of JAX that change every random number."""
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Plain values.
+
+    Attributes:
+        options: values by dotted name, but for those that a run may be resumed with.
+        data: digest of the task's data; None where the task makes its own.
+        settings: JAX's, of random numbers.
+        numerics: what may change the last bits, by a name for the reader.
+    """
+
+    options: dict[str, Any]
+    data: str | None
+    settings: dict[str, Any]
+    numerics: dict[str, Any]
+
+    def as_record(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Self:
+        """Raises ValueError for values of another form."""
+        fields = {"options": dict, "data": str | None, "settings": dict, "numerics": dict}
+        same = record.keys() == fields.keys() and all(isinstance(record[name], kind) for name, kind in fields.items())
+        require(same, "checkpoint", "the identity of a run", "something else")
+        return cls(**record)
+
+
+def identity_of(options: Mapping[str, Any], mesh: str, data: str | None = None) -> Identity:
+    """The identity of a run, in this process.
+
+    Args:
+        options: values by dotted name, but for those that a run may be resumed with.
+        mesh: of devices, as on the command line.
+        data: digest of the task's data.
+    """
+    device = jax.devices()[0]
+    flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG))
+    numerics = {
+        **library_versions(),
+        "device": f"{device.platform} {device.device_kind}",
+        "mesh": mesh,
+        "matmul precision": str(jax.config.jax_default_matmul_precision),
+        "XLA_FLAGS": " ".join(flags),
+    }
+    settings = {name: getattr(jax.config, name) for name in SETTINGS}
+    return Identity(to_json(options), data, settings, numerics)
+
+
+def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, ...]:
+    """One warning that lists the differences that break bitwise equality, or none.
+
+    Raises:
+        ValueError: differences that make another run.
+    """
+    then = Identity.of_record(saved)
+    for what, old, new in (
+        ("options", then.options, now.options),
+        ("settings of JAX", then.settings, now.settings),
+        ("data", {"digest": then.data}, {"digest": now.data}),
+    ):
+        differences = _differences(old, new)
+        require(
+            not differences, f"checkpoint step {step}", f"the {what} that it was saved with", ", ".join(differences)
+        )
+    differences = _differences(then.numerics, now.numerics)
+    words = "the run goes on, but not bitwise as without a break"
+    return (f"other than at step {step}: {', '.join(differences)}; {words}",) if differences else ()
+
+
+def require_settings() -> None:
+    """Refuses settings of JAX that the trainer does not run with.
+
+    Raises:
+        ValueError: 64-bit numbers, or a random generator other than threefry.
+    """
+    require(not jax.config.jax_enable_x64, "JAX_ENABLE_X64", "off: the trainer computes in 32 bits", "on")
+    generator = jax.config.jax_default_prng_impl
+    require(generator == "threefry2x32", "JAX_DEFAULT_PRNG_IMPL", "threefry2x32", generator)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    names: Collection[str] = sorted(old.keys() | new.keys())
+    changed = [name for name in names if old.get(name) != new.get(name)]
+    return [f"{name} {old.get(name)!r} -> {new.get(name)!r}" for name in changed]

@@ -1,0 +1,107 @@
+"""Logs of one JSON object a line, and what a checkpoint remembers of them.
+
+A mark is the number of lines and their checksums at the time of a checkpoint. A run that goes on from the checkpoint
+finds exactly these lines, or is refused with the number of the first that is missing or another; later lines are cut off.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from experiments.runs.config_file import to_json
+from experiments.runs.files import open_file, write_whole
+from jaxlogp.errors import require
+
+DIGITS = 8
+
+
+class Mark(NamedTuple):
+    """The lines of a log up to a checkpoint.
+
+    Attributes:
+        lines: their number.
+        sha256: of all of them.
+        checksums: CRC-32 of each, 8 hexadecimal digits a line: it finds the line that made sha256 another.
+    """
+
+    lines: int
+    sha256: str
+    checksums: str
+
+
+NOTHING = Mark(0, hashlib.sha256().hexdigest(), "")
+
+
+class LogFile:
+    """A log that only this process appends to (it holds the run's lock).
+
+    Args:
+        path: an existing file.
+        mark: of the checkpoint that the run goes on from; `NOTHING` begins from the start.
+
+    Attributes:
+        kept: the lines up to the mark.
+        dropped: number of lines after it, now cut off.
+
+    Raises:
+        ValueError: not a file, or lines up to the mark that are not those of the mark.
+    """
+
+    def __init__(self, path: Path, mark: Mark = NOTHING) -> None:
+        self.path = path
+        self._stream = open_file(path)
+        try:
+            *whole, torn = self._stream.readall().split(b"\n")
+            lines = [line + b"\n" for line in whole] + ([torn] if torn else [])
+            self.kept, self.dropped = lines[: mark.lines], len(lines[mark.lines :])
+            self._sha256 = hashlib.sha256(b"".join(self.kept))
+            self._checksums = [_checksum(line) for line in self.kept]
+            self._require_same(mark)
+            size = sum(map(len, self.kept))
+            if self.dropped:
+                # In place: another file under the same name would lose what somebody else has open.
+                os.ftruncate(self._stream.fileno(), size)
+            self._stream.seek(size)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_same(self, mark: Mark) -> None:
+        if len(self.kept) == mark.lines and self._sha256.hexdigest() == mark.sha256:
+            return
+        checksums = [mark.checksums[DIGITS * i : DIGITS * (i + 1)] for i in range(mark.lines)]
+        same = [one == other for one, other in zip(self._checksums, checksums, strict=False)]
+        first = same.index(False) if False in same else len(same)
+        seen = "another line" if first < len(self.kept) else "the end of the file"
+        expected = f"the line that was there when the checkpoint was saved (which has {mark.lines} lines of it)"
+        require(False, f"{self.path} line {first + 1}", expected, seen)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a line, at once."""
+        plain = {name: to_json(value, name) for name, value in record.items()}
+        line = json.dumps(plain, allow_nan=False).encode() + b"\n"
+        write_whole(self._stream, line)
+        self._sha256.update(line)
+        self._checksums.append(_checksum(line))
+
+    def mark(self) -> Mark:
+        """What a checkpoint remembers of the log, whose lines are durable from here on."""
+        os.fsync(self._stream.fileno())
+        return Mark(len(self._checksums), self._sha256.hexdigest(), "".join(self._checksums))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+def _checksum(line: bytes) -> str:
+    return f"{zlib.crc32(line):0{DIGITS}x}"

@@ -1,0 +1,128 @@
+"""What a run keeps on disk, as one thing: checkpoints, and the logs and the identity that belong to each of them."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, numbered
+from experiments.runs.console import RunConsole
+from experiments.runs.folder import MetricsWriter, RunFolder
+from experiments.runs.identity import Identity, compared
+from experiments.runs.log_file import Mark
+from jaxlogp.errors import require
+
+OWN = "run"
+"""The key of a checkpoint's record under which the store keeps its own."""
+
+
+class SavedRun:
+    """The checkpoints of a run, to read."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._steps = SavedSteps(folder.checkpoints)
+
+    def restore(self, template: Any, step: int | None = None) -> Restored:
+        """As `SavedSteps.restore`; without the store's own record."""
+        return _without_own(self._steps.restore(template, step))
+
+
+class RunStore:
+    """A run folder open for writing; the caller holds its lock.
+
+    `begin` or `restore` comes first, and opens the logs.
+
+    Args:
+        folder: the run.
+        keep: checkpoints to keep, at least 1.
+        identity: of the run as it is now, see `identity.identity_of`.
+    """
+
+    def __init__(self, folder: RunFolder, keep: int, identity: Identity) -> None:
+        self._folder, self._identity = folder, identity
+        self._checkpoints = Checkpoints(folder.checkpoints, keep)
+        self._metrics: MetricsWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self._folder.path
+
+    @property
+    def metrics(self) -> MetricsWriter:
+        """The logs."""
+        assert self._metrics is not None, "begin or restore comes first"
+        return self._metrics
+
+    def latest_step(self) -> int | None:
+        """The newest checkpoint that is complete on disk, or None."""
+        return self._checkpoints.latest_step()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a checkpoint, damaged or not."""
+        return bool(numbered(self._folder.checkpoints))
+
+    def begin(self, console: RunConsole) -> None:
+        """Opens the logs from the start."""
+        self._metrics = MetricsWriter(self._folder)
+        for line in self._metrics.dropped:
+            console.say(line)
+
+    def save(self, step: int, arrays: Any, extra: dict[str, Any]) -> None:
+        """As `Checkpoints.save`, with the identity and what the logs are now; their lines become durable first."""
+        marks = {name: list(mark) for name, mark in self.metrics.marks().items()}
+        own = {"identity": self._identity.as_record(), "logs": marks}
+        self._checkpoints.save(step, arrays, {**extra, OWN: own})
+
+    def wait_until_finished(self) -> None:
+        """As `Checkpoints.wait_until_finished`."""
+        self._checkpoints.wait_until_finished()
+
+    def restore(self, template: Any, step: int | None = None) -> Restored:
+        """As `Checkpoints.restore`, and opens the logs as they were then.
+
+        Raises:
+            ValueError: also where the run would become another one, or where a log is not what it was.
+        """
+        warnings: list[str] = []
+
+        def take_up(restored: Restored) -> None:
+            own = restored.extra.get(OWN)
+            require(_is_own(own), f"checkpoint step {restored.step}", "the record of a run", "another")
+            warnings.extend(compared(own["identity"], self._identity, restored.step))
+            self._metrics = MetricsWriter(self._folder, {name: Mark(*mark) for name, mark in own["logs"].items()})
+            warnings.extend(self._metrics.dropped)
+
+        restored = self._checkpoints.restore(template, step, check=take_up)
+        return _without_own(restored)._replace(warnings=(*restored.warnings, *warnings))
+
+    def close(self) -> None:
+        """Waits for the save in progress, and closes everything; raises OSError where it could not be written."""
+        try:
+            self._checkpoints.close()
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+
+def _without_own(restored: Restored) -> Restored:
+    extra = {name: value for name, value in restored.extra.items() if name != OWN}
+    return restored._replace(extra=extra)
+
+
+def _is_own(own: Any) -> bool:
+    """The seal of a checkpoint has no key, so that anybody can write one."""
+    if not isinstance(own, dict) or own.keys() != {"identity", "logs"}:
+        return False
+    return (
+        isinstance(own["identity"], dict) and isinstance(own["logs"], dict) and all(map(_is_mark, own["logs"].values()))
+    )
+
+
+def _is_mark(mark: Any) -> bool:
+    return isinstance(mark, list) and [type(part) for part in mark] == [int, str, str] and mark[0] >= 0
