@@ -8,7 +8,7 @@ from experiments.options import flat_fields, option_name, replaced, value_of
 
 _CHANGEABLE = {
     *("mesh", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
-    *("evaluation", "checkpoint", "drift"),
+    *("evaluation", "checkpoint", "drift", "guards"),
 }
 # With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.
 _FIXED = ("evaluation.kl",)

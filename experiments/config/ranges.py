@@ -121,6 +121,7 @@ _LOWEST = {
     "rollout.num_generations": 2,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,
+    "rollout.max_resamples": 1,
     "invariance.leaf_rows": 1,
     "invariance.granules": 1,
     "schedule.steps": 0,
@@ -138,6 +139,10 @@ _LOWEST = {
     "checkpoint.every": 0,
     "checkpoint.every_minutes": 0.0,
     "checkpoint.keep": 1,
+    "guards.max_refused_steps": 1,
+    "guards.degenerate_steps": 0,
+    "guards.spike_factor": 0.0,
+    "guards.replica_every": 0,
 }
 _WITHIN = {
     "warm_start.target": (0.0, 1.0),

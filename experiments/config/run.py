@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from experiments.config.data import DataConfig, RewardConfig
+from experiments.config.guards import GuardsConfig
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.loss import LossConfig
 from experiments.config.model import ModelConfig
@@ -51,6 +52,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
 
     def resolved(self) -> "Config":
         """The same with every option that follows from others, or from the device, replaced by what it is."""

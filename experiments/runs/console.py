@@ -30,9 +30,10 @@ class Column(NamedTuple):
     width: int
 
 
-# Means over documents with a label, as in the curves.
+# Means over documents with a label, as in the curves; "equal" is the share of groups whose rewards are all equal.
 STEP_COLUMNS = (
     Column("reward_mean", "reward", ".3f", 7),
+    Column("degenerate_groups", "equal", ".0%", 5),
     Column("entropy_labelled", "entropy", ".3f", 8),
     Column("clipped_ratio_fraction_labelled", "clipped", ".2%", 8),
     Column("ratio_new_old_labelled", "ratio", ".4f", 8),

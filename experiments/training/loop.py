@@ -4,6 +4,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from experiments.config import Config
 from experiments.config.changes import fixed_values
@@ -13,8 +14,9 @@ from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, identity_of
 from experiments.runs.signals import Signals, caught_signals
-from experiments.runs.stops import Interrupted
+from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.runs.store import RunStore
+from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
@@ -46,6 +48,7 @@ def run_to_end(
 
     Raises:
       Interrupted: a signal; the message says what is kept, and the command that goes on.
+      GuardAbort: numbers that cannot be trained on, or a broken reward function; likewise.
       ValueError: a run folder that cannot be continued.
     """
     try:
@@ -56,6 +59,8 @@ def run_to_end(
             before = None
             if resumed and store.begun:
                 before = trainer.restore(store, console, step)
+                found, at = trainer.unsound(), f"checkpoint step {trainer.progress.step}"
+                require(found is None, at, "a state that can be trained on", found)
             else:
                 _require_unbegun(folder)
                 store.begin(console)
@@ -103,8 +108,8 @@ class Loop:
 
     def _warm_start(self) -> Scores:
         self._answer_signals()
-        self._trainer.warm_start(self._console, self._metrics, self._answer_signals)
-        before = self._before = self._trainer.evaluate(self._metrics)
+        self._with_rewards(lambda: self._trainer.warm_start(self._console, self._metrics, self._answer_signals))
+        before = self._before = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
         self._save()
         # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
         self._store.wait_until_finished()
@@ -138,7 +143,7 @@ class Loop:
     def _step(self) -> bool:
         """One step with its records; False if the data had ended before it."""
         trainer = self._trainer
-        values, self._exhausted = trainer.train_step()
+        values, self._exhausted = self._with_rewards(trainer.train_step)
         if values is None:
             return False
         step = trainer.progress.step
@@ -147,9 +152,23 @@ class Loop:
         if trainer.drift is not None:
             self._metrics.write(step, "drift", trainer.drift.metrics())
             self._console.say(str(trainer.drift))
-        if not values["update_applied"]:
-            self._console.warn(f"step {step}: loss or gradient is not finite, the update was not applied")
+        for alert in trainer.alerts:
+            self._console.warn(alert)
+        self._guard(step)
         return True
+
+    def _guard(self, step: int) -> None:
+        """Ends the run after too many refused steps, or where devices hold different copies of the state."""
+        trainer, options = self._trainer, self._trainer.config.guards
+        refused = trainer.progress.refused
+        if refused >= options.max_refused_steps:
+            # A resume begins to count anew.
+            trainer.progress.refused = 0
+            self._abort(
+                f"step {step} is the last of {refused} refused in a row: {trainer.alerts[0].partition(': ')[2]}"
+            )
+        if options.replica_every and step % options.replica_every == 0:
+            self._require(step, "copies differ", trainer.differing_copies())
 
     def _evaluate_if_due(self) -> Scores | None:
         """An evaluation where this step has one that is not made yet."""
@@ -157,7 +176,7 @@ class Loop:
         due = self._ended or (every and progress.step % every == 0)
         if not due or progress.evaluated == progress.step:
             return None
-        scores = self._trainer.evaluate(self._metrics)
+        scores = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
         self._console.say(f"held-out: sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}")
         return scores
 
@@ -167,11 +186,34 @@ class Loop:
         return bool(self._ended or by_time or (options.every and step % options.every == 0))
 
     def _save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
-        step = self._trainer.progress.step
+        """A checkpoint of this step, unless there is one; never of a state that cannot be trained on."""
+        step, trainer = self._trainer.progress.step, self._trainer
         if step != self._saved_step:
-            self._trainer.save(self._store, self._before)
+            self._require(step, "not saved", trainer.unsound())
+            if trainer.config.guards.replica_every:
+                self._require(step, "not saved, copies differ", trainer.differing_copies())
+            trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()
+
+    def _with_rewards(self, function: Callable[[], Any]) -> Any:
+        """The function's result; a reward function that is broken ends the run, once what is done has been saved."""
+        try:
+            return function()
+        except (RewardFailed, RewardNotFinite) as error:
+            self._abort(str(error), error)
+
+    def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:
+        """Ends the run with a durable checkpoint of the state, which no refused step has changed."""
+        if self._before is not None:
+            self._save()
+            self._store.wait_until_finished()
+        raise GuardAbort(f"{reason}; {kept(self._folder)}") from error
+
+    def _require(self, step: int, what: str, found: str | None) -> None:
+        """Ends the run without a checkpoint of a damaged state."""
+        if found is not None:
+            self._store.wait_until_finished()
+            raise GuardAbort(f"step {step}: {what}: {found}; {kept(self._folder)}")
 
     def _answer_signals(self) -> None:
         """Raises `Interrupted` after a signal, with a durable checkpoint of this step if there is anything to save yet."""

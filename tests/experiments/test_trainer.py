@@ -160,7 +160,7 @@ def test_a_refused_update_leaves_parameters_and_learning_rate():
         before = jax.tree.map(jnp.copy, state)
         state, applied = update(state, sums(loss))
         rates.append(float(applied.learning_rate))
-        assert bool(applied.finite) == np.isfinite(loss)
+        assert bool(applied.applied) == np.isfinite(loss)
         same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True))
         assert same == np.isnan(loss)
     np.testing.assert_allclose(rates, [0.1, 0.2, 0.2, 0.3], rtol=1e-6)
