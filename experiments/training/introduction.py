@@ -56,9 +56,7 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
         }
     )
     if few:
-        console.warn(
-            f"task {task.name} has only {len(prompts)} different held-out prompts: a score of them says little"
-        )
+        console.warn(f"task {task.name}: different held-out prompts: {len(prompts)}; a score of so few says little")
     for warning in _uneven_steps(config):
         console.warn(warning)
 

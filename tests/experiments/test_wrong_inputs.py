@@ -168,6 +168,10 @@ GRPO = [
     ("--checkpoint.keep 0", "--checkpoint.keep: expected at least 1"),
     ("--checkpoint.every -1", "--checkpoint.every: expected at least 0"),
     ("--checkpoint.every-minutes -1", "--checkpoint.every-minutes: expected at least 0.0"),
+    ("--guards.max-refused-steps 0", "--guards.max-refused-steps: expected at least 1"),
+    ("--guards.spike-factor -1", "--guards.spike-factor: expected at least 0.0, got -1.0"),
+    ("--guards.spike-factor nan", "--guards.spike-factor: expected a finite number, got nan"),
+    ("--guards.replica-every -1", "--guards.replica-every: expected at least 0"),
     # Losses.
     ("--loss.name ppo", "--loss.name: expected one of bnpo, "),
     ("--loss.max-weight 5", "--loss.max-weight: expected None for loss 'grpo', which has no such option, got 5.0"),
@@ -220,6 +224,10 @@ GRPO = [
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
     # Options that would do nothing.
     ("--schedule.micro-batches 4", "--schedule.micro-batches: expected no value with --schedule.docs-per-step 512"),
+    (
+        "--rollout.max-resamples 5",
+        "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5",
+    ),
     ("--reward.length 5", "--reward.length: expected no value without the reward short, which alone has it, got 5"),
     ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, which alone has it, got x"),
     (
