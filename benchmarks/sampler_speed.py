@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.profiler import gpu_events
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.named_shapes import NAMED_SHAPES
@@ -185,8 +185,5 @@ def main(config: SamplerSpeedConfig) -> list[Measured]:
 
 
 if __name__ == "__main__":
-    import tyro
-
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with errors_in_one_line():
-        main(tyro.cli(SamplerSpeedConfig, prog="python -m benchmarks.sampler_speed", description=__doc__))
+    run_command(SamplerSpeedConfig, main, program="benchmarks.sampler_speed", description=__doc__)

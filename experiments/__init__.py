@@ -1,8 +1,9 @@
-"""The trainer, its tasks and its studies; ``from experiments import Config, train`` is the entry point from Python."""
+"""The trainer, its tasks and its studies; ``from experiments import Config, resume, train``
+are the entry points from Python."""
 
 from typing import Any
 
-_WAY_IN = {"Config": "experiments.config", "train": "experiments.training.run"}
+_WAY_IN = {"Config": "experiments.config", "resume": "experiments.training.resume", "train": "experiments.training.run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax
 import tyro
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
@@ -101,17 +101,14 @@ def start(config: ChatConfig) -> Chat:
 
 
 def _say(chat: Chat, text: str) -> None:
-    with errors_in_one_line():
-        for piece in chat.answer(text):
-            print(piece, end="", flush=True)
+    for piece in chat.answer(text):
+        print(piece, end="", flush=True)
     print()
 
 
-def run_cli(arguments: list[str] | None = None) -> None:
-    """The command line: bad options, files and texts end in one line on stderr and exit code 2."""
-    config = tyro.cli(ChatConfig, args=arguments, prog="python -m experiments.chat", description=__doc__)
-    with errors_in_one_line():
-        chat = start(config)
+def main(config: ChatConfig) -> None:
+    """Answers one prompt, or lines until an empty one. Raises ValueError where :func:`start` and `Chat.answer` do."""
+    chat = start(config)
     if config.prompt is not None:
         _say(chat, config.prompt)
         return
@@ -124,6 +121,11 @@ def run_cli(arguments: list[str] | None = None) -> None:
         if not text:
             return
         _say(chat, text)
+
+
+def run_cli(arguments: list[str] | None = None) -> None:
+    """The command line; see `experiments.command_line` for how it ends."""
+    run_command(ChatConfig, main, program="experiments.chat", description=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

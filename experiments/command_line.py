@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -31,7 +31,8 @@ permission, no memory); 4 a guard refused to go on; 130 and 143 ended by Ctrl-C 
 """
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""
-_BOX = "╭╮╰╯│─ "
+_BOX = "╭╮╰╯─+- "
+"""Drawn with the second half where the stream has no other letters."""
 
 
 def run_command(
@@ -62,7 +63,7 @@ def run_command(
     given = arguments_of(arguments)
     with errors_in_one_line(options, debug=DEBUG in given):
         given = [each for each in given if each != DEBUG]
-        defaults = {} if default is None else {"default": default(given)}
+        defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():
             text = f"{description}\n{HELP}"
             config = tyro.cli(options, args=given, prog=f"python -m {program}", description=text, **defaults)
@@ -102,8 +103,8 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     if _is_fault(error):
-        return ExitCode.ENVIRONMENT
-    return ExitCode.BAD_INPUT if isinstance(error, ValueError) else 1
+        return int(ExitCode.ENVIRONMENT)
+    return int(ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.BUG)
 
 
 def _is_fault(error: BaseException) -> bool:
@@ -125,7 +126,7 @@ def _sentence(error: BaseException, code: int, names: dict[str, str]) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
-    if code == 1:
+    if code == ExitCode.BUG:
         return f"{type(error).__name__}: {text} (a bug; run again with {DEBUG} for the traceback)"
     if code != ExitCode.BAD_INPUT:
         return text or type(error).__name__
@@ -161,11 +162,11 @@ def _first_sentences(box: str) -> str:
     """The first section of a box, and the first option that the second one proposes."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:]:
-        text = line.strip(_BOX)
-        if text:
+        text = line.strip("│| ")
+        if set(text) <= set(_BOX):
+            sections += [[]] if sections[-1] else []
+        else:
             sections[-1].append(text)
-        elif sections[-1]:
-            sections.append([])
     message = " ".join(sections[0]).rstrip(".")
     proposed = [line for section in sections[1:] if section and section[0].startswith("Perhaps") for line in section]
     hint = f" (perhaps {proposed[1].split()[0]})" if len(proposed) > 1 else ""

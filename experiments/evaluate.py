@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.config import Config, DataConfig, ModelConfig
 from experiments.training.loaded import restored
 from experiments.training.trainer import Scores, Trainer
@@ -70,23 +70,18 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
 
 def main(config: EvaluateConfig) -> Scores:
     """Loads and scores a run. Raises ValueError where :func:`load` does."""
-    return _report(load(config))
-
-
-def _report(trainer: Trainer) -> Scores:
-    scores = trainer.evaluate()
-    print(f"step {trainer.progress.step}, {trainer.config.evaluation.num_prompts} held-out prompts")
+    trainer = load(config)
+    scores, prompts, asked = trainer.evaluate(), trainer.num_held_out, trainer.config.evaluation.num_prompts
+    fewer = "" if prompts == asked else f" ({asked} were asked for; the task has no more)"
+    print(f"step {trainer.progress.step}, {prompts} held-out prompts{fewer}")
     print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")
     print(f"held-out exact match (greedy): {scores.greedy:.3f}")
     return scores
 
 
 def run_cli(arguments: list[str] | None = None) -> Scores:
-    """The command line: bad options and files give one line on stderr and exit code 2."""
-    config = tyro.cli(EvaluateConfig, args=arguments, prog="python -m experiments.evaluate", description=__doc__)
-    with errors_in_one_line():
-        trainer = load(config)
-    return _report(trainer)
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(EvaluateConfig, main, program="experiments.evaluate", description=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.export import export
 from experiments.training.loaded import load_model
@@ -45,10 +45,8 @@ def main(config: ExportConfig) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Path:
-    """The command line: bad options and files end in one line on stderr and exit code 2."""
-    config = tyro.cli(ExportConfig, args=arguments, prog="python -m experiments.export", description=__doc__)
-    with errors_in_one_line():
-        out = main(config)
+    """The command line; see `experiments.command_line` for how it ends."""
+    out = run_command(ExportConfig, main, program="experiments.export", description=__doc__, arguments=arguments)
     print(f"written: {out}")
     return out
 

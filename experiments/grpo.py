@@ -12,21 +12,46 @@ then improves from its own samples: groups of completions per prompt, rewards fr
 clipped policy loss with denominators over the whole step. Not supported: several processes, and large models.
 """
 
-import tyro
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import arguments_of, run_command
 from experiments.config import Config
+from experiments.options import typed_options, value_of
 from experiments.presets import defaults_for
+from experiments.training.resume import set_up_resume
 from experiments.training.run import Result, set_up
 
 
-def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options and files give one line on stderr and exit code 2."""
-    with errors_in_one_line():
-        defaults = defaults_for(arguments)
-    config = tyro.cli(Config, default=defaults, args=arguments, prog="python -m experiments.grpo", description=__doc__)
-    with errors_in_one_line():
-        return set_up(config).finish()
+@dataclass(frozen=True)
+class GrpoConfig(Config):
+    """Options of a run, or a run to continue."""
+
+    resume: str | None = None
+    """Run folder to continue, with its own options. Of those typed beside it, others than the run's are taken where they may
+    change, and kept for the next resume: --schedule.steps, --mesh, --optimizer.learning-rate, --checkpoint, --evaluation
+    (all but --evaluation.kl), --drift and --guards; --quiet is for this time alone. Any other difference is refused."""
+
+
+def run_cli(arguments: Sequence[str] | None = None) -> Result:
+    """The command line; see `experiments.command_line` for how it ends."""
+    given = arguments_of(arguments)
+
+    def run(config: GrpoConfig) -> Result:
+        typed = {field: value_of(config, field) for field in typed_options(given, Config)}
+        if config.resume is not None:
+            return set_up_resume(config.resume, typed).finish()
+        plain = Config(**{name: value for name, value in vars(config).items() if name != "resume"})
+        return set_up(plain).finish()
+
+    return run_command(
+        GrpoConfig,
+        run,
+        program="experiments.grpo",
+        description=__doc__,
+        arguments=given,
+        default=lambda typed: GrpoConfig(**vars(defaults_for(typed))),
+    )
 
 
 if __name__ == "__main__":

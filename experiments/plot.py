@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tyro
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.runs.files import replace_file
 from experiments.runs.page import page, read_runs
 from experiments.runs.plots import plot_runs
@@ -58,10 +58,8 @@ def main(config: PlotConfig) -> list[Path]:
 
 
 def run_cli(arguments: list[str] | None = None) -> list[Path]:
-    """The command line: bad options and files end in one line on stderr and exit code 2."""
-    config = tyro.cli(PlotConfig, args=arguments, prog="python -m experiments.plot", description=__doc__)
-    with errors_in_one_line():
-        written = main(config)
+    """The command line; see `experiments.command_line` for how it ends."""
+    written = run_command(PlotConfig, main, program="experiments.plot", description=__doc__, arguments=arguments)
     print("written: " + ", ".join(map(str, written)))
     return written
 

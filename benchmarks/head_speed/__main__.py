@@ -28,7 +28,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from benchmarks.cases import MODELS
 from benchmarks.clock import SETTLE_SECONDS
@@ -36,7 +35,7 @@ from benchmarks.head_speed.peers import versions
 from benchmarks.head_speed.programs import Program, engine_program, materialised
 from benchmarks.head_speed.report import NotRun, ShapeRow, plot_ratios, shapes_markdown
 from benchmarks.head_speed.shapes import Plan, measure_shapes, our_names, peer_names
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from jaxlogp.errors import require
 
 BASELINE = "materialised"
@@ -276,17 +275,19 @@ def write(config: HeadSpeedConfig, result: Result, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options give one line on stderr and exit code 2."""
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(HeadSpeedConfig, _run, program="benchmarks.head_speed", description=__doc__, arguments=arguments)
+
+
+def _run(config: HeadSpeedConfig) -> Result:
     # Read when the device is opened, which has not happened yet: PyTorch's peers need a share of the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    config = tyro.cli(HeadSpeedConfig, args=arguments, prog="python -m benchmarks.head_speed", description=__doc__)
 
     def keep(result: Result) -> None:
         if config.write:
             print(f"written: {write(config, result, Path(config.folder))}", flush=True)
 
-    with errors_in_one_line():
-        result = main(config, keep)
+    result = main(config, keep)
     print(result.markdown)
     keep(result)
     return result

@@ -29,7 +29,7 @@ from benchmarks.step_speed.parts import milliseconds_by_part
 from benchmarks.step_speed.step import Rows, Step
 from benchmarks.step_speed.table import Measured, report
 from benchmarks.step_speed.transformers_step import TransformersConfig, measured_elsewhere
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.models import decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import make_mesh, parse_mesh
@@ -176,9 +176,7 @@ def main(config: StepSpeedConfig) -> list[Measured]:
 
 
 if __name__ == "__main__":
-    import tyro
-
     # A program is compiled for its memory and text, and found again when it is called.
-    with errors_in_one_line(), tempfile.TemporaryDirectory() as compiled:
+    with tempfile.TemporaryDirectory() as compiled:
         jax.config.update("jax_compilation_cache_dir", compiled)
-        main(tyro.cli(StepSpeedConfig, description=__doc__))
+        run_command(StepSpeedConfig, main, program="benchmarks.step_speed", description=__doc__)

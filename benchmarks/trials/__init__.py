@@ -1,1 +1,1 @@
-"""Trials of a run: what is done to it, and what becomes of it."""
+"""Trials of what happens to runs: kills, signals, other meshes, many steps. Each prints a table; results/ keeps them."""

@@ -2,6 +2,7 @@
 
 from experiments.config.data import DataConfig as DataConfig
 from experiments.config.data import RewardConfig as RewardConfig
+from experiments.config.guards import GuardsConfig as GuardsConfig
 from experiments.config.invariance import InvarianceConfig as InvarianceConfig
 from experiments.config.loss import LossConfig as LossConfig
 from experiments.config.model import ModelConfig as ModelConfig

@@ -3,13 +3,14 @@
 import math
 
 from experiments.config.invariance import InvarianceConfig
+from experiments.config.rollout import RolloutConfig
 from experiments.config.run import Config
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
-from experiments.options import flat_fields, option_name, value_of
+from experiments.options import flat_fields, option_name, refused_as, value_of
 from jaxlogp.errors import require
 
 
@@ -21,6 +22,8 @@ def validate(config: Config) -> MeshSpec:
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
+    with refused_as("rollout"):
+        parse_mesh(config.rollout.mesh or "")
     parse_mesh(config.rollout.mesh or "")
     for option, lowest in _LOWEST.items():
         value = value_of(config, option)
@@ -66,12 +69,15 @@ def _validate_values(config: Config) -> None:
 
 def _validate_unused(config: Config) -> None:
     """Refuses options that would do nothing."""
-    schedule, model = config.schedule, config.model
+    schedule, model, rollout = config.schedule, config.model, config.rollout
     if schedule.docs_per_step:
         expected = f"no value with --schedule.docs-per-step {schedule.docs_per_step}, which ends a step (0 would not)"
         require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
+    resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
+    expected = "no value without --rollout.resample-degenerate"
+    require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
     expected = "no value without --model.path, whose chat template it is about"
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
 
@@ -119,6 +125,7 @@ _LOWEST = {
     "rollout.num_generations": 2,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,
+    "rollout.max_resamples": 1,
     "invariance.leaf_rows": 1,
     "invariance.granules": 1,
     "schedule.steps": 0,
@@ -136,6 +143,10 @@ _LOWEST = {
     "checkpoint.every": 0,
     "checkpoint.every_minutes": 0.0,
     "checkpoint.keep": 1,
+    "guards.max_refused_steps": 1,
+    "guards.degenerate_steps": 0,
+    "guards.spike_factor": 0.0,
+    "guards.replica_every": 0,
 }
 _WITHIN = {
     "warm_start.target": (0.0, 1.0),

@@ -39,6 +39,12 @@ class RolloutConfig:
     Its log-sum-exp saves a strictly on-policy step the forward pass of the head. None: where a rollout feeds more than one
     optimizer step, that is, where its completions do not divide schedule.docs-per-step."""
 
+    resample_degenerate: bool = False
+    """Draw further prompts until a rollout has its number of groups whose rewards differ (dynamic sampling, DAPO); others
+    have no gradient. What is drawn beyond that is not trained on."""
+    max_resamples: int = 10
+    """resample-degenerate: further rollouts for one, after which groups without a difference fill it up."""
+
     def draw_options(self) -> DrawOptions:
         """How tokens are drawn.
 

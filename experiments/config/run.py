@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from experiments.config.data import DataConfig, RewardConfig
+from experiments.config.guards import GuardsConfig
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.loss import LossConfig
 from experiments.config.model import ModelConfig
@@ -31,8 +32,6 @@ class Config:
     """Folder that run folders are made in."""
     name: str | None = None
     """Name of the run folder; None composes one from task, loss, seed and time."""
-    resume: str | None = None
-    """Run folder to continue. Its own options apply; only --schedule.steps and --quiet may be given with it."""
     mesh: str = "data=1,fsdp=1,tensor=1"
     """Device mesh: data and fsdp split the documents, fsdp parameters and optimizer state too, tensor the vocabulary and
     features. One of them may be -1: the rest of the devices."""
@@ -53,6 +52,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
 
     def resolved(self) -> "Config":
         """The same with every option that follows from others, or from the device, replaced by what it is."""

@@ -53,7 +53,7 @@ class MeshSpec:
         for field in fields(self):
             size = getattr(self, field.name)
             is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            require(is_size, f"mesh axis {field.name!r}", "a positive integer", repr(size))
+            require(is_size, "mesh", f"a positive integer as {field.name}", repr(size))
 
     @property
     def num_devices(self) -> int:
@@ -95,7 +95,7 @@ def parse_mesh(text: str) -> MeshSpec:
         require(axis in AXIS_NAMES, "mesh", f"axes named {' or '.join(AXIS_NAMES)}", f"{axis!r} in {text!r}")
         require(axis not in sizes, "mesh", "every axis at most once", f"{axis!r} twice in {text!r}")
         is_size = re.fullmatch(r"[0-9]{1,9}|-1", size) is not None and int(size) != 0
-        require(is_size, f"mesh axis {axis!r}", "a positive integer, or -1 for the rest", f"{size!r} in {text!r}")
+        require(is_size, "mesh", f"a positive integer, or -1 for the rest, as {axis}", f"{size!r} in {text!r}")
         sizes[axis] = int(size)
     return MeshSpec(**_with_rest(sizes, text))
 

@@ -30,9 +30,10 @@ class Column(NamedTuple):
     width: int
 
 
-# Means over documents with a label, as in the curves.
+# Means over documents with a label, as in the curves; "equal" is the share of groups whose rewards are all equal.
 STEP_COLUMNS = (
     Column("reward_mean", "reward", ".3f", 7),
+    Column("degenerate_groups", "equal", ".0%", 5),
     Column("entropy_labelled", "entropy", ".3f", 8),
     Column("clipped_ratio_fraction_labelled", "clipped", ".2%", 8),
     Column("ratio_new_old_labelled", "ratio", ".4f", 8),
@@ -73,6 +74,16 @@ class RunConsole:
     def warn(self, text: str) -> None:
         """Prints one highlighted line, in quiet mode too."""
         self._print(f"WARNING: {text}", style="bold red")
+
+    def begin(self, facts: Mapping[str, str]) -> None:
+        """Prints what is about to run, a line for each fact."""
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            self.say(f"{name:<{width}}  {value}")
+
+    def ending(self, kept: str) -> None:
+        """Prints the last line, whatever ended the run: what is on disk, and the command that goes on."""
+        self._print(kept)
 
     @contextlib.contextmanager
     def progress(self, label: str, total: int, done: int = 0, lines: bool = True) -> Iterator[Callable[..., None]]:

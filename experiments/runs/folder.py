@@ -5,6 +5,7 @@
     metrics.jsonl  one object per line: step, kind, scalars
     samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
     summary.json   the final numbers
+    data.json      of a run on a file of examples: its path and its sha256
     model/         of a run that began with a model from disk: its files, without the weights
     lock           held by the process that writes here
     curves.png, checkpoints/, tb/<kind>/
@@ -48,6 +49,7 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     samples = property(lambda self: self.path / "samples.jsonl")
     summary = property(lambda self: self.path / "summary.json")
+    data = property(lambda self: self.path / "data.json")
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
     tensorboard = property(lambda self: self.path / "tb")
@@ -101,6 +103,18 @@ class RunFolder:
         require(is_list, str(folder.env), "a list of objects as resumes", repr(resumes)[:80])
         read_config(folder.config)
         return folder
+
+    def data_digest(self) -> str | None:
+        """sha256 of the examples that the run began with; None where it is not on a file.
+
+        Raises:
+            ValueError: a damaged data.json.
+        """
+        if kind_of(self.data) == "nothing":
+            return None
+        digest = read_object(self.data).get("sha256")
+        require(isinstance(digest, str), str(self.data), "a text as sha256", repr(digest)[:80])
+        return digest
 
     def record_resume(self, step: int) -> None:
         """Adds the environment of this process to env.json, as a resume from `step`."""

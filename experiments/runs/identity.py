@@ -11,14 +11,10 @@ from typing import Any, Self
 
 import jax
 
-from experiments.runs.config_file import read_config
+from experiments.runs.config_file import to_json
 from experiments.runs.environment import library_versions
-from experiments.runs.folder import RunFolder
 from jaxlogp.errors import require
 
-MAY_CHANGE = ("name", "out", "resume", "quiet", "mesh", "schedule.steps", "optimizer.learning_rate")
-"""Options that a run may be resumed with."""
-MAY_CHANGE_SECTIONS = ("evaluation.", "drift.", "checkpoint.")
 SETTINGS = ("jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
 """Settings of JAX that change every random number."""
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -29,7 +25,7 @@ class Identity:
     """Plain values.
 
     Attributes:
-        options: the values of config.json by option, but for those that a run may be resumed with.
+        options: values by dotted name, but for those that a run may be resumed with.
         data: digest of the task's data; None where the task makes its own.
         settings: JAX's, of random numbers.
         numerics: what may change the last bits, by a name for the reader.
@@ -53,11 +49,11 @@ class Identity:
         return cls(**record)
 
 
-def identity_of(folder: RunFolder, mesh: str, data: str | None = None) -> Identity:
+def identity_of(options: Mapping[str, Any], mesh: str, data: str | None = None) -> Identity:
     """The identity of a run, in this process.
 
     Args:
-        folder: config.json is read there: it says what the run is, whatever the options were that opened it.
+        options: values by dotted name, but for those that a run may be resumed with.
         mesh: of devices, as on the command line.
         data: digest of the task's data.
     """
@@ -71,7 +67,7 @@ def identity_of(folder: RunFolder, mesh: str, data: str | None = None) -> Identi
         "XLA_FLAGS": " ".join(flags),
     }
     settings = {name: getattr(jax.config, name) for name in SETTINGS}
-    return Identity(_fixed(_flat(read_config(folder.config))), data, settings, numerics)
+    return Identity(to_json(options), data, settings, numerics)
 
 
 def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, ...]:
@@ -104,18 +100,6 @@ def require_settings() -> None:
     require(not jax.config.jax_enable_x64, "JAX_ENABLE_X64", "off: the trainer computes in 32 bits", "on")
     generator = jax.config.jax_default_prng_impl
     require(generator == "threefry2x32", "JAX_DEFAULT_PRNG_IMPL", "threefry2x32", generator)
-
-
-def _fixed(options: Mapping[str, Any]) -> dict[str, Any]:
-    may = MAY_CHANGE_SECTIONS
-    return {name: value for name, value in options.items() if name not in MAY_CHANGE and not name.startswith(may)}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return flat
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

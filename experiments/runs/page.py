@@ -16,7 +16,7 @@ from experiments.runs.config_file import read_config, read_object
 from experiments.runs.folder import RunFolder, read_metrics, read_samples
 from jaxlogp.errors import require
 
-MAY_DIFFER = ("seed", "name", "out", "resume", "quiet")
+MAY_DIFFER = ("seed", "name", "out", "quiet")
 """Options in which the runs of one page may differ."""
 WINDOW = 10
 """Optimizer steps at either end over which a metric of single steps is averaged."""

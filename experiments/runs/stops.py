@@ -1,6 +1,7 @@
 """Ways in which a run ends before its last step, each with the exit code of the command line.
 
-0         everything that was asked for is done
+0         everything that was asked for is done, or was before (NothingToDo)
+1         a bug
 2         an option, a file or a run folder that cannot be used (ValueError)
 3         the environment failed, such as a full disk (OSError)
 4         a guard refused to go on (GuardAbort)
@@ -14,6 +15,7 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """Exit codes of every command line here; a signal's is 128 plus its number."""
 
+    BUG = 1
     BAD_INPUT = 2
     ENVIRONMENT = 3
     GUARD = 4
@@ -23,6 +25,12 @@ class Stopped(Exception):
     """A run that ended early in an orderly way; the message is one sentence that says what was kept."""
 
     exit_code: int
+
+
+class NothingToDo(Stopped):
+    """A run that had finished before."""
+
+    exit_code = 0
 
 
 class GuardAbort(Stopped):

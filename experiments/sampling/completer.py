@@ -98,7 +98,9 @@ class Completer:
         """Draws `copies` completions for each example and rewards them.
 
         Raises:
-          ValueError: a prompt that cannot be encoded, or a reward function that fails.
+          ValueError: a prompt that cannot be encoded.
+          RewardNotFinite: of a reward function.
+          RewardFailed: it raised, or returned no number.
         """
         prompts = [encode_prompt(self._tokenizer, example, self._sizes) for example in examples]
         padded = np.full((len(prompts), self._sizes.prompt), self._tokenizer.pad_id, np.int32)
@@ -113,6 +115,14 @@ class Completer:
         repeated = [example for example in examples for _ in range(copies)]
         prompts = [prompt for prompt in prompts for _ in range(copies)]
         return Completions(prompts, tokens, scored, texts, *self.rewards.score(repeated, texts))
+
+    def fits(self, example: Example) -> bool:
+        """Whether a completion can be the example's answer with an end token."""
+        try:
+            return len(self._tokenizer.encode(example.answer)) < self._sizes.completion
+        except ValueError:
+            # Written in characters that the model does not have.
+            return False
 
     def _completion(self, tokens: list[int]) -> Completion:
         text = self._tokenizer.decode(tokens)

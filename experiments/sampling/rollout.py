@@ -1,7 +1,9 @@
 """Rollouts: groups of sampled, rewarded completions of the next training prompts, as documents with advantages."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 from experiments.config import RolloutConfig
 from experiments.sampling.completer import Completer, Completions
+from experiments.sampling.finite import require_finite
 from experiments.sampling.prompts import PromptOrder
 from jaxlogp import Document, GroupAdvantages, group_advantages, leave_one_out_advantages
 
@@ -22,9 +25,17 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
 
 @dataclass
 class RolloutCounts:
-    """Sums over rollouts, divided once by `metrics`.
+    """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
 
     Attributes:
+      degenerate: groups whose rewards are all equal.
+      empty: completions without text.
+      unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
+      lowest: reward.
+      highest: reward.
+      resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
+      filled: groups without a difference that were trained on for want of others.
+      unused: groups with a difference beyond the number that was wanted.
       rewards: sum of what each reward function said, by its name.
     """
 
@@ -33,6 +44,13 @@ class RolloutCounts:
     completions: int = 0
     truncated: int = 0
     tokens: int = 0
+    empty: int = 0
+    unfit: int = 0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    resampled: int | None = None
+    filled: int = 0
+    unused: int = 0
     rewards: dict[str, float] = field(default_factory=dict)
 
     def add(self, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray) -> None:
@@ -42,6 +60,9 @@ class RolloutCounts:
         self.completions += len(drawn.texts)
         self.truncated += sum(not text.ended for text in drawn.texts)
         self.tokens += sum(text.num_tokens for text in drawn.texts)
+        self.empty += sum(not text for text in drawn.texts)
+        self.lowest = min(self.lowest, float(drawn.rewards.min()))
+        self.highest = max(self.highest, float(drawn.rewards.max()))
         for name, total in zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True):
             self.rewards[name] = self.rewards.get(name, 0.0) + total
 
@@ -49,13 +70,35 @@ class RolloutCounts:
         """Shares and means by name; none without a rollout."""
         if not self.completions:
             return {}
+        resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
         return {
             "degenerate_groups": self.degenerate / self.groups,
+            **({} if self.resampled is None else resampled),
             "truncated_completions": self.truncated,
             "truncated_share": self.truncated / self.completions,
             "completion_length_mean": self.tokens / self.completions,
             **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
         }
+
+    def sameness(self, max_new_tokens: int) -> str:
+        """What is the same in groups without a difference."""
+        reward = (
+            f"every reward is {self.lowest:g}" if self.lowest == self.highest else "within each group rewards are equal"
+        )
+        if self.unfit == self.groups:
+            return f"{reward}, and no answer can be written in the {max_new_tokens} tokens of a completion"
+        if self.empty == self.completions:
+            return f"{reward}, and every completion is empty"
+        if self.truncated == self.completions:
+            return f"{reward}, and every completion was cut at {max_new_tokens} tokens"
+        return reward
+
+
+class Group(NamedTuple):
+    """The documents of one prompt, and whether their rewards are all equal."""
+
+    documents: list[Document]
+    degenerate: bool
 
 
 class Rollouts:
@@ -82,7 +125,37 @@ class Rollouts:
         self.counts = RolloutCounts()
 
     def next(self, params: nnx.State, model_version: int) -> list[Document]:
-        """The documents of the next prompts, completed with ``params``; none when the data has ended."""
+        """The documents of the next prompts, completed with ``params``; none when the data has ended.
+
+        With `resample_degenerate`, groups without a difference give way to those of further prompts. The state between
+        two rollouts is the same two numbers as without it: how many prompts were taken, and how many draws were made.
+
+        Raises:
+          NotFinite: log-probs of the sampler.
+          RewardNotFinite: of a reward function.
+          RewardFailed: it raised, or returned no number.
+        """
+        choose = self._with_differences if self._options.resample_degenerate else self._draw
+        return [document for group in choose(params, model_version) for document in group.documents]
+
+    def _with_differences(self, params: nnx.State, model_version: int) -> list[Group]:
+        options, kept, equal = self._options, [], []
+        for further in range(1 + options.max_resamples):
+            drawn = self._draw(params, model_version)
+            if not drawn:
+                break
+            self.counts.resampled = (self.counts.resampled or 0) + (further > 0)
+            for group in drawn:
+                (equal if group.degenerate else kept).append(group)
+            if len(kept) >= options.prompts_per_rollout:
+                break
+        filled = equal[: max(options.prompts_per_rollout - len(kept), 0)]
+        self.counts.filled += len(filled)
+        self.counts.unused += max(len(kept) - options.prompts_per_rollout, 0)
+        return [*kept[: options.prompts_per_rollout], *filled]
+
+    def _draw(self, params: nnx.State, model_version: int) -> list[Group]:
+        """The groups of the next prompts; none when the data has ended."""
         options = self._options
         examples = self._prompts.take(options.prompts_per_rollout)
         if not examples:
@@ -92,9 +165,14 @@ class Rollouts:
         key = jax.random.fold_in(self._key, self.made)
         self.made += 1
         drawn = self._completer.complete(params, filled, key, copies=options.num_generations)
-        return self._documents(drawn.first(len(examples) * options.num_generations), model_version)
+        drawn = drawn.first(len(examples) * options.num_generations)
+        require_finite("log-probs of the sampler", drawn.log_probs, drawn.prompts)
+        groups = self._groups(drawn, model_version)
+        if all(group.degenerate for group in groups):
+            self.counts.unfit += sum(not self._completer.fits(example) for example in examples)
+        return groups
 
-    def _documents(self, drawn: Completions, model_version: int) -> list[Document]:
+    def _groups(self, drawn: Completions, model_version: int) -> list[Group]:
         """Documents with the advantages of their groups.
 
         With `mask_truncated`, a completion without an end token is a document of its prompt alone: no token of it is a
@@ -103,13 +181,14 @@ class Rollouts:
         "documents", "document_mean" and "constant_length" divide by all documents, this one with a sum of zero. A step
         without any label has loss and gradient 0.
         """
-        groups = self._advantages(drawn.rewards.reshape(-1, self._options.num_generations))
-        advantages, degenerate = jax.device_get(groups)
+        size = self._options.num_generations
+        advantages, degenerate = jax.device_get(self._advantages(drawn.rewards.reshape(-1, size)))
         self.counts.add(drawn, self._completer.rewards.names, degenerate)
-        return [
+        documents = [
             self._document(drawn, number, advantage, model_version)
             for number, advantage in enumerate(advantages.ravel().tolist())
         ]
+        return [Group(documents[size * i : size * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
 
     def _document(self, drawn: Completions, number: int, advantage: float, model_version: int) -> Document:
         prompt = np.array(drawn.prompts[number], np.int32)

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import AxisType
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.studies.report import write_report
 from jaxlogp import (
     DriftReport,
@@ -180,10 +179,12 @@ def write(config: DriftConfig, result: Result, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options give one line on stderr and exit code 2."""
-    config = tyro.cli(DriftConfig, args=arguments, prog="python -m experiments.studies.drift", description=__doc__)
-    with errors_in_one_line():
-        result = main(config)
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(DriftConfig, _run, program="experiments.studies.drift", description=__doc__, arguments=arguments)
+
+
+def _run(config: DriftConfig) -> Result:
+    result = main(config)
     print(result.text)
     if config.write:
         print(f"written: {write(config, result, Path('benchmarks/results'))}")

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import RESIDUAL_DTYPES, DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer
@@ -329,12 +328,14 @@ def write(table: str, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> str:
-    """The command line: bad options give one line on stderr and exit code 2."""
-    config = tyro.cli(
-        DriftCausesConfig, args=arguments, prog="python -m experiments.studies.drift_causes", description=__doc__
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(
+        DriftCausesConfig, _run, program="experiments.studies.drift_causes", description=__doc__, arguments=arguments
     )
-    with errors_in_one_line():
-        table = main(config)
+
+
+def _run(config: DriftCausesConfig) -> str:
+    table = main(config)
     print(table)
     if config.write:
         print(f"written: {write(table, Path('benchmarks/results'))}")

@@ -26,9 +26,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.studies.report import write_report
 from jaxlogp import (
     ChunkedEngine,
@@ -279,12 +278,18 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options give one line on stderr and exit code 2."""
-    config = tyro.cli(
-        GradientFilterConfig, args=arguments, prog="python -m experiments.studies.gradient_filter", description=__doc__
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(
+        GradientFilterConfig,
+        _run,
+        program="experiments.studies.gradient_filter",
+        description=__doc__,
+        arguments=arguments,
     )
-    with errors_in_one_line():
-        result = main(config)
+
+
+def _run(config: GradientFilterConfig) -> Result:
+    result = main(config)
     print(result.markdown)
     if config.write:
         print(f"written: {write(result, Path('benchmarks/results'))}")

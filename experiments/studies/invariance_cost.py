@@ -22,11 +22,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.studies.report import write_report
 from jaxlogp import FixedOrderEngine, ReductionOrder, linear_log_probs
 from jaxlogp.errors import require
@@ -130,12 +129,14 @@ def _markdown(config: CostConfig, compiled: dict, times: dict) -> str:
 
 
 def run_cli(arguments: list[str] | None = None) -> str:
-    """The command line: bad options give one line on stderr and exit code 2."""
-    config = tyro.cli(
-        CostConfig, args=arguments, prog="python -m experiments.studies.invariance_cost", description=__doc__
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(
+        CostConfig, _run, program="experiments.studies.invariance_cost", description=__doc__, arguments=arguments
     )
-    with errors_in_one_line():
-        table = main(config)
+
+
+def _run(config: CostConfig) -> str:
+    table = main(config)
     print(table)
     if config.write:
         path = Path("benchmarks/results") / f"invariance_cost_{jax.devices()[0].platform}.md"

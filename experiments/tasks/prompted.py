@@ -7,7 +7,7 @@ model, which writes sentences around them.
 from dataclasses import dataclass, replace
 
 from experiments.tasks.extraction import extract_answer
-from experiments.tasks.protocol import Example, Message, Prompt, Split, Task
+from experiments.tasks.protocol import Example, Message, Prompt, Split, Task, data_digest
 
 SEPARATOR = "\n\n"
 
@@ -55,6 +55,11 @@ class PromptedTask:
     def max_answer_tokens(self) -> int:
         """The task's."""
         return self.task.max_answer_tokens
+
+    @property
+    def digest(self) -> str | None:
+        """The task's."""
+        return data_digest(self.task)
 
     def num_examples(self, split: Split) -> int | None:
         """The task's."""

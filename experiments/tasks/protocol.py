@@ -90,6 +90,11 @@ class Task(Protocol):
         """The task's verdict: 1.0 when the completion answers the example, else 0.0. Held-out scores are means of it."""
 
 
+def data_digest(task: Task) -> str | None:
+    """sha256 of a task's data, where it has some that can change: its attribute ``digest``; else None."""
+    return getattr(task, "digest", None)
+
+
 def split_of(family: str, prompt: str) -> Split:
     """The split that a prompt belongs to, from the first 8 bytes of a SHA-256; about one in ten is held out.
 

@@ -1,6 +1,7 @@
 """Tasks by name: the text of a command line option becomes a task."""
 
 import re
+from pathlib import Path
 
 from experiments.tasks.addition import Addition
 from experiments.tasks.comparison import Comparison
@@ -53,6 +54,19 @@ def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -
     for split in SPLITS:
         task.example(0, split)
     return task
+
+
+def full_name(spec: str) -> str:
+    """The name of the task that a text names, with its size, or with the absolute path of a file, which is not read.
+
+    Example:
+        >>> full_name("addition")
+        'addition:2'
+    """
+    family, _, argument = spec.partition(":")
+    if family == "jsonl":
+        return f"jsonl:{Path(argument).resolve()}"
+    return make_task(spec).name if family in SIZED_TASKS else spec
 
 
 def _size(spec: str, argument: str, largest: int) -> int:

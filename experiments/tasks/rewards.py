@@ -26,6 +26,14 @@ _THINK_ANSWER = re.compile(
 )
 
 
+class RewardNotFinite(ValueError):
+    """A reward that is a number, but not one that fp32 can hold; its step is refused."""
+
+
+class RewardFailed(ValueError):
+    """A reward function that raised, or returned no number: an error in it, which ends the run."""
+
+
 class Completion(str):
     """The text of a completion.
 
@@ -89,7 +97,7 @@ class Rewards:
         )
         for term in self.terms:
             require(callable(term.function), "reward", f"a function for {term.name!r}", type(term.function).__name__)
-            is_weight = _number(term.weight) is not None
+            is_weight = _is_number(term.weight) and _finite(term.weight) is not None
             require(is_weight, "reward", f"a finite weight for {term.name!r}", repr(term.weight))
 
     @property
@@ -101,15 +109,16 @@ class Rewards:
         """Scores completions, one for each example.
 
         Raises:
-            ValueError: a function raised, or returned something else than a finite number; names function and example.
+            RewardFailed: a function raised, or returned no number; names it, the document and what was raised.
+            RewardNotFinite: a function returned a number that is not finite, or the sum is not; likewise.
         """
-        pairs = list(zip(examples, completions, strict=True))
-        parts = np.array([[_call(term, *pair) for term in self.terms] for pair in pairs], np.float64)
-        parts = parts.reshape(len(pairs), len(self.terms))
+        documents = [_Scored(*each) for each in enumerate(zip(examples, completions, strict=True))]
+        parts = np.array([[_call(term, each) for term in self.terms] for each in documents], np.float64)
+        parts = parts.reshape(len(documents), len(self.terms))
         rewards = parts @ np.array([term.weight for term in self.terms], np.float64)
-        for (example, completion), reward in zip(pairs, rewards.tolist(), strict=True):
-            if _number(reward) is None:
-                raise ValueError(f"reward: expected a finite sum {_of(example, completion)}, got {reward}")
+        for document, reward in zip(documents, rewards.tolist(), strict=True):
+            if _finite(reward) is None:
+                raise RewardNotFinite(f"reward: expected a finite sum for {document}, got {reward}")
         return Scored(rewards.astype(np.float32), parts.astype(np.float32))
 
 
@@ -201,32 +210,43 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def _call(term: RewardTerm, example: Example, completion: Completion) -> float:
+class _Scored(NamedTuple):
+    """One of the documents that are scored together, by its number."""
+
+    number: int
+    pair: tuple[Example, Completion]
+
+    def __str__(self) -> str:
+        prompt, completion = prompt_text(self.pair[0].prompt)[:200], str(self.pair[1])[:200]
+        return f"document {self.number} (prompt {prompt!r}, completion {completion!r})"
+
+
+def _call(term: RewardTerm, document: _Scored) -> float:
+    expected = f"reward {term.name!r}: expected a finite number for {document}"
     try:
-        value = term.function(example, completion)
+        value = term.function(*document.pair)
     # Whatever it raises, the reader needs to know for which example.
     except Exception as error:
-        seen = f"{type(error).__name__}: {error}"
-        raise ValueError(f"reward {term.name!r}: expected a number {_of(example, completion)}, got {seen}") from error
-    number = _number(value)
+        raise RewardFailed(f"{expected}, got {type(error).__name__}: {error}") from error
+    if not _is_number(value):
+        raise RewardFailed(f"{expected}, got {value!r}")
+    number = _finite(value)
     if number is None:
-        expected = f"a finite number {_of(example, completion)}"
-        raise ValueError(f"reward {term.name!r}: expected {expected}, got {value!r}")
+        raise RewardNotFinite(f"{expected}, got {value!r}")
     return number
 
 
-def _number(value: Any) -> float | None:
-    """A float that fp32 can hold, or None."""
-    if not isinstance(value, numbers.Real | np.bool_):
-        # A scalar of JAX or NumPy; a string, a list, None is none.
-        if getattr(value, "ndim", None) != 0 or getattr(value, "dtype", np.dtype(object)).kind not in "biufV":
-            return None
+def _is_number(value: Any) -> bool:
+    """A real number; a scalar of JAX or NumPy is one, a string, a list, None is none."""
+    if isinstance(value, numbers.Real | np.bool_):
+        return True
+    return getattr(value, "ndim", None) == 0 and getattr(value, "dtype", np.dtype(object)).kind in "biufV"
+
+
+def _finite(value: Any) -> float | None:
+    """The number as a float that fp32 can hold, or None."""
     try:
         number = float(value)
     except (OverflowError, TypeError, ValueError):
         return None
     return number if math.isfinite(number) and abs(number) <= _LARGEST else None
-
-
-def _of(example: Example, completion: str) -> str:
-    return f"for prompt {prompt_text(example.prompt)[:200]!r} and completion {str(completion)[:200]!r}"

@@ -17,11 +17,13 @@ from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
+from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.store import SavedRun
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.run import stored_config
+from experiments.training.resume import check_data, with_own_copy
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
@@ -38,8 +40,17 @@ def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored
     """
     path, step = run_and_step(run)
     folder = RunFolder.open(path)
-    trainer = Trainer(change(stored_config(folder)), restored=True)
-    trainer.restore(SavedRun(folder), RunConsole(), step)
+    # Refused here, and not after a trainer has been made.
+    some = f"at least one complete step in {folder.checkpoints}"
+    require(bool(complete_steps(folder.checkpoints)), "checkpoints", some, "none")
+    stored = change(with_own_copy(load_config(folder.config, Config), folder))
+    trainer = Trainer(stored, restored=True)
+    console = RunConsole()
+    try:
+        check_data(folder, trainer.task)
+    except ValueError as error:
+        console.warn(str(error))
+    trainer.restore(SavedRun(folder), console, step)
     return trainer
 
 

@@ -3,20 +3,32 @@
 import shlex
 import signal
 import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+from experiments.config import Config
+from experiments.config.changes import fixed_values
 from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
-from experiments.runs.identity import identity_of
+from experiments.runs.identity import Identity, identity_of
 from experiments.runs.signals import Signals, caught_signals
-from experiments.runs.stops import Interrupted
+from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.runs.store import RunStore
+from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
 
 def run_to_end(
-    trainer: Trainer, folder: RunFolder, console: RunConsole, *, resumed: bool, step: int | None = None
+    trainer: Trainer,
+    folder: RunFolder,
+    console: RunConsole,
+    *,
+    resumed: bool,
+    step: int | None = None,
+    on_resume: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[Scores, Scores]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
 
@@ -24,34 +36,50 @@ def run_to_end(
     start nothing is kept: a resume begins it again, and arrives at the same bits.
 
     Args:
-      trainer: of the run.
-      folder: of the run, locked.
+      trainer: the trainer.
+      folder: its run, locked.
       console: where to print.
       resumed: whether the run goes on.
       step: of the checkpoint to go on from; None for the newest.
+      on_resume: called with the restored trainer, before anything is written; what it raises ends the resume.
 
     Returns:
       Scores on held-out prompts before the first step and after the last.
 
     Raises:
       Interrupted: a signal; the message says what is kept, and the command that goes on.
+      GuardAbort: numbers that cannot be trained on, or a broken reward function; likewise.
       ValueError: a run folder that cannot be continued.
     """
     try:
-        identity = identity_of(folder, trainer.config.mesh)
-        with caught_signals() as signals, RunStore(folder, trainer.config.checkpoint.keep, identity) as store:
-            before = _restore(trainer, folder, console, store, step) if resumed else store.begin(console)
+        with (
+            caught_signals() as signals,
+            RunStore(folder, trainer.config.checkpoint.keep, _identity(trainer, folder)) as store,
+        ):
+            before = None
+            if resumed and store.begun:
+                before = trainer.restore(store, console, step)
+                found, at = trainer.unsound(), f"checkpoint step {trainer.progress.step}"
+                require(found is None, at, "a state that can be trained on", found)
+            else:
+                _require_unbegun(folder)
+                store.begin(console)
+            if resumed:
+                on_resume(trainer)
+                _say_resumed(trainer, folder, console, before)
             return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
 
 
-def kept(folder: RunFolder) -> str:
+def kept(folder: RunFolder, *, finished: bool = False) -> str:
     """What of a run is on disk, and the command that goes on."""
     steps = complete_steps(folder.checkpoints)
     saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
-    goes_on = "goes on from there" if steps else "begins it again"
-    return f"{saved}; python -m experiments.grpo --resume {shlex.quote(str(folder.path))} {goes_on}"
+    command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
+    if finished:
+        return f"{saved}; {command} --schedule.steps N trains up to step N"
+    return f"{saved}; {command} {'goes on from there' if steps else 'begins it again'}"
 
 
 class Loop:
@@ -80,8 +108,8 @@ class Loop:
 
     def _warm_start(self) -> Scores:
         self._answer_signals()
-        self._trainer.warm_start(self._console, self._metrics, self._answer_signals)
-        before = self._before = self._trainer.evaluate(self._metrics)
+        self._with_rewards(lambda: self._trainer.warm_start(self._console, self._metrics, self._answer_signals))
+        before = self._before = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
         self._save()
         # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
         self._store.wait_until_finished()
@@ -115,7 +143,7 @@ class Loop:
     def _step(self) -> bool:
         """One step with its records; False if the data had ended before it."""
         trainer = self._trainer
-        values, self._exhausted = trainer.train_step()
+        values, self._exhausted = self._with_rewards(trainer.train_step)
         if values is None:
             return False
         step = trainer.progress.step
@@ -124,9 +152,23 @@ class Loop:
         if trainer.drift is not None:
             self._metrics.write(step, "drift", trainer.drift.metrics())
             self._console.say(str(trainer.drift))
-        if not values["update_applied"]:
-            self._console.warn(f"step {step}: loss or gradient is not finite, the update was not applied")
+        for alert in trainer.alerts:
+            self._console.warn(alert)
+        self._guard(step)
         return True
+
+    def _guard(self, step: int) -> None:
+        """Ends the run after too many refused steps, or where devices hold different copies of the state."""
+        trainer, options = self._trainer, self._trainer.config.guards
+        refused = trainer.progress.refused
+        if refused >= options.max_refused_steps:
+            # A resume begins to count anew.
+            trainer.progress.refused = 0
+            self._abort(
+                f"step {step} is the last of {refused} refused in a row: {trainer.alerts[0].partition(': ')[2]}"
+            )
+        if options.replica_every and step % options.replica_every == 0:
+            self._require(step, "copies differ", trainer.differing_copies())
 
     def _evaluate_if_due(self) -> Scores | None:
         """An evaluation where this step has one that is not made yet."""
@@ -134,7 +176,7 @@ class Loop:
         due = self._ended or (every and progress.step % every == 0)
         if not due or progress.evaluated == progress.step:
             return None
-        scores = self._trainer.evaluate(self._metrics)
+        scores = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
         self._console.say(f"held-out: sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}")
         return scores
 
@@ -144,11 +186,34 @@ class Loop:
         return bool(self._ended or by_time or (options.every and step % options.every == 0))
 
     def _save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
-        step = self._trainer.progress.step
+        """A checkpoint of this step, unless there is one; never of a state that cannot be trained on."""
+        step, trainer = self._trainer.progress.step, self._trainer
         if step != self._saved_step:
-            self._trainer.save(self._store, self._before)
+            self._require(step, "not saved", trainer.unsound())
+            if trainer.config.guards.replica_every:
+                self._require(step, "not saved, copies differ", trainer.differing_copies())
+            trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()
+
+    def _with_rewards(self, function: Callable[[], Any]) -> Any:
+        """The function's result; a reward function that is broken ends the run, once what is done has been saved."""
+        try:
+            return function()
+        except (RewardFailed, RewardNotFinite) as error:
+            self._abort(str(error), error)
+
+    def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:
+        """Ends the run with a durable checkpoint of the state, which no refused step has changed."""
+        if self._before is not None:
+            self._save()
+            self._store.wait_until_finished()
+        raise GuardAbort(f"{reason}; {kept(self._folder)}") from error
+
+    def _require(self, step: int, what: str, found: str | None) -> None:
+        """Ends the run without a checkpoint of a damaged state."""
+        if found is not None:
+            self._store.wait_until_finished()
+            raise GuardAbort(f"step {step}: {what}: {found}; {kept(self._folder)}")
 
     def _answer_signals(self) -> None:
         """Raises `Interrupted` after a signal, with a durable checkpoint of this step if there is anything to save yet."""
@@ -161,17 +226,20 @@ class Loop:
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _restore(
-    trainer: Trainer, folder: RunFolder, console: RunConsole, store: RunStore, step: int | None
-) -> Scores | None:
-    """Scores from before the first step; None where the run never got that far."""
-    if store.begun:
-        before = trainer.restore(store, console, step)
-        folder.record_resume(trainer.progress.step)
-        console.say(f"resumed {folder.path} at step {trainer.progress.step}")
-        return before
+def _identity(trainer: Trainer, folder: RunFolder) -> Identity:
+    """What the run is: of config.json, whatever the options were that opened it; where it lies is no part of it."""
+    options = fixed_values(load_config(folder.config, Config))
+    options = {field: value for field, value in options.items() if field not in ("name", "out")}
+    return identity_of(options, trainer.config.mesh, folder.data_digest())
+
+
+def _require_unbegun(folder: RunFolder) -> None:
     made = sum(record["kind"] == "train" for record in read_metrics(folder.metrics).records)
     require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
-    folder.record_resume(0)
-    console.say(f"resumed {folder.path}, which has no checkpoint yet: the warm start begins again")
-    return store.begin(console)
+
+
+def _say_resumed(trainer: Trainer, folder: RunFolder, console: RunConsole, before: Scores | None) -> None:
+    folder.record_resume(trainer.progress.step)
+    at = f" at step {trainer.progress.step}"
+    begins_again = ", which has no checkpoint yet: the warm start begins again"
+    console.say(f"resumed {folder.path}{begins_again if before is None else at}")

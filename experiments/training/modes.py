@@ -10,6 +10,7 @@ from flax import nnx
 from experiments.config import Config
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.sharding import on_one_device, parameter_shardings
+from experiments.options import refused_as
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
@@ -100,7 +101,10 @@ class PlainMode:
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """The mesh of the rollouts: that of the training where no other is named."""
-    return mesh if config.rollout.mesh is None else make_mesh(parse_mesh(config.rollout.mesh))
+    if config.rollout.mesh is None:
+        return mesh
+    with refused_as("rollout"):
+        return make_mesh(parse_mesh(config.rollout.mesh))
 
 
 class WholeModelDraw:

@@ -5,33 +5,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flax import nnx
 
-from experiments.config import Config, RewardConfig
+from experiments.config import Config, RewardConfig, validate
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
-from experiments.runs.checkpoint import complete_steps
-from experiments.runs.config_file import load_config, save_config
+from experiments.runs.config_file import save_config
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.files import write_json
-from experiments.runs.folder import RunFolder, read_metrics, run_and_step
+from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
-from experiments.runs.stops import Stopped
+from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
+from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
-from experiments.training.loop import run_to_end
-from experiments.training.origin import with_own_model
+from experiments.training.introduction import introduce
+from experiments.training.loop import kept, run_to_end
+from experiments.training.origin import origin_of, with_own_model
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
-MAY_CHANGE_ON_RESUME = ("resume", "quiet", "schedule")
-
+LONGEST_NAME = 200
+"""Bytes; file systems take 255, and files inside add to theirs."""
 
 RewardPairs = Sequence[tuple[Reward, float]]
 """Functions with their weights."""
@@ -61,6 +62,13 @@ class Result:
         return self.trainer.state.params
 
 
+class Continued(Protocol):
+    """What a run does before its first step where it goes on; see `experiments.training.resume`."""
+
+    def begin(self, trainer: Trainer) -> None:
+        """Called with the restored trainer."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder.
@@ -69,16 +77,16 @@ class Run:
       trainer: without parameters where the run goes on from a checkpoint.
       folder: of the run.
       lock: of the folder.
-      resumed: whether the run goes on.
       dtype: of activations.
+      resumption: None for a new run.
       step: of the checkpoint to go on from; None for the newest.
     """
 
     trainer: Trainer
     folder: RunFolder
     lock: RunLock
-    resumed: bool
     dtype: DtypeChoice
+    resumption: Continued | None = None
     step: int | None = None
 
     def finish(self) -> Result:
@@ -91,15 +99,20 @@ class Run:
             return self._finish()
 
     def _finish(self) -> Result:
-        started, trainer = time.perf_counter(), self.trainer
+        started, trainer, resumption = time.perf_counter(), self.trainer, self.resumption
         console = RunConsole(trainer.config.quiet)
         for warning in trainer.warnings:
             console.warn(warning)
-        console.say(f"dtype of activations and head: {self.dtype}")
+        resuming = {} if resumption is None else {"step": self.step, "on_resume": resumption.begin}
         try:
-            before, after = run_to_end(trainer, self.folder, console, resumed=self.resumed, step=self.step)
+            before, after = run_to_end(trainer, self.folder, console, resumed=resumption is not None, **resuming)
+        except NothingToDo:
+            raise
         except Stopped:
             _draw_curves(self.folder)
+            raise
+        except BaseException:
+            console.ending(kept(self.folder))
             raise
         return _finish(self, console, before, after, time.perf_counter() - started)
 
@@ -113,34 +126,28 @@ def set_up(
 ) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
     require_settings()
-    rewards = None if reward is None else rewards_of(reward)
-    alone = rewards is None or config.reward == RewardConfig()
-    require(alone, "--reward", "no other options where train is given a reward", "other options")
-    if config.resume is None:
-        config = with_own_model(config, model)
-        # What a run began with it keeps, whatever device it is resumed on.
-        dtype = dtype_here(config.model.dtype, invariant=config.invariant)
-        config = config.resolved()
-        task = _task_of(config, task)
-        config = _with_lasting_base(dataclasses.replace(config, task=task.name))
-        trainer = Trainer(config, task, rewards, model)
-        folder = RunFolder.create(config.out, config.name or _default_name(config))
-        lock = RunLock(folder.lock)
-        if trainer.origin.pretrained is not None:
-            # All but the weights, so that the run can be resumed, scored and exported without the original.
-            write_files(folder.model, small_files(trainer.origin.pretrained))
-        save_config(folder.config, config)
-        return Run(trainer, folder, lock, False, dtype)
-    path, step = run_and_step(config.resume)
-    folder = RunFolder.open(path)
+    rewards = given_rewards(config, reward)
+    validate(config)
+    config = with_own_model(config, model)
+    # What a run began with it keeps, whatever device it is resumed on.
+    dtype = dtype_here(config.model.dtype, invariant=config.invariant)
+    config = config.resolved()
+    task = given_task(config, task)
+    config = _with_lasting_base(dataclasses.replace(config, task=task.name))
+    path = _new_path(config)
+    origin = origin_of(config, task, model, restored=False)
+    introduce(config, task, origin, path, dtype)
+    trainer = Trainer(config, task, rewards, origin=origin)
+    folder = RunFolder.create(path.parent, path.name)
     lock = RunLock(folder.lock)
-    config = _resumed_config(config, stored_config(folder))
-    task = _task_of(config, task)
-    require(task.name == config.task, "task", f"the task of the run, {config.task!r}", repr(task.name))
-    dtype = DtypeChoice(config.model.dtype, "as the run began")
-    # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
-    restored = bool(complete_steps(folder.checkpoints))
-    return Run(Trainer(config, task, rewards, model, restored=restored), folder, lock, True, dtype, step)
+    if origin.pretrained is not None:
+        # All but the weights, so that the run can be resumed, scored and exported without the original.
+        write_files(folder.model, small_files(origin.pretrained))
+    digest = data_digest(task)
+    if digest is not None:
+        write_json(folder.data, {"task": task.name, "sha256": digest})
+    save_config(folder.config, config)
+    return Run(trainer, folder, lock, dtype)
 
 
 def train(
@@ -161,7 +168,7 @@ def train(
       model: your own Flax model (see `experiments.models.protocol.Model`); None takes the decoder that ``config.model``
         describes. It stays as it is: ``nnx.update(model, result.params)`` puts the trained parameters into it.
 
-    A run must be resumed with the task, reward and model that it began with.
+    To go on with a run: `experiments.training.resume.resume`.
 
     Returns:
       Scores before and after, the run folder, the log, and the trainer.
@@ -173,20 +180,6 @@ def train(
     return set_up(config, task=task, reward=reward, model=model).finish()
 
 
-def stored_config(folder: RunFolder) -> Config:
-    """The options of a run. A model from disk is the run's own copy, whatever became of the original: checkpoints hold all
-    of its parameters. With adapters they hold these alone, and the base is read where it was; so is a model of which no
-    checkpoint has been written.
-
-    Raises:
-      ValueError: a damaged config.json.
-    """
-    config = load_config(folder.config, Config)
-    if config.model.path is None or config.lora.rank or not complete_steps(folder.checkpoints):
-        return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
-
-
 def _with_lasting_base(config: Config) -> Config:
     """The options with an absolute path: a resume before the first checkpoint needs the model on disk again, and with
     adapters every resume."""
@@ -196,8 +189,22 @@ def _with_lasting_base(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
 
 
-def _task_of(config: Config, task: Task | None) -> Task:
+def given_task(config: Config, task: Task | None) -> Task:
+    """The task that options name, or the caller's own, asked as options say."""
     return task_for(config) if task is None else own_task(task, config.data)
+
+
+def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:
+    """The caller's own rewards, if any.
+
+    Raises:
+      ValueError: options of rewards in addition to them.
+    """
+    if reward is None:
+        return None
+    expected = "no other options where train is given a reward"
+    require(config.reward == RewardConfig(), "--reward", expected, "other options")
+    return rewards_of(reward)
 
 
 def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
@@ -225,6 +232,7 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "greedy": HeldOut(before.greedy, after.greedy),
     }
     console.summary(facts, run.folder.path, held_out)
+    console.ending(kept(run.folder, finished=True))
     return Result(before, after, run.folder, records, trainer)
 
 
@@ -235,22 +243,31 @@ def _draw_curves(folder: RunFolder) -> list[dict[str, Any]]:
     return records
 
 
+def _new_path(config: Config) -> Path:
+    """Where the run folder will be.
+
+    Raises:
+      ValueError: a name that is not one of a folder, a path that exists already, or one below something else than a folder.
+    """
+    name = _default_name(config) if config.name is None else config.name
+    is_component = bool(name.strip()) and name not in (".", "..") and not set(name) & set("/\\\0")
+    require(is_component and name.isprintable(), "--name", "the name of a folder", repr(name))
+    require(len(name.encode()) <= LONGEST_NAME, "--name", f"at most {LONGEST_NAME} bytes", len(name.encode()))
+    try:
+        path = Path(config.out).resolve() / name
+        there = next(each for each in path.parents if each.exists())
+        require(there.is_dir(), "--out", "a folder, or where one can be made", f"{there}, which is no folder")
+        require(not path.exists(), "run folder", "a path that does not exist yet", path)
+    except OSError as error:
+        raise ValueError(
+            f"--out: expected a path that can be made, got {config.out[:80]}…: {error.strerror}"
+        ) from error
+    return path
+
+
 def _default_name(config: Config) -> str:
-    task = "".join(c if c.isalnum() or c in "-_." else "-" for c in config.task).strip(".-")[-40:]
+    family, _, rest = config.task.partition(":")
+    task = f"{family}-{Path(rest).stem}" if family == "jsonl" else config.task
+    task = "".join(c if c.isalnum() or c in "-_." else "-" for c in task).strip(".-")[-40:]
     task = task if config.preset is None else f"{config.preset}-{task}"
     return f"{task}-{config.loss.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _resumed_config(given: Config, stored: Config) -> Config:
-    plain = Config()
-    for field in dataclasses.fields(Config):
-        if field.name not in MAY_CHANGE_ON_RESUME:
-            same = getattr(given, field.name) == getattr(plain, field.name)
-            expected = "to come from the run folder (only --schedule.steps and --quiet may be given with --resume)"
-            require(same, f"--{field.name.replace('_', '-')}", expected, "another value")
-    steps = given.schedule.steps
-    rest = dataclasses.replace(given.schedule, steps=plain.schedule.steps) == plain.schedule
-    require(rest, "--schedule", "no option but --schedule.steps with --resume", "other options")
-    if steps != plain.schedule.steps:
-        stored = dataclasses.replace(stored, schedule=dataclasses.replace(stored.schedule, steps=steps))
-    return dataclasses.replace(stored, quiet=given.quiet)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from flax import nnx
 
+from experiments.sampling.finite import require_finite
 from experiments.sampling.stream import Packing
 from experiments.training.sums import GradientSums
 from jaxlogp import Document, MicroBatch
@@ -20,8 +21,13 @@ ON_POLICY_COLUMNS = ("lse", "entropy")
 
 
 def rescored(documents: list[Document], sums: GradientSums, params: nnx.State, packing: Packing) -> list[Document]:
-    """Documents with the trainer's log-probs as the old ones, and `RESCORED_COLUMNS`."""
-    scores = _scores(documents, sums, params, packing)
+    """Documents with the trainer's log-probs as the old ones, and `RESCORED_COLUMNS`.
+
+    Raises:
+      NotFinite: log-probs.
+    """
+    scores = list(_scores(documents, sums, params, packing))
+    _require_finite("log-probs of the trainer", documents, scores)
     result = []
     for document, (log_probs, entropy, lse) in zip(documents, scores, strict=True):
         columns = {"sampler_log_probs": document.old_log_probs, "lse": lse, "entropy": entropy}
@@ -32,8 +38,13 @@ def rescored(documents: list[Document], sums: GradientSums, params: nnx.State, p
 def with_reference(
     documents: list[Document], sums: GradientSums, params: nnx.State, packing: Packing
 ) -> list[Document]:
-    """Documents with the log-probs of their completions under the reference's parameters."""
-    scores = _scores(documents, sums, params, packing)
+    """Documents with the log-probs of their completions under the reference's parameters.
+
+    Raises:
+      NotFinite: log-probs.
+    """
+    scores = list(_scores(documents, sums, params, packing))
+    _require_finite("log-probs of the reference", documents, scores)
     return [_with(document, {REFERENCE_COLUMN: each[0]}) for document, each in zip(documents, scores, strict=True)]
 
 
@@ -60,6 +71,11 @@ def without(batch: MicroBatch, columns: tuple[str, ...]) -> MicroBatch:
     """The round without some per-token columns."""
     kept = {name: values for name, values in batch.per_token.items() if name not in columns}
     return dataclasses.replace(batch, per_token=kept)
+
+
+def _require_finite(what: str, documents: list[Document], scores: list[tuple[np.ndarray, ...]]) -> None:
+    prompts = [document.tokens[: document.prompt_length].tolist() for document in documents]
+    require_finite(what, [np.concatenate(each) for each in scores], prompts)
 
 
 def _with(document: Document, columns: dict[str, np.ndarray], **changes: np.ndarray) -> Document:

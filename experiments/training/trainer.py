@@ -1,8 +1,9 @@
 """The trainer: one state, fed by rollouts, updated once per step; evaluation, checkpoints and resuming."""
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,23 +17,27 @@ from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.store import RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions, readable
+from experiments.sampling.finite import NotFinite
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.stream import Packing, RoundStream
-from experiments.tasks import Example, Rewards, Task
+from experiments.tasks import Example, Rewards, RewardTerm, Task
 from experiments.tasks.configured import configured_rewards, task_for
+from experiments.tasks.rewards import CORRECT, RewardFailed, RewardNotFinite
 from experiments.training import scoring
+from experiments.training.diagnosis import require_finite_inputs, why_refused
 from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from experiments.training.origin import fingerprint, origin_of
+from experiments.training.origin import Origin, fingerprint, origin_of
+from experiments.training.replicas import Replicas
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WorkedExamples, warm_start
+from experiments.training.watch import Watch, over_median, with_norm
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
 from jaxlogp.errors import require
 
-MAX_REFUSED_STEPS = 5
 CHECK_PROMPTS = 512
 SHOWN_SAMPLES = 16
 FASTEST_ON_GPU = ("hopper", "triton")
@@ -47,12 +52,13 @@ class Scores(NamedTuple):
 
 @dataclass
 class Progress:
-    """The counters of a run, saved with every checkpoint as Python integers.
+    """The counters of a run, saved with every checkpoint as JSON.
 
     Attributes:
       refused: steps in a row, up to the newest, whose update was refused.
       drift_step: step of the newest drift report.
       evaluated: step of the newest evaluation in the log; -1 before the first.
+      norms: the newest gradient norms.
     """
 
     step: int = 0
@@ -60,6 +66,7 @@ class Progress:
     refused: int = 0
     drift_step: int = 0
     evaluated: int = -1
+    norms: list[float] = field(default_factory=list)
 
 
 class Trainer:
@@ -70,6 +77,7 @@ class Trainer:
       task: your own task instead of the one that ``config.task`` names.
       rewards: your own rewards instead of those that ``config.reward`` names.
       model: your own model instead of the decoder that ``config.model`` describes.
+      origin: the model, where the caller has made it of the same options.
       restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
@@ -79,6 +87,7 @@ class Trainer:
       attention_run: the implementation of attention over micro-batches, and why it.
       sampler: how completions are drawn, and why so.
       drift: the drift report of the newest step, or None where none was due.
+      alerts: what the console should warn of the newest step.
 
     Raises:
       ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
@@ -91,13 +100,15 @@ class Trainer:
         rewards: Rewards | None = None,
         model: nnx.Module | None = None,
         *,
+        origin: Origin | None = None,
         restored: bool = False,
     ) -> None:
         ranks = validate(config).ranks
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
-        self.origin = origin = origin_of(config, self.task, model, restored=restored)
+        self._verdict = Rewards((RewardTerm(CORRECT, self.task.verify),))
+        self.origin = origin = origin or origin_of(config, self.task, model, restored=restored)
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
@@ -139,6 +150,9 @@ class Trainer:
         self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
         self.progress = Progress()
         self.drift: StepDrift | None = None
+        self.alerts: list[str] = []
+        self._step_watch = Watch(config.guards, self.sizes.completion)
+        self._replicas = Replicas(self.mesh)
         self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {config.mesh}")
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
@@ -157,6 +171,16 @@ class Trainer:
     def _columns(self) -> tuple[str, ...]:
         rescored = scoring.RESCORED_COLUMNS if self.config.rollout.rescore else ()
         return (*rescored, *((scoring.REFERENCE_COLUMN,) if self._kl_in_loss else ()))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the training data has ended."""
+        return self.prompts.exhausted and not any(self.stream.queues)
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of prompts of an evaluation, which is that of the options unless the task has fewer."""
+        return len(self._held_out)
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -194,6 +218,7 @@ class Trainer:
             console,
             metrics,
             between,
+            self.tokenizer,
         )
         self.state = self.update.init(params)
         self._freeze_reference()
@@ -223,17 +248,28 @@ class Trainer:
         return [scoring.without(batch, scoring.ON_POLICY_COLUMNS) for batch in rounds]
 
     def train_step(self) -> tuple[dict[str, Any] | None, bool]:
-        """One optimizer step.
+        """One optimizer step, or its refusal: whatever is not finite, parameters and optimizer state stay as they are.
 
         Returns:
           Its metrics (None if the data had ended before it), and whether the data has ended.
 
         Raises:
-          RuntimeError: the fifth step in a row whose loss or gradient is not finite.
+          RewardFailed: a reward function is broken; nothing has been taken of the data, as if the step had not begun.
         """
         started = time.perf_counter()
-        self.stream.seconds, self.rollouts.counts = 0.0, RolloutCounts()
-        collected = self._schedule.collect([self.stream], padding=self._stream_packing.padding())
+        self.stream.seconds, self.rollouts.counts, self.drift = 0.0, RolloutCounts(), None
+        source = (self.rollouts.made, self.prompts.cursor, [deque(queue) for queue in self.stream.queues])
+        try:
+            collected = self._schedule.collect([self.stream], padding=self._stream_packing.padding())
+            require_finite_inputs([batch for (batch,) in collected.micro_batches])
+        except RewardFailed:
+            self.rollouts.made, self.prompts.cursor, self.stream.queues = source
+            raise
+        except RewardNotFinite as found:
+            return self._counted({}, str(found), started), False
+        except NotFinite as found:
+            # Of parameters that are not finite no log-prob is.
+            return self._counted({}, self.unsound() or found.sentence(self.tokenizer), started), False
         if not collected.micro_batches:
             return None, True
         rounds = self._known_lse([batch for (batch,) in collected.micro_batches])
@@ -241,24 +277,49 @@ class Trainer:
         total = self.sums.sums_of(self.state.params, rounds, self.progress.documents_seen)
         self.state, applied = self.update(self.state, total)
         applied = jax.device_get(applied)
-        self.progress.step += 1
+        refused = None if applied.applied else self._why_refused(applied, rounds)
         self.progress.documents_seen += collected.num_documents
         tokens = sum(int(np.sum(batch.segment_ids >= 0)) for batch in rounds)
-        seconds = time.perf_counter() - started - (0.0 if self.drift is None else self.drift.seconds)
         values = {
             **self._values_of(applied),
-            "documents_seen": self.progress.documents_seen,
             "num_documents": collected.num_documents,
             "micro_batches": len(rounds),
             "tokens": tokens,
             "data_wait_seconds": collected.data_wait_seconds,
+        }
+        return self._counted(values, refused, started), collected.exhausted
+
+    def _counted(self, values: dict[str, Any], refused: str | None, started: float) -> dict[str, Any]:
+        """The metrics of a step that is over, with those that every step has."""
+        progress, counts = self.progress, self.rollouts.counts
+        progress.step += 1
+        progress.refused = 0 if refused is None else progress.refused + 1
+        seconds = time.perf_counter() - started - (0.0 if self.drift is None else self.drift.seconds)
+        tokens = values.get("tokens", 0)
+        values = {
+            **values,
+            "update_applied": int(refused is None),
+            **({} if refused is None else {"refused": refused}),
+            "documents_seen": progress.documents_seen,
             "rollout_seconds": self.stream.seconds,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            **self.rollouts.counts.metrics(),
+            **counts.metrics(),
         }
-        self._count_refused(bool(applied.finite))
-        return values, collected.exhausted
+        refusal = [] if refused is None else [f"step {progress.step} is refused: {refused}"]
+        self.alerts = refusal + self._step_watch.warnings(progress.step, values, counts)
+        return values
+
+    def _why_refused(self, applied: AppliedStep, rounds: list[MicroBatch]) -> str:
+        return why_refused(applied.sound, self.state, rounds, self.update, self.sums, self.tokenizer)
+
+    def unsound(self) -> str | None:
+        """A phrase that names what of parameters and optimizer state is not finite; None where all is."""
+        return self.update.unsound(self.state)
+
+    def differing_copies(self) -> str | None:
+        """A phrase that names a parameter, or a part of the optimizer state, of which devices hold different copies."""
+        return self._replicas.differing(self.state._asdict())
 
     def _drift(self, rounds: list[MicroBatch]) -> StepDrift | None:
         """The drift report of the next step, where one is due and the step has tokens for it."""
@@ -271,28 +332,23 @@ class Trainer:
         return drift
 
     def _values_of(self, applied: AppliedStep) -> dict[str, Any]:
-        head_run = self.sums.head_run
+        head_run, norm = self.sums.head_run, float(applied.grad_norm)
         assert head_run is not None, "a micro-batch has been traced"
+        ratio = over_median(self.progress.norms, norm)
+        self.progress.norms = with_norm(self.progress.norms, norm)
         return {
             **{name: value.item() for name, value in applied.metrics.items()},
             "loss": float(applied.loss),
-            "grad_norm": float(applied.grad_norm),
+            "grad_norm": norm,
+            "grad_norm_over_median": ratio,
             "drift_max": None if np.isneginf(applied.drift) else float(applied.drift),
             "learning_rate": float(applied.learning_rate),
-            "update_applied": int(applied.finite),
             "attention": self.attention_run.implementation,
             "head_path": head_run.path,
             "head_engine": head_run.engine,
             "head_reason": head_run.reason,
             "head_gradient": head_run.gradient,
         }
-
-    def _count_refused(self, finite: bool) -> None:
-        self.progress.refused = 0 if finite else self.progress.refused + 1
-        if self.progress.refused >= MAX_REFUSED_STEPS:
-            raise RuntimeError(
-                f"step {self.progress.step}: loss or gradient was not finite in {MAX_REFUSED_STEPS} steps in a row"
-            )
 
     # Evaluation
 
@@ -301,11 +357,15 @@ class Trainer:
         return self._exact_match(examples, self._judges[judge].complete(params, examples, key))
 
     def _exact_match(self, examples: list[Example], drawn: Completions) -> float:
-        verdicts = [self.task.verify(example, text) for example, text in zip(examples, drawn.texts, strict=True)]
-        return float(np.mean(verdicts))
+        return float(np.mean(self._verdict.score(examples, drawn.texts).rewards, dtype=np.float64))
 
     def evaluate(self, metrics: MetricsWriter | None = None) -> Scores:
-        """Exact match on the held-out prompts with the current parameters; the same random numbers every time."""
+        """Exact match on the held-out prompts with the current parameters; the same random numbers every time.
+
+        Raises:
+          RewardFailed: a reward function, or the task's verdict, is broken.
+          RewardNotFinite: of one of them.
+        """
         started, key = time.perf_counter(), jax.random.fold_in(self.key, 3)
         drawn = {name: judge.complete(self.state.params, self._held_out, key) for name, judge in self._judges.items()}
         scores = Scores(*(self._exact_match(self._held_out, drawn[name]) for name in Scores._fields))

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from experiments.training.optimizers import Optimizer, OptimizerState
+from experiments.training.soundness import OPTIMIZER_STATE, Soundness, sound_leaves, unsound_names
 from experiments.training.sums import MicroSums
 
 
@@ -21,13 +23,15 @@ class TrainState(NamedTuple):
 
 
 class AppliedStep(NamedTuple):
-    """A step after its update, as numbers; ``finite`` False means that the update was refused and the state is unchanged."""
+    """A step after its update, as numbers; ``applied`` False means that the update was refused and the state is unchanged,
+    because of what `sound` says of the state that it would have been."""
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     drift: Float[Array, ""]
     learning_rate: Float[Array, ""]
-    finite: Bool[Array, ""]
+    applied: Bool[Array, ""]
+    sound: Soundness
     metrics: dict[str, Array]
 
 
@@ -42,6 +46,7 @@ class Update:
     def __init__(self, optimizer: Optimizer, place: Callable[[Any], Any]) -> None:
         self._optimizer, self._place = optimizer, place
         self._apply = None
+        self._sound = jax.jit(lambda state: TrainState(*map(sound_leaves, state)))
 
     def init(self, params: nnx.State) -> TrainState:
         """Places ``params`` and creates the optimizer's state for them; the first step takes over their memory."""
@@ -52,7 +57,8 @@ class Update:
         return TrainState(*map(self._place, state))
 
     def __call__(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
-        """Divides by the step's totals and updates; a loss or gradient that is not finite leaves the values as they were.
+        """Divides by the step's totals and updates. Where anything is not finite (loss, gradient, the new parameters or
+        the new optimizer state) every bit of the state stays as it was.
 
         The memory of ``state`` goes to the new one: nobody may read the old one afterwards.
         """
@@ -64,8 +70,21 @@ class Update:
     def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
         finished = step.sums.finish()
         norm = optax.tree.norm(finished.gradients)
-        finite = jnp.isfinite(norm) & jnp.isfinite(finished.loss)
         params, opt_state, rate = self._optimizer.update(finished.gradients, state.opt_state, state.params)
+        # What is checked is computed twice, in one pass that stores nothing: kept until all of it has been checked, the
+        # new state would take as much memory as the old one again. The barrier keeps the two apart, and the arithmetic
+        # of the update as it was without a check, to the last bit.
+        again = lax.optimization_barrier((finished.gradients, state.opt_state, state.params))
+        checked = self._optimizer.update(*again)[:2]
+        trees = map(sound_leaves, (finished.gradients, *checked))
+        sound = Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
+        applied = sound.all()
         # A refused update leaves every count unchanged, and with it the learning rate of the next one.
-        state = jax.tree.map(lambda old, new: jnp.where(finite, new, old), state, TrainState(params, opt_state))
-        return state, AppliedStep(finished.loss, norm, step.drift, rate, finite, finished.metrics)
+        state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, TrainState(params, opt_state))
+        return state, AppliedStep(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
+
+    def unsound(self, state: TrainState) -> str | None:
+        """A phrase that names what of a state is not finite, parameters first; None where all is."""
+        sound = jax.device_get(self._sound(state))
+        parts = zip(("parameters", OPTIMIZER_STATE), state, sound, strict=True)
+        return next((found for part in parts if (found := unsound_names(*part)) is not None), None)

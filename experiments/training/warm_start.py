@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -9,10 +10,12 @@ from flax import nnx
 from experiments.config import WarmStartConfig
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
+from experiments.runs.stops import GuardAbort
 from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
 from experiments.sampling.stream import Packing
 from experiments.tasks import Example
 from experiments.tasks.tokenizer import Tokenizer
+from experiments.training.diagnosis import why_refused
 from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.sums import GradientSums
 from experiments.training.update import Update
@@ -31,6 +34,7 @@ def warm_start(
     console: RunConsole,
     metrics: MetricsWriter,
     between: Callable[[], None],
+    tokenizer: Tokenizer,
 ) -> nnx.State:
     """Trains until the score reaches the target, or max_steps.
 
@@ -44,12 +48,13 @@ def warm_start(
       console: shows the progress.
       metrics: where records are written.
       between: called after every step; what it raises ends the phase.
+      tokenizer: shows prompts.
 
     Returns:
       The parameters.
 
     Raises:
-      RuntimeError: a loss that is not finite.
+      GuardAbort: a step with something that is not finite.
     """
     max_steps = options.max_steps
     if not max_steps:
@@ -60,12 +65,14 @@ def warm_start(
     state = update.init(params)
     with console.progress("warm start", max_steps) as advance:
         for step in range(1, max_steps + 1):
-            total = sums.sums_of(state.params, packing.rounds(documents(options.batch_size)), 0)
+            rounds = packing.rounds(documents(options.batch_size))
+            total = sums.sums_of(state.params, rounds, 0)
             assert total is not None, "a warm start step has at least one document"
             state, applied = update(state, total)
             values = {"loss": float(applied.loss), "grad_norm": float(applied.grad_norm)}
-            if not bool(applied.finite):
-                raise RuntimeError(f"warm start step {step}: loss {values['loss']} is not finite")
+            if not applied.applied:
+                found = why_refused(jax.device_get(applied.sound), state, rounds, update, sums, tokenizer)
+                raise GuardAbort(f"warm start step {step}: {found}")
             if step % options.check_every == 0:
                 values["exact_match_train"] = score(state.params, step)
             metrics.write(step, "warm_start", values)

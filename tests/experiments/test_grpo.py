@@ -1,16 +1,15 @@
 """The trainer end to end on tiny runs: first step, meshes, resume, schedule, the run folder, and the command lines."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, grpo
+from experiments import evaluate
 from experiments.config import Config
 from experiments.runs.config_file import load_config
+from experiments.training.resume import resume
 from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny, train_records
 
@@ -86,7 +85,7 @@ def test_a_mesh_gives_the_same_run(plain, runs, mesh):
 
 def test_resume_equals_the_run_without_a_break(plain, runs):
     train(tiny(runs, "broken", schedule={"steps": 2}))
-    resumed = train(Config(resume=str(runs / "broken"), quiet=True, schedule=Config().schedule.__class__(steps=4)))
+    resumed = resume(str(runs / "broken"), {"schedule.steps": 4, "quiet": True})
     for mine, whole in zip(leaves(resumed), leaves(plain), strict=True):
         np.testing.assert_array_equal(mine, whole)
     for mine, whole in zip(train_records(resumed), train_records(plain), strict=True):
@@ -100,7 +99,7 @@ def test_resume_in_the_middle_of_a_rollout(runs):
     options = {"drift": {"every": 2}, "rollout": {"rescore": False}}
     whole = train(tiny(runs, "half-whole", schedule={"steps": 3, **half}, **options))
     train(tiny(runs, "half-broken", schedule={"steps": 1, **half}, **options))
-    resumed = train(Config(resume=str(runs / "half-broken"), quiet=True, schedule=Config().schedule.__class__(steps=3)))
+    resumed = resume(str(runs / "half-broken"), {"schedule.steps": 3, "quiet": True})
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
     drifts = [
@@ -160,58 +159,12 @@ def test_evaluate_reproduces_the_final_scores(plain, capsys):
     assert "held-out exact match (greedy)" in capsys.readouterr().out
 
 
-BAD = {
-    "an unknown task": (["--task", "subtraction"], "subtraction"),
-    "a mesh that is too big": (["--mesh", "data=64"], "xla_force_host_platform_device_count"),
-    "a mesh axis that does not exist": (["--mesh", "model=2"], "model"),
-    "no such file": (["--task", "jsonl:/nowhere/at/all.jsonl"], "/nowhere/at/all.jsonl"),
-    "an unknown loss": (["--loss.name", "ppo"], "--loss.name: expected one of bnpo, "),
-    "an option that the loss does not have": (["--loss.max-weight", "5"], "--loss.max-weight: expected None for loss"),
-    "a clip range out of range": (["--loss.epsilon", "1.5"], "--loss.epsilon: expected a number in (0, 1), got 1.5"),
-    "an optimizer without this option": (
-        ["--optimizer.name", "adafactor", "--optimizer.b1", "0.9"],
-        "--optimizer.b1: expected None for optimizer 'adafactor'",
-    ),
-    "no such engine": (["--loss.engine", "abacus"], "--loss.engine: expected an engine that can run here"),
-    "an engine of another device": (
-        ["--loss.engine", "hopper"],
-        "--loss.engine: expected an engine that can run here",
-    ),
-    "a temperature of 0": (["--rollout.temperature", "0"], "--rollout.temperature"),
-    "nothing to draw from": (["--rollout.top-p", "0"], "--rollout.top-p"),
-    "an empty stop text": (["--rollout.stop", ""], "--rollout.stop"),
-    "a part of the distribution": (["--rollout.top-k", "5", "--invariant"], "--rollout"),
-    "no such run": (["--resume", "/nowhere/at/all"], "/nowhere/at/all"),
-    "rows too short": (["--schedule.row-length", "4"], "--schedule.row-length"),
-    "epochs of an endless task": (["--schedule.epochs", "1"], "--schedule.epochs"),
-    "a changed option on resume": (["--resume", "RUN", "--seed", "7"], "--seed"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_options_end_in_one_line_and_exit_code_2(name, capsys, plain, tmp_path):
-    arguments, fragment = BAD[name]
-    arguments = [str(plain.run.path) if argument == "RUN" else argument for argument in arguments]
-    with pytest.raises(SystemExit) as raised:
-        grpo.run_cli([*arguments, "--out", str(tmp_path)] if "--resume" not in arguments else arguments)
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert raised.value.code == 2
-    assert len(errors) == 1 and errors[0].startswith("error: ") and fragment in errors[0], errors
-    assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
-
-
-def test_a_bad_jsonl_line_is_named_by_number(tmp_path, capsys):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": 2, "answer": "2"}\n', encoding="utf-8")
-    with pytest.raises(SystemExit) as raised:
-        grpo.run_cli(["--task", f"jsonl:{path}", "--out", str(tmp_path / "out")])
-    assert raised.value.code == 2 and "line 2" in capsys.readouterr().err
-
-
-def test_the_command_line_itself(tmp_path):
-    command = [sys.executable, "-m", "experiments.grpo", "--no-such-option", "1"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+@pytest.mark.parametrize("engine", ["abacus", "hopper"])
+def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engine, tmp_path):
+    # Everything else that is refused is in test_wrong_inputs.py; this takes a trainer.
+    with pytest.raises(ValueError, match="^--loss.engine: expected an engine that can run here, got "):
+        set_up(tiny(tmp_path, "refused", loss={"engine": engine}))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("backend, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])

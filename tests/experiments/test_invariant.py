@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.config import Config, validate
+from experiments.config import validate
 from experiments.training.leaf_sums import TreeFold, split_rows
+from experiments.training.resume import resume
 from experiments.training.run import train
 from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
@@ -100,8 +101,7 @@ def test_the_document_ratio_too(runs):
 def test_a_resumed_run_has_the_same_bits(single, runs):
     schedule = {"steps": 2, "rows": 16, "row_length": None}
     broken = run(runs, "data=1,tensor=1", 16, schedule=schedule)
-    steps = Config().schedule.__class__(steps=4)
-    resumed = train(Config(resume=str(broken.run.path), quiet=True, schedule=steps))
+    resumed = resume(str(broken.run.path), {"schedule.steps": 4, "quiet": True})
     assert state_bytes(resumed) == state_bytes(single)
 
 

@@ -14,7 +14,8 @@ from experiments.runs.config_file import save_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.signals import caught_signals
-from experiments.runs.stops import Interrupted
+from experiments.runs.stops import GuardAbort, Interrupted
+from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import loop
 from experiments.training.trainer import Progress, Scores
 from tests.experiments.tiny import tiny
@@ -25,9 +26,9 @@ class Counter:
 
     def __init__(self, out, steps=6, **changes):
         self.config = tiny(out, "run", schedule={"steps": steps}, evaluation={"every": 2}, **changes)
-        self.progress, self.drift = Progress(), None
+        self.progress, self.drift, self.alerts = Progress(), None, []
         self.state = jnp.float32(0)
-        self.at = {}
+        self.at, self.refuse, self.damage = {}, (), {}
 
     def _now(self, moment):
         self.at.pop(moment, lambda: None)()
@@ -46,9 +47,21 @@ class Counter:
         return Scores(float(self.state), 0.0)
 
     def train_step(self):
-        self._now(f"step {self.progress.step + 1}")
-        self.state, self.progress.step = self.state * 2 + 1, self.progress.step + 1
+        step = self.progress.step + 1
+        self._now(f"step {step}")
+        self.progress.step, self.alerts = step, []
+        if step in self.refuse:
+            self.progress.refused += 1
+            self.alerts = [f"step {step} is refused: loss not finite"]
+            return {"update_applied": 0, "refused": "loss not finite"}, False
+        self.state, self.progress.refused = self.state * 2 + 1, 0
         return {"loss": float(self.state), "update_applied": 1}, False
+
+    def unsound(self):
+        return self.damage.get(f"unsound {self.progress.step}")
+
+    def differing_copies(self):
+        return self.damage.get(f"copies {self.progress.step}")
 
     def save(self, checkpoints, before):
         self._now(f"save {self.progress.step}")
@@ -205,3 +218,67 @@ def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, whole):
     assert run() == (Scores(0.0, 0.0), Scores(63.0, 0.0))
     assert (float(trainer.state), read_metrics(folder.metrics).records) == whole
     assert Config().checkpoint.every_minutes == 10.0
+
+
+def test_refused_steps_in_a_row_end_the_run_with_the_good_state(tmp_path, capsys):
+    trainer, folder, run = start(tmp_path, guards={"max_refused_steps": 3})
+    trainer.refuse = (1, 3, 4, 5)
+    with pytest.raises(GuardAbort) as raised:
+        run()
+    words = "step 5 is the last of 3 refused in a row: loss not finite; step 5 is saved; python -m experiments.grpo "
+    assert str(raised.value).startswith(words) and raised.value.exit_code == 4
+    assert float(trainer.state) == 1.0 and complete_steps(folder.checkpoints)[-1] == 5
+    assert capsys.readouterr().out.count("is refused: loss not finite") == 4
+    again, _, run = start(tmp_path, guards={"max_refused_steps": 3})
+    again.refuse = (6,)
+    run()
+    assert again.progress.step == 6 and float(again.state) == 1.0, "a resume counts anew"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "saved"),
+    [
+        ("unsound 3", "step 3: not saved: parameters not finite in w; step 0 is saved; ", [0]),
+        ("copies 3", "step 3: not saved, copies differ: parameters not finite in w; step 0 is saved; ", [0]),
+        ("copies 2", "step 2: copies differ: parameters not finite in w; step 0 is saved; ", [0]),
+        ("unsound 0", "step 0: not saved: parameters not finite in w; nothing is saved before the warm start", []),
+    ],
+)
+def test_a_damaged_state_is_never_saved(tmp_path, damage, words, saved):
+    trainer, folder, run = start(tmp_path, checkpoint={"every": 3}, guards={"replica_every": 2})
+    trainer.damage[damage] = "parameters not finite in w"
+    with pytest.raises(GuardAbort) as raised:
+        run()
+    assert str(raised.value).startswith(words) and complete_steps(folder.checkpoints) == saved
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved"), [("step 4", 3), ("evaluation 4", 4), ("evaluation 0", None), ("warm start 2", None)]
+)
+@pytest.mark.parametrize("error", [RewardFailed, RewardNotFinite])
+def test_a_broken_reward_ends_the_run_with_a_checkpoint(tmp_path, whole, moment, saved, error):
+    """A reward that is not finite is an end in an evaluation only; a trainer refuses the step for it."""
+
+    def fail():
+        raise error("reward 'odd': got KeyError: 'a'")
+
+    _, folder, run = start(tmp_path, {moment: fail})
+    with pytest.raises(GuardAbort) as raised:
+        run()
+    assert str(raised.value).startswith("reward 'odd': got KeyError: 'a'; ") and isinstance(
+        raised.value.__cause__, error
+    )
+    assert complete_steps(folder.checkpoints)[-1:] == ([] if saved is None else [saved])
+    trainer, folder, run = start(tmp_path)
+    run()
+    assert (float(trainer.state), read_metrics(folder.metrics).records) == whole
+
+
+@pytest.mark.bad_input
+def test_a_checkpoint_that_cannot_be_trained_on_is_refused(tmp_path):
+    start(tmp_path)[2]()
+    trainer, _, run = start(tmp_path)
+    trainer.damage["unsound 6"] = "parameters not finite in w"
+    words = "^checkpoint step 6: expected a state that can be trained on, got parameters not finite in w$"
+    with pytest.raises(ValueError, match=words):
+        run()

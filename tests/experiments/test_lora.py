@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import Config, evaluate, export
+from experiments import evaluate, export
 from experiments.config import ModelConfig
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.lora import ADAPTABLE, LoraConfig, merged
 from experiments.models.parameters import abstract_decoder
 from experiments.training.loaded import load_model, restored
+from experiments.training.resume import resume
 from experiments.training.run import train
 from experiments.training.trainer import Trainer
 from tests.experiments.decoder_oracle import oracle_forward
@@ -220,8 +221,7 @@ def test_a_run_is_scored_and_resumed_with_its_base_alone(trained, directory, tmp
     kernel = split.frozen["layers"]["q_proj"]["kernel"][...]
     assert not kernel.sharding.is_fully_replicated and split.evaluate() == trained.after
     broken = train(options(directory, tmp_path, "c", schedule={**SMALL["schedule"], "steps": 1}), reward=by_letters)
-    again = Config(resume=str(broken.run.path), quiet=True, schedule=dataclasses.replace(Config().schedule, steps=2))
-    resumed = train(again, reward=by_letters)
+    resumed = resume(str(broken.run.path), {"schedule.steps": 2, "quiet": True}, reward=by_letters)
     jax.tree.map(np.testing.assert_array_equal, resumed.trainer.state, trained.trainer.state)
 
 

@@ -54,7 +54,7 @@ def test_refuses_text(text, words):
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, "2", None])
 def test_refuses_sizes(size):
-    with pytest.raises(ValueError, match="mesh axis 'tensor': expected a positive integer"):
+    with pytest.raises(ValueError, match="mesh: expected a positive integer as tensor"):
         MeshSpec(tensor=size)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import Config, train
+from experiments import Config, resume, train
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
@@ -156,9 +156,9 @@ def test_what_is_no_parameter_is_kept_on_a_mesh_and_in_a_resume(tmp_path):
     for mine, other in zip(leaves(one.params), leaves(four.params), strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-4)
     broken = train(short(tmp_path, "broken"), reward=parity, model=model)
-    again = Config(resume=str(broken.run.path), quiet=True, schedule=dataclasses.replace(Config().schedule, steps=2))
     other = Shifted(example.model().embed.num_embeddings, 32, rngs=nnx.Rngs(1))
-    for mine, wanted in zip(leaves(train(again, reward=parity, model=other).params), leaves(one.params), strict=True):
+    resumed = resume(str(broken.run.path), {"schedule.steps": 2}, reward=parity, model=other)
+    for mine, wanted in zip(leaves(resumed.params), leaves(one.params), strict=True):
         np.testing.assert_array_equal(mine, wanted)
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from experiments.config import Config
+from experiments.config.changes import fixed_values
 from experiments.runs import files, identity
 from experiments.runs.checkpoint import Checkpoints, complete_steps
-from experiments.runs.config_file import save_config
+from experiments.runs.config_file import load_config, save_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, Sample, read_metrics, run_and_step
 from experiments.runs.identity import identity_of, require_settings
@@ -36,7 +37,9 @@ def state(step):
 @contextlib.contextmanager
 def opened(path, mesh="data=1", data=None):
     folder = RunFolder.open(path)
-    with RunLock(folder.lock), RunStore(folder, 2, identity_of(folder, mesh, data)) as store:
+    options = fixed_values(load_config(folder.config, Config))
+    options = {name: value for name, value in options.items() if name not in ("name", "out")}
+    with RunLock(folder.lock), RunStore(folder, 2, identity_of(options, mesh, data)) as store:
         yield store
 
 
@@ -178,14 +181,14 @@ def test_other_random_numbers_are_refused(run, setting, value):
 
 
 def test_an_edited_configuration_is_refused_though_its_hash_is_right(run):
-    save_config(run.config, tiny(run.path, "run", seed=5, schedule={"steps": 3, "rows": 4}))
+    save_config(run.config, tiny(run.path.parent, "run", seed=5, schedule={"steps": 3, "rows": 4}))
     with pytest.raises(ValueError, match=r"options that it was saved with, got schedule.rows 16 -> 4, seed 0 -> 5"):
         went_on(run.path)
 
 
 def test_what_may_change_may(run):
     changes = {"schedule": {"steps": 77}, "evaluation": {"every": 7}, "optimizer": {"learning_rate": 0.5}}
-    save_config(run.config, tiny(run.path, "other", **changes))
+    save_config(run.config, tiny(run.path.parent, "run", **changes))
     assert went_on(run.path) == (3, ())
 
 

@@ -41,7 +41,6 @@ from experiments.runs.config_file import save_config
 from experiments.runs.console import RunConsole
 from experiments.runs.environment import library_versions
 from experiments.runs.folder import RunFolder, Sample
-from experiments.runs.identity import identity_of
 from experiments.runs.lock import RunLock
 from experiments.runs.step_files import read_manifest
 from experiments.runs.store import RunStore, SavedRun
@@ -89,7 +88,7 @@ def small(parent: Path) -> Subject:
     save_config(folder.config, TINY)
     table = jax.random.normal(jax.random.key(0), (64, 48))
     state = {"table": table, "half": table.astype(jnp.bfloat16), "count": jnp.int32(3), "key": jnp.zeros(2, jnp.uint32)}
-    with RunLock(folder.lock), RunStore(folder, 2, identity_of(folder, TINY.mesh)) as store:
+    with RunLock(folder.lock), RunStore(folder, 2, trial.identity_here(folder)) as store:
         store.begin(RunConsole())
         for step in (10, 20):
             for each in range(step - 9, step + 1):
@@ -114,7 +113,7 @@ def _subject(folder: RunFolder, template: Any) -> Subject:
         states[step] = trial.arrays_of(SavedRun(folder).restore(template, step).arrays)
         marks = read_manifest(folder.checkpoints / str(step), step)["extra"]["run"]["logs"]
         logs[step] = {name: _lines(folder.path / name, mark[0]) for name, mark in marks.items()}
-    return Subject(folder.path, template, trial.Saved(states, logs, steps[-1], TINY.mesh))
+    return Subject(folder.path, template, trial.Saved(states, logs, steps[-1]))
 
 
 def _lines(path: Path, number: int) -> bytes:

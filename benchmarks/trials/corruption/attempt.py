@@ -13,10 +13,13 @@ import jax
 import numpy as np
 
 from experiments.command_line import exit_code
+from experiments.config import Config
+from experiments.config.changes import fixed_values
 from experiments.runs.checkpoint import Restored
+from experiments.runs.config_file import load_config
 from experiments.runs.files import replace_file, write_json
 from experiments.runs.folder import RunFolder, Sample
-from experiments.runs.identity import identity_of
+from experiments.runs.identity import Identity, identity_of
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore
 
@@ -36,13 +39,11 @@ class Saved:
         states: arrays by path, of every step.
         logs: content of the two logs by name, as they were at every step.
         newest: the newest step.
-        mesh: that the run was made on.
     """
 
     states: dict[int, dict[str, np.ndarray]]
     logs: dict[int, dict[str, bytes]]
     newest: int
-    mesh: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ class Outcome:
 
     verdict: str
     words: str
+
+
+def identity_here(folder: RunFolder) -> Identity:
+    """As the loop of a run has it."""
+    config = load_config(folder.config, Config)
+    options = {name: value for name, value in fixed_values(config).items() if name not in ("name", "out")}
+    return identity_of(options, config.mesh, folder.data_digest())
 
 
 def attempt(path: Path, template: Any, saved: Saved) -> Outcome:
@@ -64,7 +72,7 @@ def attempt(path: Path, template: Any, saved: Saved) -> Outcome:
     with _standard_error() as errors:
         try:
             folder = RunFolder.open(path)
-            with RunLock(folder.lock), RunStore(folder, 2, identity_of(folder, saved.mesh)) as store:
+            with RunLock(folder.lock), RunStore(folder, 2, identity_here(folder)) as store:
                 restored = store.restore(template)
                 outcome = _judged(path, restored, saved)
                 _go_on(folder, store, restored)

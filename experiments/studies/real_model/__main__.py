@@ -22,9 +22,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 
-from experiments.command_line import errors_in_one_line
+from experiments.command_line import run_command
 from experiments.studies.real_model.checks import (
     Drift,
     Filtered,
@@ -205,12 +204,14 @@ def _finite(value: Any) -> Any:
 
 
 def run_cli(arguments: list[str] | None = None) -> Result:
-    """The command line: bad options give one line on stderr and exit code 2."""
-    config = tyro.cli(
-        RealModelConfig, args=arguments, prog="python -m experiments.studies.real_model", description=__doc__
+    """The command line; see `experiments.command_line` for how it ends."""
+    return run_command(
+        RealModelConfig, _run, program="experiments.studies.real_model", description=__doc__, arguments=arguments
     )
-    with errors_in_one_line():
-        result = main(config)
+
+
+def _run(config: RealModelConfig) -> Result:
+    result = main(config)
     print(result.markdown)
     if config.write:
         print(f"written: {write(config, result, Path('benchmarks/results'))}")

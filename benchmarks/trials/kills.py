@@ -1,0 +1,240 @@
+"""A run that is killed again and again, and ends as if it had not been.
+
+    python -m benchmarks.trials.kills --kills 40 --terms 4
+
+A tiny run is started as a process of its own and stopped by SIGKILL at random moments of three kinds (in the warm start,
+while a checkpoint is being written, at any time), resumed by the command line, killed again, until it has had its share
+of kills; then it goes on to its end. Other runs get SIGTERM or SIGINT instead. Parameters, optimizer state, counters,
+metrics.jsonl and samples.jsonl are compared with those of a run that nobody stopped, bit for bit, but for times.
+"""
+
+import argparse
+import json
+import platform
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.trials.processes import TINY, Ended, start, stop_when, wait
+from experiments.evaluate import EvaluateConfig, load
+from experiments.runs.checkpoint import complete_steps
+
+TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "seconds"}
+"""Of metrics.jsonl, what is no result."""
+MOMENTS = ("warm start", "saving", "saving", "saving", "any")
+CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@dataclass
+class Trial:
+    """One run with what was done to it."""
+
+    name: str
+    number: signal.Signals
+    moments: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    in_flight: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def expect(self, good: bool, fault: str) -> None:
+        """Notes a fault."""
+        if not good:
+            self.faults.append(fault)
+
+    def row(self) -> str:
+        """Of the table."""
+        kinds = ", ".join(f"{self.moments.count(kind)} {kind}" for kind in dict.fromkeys(self.moments))
+        steps = " ".join("w" if step < 0 else str(step) for step in self.steps)
+        end = "; ".join(self.faults) or "equal"
+        return (
+            f"| {self.name} | {self.number.name} | {len(self.moments)} | {kinds} | {self.in_flight} | {steps} | {end} |"
+        )
+
+
+class Run:
+    """A run folder that is trained by one process after the other."""
+
+    def __init__(self, out: Path, name: str, steps: int, cache: Path) -> None:
+        self.path, self._out, self._steps, self._cache = out / name, out, steps, cache
+
+    def process(self):
+        """The command that begins the run, or goes on with it."""
+        if self.checkpoints.exists() and (self.path / "config.json").exists():
+            return start(["--resume", str(self.path), "--quiet"], self._cache)
+        options = ["--schedule.steps", str(self._steps), "--out", str(self._out), "--name", self.path.name]
+        return start([*TINY, *options], self._cache)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Its folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def saved(self) -> int:
+        """The newest complete step; -1 in the warm start."""
+        return max(complete_steps(self.checkpoints), default=-1) if self.checkpoints.exists() else -1
+
+    def being_saved(self) -> list[str]:
+        """Names of checkpoints that are not complete."""
+        try:
+            return [entry.name for entry in self.checkpoints.iterdir() if "tmp" in entry.name]
+        except OSError:
+            return []
+
+    def records(self) -> list[dict]:
+        """metrics.jsonl without times."""
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+    def samples(self) -> str:
+        """samples.jsonl."""
+        return (self.path / "samples.jsonl").read_text()
+
+    def warm_start_lines(self) -> int:
+        """How far the warm start has come."""
+        try:
+            return (self.path / "metrics.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def state(self) -> tuple[dict[str, bytes], dict]:
+        """Every array and every counter of the newest checkpoint, and the scores."""
+        trainer = load(EvaluateConfig(run=str(self.path)))
+        leaves = jax.tree_util.tree_leaves_with_path(trainer.state)
+        arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+        counts = {**vars(trainer.progress), "made": trainer.rollouts.made, "cursor": trainer.prompts.cursor}
+        summary = json.loads((self.path / "summary.json").read_text())
+        return arrays, {
+            **counts,
+            "queued": trainer.stream.queued(),
+            "before": summary["before"],
+            "after": summary["after"],
+        }
+
+
+def moment_of(kind: str, run: Run, chance: random.Random, seconds: float) -> tuple[Callable[[], bool], float]:
+    """When a process is stopped: a condition, and seconds after it."""
+    started, old = time.monotonic(), set(run.being_saved())
+    if kind == "saving":
+        # Not the first one that comes: up to three checkpoints are let pass.
+        wanted = run.saved() + chance.randint(1, 3)
+        return lambda: run.saved() >= wanted - 1 and bool(set(run.being_saved()) - old), chance.uniform(0.0, 0.02)
+    if kind == "warm start":
+        lines = chance.randint(0, 11)
+        return lambda: run.path.exists() and run.warm_start_lines() >= lines, chance.uniform(0.0, 0.02)
+    after = chance.uniform(0.0, seconds)
+    return lambda: time.monotonic() - started >= after, 0.0
+
+
+def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended:
+    """Starts or resumes the run, stops it once, and notes how it took that."""
+    kind = chance.choice([each for each in MOMENTS if each != "warm start" or run.saved() < 0])
+    if trial.number != signal.SIGKILL and kind == "any" and run.saved() < 0:
+        kind = "warm start"
+    old = set(run.being_saved())
+    moment, delay = moment_of(kind, run, chance, seconds)
+    process = run.process()
+    sent = stop_when(process, moment, delay, trial.number)
+    ended = wait(process)
+    trial.expect(not ended.traceback, f"traceback after {kind}")
+    if not sent or ended.code == 0:
+        trial.expect(ended.code == 0, f"exit code {ended.code} without a signal: {ended.last}")
+        return ended
+    trial.moments.append(kind)
+    trial.steps.append(run.saved())
+    if trial.number == signal.SIGKILL:
+        trial.in_flight += bool(set(run.being_saved()) - old)
+    else:
+        trial.expect(trial.number.name in ended.last and "--resume" in ended.last, f"last line {ended.last!r}")
+    trial.expect(ended.code == CODES[trial.number], f"exit code {ended.code} after {trial.number.name} ({kind})")
+    return ended
+
+
+def to_the_end(trial: Trial, run: Run) -> None:
+    """Resumes without a signal."""
+    ended = wait(run.process())
+    trial.expect(ended.code == 0, f"exit code {ended.code}: {ended.last}")
+
+
+def compare(trial: Trial, run: Run, whole: Run) -> None:
+    """Notes what differs from the run that nobody stopped."""
+    arrays, counts = run.state()
+    wanted_arrays, wanted_counts = whole.state()
+    same = arrays.keys() == wanted_arrays.keys()
+    odd = [name for name in arrays if arrays[name] != wanted_arrays.get(name)]
+    trial.expect(same and not odd, f"{len(odd)} arrays differ")
+    for name, value in wanted_counts.items():
+        trial.expect(counts[name] == value, f"{name} differs")
+    trial.expect(run.records() == whole.records(), "metrics.jsonl differs")
+    trial.expect(run.samples() == whole.samples(), "samples.jsonl differs")
+
+
+def trials(out: Path, kills: int, terms: int, steps: int, seed: int, per_run: int = 5) -> list[Trial]:
+    """Runs that are stopped, each compared with one that is not.
+
+    Args:
+      out: folder for run folders and compiled programs.
+      kills: SIGKILLs in all.
+      terms: SIGTERMs, and SIGINTs.
+      steps: optimizer steps of the run.
+      seed: of the moments.
+      per_run: signals that a run gets at most.
+    """
+    chance, cache = random.Random(seed), out / "cache"
+    whole = Run(out, "whole", steps, cache)
+    # The second has compiled programs, and shows how long a run takes then.
+    for run in (whole, Run(out, "again", steps, cache)):
+        started = time.monotonic()
+        ended = wait(run.process())
+        assert ended.code == 0, ended.last
+        seconds = time.monotonic() - started
+    done = []
+    for number, wanted in ((signal.SIGKILL, kills), (signal.SIGTERM, terms), (signal.SIGINT, terms)):
+        while wanted > 0:
+            trial = Trial(f"{len(done) + 1}", number)
+            run = Run(out, f"run-{trial.name}", steps, cache)
+            while len(trial.moments) < min(wanted, per_run) and stop(trial, run, chance, seconds).code != 0:
+                pass
+            if run.saved() < steps or not (run.path / "summary.json").exists():
+                to_the_end(trial, run)
+            compare(trial, run, whole)
+            print(trial.row(), flush=True)
+            wanted -= len(trial.moments)
+            done.append(trial)
+    return done
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--terms", type=int, default=4, help="of SIGTERM and of SIGINT each")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "orbax-checkpoint"))
+    print(f"Python {platform.python_version()}, {versions}; seed {options.seed}, {options.steps} steps\n")
+    print(
+        "| run | signal | stops | moments | in flight | newest step after each (w: warm start) | against the whole run |"
+    )
+    print("|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        done = trials(Path(folder), options.kills, options.terms, options.steps, options.seed)
+    good = sum(not trial.faults for trial in done)
+    print(
+        f"\n{good} of {len(done)} runs end bitwise equal, after {sum(len(trial.moments) for trial in done)} stops, ",
+        end="",
+    )
+    print(f"{sum(trial.in_flight for trial in done)} of them SIGKILLs while a checkpoint was being written.")
+    raise SystemExit(good != len(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A tiny run as a process of its own, watched from outside and stopped at a chosen moment."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+TINY = (
+    "--task comparison:1 --quiet --model.hidden-size 32 --model.intermediate-size 64 --model.num-layers 1 "
+    "--model.num-heads 2 --model.num-kv-heads 2 --model.no-tie-embeddings --warm-start.max-steps 12 "
+    "--warm-start.batch-size 32 --warm-start.check-every 4 --warm-start.target 1 --rollout.prompts-per-rollout 16 "
+    "--rollout.num-generations 4 --schedule.docs-per-step 32 --schedule.rows 8 --schedule.row-length 32 "
+    "--evaluation.every 4 --evaluation.num-prompts 16 --drift.every 3 --checkpoint.every 1"
+).split()
+"""Half a rollout a step, so that checkpoints hold queued documents; every step is saved."""
+TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that is over.
+
+    Attributes:
+      code: its exit code; minus the number of the signal that killed it.
+      last: the last line on stderr.
+      traceback: whether there was one.
+    """
+
+    code: int
+    last: str
+    traceback: bool
+
+
+def start(arguments: list[str], cache: Path) -> subprocess.Popen:
+    """The command line as a process, whose compiled programs are kept in `cache`."""
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    command = [sys.executable, "-m", "experiments.grpo", *arguments]
+    environment = {**os.environ, **settings}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def stop_when(process: subprocess.Popen, moment: Callable[[], bool], delay: float, number: signal.Signals) -> bool:
+    """Sends a signal `delay` seconds after `moment` says so; False if the process ended before."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while process.poll() is None and not moment():
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"the run did not come to the moment in {TIMEOUT_SECONDS} seconds")
+        time.sleep(0.0005)
+    time.sleep(delay)
+    if process.poll() is not None:
+        return False
+    process.send_signal(number)
+    return True
+
+
+def wait(process: subprocess.Popen) -> Ended:
+    """The end of a process."""
+    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    lines = errors.strip().splitlines() or [""]
+    return Ended(process.returncode, lines[-1], any(line.startswith("Traceback") for line in lines))

@@ -1,0 +1,60 @@
+"""What may change when a run is resumed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.config.run import Config
+from experiments.options import flat_fields, option_name, replaced, value_of
+
+_CHANGEABLE = {
+    *("mesh", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
+    *("evaluation", "checkpoint", "drift", "guards"),
+}
+# With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.
+_FIXED = ("evaluation.kl",)
+
+
+def may_change(field: str) -> bool:
+    """Whether a resume may change an option: where the run goes, where it runs and what it reports, not what it is."""
+    return field not in _FIXED and not _CHANGEABLE.isdisjoint({field, field.partition(".")[0]})
+
+
+def fixed_values(config: Config) -> dict[str, Any]:
+    """All other options, by dotted name: what a run began with and keeps."""
+    return {field: value_of(config, field) for field in flat_fields(Config) if not may_change(field)}
+
+
+def changed(stored: Config, changes: Mapping[str, Any]) -> Config:
+    """The options of a run with those that a resume brings.
+
+    Args:
+        stored: those of the run.
+        changes: values by dotted name; equal ones are no change.
+
+    Raises:
+        ValueError: values that are not the run's, of options that may not change; all of them in one sentence.
+
+    Example:
+        >>> changed(Config(), {"schedule.steps": 2000, "loss.name": "grpo"}).schedule.steps
+        2000
+    """
+    given = replaced(stored, changes)
+    # "auto" and None stand for what the run made of them.
+    resolved = given.resolved()
+    same = {
+        field for field in changes if value_of(stored, field) in (value_of(given, field), value_of(resolved, field))
+    }
+    refused = [field for field in changes if field not in same and not may_change(field)]
+    if refused:
+        listed = "; ".join(
+            f"{option_name(field)}: the run has {_shown(value_of(stored, field))}, given {_shown(value_of(given, field))}"
+            for field in refused
+        )
+        raise ValueError(
+            f"--resume: expected what the run began with, got other values of what may not change: {listed}"
+        )
+    return replaced(stored, {field: value for field, value in changes.items() if field not in same})
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -1,0 +1,152 @@
+"""What is about to run, said before anything is compiled."""
+
+import os
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from experiments.config import Config
+from experiments.config.ranges import validate
+from experiments.models.dtype_choice import DtypeChoice
+from experiments.models.parameters import abstract_decoder
+from experiments.runs.console import RunConsole
+from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
+from experiments.tasks import Task
+from experiments.tasks.protocol import prompt_text
+from experiments.training.origin import Origin, OwnOrigin
+
+FEW_PROMPTS = 20
+"""Fewer different held-out prompts than this measure little."""
+
+
+def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: DtypeChoice) -> None:
+    """Prints what is about to run, and warnings about options that will not do what they seem to.
+
+    Args:
+      config: the options, resolved.
+      task: the task.
+      origin: the model.
+      folder: the run folder, which need not exist yet.
+      dtype: of activations and head.
+
+    Raises:
+      ValueError: an option out of range, or a prompt that does not fit.
+      MemoryError: it cannot fit into the memory here.
+    """
+    console = RunConsole(config.quiet)
+    mesh = validate(config)
+    prompts = {prompt_text(each.prompt) for each in held_out_examples(task, config.evaluation.num_prompts)}
+    few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
+    count = task.num_examples("train")
+    # For its checks.
+    PromptOrder(task, config.seed, config.schedule.epochs)
+    params = _parameters(origin)
+    steps = f"{config.schedule.steps}, of {_documents(config)}; loss {config.loss.name}"
+    warm = config.warm_start.max_steps
+    console.begin(
+        {
+            "task": f"{task.name}, {'endless' if count is None else count} training examples, "
+            f"{len(prompts)} different held-out prompts",
+            "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
+            "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}",
+            "memory": _memory(config, task, origin, params, mesh.ranks),
+            "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
+            "run folder": str(folder),
+        }
+    )
+    if few:
+        console.warn(f"task {task.name}: different held-out prompts: {len(prompts)}; a score of so few says little")
+    for warning in _uneven_steps(config):
+        console.warn(warning)
+
+
+def _documents(config: Config) -> str:
+    schedule = config.schedule
+    return f"{schedule.docs_per_step} documents" if schedule.docs_per_step else "a number of micro-batches"
+
+
+def _described(config: Config, origin: Origin) -> str:
+    if isinstance(origin, OwnOrigin):
+        return type(origin.model).__name__
+    return config.model.path or config.model.name or "decoder"
+
+
+def _parameters(origin: Origin) -> nnx.State:
+    if isinstance(origin, OwnOrigin):
+        return nnx.state(origin.model, nnx.Param)
+    assert origin.decoder is not None, "a decoder or a model of the caller's own"
+    return abstract_decoder(origin.decoder)[1]
+
+
+def _count(tree: nnx.State) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _bytes(tree: object) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _trained_part(params: nnx.State) -> nnx.State:
+    adapters = nnx.filter_state(params, nnx.LoRAParam)
+    return adapters if jax.tree.leaves(adapters) else params
+
+
+def _trained(params: nnx.State) -> str:
+    trained = _trained_part(params)
+    return "" if trained is params else f" ({_count(trained):,} of them trained)"
+
+
+def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, ranks: int) -> str:
+    """A lower bound: what is held all the time, and the sampler's cache; intermediate results come on top."""
+    trained = _trained_part(params)
+    state = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
+    parts = {
+        "parameters": _bytes(params),
+        "optimizer": _bytes(state),
+        "gradients": 2 * _count(trained) if config.schedule.accumulate == "bfloat16" else 4 * _count(trained),
+    }
+    if origin.decoder is not None:
+        sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, ranks)
+        decoder, prompts = origin.decoder, config.rollout.prompts_per_rollout
+        slots = prompts * (sizes.prompt + config.rollout.num_generations * sizes.completion)
+        slots = max(slots, config.evaluation.num_prompts * (sizes.prompt + sizes.completion))
+        width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+        parts["sampler's cache"] = slots * width * jax.numpy.dtype(decoder.dtype).itemsize
+    total, here = sum(parts.values()), _memory_here()
+    text = f"at least {_size(total)}: " + ", ".join(f"{name} {_size(each)}" for name, each in parts.items())
+    if here is None:
+        return text
+    if total > here:
+        # Else the system would end the process, without a word.
+        raise MemoryError(f"memory: the run needs {text}; here are {_size(here)}")
+    return f"{text}; here are {_size(here)}"
+
+
+def _memory_here() -> int | None:
+    """Bytes of all devices; of the machine where they are its CPU."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        names = os.sysconf_names
+        known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
+    stats = devices[0].memory_stats()
+    return None if not stats or "bytes_limit" not in stats else stats["bytes_limit"] * len(devices)
+
+
+def _size(number: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if number >= 2**power:
+            return f"{number / 2**power:.1f} {unit}"
+    return f"{number / 2**10:.1f} KiB"
+
+
+def _uneven_steps(config: Config) -> list[str]:
+    docs, rollout = config.schedule.docs_per_step, config.rollout
+    completions = rollout.prompts_per_rollout * rollout.num_generations
+    if docs == 0 or completions % docs == 0 or docs % completions == 0:
+        return []
+    return [
+        f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: a step "
+        "takes the whole micro-batch that reaches its number, so that steps have more documents, and not always equally many"
+    ]

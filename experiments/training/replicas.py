@@ -1,0 +1,97 @@
+"""Copies of the same numbers on several devices, compared bit for bit by integer sums.
+
+    fingerprint = Σ_i bits(x_i) mod 2^32
+
+Integers add up to the same in any order, so that equal copies have equal fingerprints on any device. A flipped bit of one
+element always changes it, by a power of two.
+"""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree, UInt32
+
+from experiments.training.soundness import leaf_name
+
+
+class Replicas:
+    """Compares the copies of trees of one structure, in one compiled program.
+
+    Args:
+        mesh: where the trees are; leaves that are not sharded over it are not compared.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._sums = None
+
+    def differing(self, tree: PyTree) -> str | None:
+        """A phrase that names a leaf and the devices whose copy of it differs from the most; None where all are equal."""
+        named = [
+            (leaf_name(path), leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self._mesh
+        ]
+        if self._mesh.size == 1 or not named:
+            return None
+        leaves = [leaf for _, leaf in named]
+        if self._sums is None:
+            self._sums = self._program([leaf.sharding.spec for leaf in leaves])
+        by_device = np.asarray(jax.block_until_ready(self._sums(leaves)))
+        for (name, leaf), sums in zip(named, by_device.T.tolist(), strict=True):
+            found = _odd_ones(
+                leaf.sharding.devices_indices_map(leaf.shape), dict(zip(self._devices, sums, strict=True))
+            )
+            if found is not None:
+                return f"{name} on {found}"
+        return None
+
+    @property
+    def _devices(self) -> list[jax.Device]:
+        return list(self._mesh.devices.flat)
+
+    def _program(self, specs: list[P]) -> Any:
+        """Fingerprints [devices, leaves] of what each device of the mesh holds, known to all of them."""
+        axes = self._mesh.axis_names
+
+        def local(leaves: list[Array]) -> UInt32[Array, "devices leaves"]:
+            return lax.all_gather(jnp.stack([fingerprint(leaf) for leaf in leaves]), axes)
+
+        # What is compared is whether replicated values are equal, which the types of varying values presuppose.
+        mapped = jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+        return jax.jit(mapped)
+
+
+def fingerprint(x: Array) -> UInt32[Array, ""]:
+    """The sum of the bits of all elements as integers, modulo 2^32.
+
+    Example:
+        >>> int(fingerprint(jnp.array([1.0, -0.0], jnp.float32))) == 0x3F800000 + 0x80000000
+        True
+    """
+    if x.dtype == jnp.bool_:
+        return jnp.sum(x, dtype=jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jnp.sum(bits, dtype=jnp.uint32)
+
+
+def _odd_ones(places: dict[jax.Device, Any], sums: dict[jax.Device, int]) -> str | None:
+    """Of the devices that hold one part, those with another sum than most; all of them where there is no majority."""
+    parts: dict[str, list[jax.Device]] = {}
+    for device, place in places.items():
+        parts.setdefault(str(place), []).append(device)
+    for devices in parts.values():
+        counts = Counter(sums[device] for device in devices).most_common()
+        if len(counts) == 1:
+            continue
+        tie = counts[0][1] == counts[1][1]
+        odd = [device for device in devices if tie or sums[device] != counts[0][0]]
+        names = ", ".join(f"device {device.id}" for device in odd)
+        return f"{names}, which hold different copies" if tie else f"{names}, unlike {counts[0][1]} equal copies"
+    return None

@@ -1,0 +1,173 @@
+"""A run that goes on: the options that it began with, what may be changed, and where it ends."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from experiments.config import Config
+from experiments.config.changes import changed
+from experiments.models.dtype_choice import DtypeChoice
+from experiments.runs.checkpoint import complete_steps
+from experiments.runs.config_file import load_config, read_object, save_config
+from experiments.runs.folder import RunFolder, run_and_step
+from experiments.runs.identity import require_settings
+from experiments.runs.lock import RunLock
+from experiments.runs.stops import NothingToDo
+from experiments.tasks import Reward, Rewards, Task
+from experiments.tasks.protocol import data_digest
+from experiments.tasks.registry import full_name
+from experiments.training.introduction import introduce
+from experiments.training.origin import origin_of
+from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task
+from experiments.training.trainer import Trainer
+from jaxlogp.errors import require
+
+
+def resume(
+    path: str,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    task: Task | None = None,
+    reward: Reward | RewardPairs | Rewards | None = None,
+    model: nnx.Module | None = None,
+) -> Result:
+    """Continues a run from its newest intact checkpoint, to the bits of a run without a break.
+
+    Args:
+      path: run folder, or RUN@STEP to go back to the checkpoint of that step.
+      changes: options by dotted name, as in ``{"schedule.steps": 2000}``. Those that may change (see
+        `experiments.config.changes`) are kept in the run folder, for the next resume too, all but quiet.
+      task: the task, if the run began with one of the caller's own.
+      reward: the same of its reward.
+      model: the same of its model.
+
+    Returns:
+      As `experiments.training.run.train`; scores before are those of the run's beginning.
+
+    Raises:
+      ValueError: no run folder, a damaged one, other data than it began with, an option that may not change, or a target
+        that the run has passed.
+      NothingToDo: the run has finished.
+      Stopped: as `train`.
+    """
+    return set_up_resume(path, changes or {}, task=task, reward=reward, model=model).finish()
+
+
+def set_up_resume(
+    path: str,
+    changes: Mapping[str, Any],
+    *,
+    task: Task | None = None,
+    reward: Reward | RewardPairs | Rewards | None = None,
+    model: nnx.Module | None = None,
+) -> Run:
+    """Creates the trainer of a run that exists; nothing is restored yet. Arguments and errors are those of `resume`."""
+    require_settings()
+    place, step = run_and_step(path)
+    folder = RunFolder.open(place)
+    lock = RunLock(folder.lock)
+    with contextlib.ExitStack() as refused:
+        refused.callback(lock.release)
+        run = _set_up(folder, lock, step, changes, Given(task, reward, model))
+        refused.pop_all()
+    return run
+
+
+class Given(NamedTuple):
+    """What a caller brings of its own."""
+
+    task: Task | None
+    reward: Reward | RewardPairs | Rewards | None
+    model: nnx.Module | None
+
+
+def _set_up(folder: RunFolder, lock: RunLock, step: int | None, changes: Mapping[str, Any], given: Given) -> Run:
+    stored = load_config(folder.config, Config)
+    quiet = bool(changes.get("quiet", False))
+    kept = changed(stored, _as_stored(changes, stored))
+    kept = dataclasses.replace(kept, quiet=stored.quiet)
+    config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
+    rewards, task = given_rewards(config, given.reward), given_task(config, given.task)
+    require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
+    check_data(folder, task)
+    # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
+    restored = bool(complete_steps(folder.checkpoints))
+    origin = origin_of(config, task, given.model, restored=restored)
+    dtype = DtypeChoice(config.model.dtype, "as the run began")
+    introduce(config, task, origin, folder.path, dtype)
+    trainer = Trainer(config, task, rewards, origin=origin, restored=restored)
+    return Run(trainer, folder, lock, dtype, Resumption(folder, stored, kept), step)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a resume asks of a run.
+
+    Args:
+      folder: the run.
+      stored: its options so far.
+      kept: its options from now on.
+    """
+
+    folder: RunFolder
+    stored: Config
+    kept: Config
+
+    def begin(self, trainer: Trainer) -> None:
+        """Keeps the new options, once the run is restored and has something to do.
+
+        Raises:
+          ValueError: a number of steps that the run has passed.
+          NothingToDo: the run has finished.
+        """
+        step, steps = trainer.progress.step, self.kept.schedule.steps
+        require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
+        if self._finished_at(step) and (step == steps or trainer.exhausted):
+            why = (
+                f"has reached step {step} of {steps}"
+                if step == steps
+                else f"ended with its training data at step {step}"
+            )
+            raise NothingToDo(f"nothing to do: {self.folder.path} {why}; --schedule.steps sets another goal")
+        if self.kept != self.stored:
+            save_config(self.folder.config, self.kept)
+
+    def _finished_at(self, step: int) -> bool:
+        # Written last: a run that was killed before it is finished by a resume.
+        summary = self.folder.summary
+        return summary.is_file() and read_object(summary).get("optimizer steps") == step
+
+
+def with_own_copy(config: Config, folder: RunFolder) -> Config:
+    """The options with a model from disk replaced by the run's own copy, whatever became of the original: checkpoints hold
+    all of its parameters. With adapters they hold these alone, and the base is read where it was; so is a model of which no
+    checkpoint has been written."""
+    if config.model.path is None or config.lora.rank or not complete_steps(folder.checkpoints):
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
+
+
+def check_data(folder: RunFolder, task: Task) -> None:
+    """Refuses a file of examples that is not the one that the run began with.
+
+    Raises:
+      ValueError: another content.
+    """
+    digest = data_digest(task)
+    if digest is None:
+        return
+    stored = folder.data_digest()
+    expected = f"the examples that the run began with (sha256 {stored})"
+    require(digest == stored, f"task file {task.name.partition(':')[2]}", expected, f"others (sha256 {digest})")
+
+
+def _as_stored(changes: Mapping[str, Any], stored: Config) -> dict[str, Any]:
+    """The changes, with a task's name as `full_name` has it: addition is addition:2."""
+    written = dict(changes)
+    if "task" in written and written["task"] != stored.task:
+        written["task"] = full_name(written["task"])
+    return written

@@ -1,0 +1,70 @@
+"""What a run warns of while it trains: spikes of the gradient's norm, and groups in which there is nothing to learn."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.config import GuardsConfig
+from experiments.sampling.rollout import RolloutCounts
+
+WINDOW = 32
+"""Gradient norms that a median is taken of."""
+FEWEST = 8
+"""Of which there have to be so many."""
+
+
+def over_median(norms: list[float], norm: float) -> float | None:
+    """A gradient norm as a multiple of the median of those before it; None where there are too few, or it has none.
+
+    Example:
+        >>> over_median([1.0, 2.0, 9.0] * 3, 6.0)
+        3.0
+    """
+    median = statistics.median(norms) if len(norms) >= FEWEST else 0.0
+    return norm / median if median > 0.0 and math.isfinite(norm) else None
+
+
+def with_norm(norms: list[float], norm: float) -> list[float]:
+    """The window with one more; a list of its own, because a checkpoint may still be written of the other."""
+    return [*norms[1 - WINDOW :], norm] if math.isfinite(norm) else norms
+
+
+class Watch:
+    """Reads every step.
+
+    Args:
+      options: when to warn.
+      max_new_tokens: longest completion, for the sentence.
+    """
+
+    def __init__(self, options: GuardsConfig, max_new_tokens: int) -> None:
+        self._options, self._max_new_tokens = options, max_new_tokens
+        self._degenerate = 0
+        self._next_warning = options.degenerate_steps
+
+    def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutCounts) -> list[str]:
+        """What to say of a step, one line each."""
+        return [each for each in (self._spike(step, values), self._nothing_to_learn(step, counts)) if each]
+
+    def _spike(self, step: int, values: Mapping[str, Any]) -> str | None:
+        ratio, factor = values.get("grad_norm_over_median"), self._options.spike_factor
+        if ratio is None or not factor or ratio <= factor:
+            return None
+        return f"step {step}: gradient norm {values['grad_norm']:.3g}, {ratio:.3g} times the median before it"
+
+    def _nothing_to_learn(self, step: int, counts: RolloutCounts) -> str | None:
+        """A warning after some such steps in a row, and each time that there are twice as many."""
+        if not counts.groups or not self._options.degenerate_steps:
+            return None
+        if counts.degenerate < counts.groups:
+            self._degenerate, self._next_warning = 0, self._options.degenerate_steps
+            return None
+        self._degenerate += 1
+        if self._degenerate < self._next_warning:
+            return None
+        self._next_warning *= 2
+        return (
+            f"step {step}: no group had a difference of rewards in {self._degenerate} steps in a row, so that nothing is "
+            f"learnt: {counts.sameness(self._max_new_tokens)}"
+        )

@@ -1,0 +1,307 @@
+"""Numbers that cannot be trained on, planted in one small trainer: the state keeps every bit, and the culprit is named."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.sampling.stream import RoundStream
+from experiments.tasks.rewards import RewardFailed
+from experiments.training.optimizers import Optimizer, adamw
+from experiments.training.run import set_up
+from experiments.training.soundness import leaf_name
+from experiments.training.sums import MicroSums
+from experiments.training.update import TrainState, Update
+from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
+from tests.experiments.tiny import tiny
+
+HEAD = "lm_head/weight"
+
+
+class Verifier:
+    """A reward that an untrained model earns half of the time, until something else is wanted."""
+
+    __name__ = "odd"
+
+    def __init__(self):
+        self.answer = None
+
+    def __call__(self, example, completion):
+        if self.answer is not None:
+            return self.answer()
+        return float(ord(completion[0]) % 2) if completion else 0.0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A trainer after one step, so that no moment of its optimizer is zero, and its reward."""
+    verifier = Verifier()
+    out = tmp_path_factory.mktemp("guards")
+    trainer = set_up(tiny(out, "run", warm_start={"max_steps": 0}), reward=verifier).trainer
+    assert trainer.train_step()[0]["update_applied"] == 1
+    return trainer, verifier
+
+
+@pytest.fixture
+def trainer(made):
+    """The same with its first state, and a reward that works."""
+    trainer, verifier = made
+    kept = jax.tree.map(jnp.copy, trainer.state)
+    yield trainer
+    trainer.state, verifier.answer = kept, None
+    trainer.progress.refused = 0
+
+
+def state_bytes(trainer):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trainer.state)]
+
+
+def refusal(trainer):
+    """What the next step is refused for; no bit of the state may have changed, nor may any count but that of steps."""
+    before, counts = state_bytes(trainer), (trainer.progress.step, trainer.progress.refused)
+    values, ended = trainer.train_step()
+    assert state_bytes(trainer) == before and not ended
+    assert values["update_applied"] == 0
+    assert (trainer.progress.step, trainer.progress.refused) == (counts[0] + 1, counts[1] + 1)
+    assert trainer.alerts[0] == f"step {counts[0] + 1} is refused: {values['refused']}"
+    return values["refused"]
+
+
+def planted(tree, name, value):
+    """The tree with one element of the leaf `name` replaced."""
+
+    def leaf(path, x):
+        return x.at[(0,) * x.ndim].set(value) if leaf_name(path).endswith(name) else x
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def in_state(trainer, part, name, value):
+    trainer.state = trainer.state._replace(**{part: planted(getattr(trainer.state, part), name, value)})
+
+
+PLANTS = {
+    "a parameter": ("params", HEAD, np.nan, f"parameters not finite in {HEAD}"),
+    "an infinite parameter": (
+        "params",
+        "layers/q_proj/kernel",
+        np.inf,
+        "parameters not finite in layers/q_proj/kernel",
+    ),
+    "a first moment": (
+        "opt_state",
+        f"mu/{HEAD}",
+        np.nan,
+        f"optimizer state negative or not finite in inner/1/0/mu/{HEAD}",
+    ),
+    "a negative second moment": (
+        "opt_state",
+        f"nu/{HEAD}",
+        -1.0,
+        f"optimizer state negative or not finite in inner/1/0/nu/{HEAD}",
+    ),
+    "an infinite second moment": (
+        "opt_state",
+        f"nu/{HEAD}",
+        np.inf,
+        f"optimizer state negative or not finite in inner/1/0/nu/{HEAD}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(trainer, name):
+    part, leaf, value, words = PLANTS[name]
+    assert trainer.unsound() is None
+    in_state(trainer, part, leaf, value)
+    assert refusal(trainer) == words and trainer.unsound() == words
+
+
+def with_sums(monkeypatch, trainer, change):
+    """The sums of the next step, changed."""
+    plain = trainer.sums.sums_of
+
+    def sums_of(*arguments):
+        total = plain(*arguments)
+        return total._replace(sums=change(total.sums))
+
+    monkeypatch.setattr(trainer.sums, "sums_of", sums_of)
+
+
+def test_a_gradient_is_named_by_its_leaf(trainer, monkeypatch):
+    def change(sums):
+        return dataclasses.replace(sums, gradients=planted(sums.gradients, "layers/up_proj/kernel", np.nan))
+
+    with_sums(monkeypatch, trainer, change)
+    assert refusal(trainer) == "gradient not finite in layers/up_proj/kernel"
+
+
+def test_many_leaves_are_counted(trainer, monkeypatch):
+    def change(sums):
+        return dataclasses.replace(sums, gradients=jax.tree.map(lambda x: x * np.inf, sums.gradients))
+
+    with_sums(monkeypatch, trainer, change)
+    named = "embed_tokens/embedding, layers/down_proj/kernel, layers/gate_proj/kernel"
+    assert refusal(trainer) == f"gradient not finite in {named} and 11 more leaves"
+
+
+def test_a_norm_that_overflows(trainer, monkeypatch):
+    def change(sums):
+        return dataclasses.replace(sums, gradients=jax.tree.map(lambda x: jnp.full_like(x, 1e30), sums.gradients))
+
+    with_sums(monkeypatch, trainer, change)
+    assert refusal(trainer).startswith("norm of the gradient not finite: its square overflows")
+
+
+def test_a_loss(trainer, monkeypatch):
+    with_sums(
+        monkeypatch,
+        trainer,
+        lambda sums: dataclasses.replace(sums, loss=WeightedSum(jnp.float32(np.inf), jnp.int32(1))),
+    )
+    assert refusal(trainer) == "loss not finite, of finite log-probs"
+
+
+@pytest.mark.parametrize(("column", "words"), [("old_log_probs", "old log-probs"), ("advantages", "advantages")])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, column, words, value):
+    plain = RoundStream.__next__
+    prompts = []
+
+    def poisoned(stream):
+        batch = plain(stream)
+        row = 3
+        place = (0, row, np.flatnonzero(batch.mask[0, row])[0])
+        document = batch.segment_ids[place]
+        prompt = batch.tokens[0, row, : place[2] + 1][batch.segment_ids[0, row, : place[2] + 1] == document]
+        prompts.append((int(document), trainer.tokenizer.decode(prompt.tolist())))
+        batch.per_token[column][place] = value
+        return batch
+
+    monkeypatch.setattr(RoundStream, "__next__", poisoned)
+    found = refusal(trainer)
+    ((number, prompt),) = prompts
+    assert number > 0 and len(prompt) > 2
+    assert found == f"{words} not finite in document {number} (prompt {prompt!r})"
+
+
+def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
+    completer = trainer.rollouts._completer
+    plain, seen = completer.complete, []
+
+    def poisoned(*arguments, **options):
+        drawn = plain(*arguments, **options)
+        for number in (2, 5, 7, 11):
+            drawn.log_probs[number] = np.full_like(drawn.log_probs[number], np.nan)
+        seen.extend(trainer.tokenizer.decode(drawn.prompts[number]) for number in (2, 5, 7))
+        return drawn
+
+    monkeypatch.setattr(completer, "complete", poisoned)
+    found = refusal(trainer)
+    two, five, seven = seen
+    assert found == (
+        f"log-probs of the sampler not finite in document 2 (prompt {two!r}), document 5 (prompt {five!r}), "
+        f"document 7 (prompt {seven!r}) and 1 more"
+    )
+
+
+def test_log_probs_of_the_trainer_are_named_with_prompts(trainer, monkeypatch):
+    """Of a step whose loss is not finite they are computed again."""
+    plain = trainer.sums.score
+
+    def poisoned(params, batch):
+        scores = plain(params, batch)
+        log_probs = np.array(scores.log_probs)
+        log_probs[0, 0, np.flatnonzero(batch.mask[0, 0])[0]] = -np.inf
+        return scores._replace(log_probs=log_probs)
+
+    monkeypatch.setattr(trainer.sums, "score", poisoned)
+    with_sums(
+        monkeypatch,
+        trainer,
+        lambda sums: dataclasses.replace(sums, loss=WeightedSum(jnp.float32(np.nan), jnp.int32(1))),
+    )
+    assert refusal(trainer).startswith("log-probs of the trainer not finite in document 0 (prompt '")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("nan"), 1e39])
+def test_a_reward_that_is_not_finite_refuses_the_step(trainer, made, value):
+    made[1].answer = lambda: value
+    found = refusal(trainer)
+    assert found.startswith("reward 'odd': expected a finite number for document 0 (prompt '") and repr(value) in found
+    made[1].answer = None
+    assert trainer.train_step()[0]["update_applied"] == 1 and trainer.progress.refused == 0
+
+
+@pytest.mark.bad_input
+def test_a_reward_that_raises_leaves_everything_as_before_the_step(trainer, made):
+    def broken():
+        raise KeyError("answer")
+
+    made[1].answer = broken
+    before = state_bytes(trainer), trainer.prompts.cursor, trainer.rollouts.made, trainer.progress.step
+    with pytest.raises(
+        RewardFailed, match=r"^reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'$"
+    ):
+        trainer.train_step()
+    assert before == (state_bytes(trainer), trainer.prompts.cursor, trainer.rollouts.made, trainer.progress.step)
+
+
+def sums_of(gradient):
+    """The sums of a step with one parameter."""
+    parts = StepSums({"w": jnp.float32(gradient)}, WeightedSum(jnp.float32(1), jnp.int32(1)), PolicyMetricTerms({}))
+    return MicroSums(parts, jnp.float32(0))
+
+
+@pytest.mark.parametrize(
+    ("weight_decay", "max_grad_norm", "gradient", "words"),
+    [
+        (-1e3, 1.0, 1.0, ("params", "w")),
+        (0.0, 1e38, 1e21, ("opt_state", "nu")),
+    ],
+)
+def test_what_an_update_would_make_is_checked_before_it_counts(weight_decay, max_grad_norm, gradient, words):
+    optimizer = Optimizer(adamw(weight_decay=weight_decay), optax.constant_schedule(1.0), max_grad_norm)
+    update = Update(optimizer, lambda tree: jax.device_put(tree))
+    state = update.init({"w": jnp.float32(1e36)})
+    before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+    state, applied = update(state, sums_of(gradient))
+    assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)] == before
+    part, _ = words
+    assert not applied.applied and applied.sound.gradients.all() and applied.sound.norm
+    assert not getattr(applied.sound, part).all()
+
+
+@functools.cache
+def unchecked(optimizer):
+    """The update as it would be without a check."""
+
+    def step(state, total):
+        params, opt_state, _ = optimizer.update(total.sums.finish().gradients, state.opt_state, state.params)
+        return TrainState(params, opt_state)
+
+    return jax.jit(step)
+
+
+def test_the_checks_change_no_bit_of_a_good_step():
+    optimizer = Optimizer(adamw(weight_decay=0.1), optax.constant_schedule(1e-2))
+    update = Update(optimizer, lambda tree: jax.device_put(tree))
+    random = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(random.normal(size=(64, 33)), jnp.float32),
+        "b": jnp.asarray(random.normal(size=7), jnp.float32),
+    }
+    state, plain = update.init(params), update.init(jax.tree.map(jnp.copy, params))
+    for _ in range(5):
+        gradients = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), params)
+        parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(3)), PolicyMetricTerms({}))
+        total = MicroSums(parts, jnp.float32(0))
+        plain = unchecked(optimizer)(plain, total)
+        state, applied = update(state, total)
+        assert applied.applied
+        for mine, other in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_array_equal(mine, other)

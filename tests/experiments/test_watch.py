@@ -1,0 +1,159 @@
+"""Warnings of steps that teach nothing and of spikes, and drawing further prompts where groups have no difference."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.config import GuardsConfig, RolloutConfig
+from experiments.sampling.completer import Completer
+from experiments.sampling.prompts import PromptOrder, Sizes
+from experiments.sampling.rollout import RolloutCounts, Rollouts
+from experiments.sampling.sampler import Samples
+from experiments.tasks import Rewards, RewardTerm, make_task
+from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
+from experiments.training.watch import WINDOW, Watch, over_median, with_norm
+
+TASK = make_task("addition:1")
+TOKENIZER = tokenizer_for(TASK)
+SIZES = Sizes(prompt=5, completion=3, row=8, rows=8)
+PROMPTS, COPIES = 4, 2
+
+
+def draw(answers):
+    """The same answers for every prompt, in the place of a model."""
+
+    def samples(params, prompts, lengths, copies, key):
+        rows = [[*TOKENIZER.encode(text), EOS_ID][: SIZES.completion] for text in answers] * len(lengths)
+        tokens = np.array([row + [0] * (SIZES.completion - len(row)) for row in rows], np.int32)
+        log_probs = np.full(tokens.shape, -0.5, np.float32)
+        return Samples(tokens, log_probs, log_probs, np.array([len(row) for row in rows], np.int32))
+
+    return samples
+
+
+def rollouts(
+    answers=("7", "8"), reward=lambda example, completion: 0.0, sizes=SIZES, epochs=None, task=TASK, **options
+):
+    completer = Completer(draw(answers), Rewards((RewardTerm("odd", reward),)), TOKENIZER, sizes)
+    config = RolloutConfig(prompts_per_rollout=PROMPTS, num_generations=COPIES, **options)
+    return Rollouts(PromptOrder(task, 0, epochs), completer, config, "centred", jax.random.key(0))
+
+
+def warnings_of(made, steps, **options):
+    """What is warned of, by step."""
+    watch, found = Watch(GuardsConfig(**options), SIZES.completion), {}
+    for step in range(1, steps + 1):
+        made.counts = RolloutCounts()
+        made.next(None, 0)
+        for warning in watch.warnings(step, {}, made.counts):
+            found[step] = warning
+    return found
+
+
+def test_steps_that_teach_nothing_are_warned_of_and_then_less_often():
+    found = warnings_of(rollouts(), 13, degenerate_steps=3)
+    assert list(found) == [3, 6, 12]
+    assert found[3] == (
+        "step 3: no group had a difference of rewards in 3 steps in a row, so that nothing is learnt: every reward is 0"
+    )
+    assert warnings_of(rollouts(), 13, degenerate_steps=0) == {}
+
+
+def test_one_group_with_a_difference_is_enough():
+    right = TASK.example(2, "train")
+    reward = lambda example, completion: float(example == right and completion == "7")  # noqa: E731
+    # The third prompt is in the first of these rollouts.
+    found = warnings_of(rollouts(reward=reward), 4, degenerate_steps=2)
+    assert list(found) == [3]
+
+
+CAUSES = {
+    "each group its own": (
+        {"reward": lambda example, completion: float(len(example.answer))},
+        "within each group rewards are equal",
+    ),
+    "empty": ({"answers": ("", "")}, "every reward is 0, and every completion is empty"),
+    "cut": ({"answers": ("777", "888")}, "every reward is 0, and every completion was cut at 3 tokens"),
+    "too short": (
+        {"sizes": SIZES._replace(completion=1)},
+        "every reward is 0, and no answer can be written in the 3 tokens of a completion",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_warning_says_what_is_the_same(name):
+    options, words = CAUSES[name]
+    (warning,) = warnings_of(rollouts(**options), 1, degenerate_steps=1).values()
+    assert warning.endswith(f": {words}")
+
+
+def test_an_answer_in_characters_that_the_model_lacks_does_not_fit():
+    completer = rollouts()._completer
+    example = TASK.example(0, "train")
+    assert completer.fits(example) and not completer.fits(dataclasses.replace(example, answer="x"))
+
+
+def test_a_spike_is_a_multiple_of_the_median_before_it():
+    norms, found = [], []
+    watch = Watch(GuardsConfig(spike_factor=10.0), 3)
+    for step, norm in enumerate([*[1.0, 2.0, 3.0] * 4, 21.0, float("nan"), 2.0], start=1):
+        values = {"grad_norm": norm, "grad_norm_over_median": over_median(norms, norm)}
+        norms = with_norm(norms, norm)
+        found += watch.warnings(step, values, RolloutCounts())
+        assert (values["grad_norm_over_median"] is None) == (step <= 8 or step == 14)
+    assert found == ["step 13: gradient norm 21, 10.5 times the median before it"]
+    for norm in range(100):
+        before, norms = norms, with_norm(norms, float(norm))
+        assert before is not norms, "a checkpoint may still be written of the former"
+    assert norms == [float(norm) for norm in range(100 - WINDOW, 100)]
+    assert over_median([0.0] * 9, 1.0) is None
+
+
+def differs_for(prompts):
+    """A reward that tells two answers apart for these examples alone, and notes which were asked for."""
+    seen = []
+
+    def reward(example, completion):
+        seen.append(example.prompt)
+        return float(example.prompt in prompts and completion == "7")
+
+    return reward, seen
+
+
+def test_further_prompts_take_the_place_of_groups_without_a_difference():
+    order = [TASK.example(index, "train").prompt for index in range(12)]
+    reward, seen = differs_for({order[1], *order[5:8], order[8], order[11]})
+    made = rollouts(reward=reward, resample_degenerate=True)
+    documents = made.next(None, 0)
+    prompts = [TOKENIZER.decode(each.tokens[: each.prompt_length].tolist()) for each in documents]
+    wanted = [order[1], *order[5:8]]
+    assert [prompt.strip() for prompt in prompts] == [each for each in wanted for _ in range(COPIES)]
+    assert all(document.advantage != 0.0 for document in documents)
+    assert (made.made, made._prompts.cursor) == (2, 8), "all that a resume needs"
+    values = made.counts.metrics()
+    assert values["degenerate_groups"] == 4 / 8 and values["resampled_rollouts"] == 1
+    assert values["filled_groups"] == values["unused_groups"] == 0
+    assert "resampled_rollouts" not in RolloutCounts(groups=1, completions=1).metrics()
+
+
+def test_what_is_drawn_beyond_the_number_is_counted():
+    order = [TASK.example(index, "train").prompt for index in range(8)]
+    reward, _ = differs_for(set(order) - {order[0]})
+    made = rollouts(reward=reward, resample_degenerate=True)
+    assert len(made.next(None, 0)) == PROMPTS * COPIES
+    assert made.counts.metrics()["unused_groups"] == 3
+
+
+def test_the_bound_is_kept_and_groups_without_a_difference_fill_the_rest():
+    order = [TASK.example(index, "train").prompt for index in range(12)]
+    reward, seen = differs_for({order[6]})
+    made = rollouts(reward=reward, resample_degenerate=True, max_resamples=2)
+    documents = made.next(None, 0)
+    assert len(documents) == PROMPTS * COPIES and made.made == 3
+    assert [document.advantage != 0.0 for document in documents] == [True] * 2 + [False] * 6
+    values = made.counts.metrics()
+    assert values["resampled_rollouts"] == 2 and values["filled_groups"] == 3
+    assert values["degenerate_groups"] == 11 / 12
