@@ -23,6 +23,7 @@ from experiments.runs.files import (
     create_file,
     kind_of,
     make_folder,
+    require_readable_path,
     sync_folder,
     unfinished,
     write_whole,
@@ -32,7 +33,6 @@ from experiments.runs.step_files import (
     on_host,
     read_arrays,
     read_manifest,
-    require_readable_path,
     write_step,
 )
 from jaxlogp.errors import require

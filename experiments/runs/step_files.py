@@ -24,27 +24,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from experiments.runs.files import create_file, kind_of, open_file, sync_folder, unfinished, write_whole
-from jaxlogp.errors import require
 
 ARRAYS = "arrays"
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
 ROOM_BESIDE_ARRAYS = 1 << 20
 """Bytes that metadata and manifest may take."""
-UNREADABLE = ("[", "]", "\\", "*", "?", ":/")
-"""Orbax takes paths for patterns or addresses when it puts its files together."""
 
 Record = dict[str, Any]
 
 
 class DamagedStep(Exception):
     """A step on disk that cannot be read, or whose content is not what was saved."""
-
-
-def require_readable_path(folder: Path) -> None:
-    """Raises ValueError for a path under which Orbax writes what it cannot read again."""
-    found = [text for text in UNREADABLE if text in f"{folder}/"]
-    require(not found, "run folder", f"a path without any of {' '.join(UNREADABLE)}", folder)
 
 
 def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -77,6 +68,8 @@ def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.n
         # Faults of the disk arrive as ValueError, with the file that could not be written in a long first line.
         raise OSError(f"Orbax: {_first_line(error)}") from error
     files = {name: _sealed(folder / ARRAYS / name) for name in _files(folder / ARRAYS)}
+    for parent, _, _ in os.walk(folder):
+        sync_folder(Path(parent))
     leaves = [_record(path, array) for path, array in arrays.items()]
     content = {"step": step, "extra": extra, "leaves": leaves, "files": files}
     with create_file(folder / MANIFEST) as stream:
