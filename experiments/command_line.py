@@ -31,7 +31,8 @@ permission, no memory); 4 a guard refused to go on; 130 and 143 ended by Ctrl-C 
 """
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""
-_BOX = "╭╮╰╯│─ "
+_BOX = "╭╮╰╯─+- "
+"""Drawn with the second half where the stream has no other letters."""
 
 
 def run_command(
@@ -161,11 +162,11 @@ def _first_sentences(box: str) -> str:
     """The first section of a box, and the first option that the second one proposes."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:]:
-        text = line.strip(_BOX)
-        if text:
+        text = line.strip("│| ")
+        if set(text) <= set(_BOX):
+            sections += [[]] if sections[-1] else []
+        else:
             sections[-1].append(text)
-        elif sections[-1]:
-            sections.append([])
     message = " ".join(sections[0]).rstrip(".")
     proposed = [line for section in sections[1:] if section and section[0].startswith("Perhaps") for line in section]
     hint = f" (perhaps {proposed[1].split()[0]})" if len(proposed) > 1 else ""

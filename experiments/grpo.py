@@ -30,7 +30,7 @@ class GrpoConfig(Config):
     resume: str | None = None
     """Run folder to continue, with its own options. Of those typed beside it, others than the run's are taken where they may
     change, and kept for the next resume: --schedule.steps, --mesh, --optimizer.learning-rate, --checkpoint, --evaluation
-    (all but --evaluation.kl) and --drift; --quiet is for this time alone. Any other difference is refused."""
+    (all but --evaluation.kl), --drift and --guards; --quiet is for this time alone. Any other difference is refused."""
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:

@@ -84,11 +84,13 @@ def typed_options(arguments: Sequence[str], options: type) -> list[str]:
 def names_as_typed(options: type) -> dict[str, str]:
     """How an option is typed, by the names that a sentence about it may begin with.
 
-    They are the dotted name, the name alone where no other section has it, and for a section with a path its own name.
+    They are the dotted name, the name alone where no other section has it, and that of a section, which stands for its path
+    if it has one.
     """
     named = [field for field, hint in flat_fields(options).items() if not _is_positional(hint)]
     alone = [field.rpartition(".")[2] for field in named]
-    names = {name: option_name(field) for name, field in zip(alone, named, strict=True) if alone.count(name) == 1}
+    names = {section: option_name(section) for section in (field.rpartition(".")[0] for field in named) if section}
+    names |= {name: option_name(field) for name, field in zip(alone, named, strict=True) if alone.count(name) == 1}
     names |= {field.removesuffix(".path"): option_name(field) for field in named if field.endswith(".path")}
     # The dotted names last: `name` is --name, and not --loss.name.
     return names | {field: option_name(field) for field in named}

@@ -3,6 +3,7 @@
 import math
 
 from experiments.config.invariance import InvarianceConfig
+from experiments.config.rollout import RolloutConfig
 from experiments.config.run import Config
 from experiments.models.attention import IMPLEMENTATIONS
 from experiments.models.decoder_config import RESIDUAL_DTYPES
@@ -68,12 +69,15 @@ def _validate_values(config: Config) -> None:
 
 def _validate_unused(config: Config) -> None:
     """Refuses options that would do nothing."""
-    schedule, model = config.schedule, config.model
+    schedule, model, rollout = config.schedule, config.model, config.rollout
     if schedule.docs_per_step:
         expected = f"no value with --schedule.docs-per-step {schedule.docs_per_step}, which ends a step (0 would not)"
         require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
+    resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
+    expected = "no value without --rollout.resample-degenerate"
+    require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
     expected = "no value without --model.path, whose chat template it is about"
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
 

@@ -136,7 +136,7 @@ class DecoderConfig:
         layers = self.num_layers if self.sliding is None else len(self.sliding.layers)
         require(layers == self.num_layers, "sliding.layers", f"one for each of {self.num_layers} layers", layers)
         require(self.activation in ACTIVATIONS, "activation", " or ".join(ACTIVATIONS), repr(self.activation))
-        for name in ("query_scale", "attention_softcap", "embed_scale"):
+        for name in ("query_scale", "attention_softcap", "logit_softcap", "embed_scale"):
             value = getattr(self, name)
             require(value is None or 0.0 < value < math.inf, name, "a finite number above 0", value)
         # Made once, for its checks.

@@ -53,7 +53,7 @@ def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
     Raises:
         ValueError: a damaged file, a key that is unknown or missing, or a value of another type.
     """
-    return _build(read_config(path), config_type, "config")
+    return _build(read_config(path), config_type, f"{path}: config")
 
 
 def read_object(path: Path) -> dict[str, Any]:

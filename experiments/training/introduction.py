@@ -11,7 +11,7 @@ from experiments.config.ranges import validate
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.runs.console import RunConsole
-from experiments.sampling.prompts import held_out_examples, sizes_for
+from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.tasks import Task
 from experiments.tasks.protocol import prompt_text
 from experiments.training.origin import Origin, OwnOrigin
@@ -32,12 +32,15 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
 
     Raises:
       ValueError: an option out of range, or a prompt that does not fit.
+      MemoryError: it cannot fit into the memory here.
     """
     console = RunConsole(config.quiet)
     mesh = validate(config)
     prompts = {prompt_text(each.prompt) for each in held_out_examples(task, config.evaluation.num_prompts)}
     few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
     count = task.num_examples("train")
+    # For its checks.
+    PromptOrder(task, config.seed, config.schedule.epochs)
     params = _parameters(origin)
     steps = f"{config.schedule.steps}, of {_documents(config)}; loss {config.loss.name}"
     warm = config.warm_start.max_steps
@@ -53,9 +56,7 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
         }
     )
     if few:
-        console.warn(
-            f"task {task.name} has only {len(prompts)} different held-out prompts: a score of them says little"
-        )
+        console.warn(f"task {task.name}: different held-out prompts: {len(prompts)}; a score of so few says little")
     for warning in _uneven_steps(config):
         console.warn(warning)
 
@@ -114,7 +115,12 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, ranks
         parts["sampler's cache"] = slots * width * jax.numpy.dtype(decoder.dtype).itemsize
     total, here = sum(parts.values()), _memory_here()
     text = f"at least {_size(total)}: " + ", ".join(f"{name} {_size(each)}" for name, each in parts.items())
-    return text if here is None else f"{text}; here are {_size(here)}"
+    if here is None:
+        return text
+    if total > here:
+        # Else the system would end the process, without a word.
+        raise MemoryError(f"memory: the run needs {text}; here are {_size(here)}")
+    return f"{text}; here are {_size(here)}"
 
 
 def _memory_here() -> int | None:
@@ -142,5 +148,5 @@ def _uneven_steps(config: Config) -> list[str]:
         return []
     return [
         f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: a step "
-        "ends with the micro-batch that reaches its number, so that steps differ in size"
+        "takes the whole micro-batch that reaches its number, so that steps have more documents, and not always equally many"
     ]

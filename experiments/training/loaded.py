@@ -17,6 +17,7 @@ from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
+from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
@@ -39,6 +40,9 @@ def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored
     """
     path, step = run_and_step(run)
     folder = RunFolder.open(path)
+    # Refused here, and not after a trainer has been made.
+    some = f"at least one complete step in {folder.checkpoints}"
+    require(bool(complete_steps(folder.checkpoints)), "checkpoints", some, "none")
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
     trainer = Trainer(stored, restored=True)
     console = RunConsole()

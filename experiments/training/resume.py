@@ -1,9 +1,10 @@
 """A run that goes on: the options that it began with, what may be changed, and where it ends."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -69,17 +70,33 @@ def set_up_resume(
     place, step = run_and_step(path)
     folder = RunFolder.open(place)
     lock = RunLock(folder.lock)
+    with contextlib.ExitStack() as refused:
+        refused.callback(lock.release)
+        run = _set_up(folder, lock, step, changes, Given(task, reward, model))
+        refused.pop_all()
+    return run
+
+
+class Given(NamedTuple):
+    """What a caller brings of its own."""
+
+    task: Task | None
+    reward: Reward | RewardPairs | Rewards | None
+    model: nnx.Module | None
+
+
+def _set_up(folder: RunFolder, lock: RunLock, step: int | None, changes: Mapping[str, Any], given: Given) -> Run:
     stored = load_config(folder.config, Config)
     quiet = bool(changes.get("quiet", False))
     kept = changed(stored, _as_stored(changes, stored))
     kept = dataclasses.replace(kept, quiet=stored.quiet)
     config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
-    rewards, task = given_rewards(config, reward), given_task(config, task)
+    rewards, task = given_rewards(config, given.reward), given_task(config, given.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
     check_data(folder, task)
     # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
     restored = bool(complete_steps(folder.checkpoints))
-    origin = origin_of(config, task, model, restored=restored)
+    origin = origin_of(config, task, given.model, restored=restored)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
     introduce(config, task, origin, folder.path, dtype)
     trainer = Trainer(config, task, rewards, origin=origin, restored=restored)

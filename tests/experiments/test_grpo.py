@@ -1,14 +1,12 @@
 """The trainer end to end on tiny runs: first step, meshes, resume, schedule, the run folder, and the command lines."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, grpo
+from experiments import evaluate
 from experiments.config import Config
 from experiments.runs.config_file import load_config
 from experiments.training.resume import resume
@@ -161,58 +159,12 @@ def test_evaluate_reproduces_the_final_scores(plain, capsys):
     assert "held-out exact match (greedy)" in capsys.readouterr().out
 
 
-BAD = {
-    "an unknown task": (["--task", "subtraction"], "subtraction"),
-    "a mesh that is too big": (["--mesh", "data=64"], "xla_force_host_platform_device_count"),
-    "a mesh axis that does not exist": (["--mesh", "model=2"], "model"),
-    "no such file": (["--task", "jsonl:/nowhere/at/all.jsonl"], "/nowhere/at/all.jsonl"),
-    "an unknown loss": (["--loss.name", "ppo"], "--loss.name: expected one of bnpo, "),
-    "an option that the loss does not have": (["--loss.max-weight", "5"], "--loss.max-weight: expected None for loss"),
-    "a clip range out of range": (["--loss.epsilon", "1.5"], "--loss.epsilon: expected a number in (0, 1), got 1.5"),
-    "an optimizer without this option": (
-        ["--optimizer.name", "adafactor", "--optimizer.b1", "0.9"],
-        "--optimizer.b1: expected None for optimizer 'adafactor'",
-    ),
-    "no such engine": (["--loss.engine", "abacus"], "--loss.engine: expected an engine that can run here"),
-    "an engine of another device": (
-        ["--loss.engine", "hopper"],
-        "--loss.engine: expected an engine that can run here",
-    ),
-    "a temperature of 0": (["--rollout.temperature", "0"], "--rollout.temperature"),
-    "nothing to draw from": (["--rollout.top-p", "0"], "--rollout.top-p"),
-    "an empty stop text": (["--rollout.stop", ""], "--rollout.stop"),
-    "a part of the distribution": (["--rollout.top-k", "5", "--invariant"], "--rollout"),
-    "no such run": (["--resume", "/nowhere/at/all"], "/nowhere/at/all"),
-    "rows too short": (["--schedule.row-length", "4"], "--schedule.row-length"),
-    "epochs of an endless task": (["--schedule.epochs", "1"], "--schedule.epochs"),
-    "a changed option on resume": (["--resume", "RUN", "--seed", "7"], "--seed"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_options_end_in_one_line_and_exit_code_2(name, capsys, plain, tmp_path):
-    arguments, fragment = BAD[name]
-    arguments = [str(plain.run.path) if argument == "RUN" else argument for argument in arguments]
-    with pytest.raises(SystemExit) as raised:
-        grpo.run_cli([*arguments, "--out", str(tmp_path)] if "--resume" not in arguments else arguments)
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert raised.value.code == 2
-    assert len(errors) == 1 and errors[0].startswith("error: ") and fragment in errors[0], errors
-    assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
-
-
-def test_a_bad_jsonl_line_is_named_by_number(tmp_path, capsys):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": 2, "answer": "2"}\n', encoding="utf-8")
-    with pytest.raises(SystemExit) as raised:
-        grpo.run_cli(["--task", f"jsonl:{path}", "--out", str(tmp_path / "out")])
-    assert raised.value.code == 2 and "line 2" in capsys.readouterr().err
-
-
-def test_the_command_line_itself(tmp_path):
-    command = [sys.executable, "-m", "experiments.grpo", "--no-such-option", "1"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+@pytest.mark.parametrize("engine", ["abacus", "hopper"])
+def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engine, tmp_path):
+    # Everything else that is refused is in test_wrong_inputs.py; this takes a trainer.
+    with pytest.raises(ValueError, match="^--loss.engine: expected an engine that can run here, got "):
+        set_up(tiny(tmp_path, "refused", loss={"engine": engine}))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("backend, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])

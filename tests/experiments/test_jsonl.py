@@ -87,15 +87,6 @@ def test_jsonl_refuses_lines(tmp_path, line, reason):
     assert "\n" not in str(caught.value)
 
 
-def test_jsonl_refuses_files(tmp_path):
-    with pytest.raises(ValueError, match=f"task file {tmp_path}/none: expected a readable file, got No such file"):
-        make_task(f"jsonl:{tmp_path}/none")
-    with pytest.raises(ValueError, match=f"task file {tmp_path}: expected a readable file, got Is a directory"):
-        make_task(f"jsonl:{tmp_path}")
-    with pytest.raises(ValueError, match="got an empty file"):
-        make_task(f"jsonl:{write(tmp_path / 'empty')}")
-
-
 @pytest.mark.parametrize("missing", ["train", "held_out"])
 def test_jsonl_refuses_an_empty_split(tmp_path, missing):
     lines = [record for record in records(60) if split_of("jsonl", record["prompt"]) != missing]

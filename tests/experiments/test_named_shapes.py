@@ -44,12 +44,6 @@ def test_a_name_decides_sizes_and_vocabulary_and_leaves_the_dtypes():
 @pytest.mark.parametrize(
     ("options", "vocab_size", "words"),
     [
-        ({"name": "gpt2"}, 16, "--model.name: expected one of qwen3-0.6b, qwen3-1.7b, llama-3.2-1b, got gpt2"),
-        (
-            {"name": "qwen3-0.6b", "num_layers": 2},
-            16,
-            "--model.num-layers: expected no value together with --model.name",
-        ),
         ({"name": "qwen3-0.6b", "logit_softcap": 5.0}, 16, "--model.logit-softcap: expected no value"),
         ({"name": "qwen3-0.6b"}, 200_000, "--model.name: expected a shape for at least 200000 tokens, got qwen3-0.6b"),
     ],

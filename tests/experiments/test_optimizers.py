@@ -245,24 +245,6 @@ def test_another_number_of_steps_decides_the_rates_from_there_on():
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"name": "sgd"}, "--optimizer.name: expected one of adamw, adafactor, muon, got sgd"),
-        ({"schedule": "step"}, "--optimizer.schedule: expected one of constant, cosine, linear, got step"),
-        ({"momentum": 0.9}, "--optimizer.momentum: expected None for optimizer 'adamw', which has no such option"),
-        ({"name": "adafactor", "b1": 0.9}, "--optimizer.b1: expected None for optimizer 'adafactor'"),
-        ({"name": "muon", "momentum": 1.0}, r"--optimizer.momentum: expected a decay in \[0, 1\), got 1.0"),
-        ({"final_rate": 0.1}, "--optimizer.final-rate: expected None for schedule 'constant'"),
-        ({"schedule": "linear", "final_rate": 1.5}, r"--optimizer.final-rate: expected a share in \[0, 1\], got 1.5"),
-    ],
-)
-def test_options_that_the_optimizer_does_not_have(options, words):
-    with pytest.raises(ValueError, match=f"^{words}"):
-        OptimizerConfig(**options).optimizer(10)
-
-
-@pytest.mark.bad_input
 def test_muon_needs_a_matrix():
     with pytest.raises(ValueError, match="^--optimizer.name: expected an optimizer other than muon"):
         OptimizerConfig(name="muon").optimizer(10).init({"w": jnp.ones((4, 4))})

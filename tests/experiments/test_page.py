@@ -111,14 +111,9 @@ def test_a_command_is_shown_without_its_machine():
 @pytest.mark.bad_input
 def test_bad_input_ends_in_one_line(folders, tmp_path, capsys):
     other = write_run(tmp_path, 5, task="addition:2")
-    empty = RunFolder.create(tmp_path, "empty")
-    save_config(empty.config, Config())
     for arguments, words in [
-        ([str(tmp_path / "none")], "run folder: expected an existing folder, got"),
-        ([str(empty.path)], "run: expected one with optimizer steps, got"),
         ([folders[0], other], f"runs: expected runs that differ in their seeds alone, got {other} with another task"),
         ([folders[0], "--page", str(tmp_path / "no" / "a.md")], "--page: expected a file in an existing folder, got"),
-        ([folders[0], "--samples", "-1"], "--samples: expected at least 0, got -1"),
     ]:
         with pytest.raises(SystemExit) as stopped:
             plot.run_cli([*arguments, "--figure", str(tmp_path / "a.png")])

@@ -152,27 +152,3 @@ def test_a_gguf_file_goes_through_the_same_door(tmp_path):
         one.tokenizer.encode(text) == other.tokenizer.encode(text) and one.tokenizer.eos_ids == other.tokenizer.eos_ids
     )
     assert other.config == one.config
-
-
-@pytest.mark.bad_input
-def test_bad_input_of_the_commands_ends_in_one_line(directory, tmp_path, capsys):
-    here = str(directory)
-    for run, arguments, words in [
-        (
-            export.run_cli,
-            ["nowhere", str(tmp_path / "out")],
-            "model: expected a run folder, a directory or a GGUF file",
-        ),
-        (export.run_cli, [here, str(tmp_path)], "out: expected a directory that does not exist yet"),
-        (export.run_cli, [here, str(tmp_path / "out"), "--dtype", "int8"], "--dtype: expected float32 or bfloat16"),
-        (chat.run_cli, ["nowhere"], "model: expected a run folder, a directory or a GGUF file"),
-        (chat.run_cli, [here, "--temperature", "-1"], "--temperature: expected a finite number of at least 0"),
-        (chat.run_cli, [here, "--max-new-tokens", "0"], "--max-new-tokens: expected at least 1"),
-        (evaluate.run_cli, [], "run: expected a run folder, or --model, got neither"),
-        (evaluate.run_cli, ["runs/a", "--model", here], "--model: expected no value together with a run"),
-    ]:
-        with pytest.raises(SystemExit) as stopped:
-            run(arguments)
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}"), lines
-    assert not (tmp_path / "out").exists()

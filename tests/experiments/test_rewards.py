@@ -123,23 +123,9 @@ def test_a_function_that_raises_is_named_with_its_example():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"functions": ("corect",)},
-            "--reward.functions: expected some of correct, tags, pattern, ended, short, got 'corect'",
-        ),
         ({"functions": ()}, "reward: expected at least one function, got none"),
         ({"functions": ("tags", "tags")}, "reward: expected functions of different names, got tags, tags"),
-        ({"weights": (1.0, 2.0)}, "--reward.weights: expected 1 weights, one per function, got 2"),
         ({"weights": (float("nan"),)}, "reward: expected a finite weight for 'correct', got nan"),
-        (
-            {"functions": ("pattern",)},
-            "--reward.pattern: expected a regular expression for the reward pattern, got None",
-        ),
-        (
-            {"functions": ("pattern",), "pattern": "("},
-            "--reward.pattern: expected a regular expression .*, got '.': missing",
-        ),
-        ({"functions": ("short",)}, "--reward.length: expected at least 1 token for the reward short, got None"),
         (
             {"functions": ("short",), "length": 0},
             "--reward.length: expected at least 1 token for the reward short, got 0",

@@ -1,0 +1,130 @@
+"""Which end of a command has which exit code, and what is printed of it."""
+
+import errno
+import os
+import signal
+from dataclasses import dataclass, field
+
+import jax
+import pytest
+
+from experiments import grpo
+from experiments.command_line import run_command
+from experiments.config import CheckpointConfig
+from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
+
+
+@dataclass(frozen=True)
+class Options:
+    """Two options, one in a section."""
+
+    name: str = "a"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def wrapped(outer, inner):
+    outer.__cause__ = inner
+    return outer
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/runs/a")
+ENDS = {
+    "bad input": (ValueError("a file:\n  expected this"), 2, "error: a file: expected this"),
+    "an option": (ValueError("name: expected b, got a"), 2, "error: --name: expected b, got a"),
+    "an option of a section": (
+        ValueError("every_minutes: expected 1"),
+        2,
+        "error: --checkpoint.every-minutes: expected 1",
+    ),
+    "its whole name": (ValueError("checkpoint.every_minutes: no"), 2, "error: --checkpoint.every-minutes: no"),
+    "a file that cannot be read": (wrapped(ValueError("x: expected a file"), FULL), 2, "error: x: expected a file"),
+    "a full disk": (FULL, 3, "error: /runs/a: No space left on device"),
+    "no permission": (PermissionError(errno.EACCES, "Permission denied"), 3, "error: Permission denied"),
+    "a read-only disk, wrapped": (wrapped(RuntimeError("saving failed"), FULL), 3, "error: saving failed"),
+    "a full disk in a text": (
+        ValueError("RESOURCE_EXHAUSTED: writing [OS error 28: ENOSPC No space]"),
+        3,
+        "error: RESOURCE_EXHAUSTED: writing [OS error 28: ENOSPC No space]",
+    ),
+    "no memory": (MemoryError(), 3, "error: MemoryError"),
+    "no memory of a device": (
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out"),
+        3,
+        "error: RESOURCE_EXHAUSTED: Out",
+    ),
+    "a guard": (GuardAbort("five steps in a row"), 4, "error: five steps in a row"),
+    "SIGTERM": (Interrupted(signal.SIGTERM, "step 3 is saved"), 143, "error: step 3 is saved"),
+    "SIGINT": (Interrupted(signal.SIGINT, "step 3 is saved"), 130, "error: step 3 is saved"),
+    "Ctrl-C": (KeyboardInterrupt(), 130, "error: interrupted"),
+    "a bug": (KeyError("x"), 1, "error: KeyError: 'x' (a bug; run again with --debug for the traceback)"),
+    "a bug of JAX": (
+        jax.errors.JaxRuntimeError("INTERNAL: x"),
+        1,
+        "error: JaxRuntimeError: INTERNAL: x (a bug; run again with --debug for the traceback)",
+    ),
+}
+
+
+def end(error, *arguments):
+    """The exit code of a command that raises."""
+
+    def main(options):
+        raise error
+
+    with pytest.raises(SystemExit) as stopped:
+        run_command(Options, main, program="x", description="y", arguments=arguments)
+    assert type(stopped.value.code) is int
+    return stopped.value.code
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_one_line_and_its_exit_code(name, capsys):
+    error, code, line = ENDS[name]
+    assert end(error) == code
+    assert capsys.readouterr() == ("", line + "\n")
+
+
+@pytest.mark.parametrize("name", ["bad input", "a full disk", "a bug", "Ctrl-C"])
+def test_debug_shows_the_traceback_of_every_end(name, capsys):
+    error, code, line = ENDS[name]
+    assert end(error, "--debug") == code
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "Traceback (most recent call last):" and printed[-1] == line
+
+
+def test_nothing_to_do_is_no_error(capsys):
+    assert end(NothingToDo("it has ended")) == 0
+    assert capsys.readouterr() == ("it has ended\n", "")
+
+
+def test_a_result_is_returned_and_the_defaults_may_follow_from_the_arguments():
+    made = run_command(
+        Options,
+        lambda options: options,
+        program="x",
+        description="y",
+        arguments=["--debug", "--checkpoint.keep", "7"],
+        default=lambda given: Options(name=" ".join(given)),
+    )
+    assert made == Options("--checkpoint.keep 7", CheckpointConfig(keep=7))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_an_output_that_cannot_be_written_is_a_fault_of_the_environment(monkeypatch, capsys):
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 (closing it fails again)
+    with pytest.raises(SystemExit) as stopped, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        patched.setattr("os.dup2", lambda new, old: None)
+        run_command(Options, lambda options: print("done"), program="x", description="y", arguments=[])
+    with pytest.raises(OSError):
+        full.close()
+    assert stopped.value.code == 3 and capsys.readouterr().err == "error: No space left on device\n"
+
+
+def test_help_lists_the_exit_codes(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        grpo.run_cli(["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").replace("|", " ").split())
+    assert stopped.value.code == 0 and "--debug" in text
+    for words in ("0 all done", "2 an option, a file", "3 the environment", "4 a guard", "130 and 143", "1 a bug"):
+        assert words in text

@@ -1,0 +1,72 @@
+"""The first lines of a run, before anything is compiled, and the warnings among them."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from experiments import evaluate
+from experiments.config import Config, RolloutConfig, ScheduleConfig
+from experiments.models.dtype_choice import DtypeChoice
+from experiments.models.parameters import abstract_decoder
+from experiments.tasks import make_task
+from experiments.training.introduction import introduce
+from experiments.training.origin import origin_of
+from experiments.training.trainer import Scores
+
+
+def lines(tmp_path, capsys, **changes):
+    """What is printed of a run, and its model."""
+    config = dataclasses.replace(Config(), **changes).resolved()
+    task = make_task(config.task)
+    origin = origin_of(config, task, None, restored=False)
+    introduce(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"))
+    return origin, capsys.readouterr().out.splitlines()
+
+
+def test_what_is_about_to_run(tmp_path, capsys):
+    origin, printed = lines(tmp_path, capsys, task="word_problems")
+    facts = dict(line.split("  ", 1) for line in printed)
+    facts = {name: value.strip() for name, value in facts.items()}
+    assert list(facts) == ["task", "model", "devices", "memory", "steps", "run folder"]
+    assert facts["task"] == "word_problems:4, 8192 training examples, 512 different held-out prompts"
+    size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
+    assert facts["model"] == f"decoder, {size:,} parameters, float32 (a reason)"
+    assert facts["devices"] == "mesh data=1,fsdp=1,tensor=1 on 1 of 8 cpu"
+    # Four bytes a parameter, AdamW's two moments, and the gradient.
+    for name, number in (("parameters", 4 * size), ("optimizer", 8 * size), ("gradients", 4 * size)):
+        assert (
+            f"{name} {number / 2**10:.1f} KiB" in facts["memory"]
+            or f"{name} {number / 2**20:.1f} MiB" in facts["memory"]
+        )
+    assert facts["steps"] == "1000, of 512 documents; loss grpo, after at most 400 steps of warm start"
+    assert facts["run folder"] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("task", ["letter_counting:1", "sorting:1"])
+def test_a_held_out_set_of_one_prompt_is_warned_of(tmp_path, capsys, task):
+    words = f"WARNING: task {task}: different held-out prompts: 1; a score of so few says little"
+    assert lines(tmp_path, capsys, task=task, quiet=True)[1] == [words]
+
+
+@pytest.mark.parametrize(("docs", "warned"), [(10, True), (16, False), (8, False), (32, False), (24, True), (0, False)])
+def test_steps_and_rollouts_that_do_not_divide_each_other_are_warned_of(tmp_path, capsys, docs, warned):
+    rollout, schedule = RolloutConfig(prompts_per_rollout=4, num_generations=4), ScheduleConfig(docs_per_step=docs)
+    _, printed = lines(tmp_path, capsys, rollout=rollout, schedule=schedule, quiet=True)
+    assert [line.startswith(f"WARNING: --schedule.docs-per-step {docs} and the 16") for line in printed] == [
+        True
+    ] * warned
+
+
+def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
+    config = SimpleNamespace(evaluation=SimpleNamespace(num_prompts=500))
+    scores, progress = Scores(0.5, 0.25), SimpleNamespace(step=3)
+    trainer = SimpleNamespace(evaluate=lambda: scores, num_held_out=21, config=config, progress=progress)
+    monkeypatch.setattr(evaluate, "load", lambda options: trainer)
+    assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "step 3, 21 held-out prompts (500 were asked for; the task has no more)"
+    trainer.num_held_out = 500
+    evaluate.run_cli(["runs/a"])
+    assert capsys.readouterr().out.splitlines()[0] == "step 3, 500 held-out prompts"

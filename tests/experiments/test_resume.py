@@ -1,0 +1,211 @@
+"""What a resume may change, what it keeps in the run folder, and when there is nothing to do."""
+
+import hashlib
+import json
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import grpo
+from experiments.config import Config
+from experiments.config.changes import changed, fixed_values, may_change
+from experiments.options import flat_fields, typed_options
+from experiments.runs.config_file import load_config, read_config, save_config, write_json
+from experiments.runs.folder import RunFolder
+from experiments.runs.stops import NothingToDo
+from experiments.tasks import make_task
+from experiments.tasks.protocol import data_digest
+from experiments.training import resume as module
+from experiments.training.resume import Resumption, check_data, resume
+from experiments.training.run import set_up
+from tests.experiments.tiny import tiny
+
+STEPS = 200
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run that began with 200 steps of gspo."""
+    folder = RunFolder.create(tmp_path, "run")
+    save_config(folder.config, tiny(tmp_path, "run", schedule={"steps": STEPS}, loss={"name": "gspo"}))
+    return folder
+
+
+def resumption(folder, **changes):
+    stored = load_config(folder.config, Config)
+    return Resumption(folder, stored, changed(stored, changes))
+
+
+def at(step, *, exhausted=False):
+    """A trainer that was restored at a step."""
+    return SimpleNamespace(progress=SimpleNamespace(step=step), exhausted=exhausted)
+
+
+def finish(folder, step):
+    write_json(folder.summary, {"optimizer steps": step})
+
+
+def test_what_was_typed_counts_whatever_the_default_is(folder, monkeypatch):
+    """--schedule.steps 1000 is the default, and another goal for a run of 200 steps."""
+    seen = []
+    run = SimpleNamespace(finish=lambda: None)
+    monkeypatch.setattr(grpo, "set_up_resume", lambda path, typed: seen.append((path, typed)) or run)
+    grpo.run_cli(shlex.split(f"--resume {folder.path} --schedule.steps 1000 --seed=0 --evaluation.no-kl --quiet"))
+    typed = {"schedule.steps": 1000, "seed": 0, "evaluation.kl": False, "quiet": True}
+    assert seen == [(str(folder.path), typed)] and Config().schedule.steps == 1000 and Config().seed == 0
+    assert resumption(folder, **typed).kept.schedule.steps == 1000
+    grpo.run_cli(["--resume", str(folder.path)])
+    assert seen[-1] == (str(folder.path), {})
+
+
+def test_differences_are_refused_with_a_list_and_equal_values_taken(folder):
+    stored = load_config(folder.config, Config)
+    words = "--loss.name: the run has gspo, given grpo; --optimizer.b2: the run has None, given 0.5$"
+    with pytest.raises(ValueError, match=words):
+        changed(stored, {"loss.name": "grpo", "seed": 0, "schedule.steps": 7, "optimizer.b2": 0.5})
+    same = {"loss.name": "gspo", "model.num_layers": 1, "schedule.steps": STEPS, "rollout.stop": ()}
+    assert changed(stored, same) == stored
+
+
+def test_auto_is_what_the_run_made_of_it(folder):
+    stored = load_config(folder.config, Config).resolved()
+    assert stored.model.dtype == "float32" and stored.rollout.rescore is False
+    assert changed(stored, {"model.dtype": "auto", "rollout.rescore": None, "warm_start.max_steps": 12}) == stored
+    with pytest.raises(ValueError, match="--model.dtype: the run has float32, given bfloat16"):
+        changed(stored, {"model.dtype": "bfloat16"})
+
+
+def test_what_may_change():
+    free = {field for field in flat_fields(Config) if may_change(field)}
+    assert free == {
+        *("mesh", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
+        *("evaluation.every", "evaluation.num_prompts", "drift.every"),
+        *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.keep"),
+        *("guards.max_refused_steps", "guards.degenerate_steps", "guards.spike_factor", "guards.replica_every"),
+    }
+    assert fixed_values(Config()).keys() == flat_fields(Config).keys() - free
+
+
+def test_the_new_goal_is_kept_in_the_run_folder(folder):
+    """A run that is resumed with another goal, and killed before it, goes on to that goal."""
+    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "quiet": True}).begin(at(39))
+    kept = load_config(folder.config, Config)
+    assert (kept.schedule.steps, kept.mesh) == (300, "data=2")
+    assert resumption(folder).kept == kept
+    content = json.loads(folder.config.read_text())
+    values = json.dumps(content["config"], sort_keys=True).encode()
+    assert content["sha256"] == hashlib.sha256(values).hexdigest() and read_config(folder.config)
+
+
+def test_a_plain_resume_leaves_the_options_alone(folder):
+    before = folder.config.read_bytes(), folder.config.stat().st_mtime_ns
+    resumption(folder).begin(at(39))
+    assert (folder.config.read_bytes(), folder.config.stat().st_mtime_ns) == before
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "exhausted", "words"),
+    [
+        (STEPS, {}, False, "has reached step 200 of 200; --schedule.steps"),
+        (STEPS, {"schedule.steps": STEPS}, False, "has reached step 200 of 200"),
+        (12, {}, True, "ended with its training data at step 12"),
+        (12, {"schedule.steps": 300}, True, "ended with its training data at step 12"),
+    ],
+)
+def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, words):
+    finish(folder, step)
+    before = folder.summary.read_bytes(), folder.config.read_bytes()
+    with pytest.raises(NothingToDo, match=f"nothing to do: {folder.path} {words}"):
+        resumption(folder, **changes).begin(at(step, exhausted=exhausted))
+    assert (folder.summary.read_bytes(), folder.config.read_bytes()) == before
+
+
+def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
+    finish(folder, 40)
+    before = folder.config.read_bytes()
+    with pytest.raises(ValueError, match="^--schedule.steps: expected at least 40, the step .* reached, got 30"):
+        resumption(folder, **{"schedule.steps": 30}).begin(at(40))
+    assert folder.config.read_bytes() == before
+
+
+@pytest.mark.parametrize("summary", [None, 100])
+def test_a_run_that_was_killed_before_its_summary_is_finished(folder, summary):
+    if summary is not None:
+        finish(folder, summary)
+    resumption(folder).begin(at(STEPS))
+
+
+def test_nothing_to_do_is_exit_code_0_and_no_error(folder, capsys, monkeypatch):
+    def finish():
+        raise NothingToDo("nothing to do: it has ended")
+
+    monkeypatch.setattr(grpo, "set_up_resume", lambda path, typed: SimpleNamespace(finish=finish))
+    with pytest.raises(SystemExit) as stopped:
+        grpo.run_cli(["--resume", str(folder.path)])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 0 and printed.err == "" and printed.out == "nothing to do: it has ended\n"
+
+
+def write(path, answers=str):
+    lines = [{"prompt": f"{a}{b}=", "answer": answers(b)} for a in range(10) for b in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_data_is_known_by_its_absolute_path_and_its_content(tmp_path, folder, monkeypatch):
+    path = tmp_path / "questions.jsonl"
+    write(path)
+    monkeypatch.chdir(tmp_path)
+    task = make_task("jsonl:questions.jsonl")
+    assert task.name == f"jsonl:{path}" and data_digest(task) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert data_digest(make_task("addition")) is None
+    write_json(folder.data, {"task": task.name, "sha256": data_digest(task)})
+    monkeypatch.chdir("/")
+    check_data(folder, make_task(task.name))
+    lines = path.read_text().splitlines()
+    for changed_lines in (lines[::-1], [lines[0].replace('"0"', '"7"', 1), *lines[1:]]):
+        path.write_text("\n".join(changed_lines) + "\n")
+        with pytest.raises(ValueError, match=f"^task file {path}: expected the examples that the run began with"):
+            check_data(folder, make_task(task.name))
+
+
+def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path, monkeypatch, capsys):
+    """Set up for real, up to the trainer, which a stand-in replaces."""
+    write(tmp_path / "questions.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("experiments.training.run.Trainer", lambda *given, **options: None)
+    monkeypatch.setattr(module, "Trainer", lambda *given, **options: None)
+    monkeypatch.setattr(module.Run, "finish", lambda self: self)
+    options = tiny(tmp_path, "run", task="jsonl:questions.jsonl", schedule={"steps": 3}, quiet=False)
+    run = set_up(options)
+    run.lock.release()
+    path = str(run.folder.path)
+    assert load_config(run.folder.config, Config).task == f"jsonl:{tmp_path}/questions.jsonl"
+    said = capsys.readouterr().out
+    examples = make_task("jsonl:questions.jsonl").num_examples("train")
+    counts = f"{examples} training examples, {min(16, 100 - examples)} different held-out prompts"
+    for words in (
+        counts,
+        " parameters, float32",
+        "data=1,fsdp=1,tensor=1 on 1 of 8",
+        "at least",
+        "3, of 64 documents",
+        path,
+    ):
+        assert words in said
+    monkeypatch.chdir("/")
+    again = resume(path, {"task": f"jsonl:{tmp_path}/questions.jsonl", "schedule.steps": 9})
+    assert again.resumption.kept.schedule.steps == 9
+    again.lock.release()
+    write(tmp_path / "questions.jsonl", answers=lambda b: str(b + 1))
+    # Twice: a resume that is refused holds no lock.
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected the examples that the run began with"):
+            resume(path)
+
+
+def test_typed_options_are_fields():
+    arguments = (
+        "--no-such --data.other-keys --data.no-other-keys --name=--seed --rollout.max_new_tokens 3 extra -h".split()
+    )
+    assert typed_options(arguments, Config) == ["data.other_keys", "name", "rollout.max_new_tokens"]

@@ -1,0 +1,444 @@
+"""Wrong inputs of every command: one line, an exit code, and no traceback. Refused before anything is compiled."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from experiments import chat, evaluate, export, grpo, plot
+from experiments.runs.config_file import save_config
+from experiments.runs.folder import RunFolder
+from tests.experiments.tiny import tiny
+
+COMMANDS = {"grpo": grpo, "evaluate": evaluate, "chat": chat, "export": export, "plot": plot}
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LINES = [json.dumps({"prompt": f"{a}{b}=", "answer": str(b)}) for a in range(10) for b in range(10)]
+FILES = {
+    "good.jsonl": LINES,
+    "empty.jsonl": [],
+    "one.jsonl": LINES[:1],
+    "broken.jsonl": [LINES[0], '{"prompt": "1"'],
+    "list.jsonl": ["[1, 2]"],
+    "deep.jsonl": [LINES[0], '{"prompt": "1", "answer": "1", "metadata": ' + DEEP + "}"],
+    "twice.jsonl": [LINES[0], LINES[0]],
+    "key-twice.jsonl": ['{"prompt": "1", "answer": "1", "answer": "2"}'],
+    "many-keys-twice.jsonl": ["{" + ", ".join(f'"{n}": 0' for n in range(40_000)) + ', "0": 1}'],
+    "unknown-key.jsonl": ['{"prompt": "1", "answer": "1", "anwser": "2"}'],
+    "no-answer.jsonl": ['{"prompt": "1"}'],
+    "no-prompt.jsonl": ['{"answer": "1"}'],
+    "two-prompts.jsonl": ['{"prompt": "1", "question": "1", "answer": "1"}'],
+    "number.jsonl": ['{"prompt": 1, "answer": "1"}'],
+    "blank.jsonl": ['{"prompt": "1", "answer": " "}'],
+    "surrogate.jsonl": ['{"prompt": "\\ud800", "answer": "1"}'],
+    "messages.jsonl": ['{"messages": [{"role": "user"}], "answer": "1"}'],
+    "long.jsonl": [*LINES, json.dumps({"prompt": "x" * 20_000, "answer": "1"})],
+    "long-answer.jsonl": [*LINES, json.dumps({"prompt": "x", "answer": "1" * 5_000})],
+    "huge-number.jsonl": ['{"prompt": "1", "answer": ' + "9" * 5_000 + "}"],
+    "words.jsonl": [json.dumps({"prompt": f"{n}=", "answer": "many"}) for n in range(100)],
+}
+RUNS = {
+    "deep-config": ("config.json", DEEP),
+    "deep-env": ("env.json", DEEP),
+    "array-env": ("env.json", "[]"),
+    "no-hash": ("config.json", '{"config": {}}'),
+    "wrong-hash": ("config.json", '{"config": {}, "sha256": "0"}'),
+    "text-config": ("config.json", "not JSON"),
+    "binary-config": ("config.json", "\0\1\2"),
+    "garbage-metrics": ("metrics.jsonl", "garbage\n{}\n"),
+    "deep-metrics": ("metrics.jsonl", DEEP + "\n"),
+    "no-kind": ("metrics.jsonl", '{"step": 1}\n{"step": 2}\n'),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Files and run folders, good and bad; {run} in the table has no checkpoint yet."""
+    place = tmp_path_factory.mktemp("inputs")
+    for name, lines in FILES.items():
+        (place / name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    (place / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "answer": "1"}\n')
+    (place / "folder").mkdir()
+    (place / "model").mkdir()
+    (place / "model" / "config.json").write_text(DEEP)
+    (place / "model.gguf").write_bytes(b"GGUF")
+    for name in ("run", *RUNS):
+        folder = RunFolder.create(place, name)
+        save_config(folder.config, tiny(place, name))
+        if name in RUNS:
+            file, content = RUNS[name]
+            (folder.path / file).write_text(content)
+    return place
+
+
+GRPO = [
+    # The command line itself.
+    ("--no-such-option 1", "unrecognized options: --no-such-option, 1"),
+    ("--model.dtypo float32", "unrecognized options: --model.dtypo, float32 (perhaps --model.dtype)"),
+    ("extra", "unrecognized options: extra"),
+    ("--task", "missing value for argument '--task'"),
+    ("--seed", "missing value for argument '--seed'"),
+    ("--seed one", "error parsing --seed: invalid literal"),
+    ("--seed 1.5", "error parsing --seed: invalid literal"),
+    ("--seed ''", "error parsing --seed: invalid literal"),
+    ("--optimizer.learning-rate fast", "error parsing --optimizer.learning-rate"),
+    ("--loss.epsilon 0,2", "error parsing --loss.epsilon"),
+    ("--quiet perhaps", "unrecognized options: perhaps"),
+    ("--preset gpt5", "--preset: expected one of smollm2, got 'gpt5'"),
+    # Names and places.
+    ("--name ''", "--name: expected the name of a folder, got ''"),
+    ("--name ' '", "--name: expected the name of a folder, got ' '"),
+    ("--name a/b", "--name: expected the name of a folder, got 'a/b'"),
+    ("--name ..", "--name: expected the name of a folder, got '..'"),
+    (r"--name 'a\b'", "--name: expected the name of a folder"),
+    ("--name $'a\\nb'", "--name: expected the name of a folder"),
+    ("--name " + "x" * 300, "--name: expected at most 200 bytes, got 300"),
+    ("--name " + "é" * 150, "--name: expected at most 200 bytes, got 300"),
+    ("--name run --out {place}", "run folder: expected a path that does not exist yet, got {place}/run"),
+    ("--out {place}/good.jsonl", "--out: expected a folder, or where one can be made, got {place}/good.jsonl"),
+    ("--out {place}/good.jsonl/deeper", "--out: expected a folder, or where one can be made, got {place}/good.jsonl"),
+    ("--out " + "x" * 5000, "--out: expected a path that can be made, got xxx"),
+    # Numbers.
+    ("--seed -1", "--seed: expected at least 0, got -1"),
+    ("--seed 2147483648", "--seed: expected a number below 2^31, got 2147483648"),
+    ("--seed " + "9" * 40, "--seed: expected a number below 2^31, got 999"),
+    ("--schedule.steps -1", "--schedule.steps: expected at least 0, got -1"),
+    ("--schedule.steps 99999999999", "--schedule.steps: expected a number below 2^31"),
+    ("--schedule.docs-per-step -1", "--schedule.docs-per-step: expected at least 0"),
+    ("--schedule.rows 0", "--schedule.rows: expected at least 1"),
+    ("--schedule.row-length 1", "--schedule.row-length: expected at least 2"),
+    (
+        "--schedule.row-length 4",
+        "--schedule.row-length: expected at least 11, the longest document of this task, got 4",
+    ),
+    ("--schedule.epochs 0", "--schedule.epochs: expected at least 1"),
+    ("--schedule.accumulate float16", "--schedule.accumulate: expected one of float32, bfloat16, got float16"),
+    ("--schedule.max-empty-micro-batches -1", "--schedule.max-empty-micro-batches: expected at least 0"),
+    ("--schedule.docs-per-step 0 --schedule.micro-batches 0", "--schedule.micro-batches: expected at least 1"),
+    ("--warm-start.max-steps -1", "--warm-start.max-steps: expected at least 0"),
+    ("--warm-start.batch-size 0", "--warm-start.batch-size: expected at least 1"),
+    ("--warm-start.check-every 0", "--warm-start.check-every: expected at least 1"),
+    ("--warm-start.target 1.5", "--warm-start.target: expected a number in [0.0, 1.0], got 1.5"),
+    ("--warm-start.target nan", "--warm-start.target: expected a finite number, got nan"),
+    ("--warm-start.learning-rate 0", "--warm-start.learning-rate: expected a finite number > 0"),
+    ("--rollout.prompts-per-rollout 0", "--rollout.prompts-per-rollout: expected at least 1"),
+    ("--rollout.num-generations 1", "--rollout.num-generations: expected at least 2"),
+    ("--rollout.temperature 0", "--rollout.temperature: expected a number in [0.01, 100.0], got 0.0"),
+    ("--rollout.temperature 1e-30", "--rollout.temperature: expected a number in [0.01, 100.0], got 1e-30"),
+    ("--rollout.temperature inf", "--rollout.temperature: expected a finite number"),
+    ("--rollout.top-k 0", "--rollout.top-k: expected at least 1"),
+    ("--rollout.top-p 0", "--rollout.top-p: expected a number above 0, at most 1"),
+    ("--rollout.top-p nan", "--rollout.top-p: expected a finite number"),
+    ("--rollout.min-p 2", "--rollout.min-p: expected a number in [0, 1]"),
+    ("--rollout.stop ''", "--rollout.stop: expected texts of at least one character"),
+    ("--rollout.max-prompt-tokens 0", "--rollout.max-prompt-tokens: expected at least 1"),
+    (
+        "--rollout.max-prompt-tokens 2",
+        "--rollout.max-prompt-tokens: expected at least 7, for the prompts of this task",
+    ),
+    ("--rollout.max-new-tokens 0", "--rollout.max-new-tokens: expected at least 1"),
+    ("--optimizer.name sgd", "--optimizer.name: expected one of adamw, adafactor, muon, got sgd"),
+    ("--optimizer.schedule step", "--optimizer.schedule: expected one of constant, cosine, linear, got step"),
+    ("--optimizer.learning-rate 0", "--optimizer.learning-rate: expected a finite number > 0"),
+    ("--optimizer.learning-rate -1", "--optimizer.learning-rate: expected a finite number > 0"),
+    ("--optimizer.learning-rate nan", "--optimizer.learning-rate: expected a finite number, got nan"),
+    ("--optimizer.b1 1.0", "--optimizer.b1: expected a decay in [0, 1), got 1.0"),
+    ("--optimizer.b1 -1", "--optimizer.b1: expected a decay in [0, 1), got -1.0"),
+    ("--optimizer.b2 1", "--optimizer.b2: expected a decay in [0, 1), got 1.0"),
+    ("--optimizer.b2 nan", "--optimizer.b2: expected a finite number, got nan"),
+    ("--optimizer.name muon --optimizer.momentum 1", "--optimizer.momentum: expected a decay in [0, 1), got 1.0"),
+    ("--optimizer.momentum 0.9", "--optimizer.momentum: expected None for optimizer 'adamw'"),
+    ("--optimizer.name adafactor --optimizer.b1 0.9", "--optimizer.b1: expected None for optimizer 'adafactor'"),
+    ("--optimizer.weight-decay inf", "--optimizer.weight-decay: expected a finite number, got inf"),
+    ("--optimizer.weight-decay -0.1", "--optimizer.weight-decay: expected at least 0.0, got -0.1"),
+    ("--optimizer.weight-decay 1e9", "--optimizer.weight-decay: expected at most 2000, 1 / --optimizer.learning-rate"),
+    ("--optimizer.max-grad-norm 0", "--optimizer.max-grad-norm: expected a finite number > 0"),
+    ("--optimizer.warmup-steps -1", "--optimizer.warmup-steps: expected at least 0"),
+    ("--optimizer.final-rate 0.1", "--optimizer.final-rate: expected None for schedule 'constant'"),
+    (
+        "--optimizer.schedule cosine --optimizer.final-rate 2",
+        "--optimizer.final-rate: expected a share in [0, 1]",
+    ),
+    ("--evaluation.num-prompts 0", "--evaluation.num-prompts: expected at least 1"),
+    ("--evaluation.every -1", "--evaluation.every: expected at least 0"),
+    ("--drift.every -1", "--drift.every: expected at least 0"),
+    ("--checkpoint.keep 0", "--checkpoint.keep: expected at least 1"),
+    ("--checkpoint.every -1", "--checkpoint.every: expected at least 0"),
+    ("--checkpoint.every-minutes -1", "--checkpoint.every-minutes: expected at least 0.0"),
+    ("--guards.max-refused-steps 0", "--guards.max-refused-steps: expected at least 1"),
+    ("--guards.spike-factor -1", "--guards.spike-factor: expected at least 0.0, got -1.0"),
+    ("--guards.spike-factor nan", "--guards.spike-factor: expected a finite number, got nan"),
+    ("--guards.replica-every -1", "--guards.replica-every: expected at least 0"),
+    # Losses.
+    ("--loss.name ppo", "--loss.name: expected one of bnpo, "),
+    ("--loss.max-weight 5", "--loss.max-weight: expected None for loss 'grpo', which has no such option, got 5.0"),
+    ("--loss.weighting length", "--loss.weighting: expected None for loss 'grpo', which has no such option"),
+    ("--loss.epsilon 1.5", "--loss.epsilon: expected a number in (0, 1), got 1.5"),
+    ("--loss.epsilon nan", "--loss.epsilon: expected a number in (0, 1), got nan"),
+    ("--loss.length 5", "--loss.length: expected None for loss 'grpo' without --loss.reduction constant_length, got 5"),
+    ("--loss.reduction mean", "--loss.reduction: expected "),
+    ("--loss.advantages best", "--loss.advantages: expected one of group, centred, leave_one_out, got best"),
+    ("--loss.metrics all", "--loss.metrics: expected one of none, basic, with_entropy, got all"),
+    ("--loss.kl-coefficient -1", "--loss.kl-coefficient: expected "),
+    ("--loss.kl-estimator k9 --loss.kl-coefficient 0.1", "--loss.kl-estimator: expected "),
+    # Models.
+    ("--model.head-dim 15", "--model.head-dim: expected an even number, got 15"),
+    ("--model.num-layers 0", "--model.num-layers: expected a positive integer, got 0"),
+    ("--model.num-heads 4 --model.num-kv-heads 3", "--model.num-kv-heads: expected a divisor of 4 query heads, got 3"),
+    ("--model.rope-theta 0.5", "--model.rope-theta: expected a finite number above 1, got 0.5"),
+    ("--model.logit-softcap 0", "--model.logit-softcap: expected "),
+    ("--model.dtype float64", "--model.dtype: expected one of auto, float32, bfloat16, got float64"),
+    ("--model.residual-dtype half", "--model.residual-dtype: expected one of "),
+    ("--model.attention flash", "--model.attention: expected one of auto, "),
+    ("--model.remat some", "--model.remat: expected one of auto, "),
+    ("--model.name gpt2", "--model.name: expected one of qwen3-0.6b, qwen3-1.7b, llama-3.2-1b, got gpt2"),
+    (
+        "--model.name qwen3-0.6b --model.num-layers 2",
+        "--model.num-layers: expected no value together with --model.name",
+    ),
+    ("--model.path /nowhere/at/all", "--model.path: expected "),
+    ("--model.path {place}/folder", "config.json"),
+    ("--model.path {place}/model", "config.json: expected JSON"),
+    ("--model.path {place}/model.gguf", "GGUF"),
+    ("--model.path package:a.b", "--model.path: expected package:NAME with the name of a package, got 'package:a.b'"),
+    ("--model.no-chat-template", "--model.no-chat-template: expected no value without --model.path"),
+    ("--lora.rank 4", "--lora.rank: expected 0 for a model that is not from disk (--model.path)"),
+    ("--lora.alpha 8", "--lora: expected no other options without --lora.rank, which is 0"),
+    # Meshes and modes.
+    ("--mesh model=2", "--mesh: expected axes named data or fsdp or tensor, got 'model' in 'model=2'"),
+    ("--mesh data=64", "--mesh: expected 64 devices for data=64,fsdp=1,tensor=1, got 8 cpu devices"),
+    ("--mesh data=0", "--mesh: expected a positive integer, or -1 for the rest, as data, got '0' in 'data=0'"),
+    ("--mesh data=two", "--mesh: expected a positive integer, or -1 for the rest, as data"),
+    ("--mesh data=-1,tensor=-1", "--mesh: expected at most one axis of size -1"),
+    ("--mesh data=2,data=2", "--mesh: expected every axis at most once"),
+    ("--mesh 2x4", "--mesh: expected axis=size pairs such as data=2,tensor=4, got '2x4'"),
+    ("--mesh data=3", "--mesh: expected prompts-per-rollout times num-generations divisible by 3 ranks"),
+    ("--rollout.mesh model=2", "--rollout.mesh: expected axes named data or fsdp or tensor"),
+    ("--invariant --schedule.docs-per-step 100", "--schedule.docs-per-step: expected 512 with --invariant"),
+    ("--invariant --schedule.rows 7", "--schedule.rows: expected a multiple of --invariance.leaf-rows 8, got 7"),
+    ("--invariant --loss.engine chunked", "--loss.engine: expected auto with --invariant"),
+    ("--invariant --rollout.top-k 5", "--rollout: expected the whole distribution"),
+    ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
+    # Options that would do nothing.
+    ("--schedule.micro-batches 4", "--schedule.micro-batches: expected no value with --schedule.docs-per-step 512"),
+    (
+        "--rollout.max-resamples 5",
+        "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5",
+    ),
+    ("--reward.length 5", "--reward.length: expected no value without the reward short, which alone has it, got 5"),
+    ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, which alone has it, got x"),
+    (
+        "--data.answer-key solution",
+        "--data.answer-key: expected no value with a task other than jsonl:PATH, got solution",
+    ),
+    ("--data.tolerance 0.1", "--data.tolerance: expected no value without --data.verifier numeric"),
+    # Tasks and rewards.
+    ("--task subtraction", "--task: expected one of addition[:SIZE], "),
+    ("--task ''", "--task: expected one of addition[:SIZE], "),
+    ("--task addition:0", "task 'addition:0': expected a size from 1 to 64 after the colon, got '0'"),
+    ("--task addition:99999999999999999999", "expected a size from 1 to 64 after the colon"),
+    ("--task addition:٣", "expected a size from 1 to 64 after the colon, got '٣'"),
+    ("--task reversal:1", "task 'reversal:1': expected a held_out prompt among 1000 draws"),
+    ("--task jsonl:", "--task: expected one of addition[:SIZE], "),
+    ("--schedule.epochs 1", "--schedule.epochs: expected None, or a task with a finite number of training prompts"),
+    (
+        "--reward.functions kindness",
+        "--reward.functions: expected some of correct, tags, pattern, ended, short",
+    ),
+    ("--reward.weights 1 2", "--reward.weights: expected 1 weights, one per function, got 2"),
+    ("--reward.weights inf", "--reward: expected a finite weight for 'correct', got inf"),
+    ("--reward.functions tags tags", "--reward: expected functions of different names, got tags, tags"),
+    ("--reward.functions", "--reward: expected at least one function, got none"),
+    ("--reward.functions pattern", "--reward.pattern: expected a regular expression for the reward pattern, got None"),
+    ("--reward.functions pattern --reward.pattern '('", "--reward.pattern: expected a regular expression"),
+    ("--reward.functions short", "--reward.length: expected at least 1 token for the reward short, got None"),
+    ("--data.extract nothing", "--data.extract: expected "),
+    ("--data.system Hello", "chat template"),
+    # Files of examples; the next list has what is wrong in them.
+    (
+        "--task jsonl:/nowhere/at/all.jsonl",
+        "task file /nowhere/at/all.jsonl: expected a readable file, got No such file",
+    ),
+    ("--task jsonl:{place}/folder", "task file {place}/folder: expected a readable file, got Is a directory"),
+    (
+        "--task jsonl:{place}/good.jsonl --data.verifier fuzzy",
+        "--data.verifier: expected one of exact, numeric",
+    ),
+    (
+        "--task jsonl:{place}/good.jsonl --data.answer-pattern '('",
+        "--data.answer-pattern: expected a regular expression",
+    ),
+    (
+        "--task jsonl:{place}/good.jsonl --data.answer-pattern 'x'",
+        "--data.answer-pattern: expected a regular expression",
+    ),
+    ("--task jsonl:{place}/good.jsonl --data.max-text-bytes 0", "--data.max-text-bytes: expected at least 1, got 0"),
+    ("--task jsonl:{place}/good.jsonl --data.prompt-key query", "line 1: missing key 'query'"),
+    ("--task jsonl:{place}/words.jsonl --data.verifier numeric", "line 1: 'answer' must hold exactly one number"),
+    # Resuming. {place}/run began with the options of tests/experiments/tiny.py.
+    ("--resume /nowhere/at/all", "run folder: expected an existing folder, got /nowhere/at/all"),
+    ("--resume ''", "run folder: expected "),
+    ("--resume {place}/good.jsonl", "run folder: expected an existing folder"),
+    ("--resume {place}/folder", "run folder: expected one with config.json and env.json"),
+    ("--resume {place}/run --seed 7", "--seed: the run has 0, given 7"),
+    ("--resume {place}/run --task addition", "--task: the run has comparison:1, given addition:2"),
+    ("--resume {place}/run --name other", "--name: the run has run, given other"),
+    ("--resume {place}/run --out elsewhere", "--out: the run has {place}, given elsewhere"),
+    ("--resume {place}/run --evaluation.kl", "--evaluation.kl: the run has False, given True"),
+    ("--resume {place}/run --preset smollm2", "--preset: the run has None, given smollm2"),
+    ("--resume {place}/run --optimizer.b1 0.5", "--optimizer.b1: the run has None, given 0.5"),
+    (
+        "--resume {place}/run --loss.name gspo --seed 0 --rollout.num-generations 8 --schedule.steps 9",
+        "--loss.name: the run has grpo, given gspo; --rollout.num-generations: the run has 4, given 8",
+    ),
+    ("--resume {place}/run --schedule.steps -1", "--schedule.steps: expected at least 0, got -1"),
+    ("--resume {place}/run --mesh data=64", "--mesh: expected 64 devices"),
+    ("--resume {place}/run --checkpoint.keep 0", "--checkpoint.keep: expected at least 1"),
+    (
+        "--resume {place}/run --optimizer.learning-rate inf",
+        "--optimizer.learning-rate: expected a finite number, got inf",
+    ),
+    (
+        "--resume {place}/deep-config",
+        "config.json: expected a JSON object, got ValueError: JSON: expected values nested",
+    ),
+    ("--resume {place}/deep-env", "env.json: expected a JSON object, got ValueError: JSON: expected values nested"),
+    ("--resume {place}/array-env", "env.json: expected a JSON object, got list"),
+    ("--resume {place}/no-hash", "config.json: expected the keys config and sha256, got ['config']"),
+    ("--resume {place}/wrong-hash", "edited or damaged"),
+    ("--resume {place}/text-config", "config.json: expected a JSON object, got JSONDecodeError"),
+    ("--resume {place}/binary-config", "config.json: expected a JSON object, got JSONDecodeError"),
+]
+
+BAD_FILES = {
+    "empty": "expected one JSON object a line, got an empty file",
+    "one": "expected examples in both splits, got 1 lines",
+    "broken": "line 2: invalid JSON",
+    "list": "line 1: expected a JSON object, got list",
+    "deep": "line 2: invalid JSON: nested too deeply",
+    "latin": "line 1: invalid UTF-8 at byte 12",
+    "twice": "line 2: duplicate prompt '00=', first on line 1",
+    "key-twice": "line 1: key 'answer' occurs twice in one object",
+    "many-keys-twice": "line 1: key '0' occurs twice in one object",
+    "unknown-key": "line 1: unknown key 'anwser'",
+    "no-answer": "line 1: missing key 'answer'",
+    "no-prompt": "line 1: missing key 'prompt' or 'question' or 'messages'",
+    "two-prompts": "--data.prompt-key says which is the prompt",
+    "number": "line 1: 'prompt' must be a string, got int",
+    "blank": "line 1: 'answer' is empty",
+    "surrogate": "line 1: 'prompt' holds half of a surrogate pair",
+    "messages": "line 1: 'messages[0]' must be an object with role and content, got keys role",
+    "long": "line 101: 'prompt' has 20000 bytes, more than --data.max-text-bytes 4096",
+    "long-answer": "line 101: 'answer' has 5000 bytes, more than --data.max-text-bytes 4096",
+    "huge-number": "line 1: ",
+}
+
+OTHERS = [
+    ("evaluate", "", "run: expected a run folder, or --model, got neither"),
+    ("evaluate", "/nowhere/at/all", "run folder: expected an existing folder"),
+    ("evaluate", "{place}/folder", "run folder: expected one with config.json and env.json"),
+    (
+        "evaluate",
+        "{place}/run",
+        "checkpoints: expected at least one complete step in {place}/run/checkpoints, got none",
+    ),
+    ("evaluate", "{place}/run --task addition", "--task: expected no value together with a run, which has its own"),
+    ("evaluate", "{place}/run --model x", "--model: expected no value together with a run, which has its own"),
+    ("evaluate", "{place}/run --data.system x", "--data: expected no value together with a run"),
+    ("evaluate", "{place}/run --num-prompts many", "error parsing --num-prompts"),
+    ("evaluate", "--model /nowhere/at/all", "--model: expected "),
+    ("evaluate", "{place}/deep-config", "config.json: expected a JSON object"),
+    ("evaluate", "--no-such-option", "unrecognized options: --no-such-option"),
+    ("chat", "/nowhere/at/all", "model: expected a run folder, a directory or a GGUF file, got /nowhere/at/all"),
+    ("chat", "{place}/folder", "config.json"),
+    ("chat", "{place}/model.gguf", "GGUF"),
+    ("chat", "{place}/run --dtype float64", "--dtype: expected float32 or bfloat16, got float64"),
+    ("chat", "{place}/run --max-new-tokens 0", "--max-new-tokens: expected at least 1"),
+    ("chat", "{place}/run --temperature -1", "--temperature: expected "),
+    ("chat", "{place}/run", "checkpoints: expected at least one complete step"),
+    ("chat", "", "missing from python -m experiments.chat: STR Run folder"),
+    ("export", "{place}/run {place}/folder", "out: expected a directory that does not exist yet, got {place}/folder"),
+    ("export", "{place}/run {place}/new --dtype int8", "--dtype: expected float32 or bfloat16, got int8"),
+    ("export", "/nowhere/at/all {place}/new", "model: expected a run folder, a directory or a GGUF file"),
+    ("export", "{place}/run {place}/new", "checkpoints: expected at least one complete step"),
+    ("plot", "/nowhere/at/all", "run folder: expected an existing folder"),
+    ("plot", "{place}/run", "run: expected one with optimizer steps"),
+    ("plot", "{place}/run --samples -1", "--samples: expected at least 0, got -1"),
+    (
+        "plot",
+        "{place}/run --figure /nowhere/a.png",
+        "--figure: expected a file in an existing folder, got /nowhere/a.png",
+    ),
+    ("plot", "{place}/garbage-metrics", "metrics.jsonl line 1: expected a JSON object"),
+    (
+        "plot",
+        "{place}/deep-metrics",
+        "metrics.jsonl line 1: expected a JSON object, got JSON: expected values nested",
+    ),
+    ("plot", "{place}/no-kind", "metrics.jsonl line 1: expected an object with step and kind"),
+]
+
+TABLE = [
+    *(("grpo", arguments, words) for arguments, words in GRPO),
+    *(("grpo", f"--task jsonl:{{place}}/{name}.jsonl", words) for name, words in BAD_FILES.items()),
+    *OTHERS,
+]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("command", "arguments", "words"), TABLE)
+def test_one_line_and_exit_code_2(command, arguments, words, place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = [each.replace("{place}", str(place)) for each in shlex.split(arguments.replace("$'a\\nb'", "'a\nb'"))]
+    with pytest.raises(SystemExit) as stopped:
+        COMMANDS[command].run_cli(given)
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith("error: ") and words.replace("{place}", str(place)) in lines[0], lines
+    assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--model.hidden-size 2000000000",
+        "--rollout.prompts-per-rollout 1000000000",
+        "--task jsonl:{place}/long.jsonl --data.max-text-bytes 99999 --rollout.prompts-per-rollout 99999",
+    ],
+)
+def test_a_run_that_cannot_fit_into_memory_is_exit_code_3(arguments, place, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        grpo.run_cli([*shlex.split(arguments.replace("{place}", str(place))), "--quiet", "--out", str(tmp_path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        stopped.value.code == 3 and line.startswith("error: memory: the run needs at least ") and "; here are " in line
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.bad_input
+def test_the_table_is_long():
+    assert len(TABLE) >= 120 and len({(command, arguments) for command, arguments, _ in TABLE}) == len(TABLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("--seed -1", 2, "error: --seed: expected at least 0, got -1"),
+        ("--seed -1 --debug", 2, "Traceback"),
+        ("--out /proc/nothing", 2, "error: run folder: expected a path in an existing folder, got /proc/nothing/"),
+        ("--no-such-option", 2, "error: unrecognized options"),
+    ],
+)
+def test_a_process_of_its_own(arguments, code, words, tmp_path):
+    command = [sys.executable, "-m", "experiments.grpo", *shlex.split(arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == code and words in done.stderr, done.stderr
+    assert ("Traceback" in done.stderr) == ("--debug" in arguments)
