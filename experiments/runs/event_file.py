@@ -10,12 +10,16 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import masked_crc32c
 
 from experiments.runs.files import create_file, make_folder, write_whole
+
+# Their classes are made when they are imported: a type checker sees none.
+_event: Any = event_pb2
+_summary: Any = summary_pb2
 
 
 class EventFile:
@@ -35,24 +39,24 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._stream = create_file(folder / f"{name}.{secrets.token_hex(4)}")
         try:
-            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._write(_event.Event(wall_time=time.time(), file_version="brain.Event:2"))
             if purge_step is not None:
-                started = SessionLog(status=SessionLog.START)
-                self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+                started = _event.SessionLog(status=_event.SessionLog.START)
+                self._write(_event.Event(wall_time=time.time(), step=purge_step, session_log=started))
         except BaseException:
             self._stream.close()
             raise
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds the scalars of one step."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        values = [_summary.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(_event.Event(wall_time=time.time(), step=step, summary=_summary.Summary(value=values)))
 
     def close(self) -> None:
         """Closes the file."""
         self._stream.close()
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Any) -> None:
         content = event.SerializeToString()
         length = struct.pack("<Q", len(content))
         checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]

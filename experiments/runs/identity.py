@@ -63,10 +63,10 @@ def identity_of(options: Mapping[str, Any], mesh: str, data: str | None = None) 
         **library_versions(),
         "device": f"{device.platform} {device.device_kind}",
         "mesh": mesh,
-        "matmul precision": str(jax.config.jax_default_matmul_precision),
+        "matmul precision": str(_setting("jax_default_matmul_precision")),
         "XLA_FLAGS": " ".join(flags),
     }
-    settings = {name: getattr(jax.config, name) for name in SETTINGS}
+    settings = {name: _setting(name) for name in SETTINGS}
     return Identity(to_json(options), data, settings, numerics)
 
 
@@ -97,9 +97,13 @@ def require_settings() -> None:
     Raises:
         ValueError: 64-bit numbers, or a random generator other than threefry.
     """
-    require(not jax.config.jax_enable_x64, "JAX_ENABLE_X64", "off: the trainer computes in 32 bits", "on")
-    generator = jax.config.jax_default_prng_impl
+    require(not _setting("jax_enable_x64"), "JAX_ENABLE_X64", "off: the trainer computes in 32 bits", "on")
+    generator = _setting("jax_default_prng_impl")
     require(generator == "threefry2x32", "JAX_DEFAULT_PRNG_IMPL", "threefry2x32", generator)
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -51,6 +51,9 @@ def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored
     except ValueError as error:
         console.warn(str(error))
     trainer.restore(SavedRun(folder), console, step)
+    unsound = trainer.unsound()
+    if unsound is not None:
+        console.warn(f"checkpoint step {trainer.progress.step}: {unsound} (an older one: RUN@STEP)")
     return trainer
 
 

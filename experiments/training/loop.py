@@ -60,7 +60,7 @@ def run_to_end(
             if resumed and store.begun:
                 before = trainer.restore(store, console, step)
                 found, at = trainer.unsound(), f"checkpoint step {trainer.progress.step}"
-                require(found is None, at, "a state that can be trained on", found)
+                require(found is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", found)
             else:
                 _require_unbegun(folder)
                 store.begin(console)
