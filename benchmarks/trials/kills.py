@@ -26,10 +26,11 @@ import numpy as np
 from benchmarks.trials.processes import TINY, Ended, start, stop_when, wait
 from experiments.evaluate import EvaluateConfig, load
 from experiments.runs.checkpoint import complete_steps
+from experiments.runs.files import UNFINISHED
 
 TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "seconds"}
 """Of metrics.jsonl, what is no result."""
-MOMENTS = ("warm start", "saving", "saving", "saving", "any")
+MOMENTS = ("warm start", "saving", "saving", "saving", "saving", "any")
 CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -81,12 +82,14 @@ class Run:
         """The newest complete step; -1 in the warm start."""
         return max(complete_steps(self.checkpoints), default=-1) if self.checkpoints.exists() else -1
 
-    def being_saved(self) -> list[str]:
-        """Names of checkpoints that are not complete."""
+    def being_saved(self) -> set[str]:
+        """Names of checkpoints that are not complete yet; not those that are being removed."""
         try:
-            return [entry.name for entry in self.checkpoints.iterdir() if "tmp" in entry.name]
+            names = [entry.name for entry in self.checkpoints.iterdir() if UNFINISHED.search(entry.name)]
         except OSError:
-            return []
+            return set()
+        newest = self.saved()
+        return {name for name in names if int(name.partition(".")[0]) > newest}
 
     def records(self) -> list[dict]:
         """metrics.jsonl without times."""
@@ -121,11 +124,11 @@ class Run:
 
 def moment_of(kind: str, run: Run, chance: random.Random, seconds: float) -> tuple[Callable[[], bool], float]:
     """When a process is stopped: a condition, and seconds after it."""
-    started, old = time.monotonic(), set(run.being_saved())
+    started, old = time.monotonic(), run.being_saved()
     if kind == "saving":
         # Not the first one that comes: up to three checkpoints are let pass.
         wanted = run.saved() + chance.randint(1, 3)
-        return lambda: run.saved() >= wanted - 1 and bool(set(run.being_saved()) - old), chance.uniform(0.0, 0.02)
+        return lambda: run.saved() >= wanted - 1 and bool(run.being_saved() - old), chance.uniform(0.0, 0.008)
     if kind == "warm start":
         lines = chance.randint(0, 11)
         return lambda: run.path.exists() and run.warm_start_lines() >= lines, chance.uniform(0.0, 0.02)
@@ -138,7 +141,7 @@ def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended
     kind = chance.choice([each for each in MOMENTS if each != "warm start" or run.saved() < 0])
     if trial.number != signal.SIGKILL and kind == "any" and run.saved() < 0:
         kind = "warm start"
-    old = set(run.being_saved())
+    old = run.being_saved()
     moment, delay = moment_of(kind, run, chance, seconds)
     process = run.process()
     sent = stop_when(process, moment, delay, trial.number)
@@ -150,7 +153,7 @@ def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended
     trial.moments.append(kind)
     trial.steps.append(run.saved())
     if trial.number == signal.SIGKILL:
-        trial.in_flight += bool(set(run.being_saved()) - old)
+        trial.in_flight += bool(run.being_saved() - old)
     else:
         trial.expect(trial.number.name in ended.last and "--resume" in ended.last, f"last line {ended.last!r}")
     trial.expect(ended.code == CODES[trial.number], f"exit code {ended.code} after {trial.number.name} ({kind})")

@@ -1,0 +1,114 @@
+"""A run of many steps that must not grow: memory, file descriptors, threads, time of a step, with the errors of the slopes.
+
+    python -m benchmarks.trials.long_run --steps 2000
+
+The whole loop of a tiny run, with its logs, evaluations, drift reports and checkpoints. Before every step the process is
+measured. The first tenth of the steps is left out; the rest is cut into blocks of which the medians are fitted by a line,
+and the error of its slope is that of the medians around it.
+"""
+
+import argparse
+import dataclasses
+import os
+import platform
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from benchmarks.trials.processes import TINY
+from experiments.config import Config
+from experiments.training.run import set_up
+
+BLOCKS = 18
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Slope(NamedTuple):
+    """A line through medians of blocks.
+
+    Attributes:
+        level: the mean of the medians.
+        per_step: growth.
+        error: standard error of the growth.
+    """
+
+    level: float
+    per_step: float
+    error: float
+
+
+def slope_of(values: np.ndarray) -> Slope:
+    """The line of least squares through the medians of successive blocks.
+
+    Example:
+        >>> slope = slope_of(np.arange(1800.0))
+        >>> round(slope.per_step, 6), slope.error < 1e-6
+        (1.0, True)
+    """
+    blocks = np.array_split(values, BLOCKS)
+    medians = np.array([np.median(block) for block in blocks])
+    centres = np.cumsum([len(block) for block in blocks]) - len(values) / len(blocks) / 2
+    x = centres - centres.mean()
+    per_step = float(x @ medians / (x @ x))
+    rest = medians - medians.mean() - per_step * x
+    error = float(np.sqrt(rest @ rest / (len(medians) - 2) / (x @ x)))
+    return Slope(float(medians.mean()), per_step, error)
+
+
+def measure() -> dict[str, float]:
+    """What the process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident memory [kB]": pages * PAGE / 1024,
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def measured_run(out: Path, steps: int) -> dict[str, np.ndarray]:
+    """Measurements before every step, and its seconds, of a run with everything that a run does."""
+    config = tyro.cli(Config, args=TINY)
+    changes: dict[str, Any] = {
+        "schedule": dataclasses.replace(config.schedule, steps=steps),
+        "evaluation": dataclasses.replace(config.evaluation, every=50),
+        "checkpoint": dataclasses.replace(config.checkpoint, every=50),
+        "drift": dataclasses.replace(config.drift, every=50),
+    }
+    run = set_up(dataclasses.replace(config, out=str(out), name="long", **changes))
+    plain, rows = run.trainer.train_step, []
+
+    def measured():
+        row, started = measure(), time.perf_counter()
+        values = plain()
+        rows.append({**row, "seconds of a step": time.perf_counter() - started})
+        return values
+
+    run.trainer.train_step = measured
+    run.finish()
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    steps = parser.parse_args().steps
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "orbax-checkpoint"))
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measured_run(Path(folder), steps)
+    print(f"\nPython {platform.python_version()}, {versions}; {steps} steps, an evaluation, a drift report and a")
+    print(f"checkpoint every 50; the first {steps // 10} steps are left out.\n")
+    print("| | level | growth per 1000 steps | standard error | share of the level |\n|---|---|---|---|---|")
+    for name, values in measured.items():
+        level, per_step, error = slope_of(values[steps // 10 :])
+        share = 1000 * per_step / level
+        print(f"| {name} | {level:.4g} | {1000 * per_step:+.3g} | {1000 * error:.2g} | {share:+.2%} |")
+
+
+if __name__ == "__main__":
+    main()
