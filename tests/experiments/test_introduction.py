@@ -11,6 +11,7 @@ from experiments import evaluate
 from experiments.config import Config, RolloutConfig, ScheduleConfig
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
+from experiments.sampling.prompts import held_out_examples
 from experiments.tasks import make_task
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
@@ -27,11 +28,12 @@ def lines(tmp_path, capsys, **changes):
 
 
 def test_what_is_about_to_run(tmp_path, capsys):
-    origin, printed = lines(tmp_path, capsys, task="word_problems")
+    origin, printed = lines(tmp_path, capsys, task="addition:3")
     facts = dict(line.split("  ", 1) for line in printed)
     facts = {name: value.strip() for name, value in facts.items()}
     assert list(facts) == ["task", "model", "devices", "memory", "steps", "run folder"]
-    assert facts["task"] == "word_problems:4, 8192 training examples, 512 different held-out prompts"
+    different = len({example.prompt for example in held_out_examples(make_task("addition:3"), 512)})
+    assert facts["task"] == f"addition:3, endless training examples, {different} different held-out prompts"
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
     assert facts["model"] == f"decoder, {size:,} parameters, float32 (a reason)"
     assert facts["devices"] == "mesh data=1,fsdp=1,tensor=1 on 1 of 8 cpu"
