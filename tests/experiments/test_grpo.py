@@ -1,14 +1,16 @@
 """The trainer end to end on tiny runs: first step, meshes, resume, schedule, the run folder, and the command lines."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate
+from experiments import evaluate, grpo
 from experiments.config import Config
 from experiments.runs.config_file import load_config
+from experiments.runs.lock import RunLock
 from experiments.training.resume import resume
 from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny, train_records
@@ -157,6 +159,30 @@ def test_evaluate_reproduces_the_final_scores(plain, capsys):
     scores = evaluate.run_cli([str(plain.run.path)])
     assert scores == plain.after
     assert "held-out exact match (greedy)" in capsys.readouterr().out
+
+
+def test_an_older_checkpoint_is_scored_by_its_step_while_the_run_is_being_written(plain):
+    with RunLock(plain.run.lock):
+        assert evaluate.run_cli([f"{plain.run.path}@0"]) == plain.before
+
+
+def test_a_second_resume_ends_with_one_sentence(plain, capsys):
+    before = plain.run.metrics.read_bytes()
+    with RunLock(plain.run.lock), pytest.raises(SystemExit) as raised:
+        grpo.run_cli(["--resume", str(plain.run.path), "--schedule.steps", "9", "--quiet"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2 and "in use by process " in line
+    assert plain.run.metrics.read_bytes() == before and load_config(plain.run.config, Config).schedule.steps == 4
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_to_the_same_bits(plain, runs):
+    shutil.copytree(plain.run.path, runs / "back")
+    again = resume(f"{runs / 'back'}@0", {"quiet": True})
+    for mine, first in zip(leaves(again), leaves(plain), strict=True):
+        np.testing.assert_array_equal(mine, first)
+    assert (again.before, again.after) == (plain.before, plain.after)
+    steps = [(record["kind"], record["step"]) for record in again.metrics]
+    assert steps == [(record["kind"], record["step"]) for record in plain.metrics]
 
 
 @pytest.mark.parametrize("engine", ["abacus", "hopper"])
