@@ -1,10 +1,11 @@
 """Checkpoints that are durable when they are on the list, and that never return damaged numbers.
 
-A save returns once the arrays are in the host's memory; a thread writes them. Every step carries a sha256 per array over
-its logical bytes, the caller's record, and a digest that seals both (see `step_files`). A restore recomputes the digests
-on the host, before anything reaches a device, so the check sees exactly what the training step will see.
+A save returns once the arrays are in the host's memory; a thread has Orbax write them. Every step carries a sha256 per
+array over its logical bytes, the caller's record, and a digest that seals both (see `step_files`). A restore recomputes
+the digests on the host, before anything reaches a device, so the check sees exactly what the training step will see.
 """
 
+import errno
 import json
 import os
 import re
@@ -16,25 +17,22 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from experiments.runs.files import (
     UNFINISHED,
     create_file,
     kind_of,
     make_folder,
+    require_readable_path,
     sync_folder,
     unfinished,
     write_whole,
 )
 from experiments.runs.step_files import (
     DamagedStep,
-    Shard,
-    described,
-    host_shards,
-    read_array,
+    on_host,
+    read_arrays,
     read_manifest,
-    wait_for,
     write_step,
 )
 from jaxlogp.errors import require
@@ -58,6 +56,7 @@ class SavedSteps:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
+        require_readable_path(self.folder)
 
     def steps(self) -> list[int]:
         """Steps that are complete on disk, in ascending order; a save in progress is not among them."""
@@ -94,12 +93,12 @@ class SavedSteps:
             try:
                 content = read_manifest(self.folder / str(candidate), candidate)
                 _check_template(candidate, content["leaves"], wanted)
-                host = self._read_arrays(candidate, content["leaves"])
+                host = read_arrays(self.folder / str(candidate), content)
             except DamagedStep as reason:
                 damaged[candidate] = str(reason)
                 continue
             warnings += [_damage(*bad, candidate) for bad in damaged.items()]
-            placed = [_placed(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
+            placed = [jax.device_put(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
             arrays = jax.tree.unflatten(jax.tree.structure(template), placed)
             return Restored(arrays, content["extra"], candidate, tuple(warnings), damaged)
         reasons = "; ".join(f"step {bad}: {reason}" for bad, reason in damaged.items())
@@ -112,13 +111,6 @@ class SavedSteps:
         # int() takes 031 and digits of every script, so that two names could be one step.
         odd = sorted(name for name in os.listdir(self.folder) if name.isdecimal() and not STEP_NAME.fullmatch(name))
         return [f"{ascii(name)} in {self.folder} is not the name of a step; left alone" for name in odd]
-
-    def _read_arrays(self, step: int, records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-        folder = self.folder / str(step)
-        try:
-            return {record["path"]: read_array(folder, record) for record in records}
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            raise DamagedStep(f"the arrays cannot be read ({error.strerror})") from error
 
 
 class Checkpoints(SavedSteps):
@@ -133,7 +125,7 @@ class Checkpoints(SavedSteps):
         super().__init__(folder)
         self._keep = keep
         self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in self.folder.iterdir() if jax.process_index() == 0 else ():
+        for entry in self.folder.iterdir():
             # Of a process that was killed.
             if UNFINISHED.search(entry.name) and kind_of(entry) == "folder":
                 shutil.rmtree(entry)
@@ -165,10 +157,8 @@ class Checkpoints(SavedSteps):
         leaves = _named_leaves(arrays, "arrays")
         for name, leaf in leaves.items():
             _require_array(name, leaf)
-        content = {"step": step, "extra": extra, "leaves": described(leaves)}
         # A copy through JSON: the caller may change its record while the thread writes.
-        content = json.loads(json.dumps(content))
-        self._pending = self._thread.submit(self._write, step, content, host_shards(leaves), self._fresh(step))
+        self._pending = self._thread.submit(self._write, step, json.loads(json.dumps(extra)), on_host(leaves))
 
     def wait_until_finished(self) -> None:
         """Returns once the save in progress is durable.
@@ -208,30 +198,19 @@ class Checkpoints(SavedSteps):
             warnings.append(f"{line}; moved to {place}")
         return restored._replace(warnings=tuple(warnings))
 
-    def _fresh(self, step: int) -> Path:
-        """An unfinished folder, the same of all processes."""
-        suffix = np.frombuffer(os.urandom(8), np.uint8)
-        if jax.process_count() > 1:
-            suffix = multihost_utils.broadcast_one_to_all(suffix)
-        return unfinished(self.folder / str(step), bytes(suffix))
-
-    def _write(self, step: int, content: dict[str, Any], shards: list[Shard], fresh: Path) -> None:
-        place, process = self.folder / str(step), jax.process_index()
+    def _write(self, step: int, extra: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        fresh = unfinished(self.folder / str(step))
         try:
-            # Whichever process comes first.
-            fresh.mkdir(exist_ok=jax.process_count() > 1)
-            write_step(fresh, content, shards, (process, jax.process_count()))
-            if process != 0:
-                wait_for(place)
-                return
-            fresh.rename(place)
+            fresh.mkdir()
+            write_step(fresh, step, extra, arrays)
+            fresh.rename(self.folder / str(step))
             sync_folder(self.folder)
             for old in self.steps()[: -self._keep]:
                 self._remove(old)
         except OSError as error:
             shutil.rmtree(fresh, ignore_errors=True)
             words = f"checkpoint step {step} could not be written: {error.strerror or error}"
-            raise OSError(error.errno, words, str(self.folder)) from error
+            raise OSError(error.errno or errno.EIO, words, str(self.folder)) from error
 
     def _remove(self, step: int) -> None:
         # Renamed first: killed on the way, half a step must not look like a damaged one.
@@ -287,12 +266,6 @@ def _damage(step: int, reason: str, restored: int) -> str:
     return f"checkpoint step {step} is damaged: {reason}; continuing from step {restored}"
 
 
-def _placed(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
 def _named_leaves(tree: Any, argument: str) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -307,6 +280,7 @@ def _require_array(name: str, leaf: Any) -> None:
     require(isinstance(leaf, jax.Array), f"arrays leaf {name!r}", "a jax Array", type(leaf).__name__)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     require(not is_key, f"arrays leaf {name!r}", "uint32 data from jax.random.key_data", leaf.dtype)
+    require(leaf.is_fully_addressable, f"arrays leaf {name!r}", "an array of this process", leaf.sharding)
 
 
 def _survives_json(extra: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 GIT_TIMEOUT_SECONDS = 10
 
 

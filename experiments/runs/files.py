@@ -17,6 +17,8 @@ from typing import Any
 from jaxlogp.errors import require
 
 UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{16}$")
+UNREADABLE = ("[", "]", "\\", "*", "?", ":/")
+"""Orbax takes paths for patterns or addresses when it puts its files together."""
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -79,6 +81,12 @@ def make_folder(path: Path) -> None:
     if kind_of(path) == "nothing":
         path.mkdir()
     require_folder(path)
+
+
+def require_readable_path(folder: Path) -> None:
+    """Raises ValueError for a path under which Orbax writes what it cannot read again."""
+    found = [text for text in UNREADABLE if text in f"{folder}/"]
+    require(not found, "run folder", f"a path without any of {' '.join(UNREADABLE)}", folder)
 
 
 def sync_folder(path: Path) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 from experiments.runs.config_file import NON_FINITE, parse_json, read_config, read_object
 from experiments.runs.environment import describe_environment
 from experiments.runs.event_file import EventFile
-from experiments.runs.files import create_file, kind_of, require_file, require_folder, write_json
+from experiments.runs.files import create_file, kind_of, require_file, require_folder, require_readable_path, write_json
 from experiments.runs.log_file import NOTHING, LogFile, Mark
 from jaxlogp.errors import require
 
@@ -68,6 +68,7 @@ class RunFolder:
         size = len(os.fsencode(name))
         require(size <= LONGEST_NAME_BYTES, "name", f"at most {LONGEST_NAME_BYTES} bytes", size)
         folder = cls(Path(parent).resolve() / name)
+        require_readable_path(folder.path)
         try:
             folder.path.parent.mkdir(parents=True, exist_ok=True)
             folder.path.mkdir()
@@ -92,6 +93,7 @@ class RunFolder:
         """
         folder = cls(Path(path).resolve())
         require(folder.path.is_dir(), "run folder", "an existing folder", folder.path)
+        require_readable_path(folder.path)
         present = folder.env.is_file() or folder.config.is_file()
         require(present, "run folder", "one with config.json and env.json", f"neither in {folder.path}")
         for part in (folder.env, folder.config, folder.metrics, folder.samples):

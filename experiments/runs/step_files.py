@@ -1,33 +1,36 @@
-"""The files of one checkpoint: what every process wrote of the arrays, and one manifest that seals them.
+"""The files of one checkpoint: arrays as Orbax writes them, and one manifest that seals them.
 
-    20/arrays-0.bin     the shards of process 0, one after another, little-endian as in memory
-    20/manifest.json    {"content": {"step", "extra", "leaves"}, "sha256"}
+    20/arrays/          every array under its path, as `orbax.checkpoint.PyTreeCheckpointer` reads it too
+    20/manifest.json    {"content": {"step", "extra", "leaves", "files"}, "sha256"}
 
-A leaf is {"path", "dtype", "shape", "sha256", "shards"}: sha256 is over the bytes of the whole array in C order, so that
-it does not depend on the mesh, and a shard is {"process", "offset", "index"}, index the range of every axis. NumPy
-alone can read it. A folder under a number is complete: it was renamed to it after everything in it was durable.
+A leaf is {"path", "dtype", "shape", "sha256"}: sha256 is over the bytes of the whole array in C order, so that it does not
+depend on the mesh. "files" maps the files of arrays/ to their sha256: Orbax has no checksums, reads flipped bits as if
+they were numbers and answers other damage with any exception, so files are compared before it sees them. A folder under
+a number is complete: it was renamed to it after everything in it was durable.
 """
 
+import contextlib
 import hashlib
 import json
-import math
+import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_dtypes  # noqa: F401  (registers bfloat16 by name)
 import numpy as np
+import orbax.checkpoint as ocp
 
-from experiments.runs.files import create_file, kind_of, sync_folder, write_whole
+from experiments.runs.files import create_file, kind_of, open_file, sync_folder, unfinished, write_whole
 
+ARRAYS = "arrays"
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30
-WAIT_FOR_PARTS_SECONDS = 600.0
+ROOM_BESIDE_ARRAYS = 1 << 20
+"""Bytes that metadata and manifest may take."""
 
-Index = tuple[tuple[int, int], ...]
 Record = dict[str, Any]
 
 
@@ -35,80 +38,44 @@ class DamagedStep(Exception):
     """A step on disk that cannot be read, or whose content is not what was saved."""
 
 
-class Shard(NamedTuple):
-    """A part of a leaf in the memory of this process; nothing on a device shares it."""
-
-    path: str
-    index: Index
-    values: np.ndarray
-
-
-def host_shards(leaves: Mapping[str, jax.Array]) -> list[Shard]:
-    """What this process writes: its first replicas. Of one process alone every leaf is one shard."""
+def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Copies in the memory of this process; nothing on a device shares them."""
     for leaf in leaves.values():
         leaf.copy_to_host_async()
-    if jax.process_count() == 1:
-        return [Shard(path, _whole(leaf.shape), _copied(leaf)) for path, leaf in leaves.items()]
-    shards = []
-    for path, leaf in leaves.items():
-        if leaf.is_fully_addressable:
-            # Every process has one of its own, as of a counter that was never placed: they are the same.
-            shards += [Shard(path, _whole(leaf.shape), _copied(leaf))] if jax.process_index() == 0 else []
-            continue
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                ranges = [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape, strict=True)]
-                shards.append(Shard(path, tuple(ranges), _copied(shard.data)))
-    return shards
+    # On a CPU the host's view is the device's memory, which the next step takes over.
+    return {path: np.array(leaf, order="C", copy=True).reshape(leaf.shape) for path, leaf in leaves.items()}
 
 
-def described(leaves: Mapping[str, jax.Array]) -> list[Record]:
-    """Path, dtype and shape of every leaf."""
-    return [{"path": path, "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in leaves.items()]
-
-
-def write_step(folder: Path, content: Record, shards: Iterable[Shard], processes: tuple[int, int]) -> None:
-    """Writes this process's part; process 0 also the manifest, once the parts of all are there.
+def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes everything; it is durable when this returns.
 
     Args:
-        folder: unfinished, the same of all processes.
-        content: step, extra and the leaves as `described`.
-        shards: of this process.
-        processes: this one and their number.
+        folder: unfinished, and empty.
+        step: its number.
+        extra: the caller's record.
+        arrays: by their paths.
 
     Raises:
-        OSError: the disk is full, or a process has not written its part in time.
+        OSError: the disk is full, or cannot be written to.
     """
-    process, number = processes
-    shards = list(shards)
-    written = _write_part(folder / _part(process), shards, process)
-    if process != 0:
-        _write_json(folder / f"{_part(process)}.json", {"shards": written})
-        return
-    records = {record["path"]: {**record, "shards": []} for record in content["leaves"]}
-    for shard in written:
-        records[shard.pop("path")]["shards"].append(shard)
-    for other in range(1, number):
-        listed = folder / f"{_part(other)}.json"
-        wait_for(listed)
-        for shard in json.loads(listed.read_bytes())["shards"]:
-            records[shard.pop("path")]["shards"].append(shard)
-    own = {(shard.path, shard.index): shard.values for shard in shards}
-    for path, record in records.items():
-        array = own.get((path, _whole(record["shape"])))
-        record["sha256"] = _sha256(assembled(folder, record) if array is None else array)
-    sealed = {**content, "leaves": list(records.values())}
-    _write_json(folder / MANIFEST, {"content": sealed, "sha256": digest(sealed)})
+    _require_room(folder, sum(array.nbytes for array in arrays.values()) + ROOM_BESIDE_ARRAYS)
+    try:
+        with _orbax() as checkpointer:
+            checkpointer.save(folder / ARRAYS, args=ocp.args.PyTreeSave(dict(arrays)))
+    except Exception as error:
+        if isinstance(error, OSError | MemoryError):
+            raise
+        # Faults of the disk arrive as ValueError, with the file that could not be written in a long first line.
+        raise OSError(f"Orbax: {_first_line(error)}") from error
+    files = {name: _sealed(folder / ARRAYS / name) for name in _files(folder / ARRAYS)}
+    for parent, _, _ in os.walk(folder):
+        sync_folder(Path(parent))
+    leaves = [_record(path, array) for path, array in arrays.items()]
+    content = {"step": step, "extra": extra, "leaves": leaves, "files": files}
+    with create_file(folder / MANIFEST) as stream:
+        write_whole(stream, json.dumps({"content": content, "sha256": digest(content)}, allow_nan=False).encode())
+        os.fsync(stream.fileno())
     sync_folder(folder)
-
-
-def wait_for(path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-    """Returns once another process has made a file or folder; TimeoutError after `WAIT_FOR_PARTS_SECONDS`."""
-    end = clock() + WAIT_FOR_PARTS_SECONDS
-    while not path.exists():
-        if clock() > end:
-            raise TimeoutError(f"{path}: not written by its process in {WAIT_FOR_PARTS_SECONDS:.0f} seconds")
-        time.sleep(0.02)
 
 
 def read_manifest(folder: Path, step: int) -> Record:
@@ -139,26 +106,31 @@ def read_manifest(folder: Path, step: int) -> Record:
     return content
 
 
-def read_array(folder: Path, record: Record) -> np.ndarray:
-    """One leaf, checked.
+def read_arrays(folder: Path, content: Record) -> dict[str, np.ndarray]:
+    """All arrays of a step, checked.
+
+    Args:
+        folder: of the step.
+        content: of its manifest.
 
     Raises:
-        DamagedStep: bytes that are missing or are not those that were saved.
+        DamagedStep: files that are not those that were written, or arrays that are not those that were saved.
     """
-    array = assembled(folder, record)
-    if _sha256(array) != record["sha256"]:
-        raise DamagedStep(f"array {record['path']!r} does not match its digest")
-    return array
-
-
-def assembled(folder: Path, record: Record) -> np.ndarray:
-    """One leaf from its shards, whatever their bytes."""
-    array = np.empty(record["shape"], np.dtype(record["dtype"]))
-    for shard in record["shards"]:
-        index = tuple(slice(*ends) for ends in shard["index"])
-        values = _read(folder / _part(shard["process"]), shard["offset"], array[index].shape, array.dtype)
-        array[index] = values
-    return array
+    _check_files(folder / ARRAYS, content["files"])
+    names = [record["path"] for record in content["leaves"]]
+    as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
+    args = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=as_numpy)
+    try:
+        with _orbax() as checkpointer:
+            arrays = checkpointer.restore(folder / ARRAYS, args=args)
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        raise DamagedStep(f"the arrays cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+    for record in content["leaves"]:
+        if _record(record["path"], arrays[record["path"]]) != record:
+            raise DamagedStep(f"array {record['path']!r} does not match its digest")
+    return arrays
 
 
 def digest(content: Any) -> str:
@@ -166,83 +138,88 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def _orbax() -> Iterator[ocp.Checkpointer]:
+    """Orbax, without the tracebacks that it logs from each of its threads beside the exception that it raises."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            yield checkpointer
+    finally:
+        logger.setLevel(level)
+
+
+def _require_room(folder: Path, size: int) -> None:
+    """OSError where the disk has less room: Orbax would print a traceback for each of its threads before it raised."""
+    place = unfinished(folder / "room")
+    try:
+        with create_file(place) as stream:
+            os.posix_fallocate(stream.fileno(), 0, size)
+    finally:
+        place.unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of everything in a folder that is not a folder, links included, relative to it."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if kind_of(Path(parent, name)) != "folder"]
+        found += [str(Path(parent, name).relative_to(folder)) for name in (*files, *links)]
+    return sorted(found)
+
+
+def _sealed(path: Path) -> str:
+    """The sha256 of a file, which is durable when this returns."""
+    with open_file(path) as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+        os.fsync(stream.fileno())
+    return found
+
+
+def _check_files(folder: Path, wanted: Mapping[str, str]) -> None:
+    if kind_of(folder) != "folder":
+        raise DamagedStep(f"{ARRAYS} is a {kind_of(folder)}, not a folder")
+    for name in sorted(wanted.keys() ^ set(_files(folder))):
+        raise DamagedStep(f"{ARRAYS}/{name} is {'missing' if name in wanted else 'not one of its files'}")
+    for name, sha256 in wanted.items():
+        # A pipe in the place of a file would block, and a device never end.
+        kind = kind_of(folder / name)
+        if kind != "file":
+            raise DamagedStep(f"{ARRAYS}/{name} is a {kind}, not a file")
+        try:
+            with (folder / name).open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedStep(f"{ARRAYS}/{name} cannot be read ({error.strerror})") from error
+        if found != sha256:
+            raise DamagedStep(f"{ARRAYS}/{name} is not the file that was written")
+
+
 def _well_formed(content: Any) -> bool:
     """The seal has no key, so that anybody can write a manifest."""
-    if not isinstance(content, dict) or content.keys() != {"step", "extra", "leaves"}:
+    if not isinstance(content, dict) or content.keys() != {"step", "extra", "leaves", "files"}:
         return False
-    leaves = content["leaves"]
+    leaves, files = content["leaves"], content["files"]
     is_step = type(content["step"]) is int and isinstance(content["extra"], dict)
-    return is_step and isinstance(leaves, list) and all(map(_is_leaf, leaves))
+    are_files = isinstance(files, dict) and all(isinstance(sha256, str) for sha256 in files.values())
+    return is_step and are_files and isinstance(leaves, list) and all(map(_is_leaf, leaves))
 
 
 def _is_leaf(leaf: Any) -> bool:
-    if not isinstance(leaf, dict) or leaf.keys() != {"path", "dtype", "shape", "sha256", "shards"}:
+    if not isinstance(leaf, dict) or leaf.keys() != {"path", "dtype", "shape", "sha256"}:
         return False
     texts = all(isinstance(leaf[name], str) for name in ("path", "dtype", "sha256"))
-    shape, shards = leaf["shape"], leaf["shards"]
-    return texts and _are_sizes(shape) and isinstance(shards, list) and all(_is_shard(each, shape) for each in shards)
+    shape = leaf["shape"]
+    return texts and isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
 
 
-def _is_shard(shard: Any, shape: list[int]) -> bool:
-    if not isinstance(shard, dict) or shard.keys() != {"process", "offset", "index"}:
-        return False
-    index = shard["index"]
-    is_index = isinstance(index, list) and len(index) == len(shape)
-    ranges = is_index and all(_are_sizes(ends) and len(ends) == 2 for ends in index)
-    return ranges and _are_sizes([shard["process"], shard["offset"]])
+def _record(path: str, array: np.ndarray) -> Record:
+    array = np.asarray(array)
+    sha256 = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+    return {"path": path, "dtype": str(array.dtype), "shape": list(array.shape), "sha256": sha256}
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-def _read(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    # A pipe in the place of the file would block, and a device never end.
-    if kind_of(path) != "file":
-        raise DamagedStep(f"{path.name} is {kind_of(path)}, not a file")
-    size = math.prod(shape) * dtype.itemsize
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        content = stream.read(size)
-    if len(content) != size:
-        raise DamagedStep(f"{path.name} ends before byte {offset + size}")
-    return np.frombuffer(content, dtype).reshape(shape)
-
-
-def _write_part(path: Path, shards: list[Shard], process: int) -> list[Record]:
-    written, offset = [], 0
-    with create_file(path) as stream:
-        for shard in shards:
-            content = shard.values.reshape(-1).view(np.uint8).data
-            write_whole(stream, content)
-            index = [list(ends) for ends in shard.index]
-            written.append({"path": shard.path, "process": process, "offset": offset, "index": index})
-            offset += content.nbytes
-        os.fsync(stream.fileno())
-    return written
-
-
-def _write_json(path: Path, value: Record) -> None:
-    # Under another name first: the other processes wait for this one.
-    fresh = path.with_name(path.name + ".part")
-    with create_file(fresh) as stream:
-        write_whole(stream, json.dumps(value, allow_nan=False).encode())
-        os.fsync(stream.fileno())
-    fresh.rename(path)
-
-
-def _copied(leaf: jax.Array) -> np.ndarray:
-    # On a CPU the host's view is the device's memory; held, the next step could not take it over.
-    return np.array(leaf, order="C", copy=True).reshape(leaf.shape)
-
-
-def _whole(shape: Iterable[int]) -> Index:
-    return tuple((0, size) for size in shape)
-
-
-def _part(process: int) -> str:
-    return f"arrays-{process}.bin"
-
-
-def _sha256(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]

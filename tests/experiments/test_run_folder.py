@@ -39,7 +39,7 @@ def test_environment(run, monkeypatch):
     env = json.loads(run.env.read_text())
     assert env["versions"]["jax"] == jax.__version__
     assert env["versions"]["numpy"] == np.__version__
-    assert env["versions"].keys() == {"python", "jax", "jaxlib", "flax", "optax", "numpy"}
+    assert env["versions"].keys() == {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"}
     assert env["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert env["devices"] == {"platform": "cpu", "count": len(jax.devices()), "kinds": {"cpu": len(jax.devices())}}
     assert "--xla_force_host_platform_device_count" in env["xla_flags"]
@@ -86,6 +86,16 @@ def test_create_refuses_names(tmp_path, name):
     with pytest.raises(ValueError, match="name: expected (one path component|at most 200 bytes)"):
         RunFolder.create(tmp_path, name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a]", "*", "what?"])
+def test_paths_that_could_not_be_read_again_are_refused_at_once(tmp_path, run, name):
+    with pytest.raises(ValueError, match="run folder: expected a path without any of "):
+        RunFolder.create(tmp_path, name)
+    run.path.rename(tmp_path / name)
+    with pytest.raises(ValueError, match="run folder: expected a path without any of "):
+        RunFolder.open(tmp_path / name)
+    assert RunFolder.open((tmp_path / name).rename(tmp_path / "good")).path == tmp_path / "good"
 
 
 @pytest.mark.parametrize("parent", ["a file", "a file/below", "/proc", "/proc/1/below"])

@@ -11,6 +11,7 @@ exception.
 """
 
 import dataclasses
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -146,7 +147,9 @@ def table(chosen: list[cases.Case], results: list[trial.Outcome]) -> str:
     """Markdown: a row for each place and damage, a column for each verdict."""
     counts: dict[tuple[str, str], Counter[str]] = {}
     for case, outcome in zip(chosen, results, strict=True):
-        counts.setdefault((case.place, case.name.replace("_", " ")), Counter())[outcome.verdict] += 1
+        # Orbax names files by chance.
+        place = re.sub("[0-9a-f]{32}", "*", case.place)
+        counts.setdefault((place, case.name.replace("_", " ")), Counter())[outcome.verdict] += 1
     rows = ["| what | damage | " + " | ".join(trial.VERDICTS) + " |", "|" + "---|" * (2 + len(trial.VERDICTS))]
     for (place, name), verdicts in counts.items():
         rows.append(f"| {place} | {name} | " + " | ".join(str(verdicts[each] or "") for each in trial.VERDICTS) + " |")
@@ -171,7 +174,8 @@ def main(config: CorruptionConfig) -> dict[str, Counter[str]]:
         ):
             subject = make(Path(name))
             newest = Path("checkpoints") / str(subject.saved.newest)
-            chosen = cases.of_the_newest_step(newest, number) if make is small else cases.of_the_folder(number)
+            step = make is small
+            chosen = cases.of_the_newest_step(subject.path, newest, number) if step else cases.of_the_folder(number)
             results = outcomes(subject, chosen, Path(name), config.seed)
             for case, outcome in zip(chosen, results, strict=True):
                 if outcome.verdict in (trial.SILENT, trial.TRACEBACK):

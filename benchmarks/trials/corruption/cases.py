@@ -30,14 +30,15 @@ class Case(NamedTuple):
     apply: Callable[[Path, Path, np.random.Generator], None]
 
 
-def of_the_newest_step(step: Path, number: int) -> list[Case]:
+def of_the_newest_step(folder: Path, step: Path, number: int) -> list[Case]:
     """At least `number` cases: every damage of every file and of the step itself, then random ones again.
 
     Args:
-        step: the newest step, relative to the run folder.
+        folder: a run folder like those that are damaged.
+        step: the newest step, relative to it.
         number: of cases.
     """
-    files = [step / "arrays-0.bin", step / "manifest.json"]
+    files = sorted(path.relative_to(folder) for path in (folder / step).rglob("*") if path.is_file())
     once = [_case(file, each) for file in files for each in damage.OF_A_FILE_OF_A_STEP]
     once += [_case(step, each) for each in damage.OF_A_STEP]
     again = cycle([_case(file, each) for file in files for each in damage.RANDOM])
@@ -96,7 +97,7 @@ def _planted(name: str, target: str) -> Callable[[Path, Path, np.random.Generato
             damage.delete(place, rng)
         place.symlink_to(canary / target)
         if name == "checkpoints/quarantine":
-            damage.flip_a_bit(_newest(folder) / "arrays-0.bin", rng)
+            damage.flip_a_bit(_newest(folder) / "manifest.json", rng)
 
     return apply
 

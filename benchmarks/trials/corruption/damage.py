@@ -92,8 +92,11 @@ def link_to_the_older_step(path: Path, rng: np.random.Generator) -> None:
 
 
 def _older(path: Path) -> Path:
-    step = path.parent
-    return step.parent / str(min(int(each.name) for each in step.parent.iterdir())) / path.name
+    """The file of the same name in the older step, or any other file of it: those of arrays are named by chance."""
+    step = next(parent for parent in path.parents if parent.parent.name == "checkpoints")
+    same = _older_step(step) / path.relative_to(step)
+    others = (each for each in sorted(_older_step(step).rglob("*")) if each.is_file())
+    return same if same.is_file() else next(others)
 
 
 def step_of_the_older(path: Path, rng: np.random.Generator) -> None:
