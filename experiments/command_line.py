@@ -131,7 +131,7 @@ def _sentence(error: BaseException, code: int, names: dict[str, str]) -> str:
     if code != ExitCode.BAD_INPUT:
         return text or type(error).__name__
     argument, colon, rest = text.partition(":")
-    return f"{names.get(argument.replace('-', '_'), argument)}{colon}{rest}"
+    return f"{names.get(argument.replace('-', '_'), argument)}{colon}{rest}" if colon else text
 
 
 def _report(code: int, sentence: str) -> None:

@@ -92,7 +92,7 @@ def main() -> None:
         rows = [row(kib, folder / f"disk-{kib}", folder / "cache", wanted) for kib in given.kib]
     versions = ", ".join(f"{library} {version}" for library, version in library_versions().items())
     command = f"python -m benchmarks.trials.full_disk --kib {' '.join(map(str, given.kib))}"
-    head = "| disk | last line | exit code | saved | resumed on a read-only disk | exit code | arrays | as promised |"
+    head = "| disk | last line | exit code | saved | resumed, read-only | exit code | arrays at the end | as promised |"
     lines = ["# Full and read-only disks", "", f"Command: `{command}`. {versions}.", "", head, "|" + "---|" * 8, *rows]
     text = "\n".join(lines) + "\n"
     print(text)

@@ -8,7 +8,9 @@ added in another order, and Adam divides by their scale.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import platform
 import tempfile
 from importlib import metadata
@@ -50,6 +52,12 @@ def config_of(out: Path, name: str, mesh: str, steps: int, *, invariant: bool) -
 
 def along(path: tuple[str, ...], out: Path, *, invariant: bool) -> Result:
     """The run on one mesh after the other."""
+    # A quiet run still prints its scores.
+    with contextlib.redirect_stdout(io.StringIO()):
+        return _along(path, out, invariant=invariant)
+
+
+def _along(path: tuple[str, ...], out: Path, *, invariant: bool) -> Result:
     name = "-".join(mesh.replace(",", "-") for mesh in path) + ("-invariant" if invariant else "")
     result = train(config_of(out, name, path[0], STEPS, invariant=invariant))
     for number, mesh in enumerate(path[1:], start=2):
@@ -71,7 +79,8 @@ def trials(out: Path, modes: tuple[bool, ...] = (True, False)) -> int:
     failed = 0
     for invariant in modes:
         name = "whole-invariant" if invariant else "whole"
-        whole = train(config_of(out, name, "data=1,tensor=1", 3 * STEPS, invariant=invariant))
+        with contextlib.redirect_stdout(io.StringIO()):
+            whole = train(config_of(out, name, "data=1,tensor=1", 3 * STEPS, invariant=invariant))
         for path in PATHS:
             same, largest = difference(along(path, out, invariant=invariant), whole)
             good = same if invariant else largest <= TOLERANCE

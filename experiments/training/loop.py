@@ -230,7 +230,9 @@ def _identity(trainer: Trainer, folder: RunFolder) -> Identity:
     """What the run is: of config.json, whatever the options were that opened it; where it lies is no part of it."""
     options = fixed_values(load_config(folder.config, Config))
     options = {field: value for field, value in options.items() if field not in ("name", "out")}
-    return identity_of(options, trainer.config.mesh, folder.data_digest())
+    # The bits of an invariant run are the same on every mesh.
+    mesh = "any" if trainer.config.invariant else trainer.config.mesh
+    return identity_of(options, mesh, folder.data_digest())
 
 
 def _require_unbegun(folder: RunFolder) -> None:

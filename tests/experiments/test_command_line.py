@@ -30,6 +30,7 @@ def wrapped(outer, inner):
 FULL = OSError(errno.ENOSPC, "No space left on device", "/runs/a")
 ENDS = {
     "bad input": (ValueError("a file:\n  expected this"), 2, "error: a file: expected this"),
+    "a word that is an option too": (ValueError("name"), 2, "error: name"),
     "an option": (ValueError("name: expected b, got a"), 2, "error: --name: expected b, got a"),
     "an option of a section": (
         ValueError("every_minutes: expected 1"),

@@ -1,6 +1,7 @@
 """The first lines of a run, before anything is compiled, and the warnings among them."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ from experiments import evaluate
 from experiments.config import Config, RolloutConfig, ScheduleConfig
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
+from experiments.sampling.prompts import held_out_examples
 from experiments.tasks import make_task
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
@@ -26,20 +28,19 @@ def lines(tmp_path, capsys, **changes):
 
 
 def test_what_is_about_to_run(tmp_path, capsys):
-    origin, printed = lines(tmp_path, capsys, task="word_problems")
+    origin, printed = lines(tmp_path, capsys, task="addition:3")
     facts = dict(line.split("  ", 1) for line in printed)
     facts = {name: value.strip() for name, value in facts.items()}
     assert list(facts) == ["task", "model", "devices", "memory", "steps", "run folder"]
-    assert facts["task"] == "word_problems:4, 8192 training examples, 512 different held-out prompts"
+    different = len({example.prompt for example in held_out_examples(make_task("addition:3"), 512)})
+    assert facts["task"] == f"addition:3, endless training examples, {different} different held-out prompts"
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
     assert facts["model"] == f"decoder, {size:,} parameters, float32 (a reason)"
     assert facts["devices"] == "mesh data=1,fsdp=1,tensor=1 on 1 of 8 cpu"
-    # Four bytes a parameter, AdamW's two moments, and the gradient.
+    # Four bytes a parameter, AdamW's two moments (and its count), and the gradient.
     for name, number in (("parameters", 4 * size), ("optimizer", 8 * size), ("gradients", 4 * size)):
-        assert (
-            f"{name} {number / 2**10:.1f} KiB" in facts["memory"]
-            or f"{name} {number / 2**20:.1f} MiB" in facts["memory"]
-        )
+        said = re.search(rf"{name} ([0-9.]+) KiB", facts["memory"])
+        assert said is not None and float(said[1]) == pytest.approx(number / 2**10, rel=1e-3)
     assert facts["steps"] == "1000, of 512 documents; loss grpo, after at most 400 steps of warm start"
     assert facts["run folder"] == str(tmp_path / "run")
 

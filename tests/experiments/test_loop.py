@@ -90,10 +90,15 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
+def evaluations(folder):
+    return [record["step"] for record in read_metrics(folder.metrics).records if record["kind"] == "eval"]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     trainer, folder, run = start(tmp_path_factory.mktemp("whole"))
     assert run() == (Scores(0.0, 0.0), Scores(63.0, 0.0))
+    assert evaluations(folder) == [0, 2, 4, 6]
     return float(trainer.state), read_metrics(folder.metrics).records
 
 
@@ -131,6 +136,15 @@ def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(t
     assert (float(resumed.state), read_metrics(folder.metrics).records) == whole
     words = "the warm start begins again" if saved < 0 else f"at step {saved}"
     assert words in capsys.readouterr().out
+
+
+def test_a_signal_does_not_wait_for_an_evaluation_which_a_resume_makes(tmp_path):
+    _, folder, run = start(tmp_path, {"step 2": send(signal.SIGTERM)})
+    with pytest.raises(Interrupted, match="step 2 is saved"):
+        run()
+    assert evaluations(folder) == [0]
+    start(tmp_path)[2]()
+    assert evaluations(folder) == [0, 2, 4, 6]
 
 
 def test_the_second_interrupt_ends_at_once(tmp_path, capfd):
@@ -279,6 +293,8 @@ def test_a_checkpoint_that_cannot_be_trained_on_is_refused(tmp_path):
     start(tmp_path)[2]()
     trainer, _, run = start(tmp_path)
     trainer.damage["unsound 6"] = "parameters not finite in w"
-    words = r"^checkpoint step 6: expected a state .* \(an older one: --resume RUN@STEP\), got parameters not finite in w$"
+    words = (
+        r"^checkpoint step 6: expected a state .* \(an older one: --resume RUN@STEP\), got parameters not finite in w$"
+    )
     with pytest.raises(ValueError, match=words):
         run()

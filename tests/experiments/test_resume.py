@@ -18,7 +18,7 @@ from experiments.tasks import make_task
 from experiments.tasks.protocol import data_digest
 from experiments.training import resume as module
 from experiments.training.resume import Resumption, check_data, resume
-from experiments.training.run import set_up
+from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny
 
 STEPS = 200
@@ -198,10 +198,39 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     assert again.resumption.kept.schedule.steps == 9
     again.lock.release()
     write(tmp_path / "questions.jsonl", answers=lambda b: str(b + 1))
-    # Twice: a resume that is refused holds no lock.
+    # Twice: a resume that is refused holds no lock, though somebody still has its exception.
+    refusals = []
     for _ in range(2):
-        with pytest.raises(ValueError, match="expected the examples that the run began with"):
+        with pytest.raises(ValueError, match="expected the examples that the run began with") as refused:
             resume(path)
+        refusals.append(refused)
+
+
+@pytest.mark.slow
+def test_a_run_to_its_goal_and_on_by_the_command_line(tmp_path, capsys):
+    result = train(tiny(tmp_path, "run", schedule={"steps": 2}))
+    folder, command = result.run, ["--resume", str(result.run.path)]
+
+    def ends(*arguments):
+        before = folder.summary.read_bytes(), folder.config.read_bytes(), folder.metrics.read_bytes()
+        with pytest.raises(SystemExit) as stopped:
+            grpo.run_cli([*command, *arguments])
+        assert (folder.summary.read_bytes(), folder.config.read_bytes(), folder.metrics.read_bytes()) == before
+        printed = capsys.readouterr()
+        return stopped.value.code, printed.out.splitlines()[-1], printed.err
+
+    nothing = f"nothing to do: {folder.path} has reached step 2 of 2; --schedule.steps sets another goal"
+    assert ends() == (0, nothing, "")
+    code, last, error = ends("--schedule.steps", "1")
+    assert (code, error) == (
+        2,
+        "error: --schedule.steps: expected at least 2, the step that the run has reached, got 1\n",
+    )
+    assert last == f"step 2 is saved; python -m experiments.grpo --resume {folder.path} goes on from there"
+    grpo.run_cli([*command, "--schedule.steps", "3"])
+    assert json.loads(folder.summary.read_text())["optimizer steps"] == 3
+    assert load_config(folder.config, Config).schedule.steps == 3
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{folder.path} --schedule.steps N trains up to step N")
 
 
 def test_typed_options_are_fields():
