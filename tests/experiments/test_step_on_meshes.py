@@ -54,10 +54,8 @@ def test_a_mesh_gives_the_step_of_one_device(mesh):
         assert leaf.sharding.mesh.shape == dict(trainer.mesh.shape), "the second step would be compiled again"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rollout"),
-    [("fsdp=2", "tensor=2"), pytest.param("data=2,fsdp=2", "", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "rollout"), [("fsdp=2", "tensor=2"), ("data=2,fsdp=2", "")])
 def test_rollouts_on_another_mesh_are_those_of_one_device(mesh, rollout):
     trainer = trainer_on(mesh, rollout={"mesh": rollout})
     (steps, _), (wanted, _) = two_steps(trainer), single()
