@@ -185,8 +185,8 @@ def test_lines_in_a_file_are_plain_aligned_and_end_with_the_scores(tmp_path, mon
     assert len(headers) == 2 and lines[first + HEADER_EVERY + 1] == headers[1]
     rows = lines[first : first + HEADER_EVERY + 3]
     assert {len(row) for row in rows} == {len(headers[0])}
-    assert rows[1].split() == ["0", "0.312", "1.250", "1.23%", "1.0000", "3.20e-06", "-", "-"]
-    assert rows[2].split()[2] == "nan"
+    assert rows[1].split() == ["0", "0.312", "-", "1.250", "1.23%", "1.0000", "3.20e-06", "-", "-"]
+    assert rows[2].split()[3] == "nan"
 
 
 def test_quiet_prints_warnings_and_the_scores_only(tmp_path):
