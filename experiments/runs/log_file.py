@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import zlib
+from array import array
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -58,7 +59,7 @@ class LogFile:
             lines = [line + b"\n" for line in whole] + ([torn] if torn else [])
             self.kept, self.dropped = lines[: mark.lines], len(lines[mark.lines :])
             self._sha256 = hashlib.sha256(b"".join(self.kept))
-            self._checksums = [_checksum(line) for line in self.kept]
+            self._checksums = array("I", map(zlib.crc32, self.kept))
             self._require_same(mark)
             size = sum(map(len, self.kept))
             if self.dropped:
@@ -79,7 +80,7 @@ class LogFile:
         if len(self.kept) == mark.lines and self._sha256.hexdigest() == mark.sha256:
             return
         checksums = [mark.checksums[DIGITS * i : DIGITS * (i + 1)] for i in range(mark.lines)]
-        same = [one == other for one, other in zip(self._checksums, checksums, strict=False)]
+        same = [_hexadecimal(one) == other for one, other in zip(self._checksums, checksums, strict=False)]
         first = same.index(False) if False in same else len(same)
         seen = "another line" if first < len(self.kept) else "the end of the file"
         expected = f"the line that was there when the checkpoint was saved (which has {mark.lines} lines of it)"
@@ -91,17 +92,17 @@ class LogFile:
         line = json.dumps(plain, allow_nan=False).encode() + b"\n"
         write_whole(self._stream, line)
         self._sha256.update(line)
-        self._checksums.append(_checksum(line))
+        self._checksums.append(zlib.crc32(line))
 
     def mark(self) -> Mark:
         """What a checkpoint remembers of the log, whose lines are durable from here on."""
         os.fsync(self._stream.fileno())
-        return Mark(len(self._checksums), self._sha256.hexdigest(), "".join(self._checksums))
+        return Mark(len(self._checksums), self._sha256.hexdigest(), "".join(map(_hexadecimal, self._checksums)))
 
     def close(self) -> None:
         """Closes the file."""
         self._stream.close()
 
 
-def _checksum(line: bytes) -> str:
-    return f"{zlib.crc32(line):0{DIGITS}x}"
+def _hexadecimal(checksum: int) -> str:
+    return f"{checksum:0{DIGITS}x}"
