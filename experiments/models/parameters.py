@@ -92,7 +92,7 @@ class Parameter:
     def tensors(self, column: int) -> list[str]:
         """Names of its tensors in a file, one a layer."""
         name = NAMES[self.name][column]
-        require(name is not None, "checkpoint", "a GGUF file of Llama's family", f"a model with {self.name}")
+        require(name is not None, "model file", "a GGUF file of Llama's family", f"a model with {self.name}")
         return [name] if self.layers is None else [name.format(layer=layer) for layer in range(self.layers)]
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
@@ -138,12 +138,12 @@ def check_tensors(config: DecoderConfig, source: TensorSource, column: int) -> N
     """
     wanted = {name: parameter.stored_shape for parameter in parameters_of(config) for name in parameter.tensors(column)}
     missing = [name for name in wanted if name not in source.shapes]
-    require(not missing, "weights", "every tensor of the model", f"no {_some(missing)}")
+    require(not missing, "model weights", "every tensor of the model", f"no {_some(missing)}")
     for name, shape in wanted.items():
         seen = tuple(source.shapes[name])
         require(seen == shape, f"weights, tensor {name}", f"shape {list(shape)}", list(seen))
     left_over = sorted(set(source.shapes) - set(wanted))
-    require(not left_over, "weights", "no other tensors than the model's", _some(left_over))
+    require(not left_over, "model weights", "no other tensors than the model's", _some(left_over))
 
 
 def _some(names: list[str]) -> str:

@@ -45,7 +45,7 @@ class Identity:
         """Raises ValueError for values of another form."""
         fields = {"options": dict, "data": str | None, "settings": dict, "numerics": dict}
         same = record.keys() == fields.keys() and all(isinstance(record[name], kind) for name, kind in fields.items())
-        require(same, "checkpoint", "the identity of a run", "something else")
+        require(same, "record of a checkpoint", "the identity of a run", "something else")
         return cls(**record)
 
 

@@ -21,6 +21,14 @@ from experiments.training.trainer import Progress, Scores
 from tests.experiments.tiny import tiny
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_not_ignored():
+    """A test run in a shell's background ignores SIGINT, and so would the loop."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Counter:
     """A trainer whose state is one number."""
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.models import decoder as model_module
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
+from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.rope import LinearScaling, Llama3Scaling
 from experiments.models.sharding import RULES, parameter_shardings
 from tests.experiments.decoder_oracle import oracle_forward
@@ -299,7 +300,7 @@ def test_every_parameter_names_its_axes_and_flax_reads_the_same_table():
     with nnx.logical_axis_rules(RULES):
         theirs = nnx.to_flat_state(nnx.get_partition_spec(state))
     # Two ranks divide every axis that has a rule, so that Flax places every parameter where this project does.
-    ours = nnx.to_flat_state(parameter_shardings(state, mesh_of(1, 2)))
+    ours = nnx.to_flat_state(parameter_shardings(state, make_mesh(MeshSpec(fsdp=2, tensor=2))))
     for (path, spec), (_, sharding) in zip(theirs, ours, strict=True):
         axes, trimmed = tuple(spec.get_value()), tuple(sharding.get_value().spec)
         assert axes == trimmed + (None,) * (len(axes) - len(trimmed)), path

@@ -308,13 +308,16 @@ def larger_vocabulary(path):
 
 
 BAD = {
-    "no such path": (lambda path: path.rename(path.with_name("gone")), "model: expected a Hugging Face directory or"),
-    "no config": (lambda path: (path / "config.json").unlink(), "checkpoint: expected a directory with config.json"),
+    "no such path": (
+        lambda path: path.rename(path.with_name("gone")),
+        "--model.path: expected a Hugging Face directory or",
+    ),
+    "no config": (lambda path: (path / "config.json").unlink(), "model directory: expected one with config.json"),
     "config not JSON": (lambda path: (path / "config.json").write_text("{"), "config.json: expected JSON, got"),
     "cut short": (cut_short, "model-00002-of-00003.safetensors: expected a whole safetensors file, got"),
     "no shard": (
         lambda path: (path / "model-00003-of-00003.safetensors").unlink(),
-        "weights: expected a directory with model-00003-of-00003.safetensors",
+        "model weights: expected a directory with model-00003-of-00003.safetensors",
     ),
     "shard outside": (
         lambda path: change_index(path, outside),
@@ -330,11 +333,11 @@ BAD = {
     ),
     "fewer layers": (
         lambda path: change_json(path, "config.json", num_hidden_layers=2),
-        "weights: expected no other tensors than the model's, got model.layers.2.input_layernorm.weight",
+        "model weights: expected no other tensors than the model's, got model.layers.2.input_layernorm.weight",
     ),
     "more layers": (
         lambda path: change_json(path, "config.json", num_hidden_layers=4),
-        "weights: expected every tensor of the model, got no model.layers.3.",
+        "model weights: expected every tensor of the model, got no model.layers.3.",
     ),
     "NaN": (
         lambda path: change_tensors(path, with_nan),
@@ -355,7 +358,7 @@ BAD = {
     ),
     "no tokenizer": (
         lambda path: (path / "tokenizer.json").unlink(),
-        "checkpoint: expected a directory with tokenizer",
+        "model directory: expected one with tokenizer",
     ),
     "bad tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json: expected a tokenizer"),
 }

@@ -19,7 +19,7 @@ def read_text(path: Path) -> str:
     Raises:
         ValueError: no such file, too large a one, or not UTF-8.
     """
-    require(path.is_file(), "checkpoint", f"a directory with {path.name}", f"none in {path.parent}")
+    require(path.is_file(), "model directory", f"one with {path.name}", f"none in {path.parent}")
     size = path.stat().st_size
     require(size <= MAX_BYTES, path.name, f"at most {MAX_BYTES} bytes", size)
     try:

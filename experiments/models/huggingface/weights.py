@@ -33,7 +33,7 @@ class SafetensorsDirectory:
         self._shapes: dict[str, tuple[int, ...]] = {}
         indexed = _weight_map(path) if (path / INDEX).exists() else None
         for file in [path / SINGLE] if indexed is None else sorted({path / name for name in indexed.values()}):
-            require(file.is_file(), "weights", f"a directory with {file.name}", f"none in {path}")
+            require(file.is_file(), "model weights", f"a directory with {file.name}", f"none in {path}")
             self._read_header(file)
         if indexed is not None:
             for name, file in indexed.items():
@@ -91,7 +91,7 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        require(False, "weights", 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
+        require(False, "model weights", 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
     try:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
