@@ -18,6 +18,11 @@ TINY = (
 ).split()
 """Half a rollout a step, so that checkpoints hold queued documents; every step is saved."""
 TIMEOUT_SECONDS = 600
+MAIN = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "runpy.run_module('experiments.grpo', run_name='__main__', alter_sys=True)"
+)
+"""`python -m experiments.grpo`, also where this process ignores SIGINT, as in a shell's background."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ def start(arguments: list[str], cache: Path) -> subprocess.Popen:
     """The command line as a process, whose compiled programs are kept in `cache`."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    command = [sys.executable, "-m", "experiments.grpo", *arguments]
+    command = [sys.executable, "-c", MAIN, *arguments]
     environment = {**os.environ, **settings}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
