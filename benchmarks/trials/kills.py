@@ -31,6 +31,8 @@ from experiments.runs.files import UNFINISHED
 TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "seconds"}
 """Of metrics.jsonl, what is no result."""
 MOMENTS = ("warm start", "saving", "saving", "saving", "saving", "any")
+MAX_UNSTOPPED = 5
+"""Runs in a row that end before their signal; more are no accident."""
 CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -189,6 +191,9 @@ def trials(out: Path, kills: int, terms: int, steps: int, seed: int, per_run: in
       steps: optimizer steps of the run.
       seed: of the moments.
       per_run: signals that a run gets at most.
+
+    Raises:
+      RuntimeError: signals that stop no run.
     """
     chance, cache = random.Random(seed), out / "cache"
     whole = Run(out, "whole", steps, cache)
@@ -199,6 +204,7 @@ def trials(out: Path, kills: int, terms: int, steps: int, seed: int, per_run: in
         assert ended.code == 0, ended.last
         seconds = time.monotonic() - started
     done = []
+    unstopped = 0
     for number, wanted in ((signal.SIGKILL, kills), (signal.SIGTERM, terms), (signal.SIGINT, terms)):
         while wanted > 0:
             trial = Trial(f"{len(done) + 1}", number)
@@ -211,6 +217,9 @@ def trials(out: Path, kills: int, terms: int, steps: int, seed: int, per_run: in
             print(trial.row(), flush=True)
             wanted -= len(trial.moments)
             done.append(trial)
+            unstopped = 0 if trial.moments else unstopped + 1
+            if unstopped == MAX_UNSTOPPED:
+                raise RuntimeError(f"{number.name} has stopped none of {unstopped} runs in a row")
     return done
 
 
