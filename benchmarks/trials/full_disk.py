@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.trials.processes import TINY, Ended, start, wait
 from experiments.runs.checkpoint import complete_steps
-from experiments.runs.environment import library_versions
+from experiments.runs.environment import versions_text
 from experiments.runs.step_files import read_manifest
 
 STEPS = 6
@@ -90,10 +90,10 @@ def main() -> None:
         assert ended.code == 0, ended.last
         wanted = digests(folder / "room" / "run")
         rows = [row(kib, folder / f"disk-{kib}", folder / "cache", wanted) for kib in given.kib]
-    versions = ", ".join(f"{library} {version}" for library, version in library_versions().items())
     command = f"python -m benchmarks.trials.full_disk --kib {' '.join(map(str, given.kib))}"
     head = "| disk | last line | exit code | saved | resumed, read-only | exit code | arrays at the end | as promised |"
-    lines = ["# Full and read-only disks", "", f"Command: `{command}`. {versions}.", "", head, "|" + "---|" * 8, *rows]
+    made_by = f"Command: `{command}`. {versions_text()}."
+    lines = ["# Full and read-only disks", "", made_by, "", head, "|" + "---|" * 8, *rows]
     text = "\n".join(lines) + "\n"
     print(text)
     if given.out is not None:

@@ -10,14 +10,12 @@ metrics.jsonl and samples.jsonl are compared with those of a run that nobody sto
 
 import argparse
 import json
-import platform
 import random
 import signal
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -26,6 +24,7 @@ import numpy as np
 from benchmarks.trials.processes import TINY, Ended, start, stop_when, wait
 from experiments.evaluate import EvaluateConfig, load
 from experiments.runs.checkpoint import complete_steps
+from experiments.runs.environment import versions_text
 from experiments.runs.files import UNFINISHED
 
 TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_second", "seconds"}
@@ -231,8 +230,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "orbax-checkpoint"))
-    print(f"Python {platform.python_version()}, {versions}; seed {options.seed}, {options.steps} steps\n")
+    print(f"{versions_text()}; seed {options.seed}, {options.steps} steps\n")
     print(
         "| run | signal | stops | moments | in flight | newest step after each (w: warm start) | against the whole run |"
     )

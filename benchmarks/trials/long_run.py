@@ -10,18 +10,15 @@ and the error of its slope is that of the medians around it.
 import argparse
 import dataclasses
 import os
-import platform
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 
-from benchmarks.trials.processes import TINY
-from experiments.config import Config
+from benchmarks.trials.processes import tiny_config
+from experiments.runs.environment import versions_text
 from experiments.training.run import set_up
 
 BLOCKS = 18
@@ -72,7 +69,7 @@ def measure() -> dict[str, float]:
 
 def measured_run(out: Path, steps: int) -> dict[str, np.ndarray]:
     """Measurements before every step, and its seconds, of a run with everything that a run does."""
-    config = tyro.cli(Config, args=TINY)
+    config = tiny_config()
     changes: dict[str, Any] = {
         "schedule": dataclasses.replace(config.schedule, steps=steps),
         "evaluation": dataclasses.replace(config.evaluation, every=50),
@@ -98,10 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     steps = parser.parse_args().steps
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "orbax-checkpoint"))
     with tempfile.TemporaryDirectory() as folder:
         measured = measured_run(Path(folder), steps)
-    print(f"\nPython {platform.python_version()}, {versions}; {steps} steps, an evaluation, a drift report and a")
+    print(f"\n{versions_text()}; {steps} steps, an evaluation, a drift report and a")
     print(f"checkpoint every 50; the first {steps // 10} steps are left out.\n")
     print("| | level | growth per 1000 steps | standard error | share of the level |\n|---|---|---|---|---|")
     for name, values in measured.items():

@@ -11,17 +11,15 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import platform
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import jax
 import numpy as np
-import tyro
 
-from benchmarks.trials.processes import TINY
+from benchmarks.trials.processes import tiny_config
 from experiments.config import Config
+from experiments.runs.environment import versions_text
 from experiments.training.resume import resume
 from experiments.training.run import Result, train
 
@@ -43,7 +41,7 @@ PATHS = (
 
 def config_of(out: Path, name: str, mesh: str, steps: int, *, invariant: bool) -> Config:
     """The tiny run of the other trials, whose step is here a whole rollout."""
-    config = tyro.cli(Config, args=[*TINY, "--checkpoint.every", "0"])
+    config = tiny_config("--checkpoint.every", "0")
     schedule = dataclasses.replace(config.schedule, steps=steps, docs_per_step=64, rows=8, row_length=None)
     warm_start = dataclasses.replace(config.warm_start, max_steps=4)
     changes = {"mesh": mesh, "invariant": invariant, "schedule": schedule, "warm_start": warm_start}
@@ -96,8 +94,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "orbax-checkpoint"))
-    print(f"Python {platform.python_version()}, {versions}; {DEVICES} simulated devices\n")
+    print(f"{versions_text()}; {DEVICES} simulated devices\n")
     with tempfile.TemporaryDirectory() as folder:
         failed = trials(Path(folder))
     raise SystemExit(failed > 0)

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
+from experiments.config import Config
+
 TINY = (
     "--task comparison:1 --quiet --model.hidden-size 32 --model.intermediate-size 64 --model.num-layers 1 "
     "--model.num-heads 2 --model.num-kv-heads 2 --model.no-tie-embeddings --warm-start.max-steps 12 "
@@ -23,6 +27,11 @@ MAIN = (
     "runpy.run_module('experiments.grpo', run_name='__main__', alter_sys=True)"
 )
 """`python -m experiments.grpo`, also where this process ignores SIGINT, as in a shell's background."""
+
+
+def tiny_config(*options: str) -> Config:
+    """The run of TINY in this process, with further options."""
+    return tyro.cli(Config, args=[*TINY, *options])
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ def validate(config: Config) -> MeshSpec:
     mesh = parse_mesh(config.mesh)
     with refused_as("rollout"):
         parse_mesh(config.rollout.mesh or "")
-    parse_mesh(config.rollout.mesh or "")
     for option, lowest in _LOWEST.items():
         value = value_of(config, option)
         require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MICRO_BATCHES = 4
+"""Of a step that does not end at a number of documents."""
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:

@@ -4,7 +4,6 @@ JSON has no NaN and no infinity: they are written as the strings "nan", "inf" an
 into floats.
 """
 
-import hashlib
 import json
 import types
 import typing
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.runs.files import write_json
+from experiments.runs.files import digest_of_json, write_json
 from jaxlogp.errors import require
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
@@ -25,7 +24,7 @@ ConfigT = typing.TypeVar("ConfigT")
 
 def config_hash(config: Any) -> str:
     """sha256 of the configuration's values, as `save_config` writes it."""
-    return _hash(_plain_values(config))
+    return digest_of_json(_plain_values(config))
 
 
 def save_config(path: Path, config: Any) -> None:
@@ -37,7 +36,7 @@ def save_config(path: Path, config: Any) -> None:
         ValueError: a configuration that `load_config` could not return unchanged.
     """
     values = _plain_values(config)
-    write_json(path, {"config": values, "sha256": _hash(values)})
+    write_json(path, {"config": values, "sha256": digest_of_json(values)})
 
 
 def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
@@ -89,13 +88,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """The values of config.json; ValueError where they do not match its hash."""
     stored = read_object(path)
     require(stored.keys() == {"config", "sha256"}, str(path), "the keys config and sha256", sorted(stored))
-    seen = _hash(stored["config"])
+    seen = digest_of_json(stored["config"])
     require(seen == stored["sha256"], str(path), f"values with sha256 {stored['sha256']}", f"{seen}: edited or damaged")
     return stored["config"]
-
-
-def _hash(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _plain_values(config: Any) -> dict[str, Any]:

@@ -48,6 +48,13 @@ def library_versions() -> dict[str, str | None]:
     return {name: _version(name) for name in LIBRARIES}
 
 
+def versions_text() -> str:
+    """Python's version and those of the libraries, in one line."""
+    return ", ".join(
+        [f"Python {platform.python_version()}", *(f"{name} {v}" for name, v in library_versions().items())]
+    )
+
+
 def _version(library: str) -> str | None:
     try:
         return metadata.version(library)

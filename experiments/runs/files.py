@@ -4,6 +4,7 @@ The folder may come from somebody else. So a file is opened with O_NOFOLLOW, cre
 put in its place by a rename, which replaces a link and not what it points to. Folders are looked at before use.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -22,9 +23,9 @@ UNREADABLE = ("[", "]", "\\", "*", "?", ":/")
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-def unfinished(path: Path, random: bytes | None = None) -> Path:
-    """A name beside `path` that nobody can have taken before, made of 8 random bytes."""
-    return path.with_name(f"{path.name}.unfinished-{(random or secrets.token_bytes(8)).hex()}")
+def unfinished(path: Path) -> Path:
+    """A name beside `path` that nobody can have taken before."""
+    return path.with_name(f"{path.name}.unfinished-{secrets.token_hex(8)}")
 
 
 def create_file(path: Path) -> FileIO:
@@ -87,6 +88,11 @@ def require_readable_path(folder: Path) -> None:
     """Raises ValueError for a path under which Orbax writes what it cannot read again."""
     found = [text for text in UNREADABLE if text in f"{folder}/"]
     require(not found, "run folder", f"a path without any of {' '.join(UNREADABLE)}", folder)
+
+
+def digest_of_json(value: Any) -> str:
+    """sha256 of JSON values, whatever the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def sync_folder(path: Path) -> None:

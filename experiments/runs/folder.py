@@ -35,6 +35,7 @@ from experiments.runs.log_file import NOTHING, LogFile, Mark
 from jaxlogp.errors import require
 
 LONGEST_NAME_BYTES = 200
+"""File systems take 255, and files inside add to theirs."""
 STEP_OF_RUN = re.compile(r"(.+)@(0|[1-9][0-9]{0,17})", re.ASCII | re.DOTALL)
 
 
@@ -63,8 +64,7 @@ class RunFolder:
         Raises:
             ValueError: a name that is not one path component, a path that exists already, or a parent that is no folder.
         """
-        is_component = bool(name) and name not in (".", "..") and name.isprintable() and not set(name) & set("/\\")
-        require(is_component, "name", "one path component", repr(name)[:LONGEST_NAME_BYTES])
+        require(is_folder_name(name), "name", "one path component", repr(name)[:LONGEST_NAME_BYTES])
         size = len(os.fsencode(name))
         require(size <= LONGEST_NAME_BYTES, "name", f"at most {LONGEST_NAME_BYTES} bytes", size)
         folder = cls(Path(parent).resolve() / name)
@@ -123,6 +123,12 @@ class RunFolder:
         env = read_object(self.env)
         resumes = [*env["resumes"], {"step": step, **describe_environment()}]
         write_json(self.env, {**env, "resumes": resumes})
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a name is one component of a path, and can be read where it is printed."""
+    is_component = bool(name.strip()) and name not in (".", "..") and not set(name) & set("/\\")
+    return is_component and name.isprintable()
 
 
 def run_and_step(run: str | Path) -> tuple[Path, int | None]:

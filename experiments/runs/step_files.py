@@ -23,7 +23,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 by name)
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.runs.files import create_file, kind_of, open_file, sync_folder, unfinished, write_whole
+from experiments.runs.files import create_file, digest_of_json, kind_of, open_file, sync_folder, unfinished, write_whole
 
 ARRAYS = "arrays"
 MANIFEST = "manifest.json"
@@ -73,7 +73,9 @@ def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.n
     leaves = [_record(path, array) for path, array in arrays.items()]
     content = {"step": step, "extra": extra, "leaves": leaves, "files": files}
     with create_file(folder / MANIFEST) as stream:
-        write_whole(stream, json.dumps({"content": content, "sha256": digest(content)}, allow_nan=False).encode())
+        write_whole(
+            stream, json.dumps({"content": content, "sha256": digest_of_json(content)}, allow_nan=False).encode()
+        )
         os.fsync(stream.fileno())
     sync_folder(folder)
 
@@ -92,7 +94,7 @@ def read_manifest(folder: Path, step: int) -> Record:
     try:
         manifest = json.loads(path.read_bytes())
         content = manifest["content"]
-        sealed = manifest["sha256"] == digest(content)
+        sealed = manifest["sha256"] == digest_of_json(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedStep(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
     except OSError as error:
@@ -131,11 +133,6 @@ def read_arrays(folder: Path, content: Record) -> dict[str, np.ndarray]:
         if _record(record["path"], arrays[record["path"]]) != record:
             raise DamagedStep(f"array {record['path']!r} does not match its digest")
     return arrays
-
-
-def digest(content: Any) -> str:
-    """sha256 of JSON values, whatever the order of keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def run_to_end(
     try:
         with (
             caught_signals() as signals,
-            RunStore(folder, trainer.config.checkpoint.keep, _identity(trainer, folder)) as store,
+            RunStore(folder, trainer.config.checkpoint.keep, identity_of_run(folder, trainer.config)) as store,
         ):
             before = None
             if resumed and store.begun:
@@ -226,12 +226,17 @@ class Loop:
         raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
 
 
-def _identity(trainer: Trainer, folder: RunFolder) -> Identity:
-    """What the run is: of config.json, whatever the options were that opened it; where it lies is no part of it."""
+def identity_of_run(folder: RunFolder, config: Config) -> Identity:
+    """What a run is, where it lies being no part of it.
+
+    Args:
+      folder: of the run; its config.json says what may not change.
+      config: the options that it is opened with.
+    """
     options = fixed_values(load_config(folder.config, Config))
     options = {field: value for field, value in options.items() if field not in ("name", "out")}
     # The bits of an invariant run are the same on every mesh.
-    mesh = "any" if trainer.config.invariant else trainer.config.mesh
+    mesh = "any" if config.invariant else config.mesh
     return identity_of(options, mesh, folder.data_digest())
 
 

@@ -20,6 +20,7 @@ from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.models.protocol import check_model
 from experiments.tasks import Task
 from experiments.tasks.tokenizer import Tokenizer, tokenizer_for
+from experiments.training.replicas import sum_of_bits
 from jaxlogp.errors import require
 
 Shardings = Callable[[nnx.State], Any]
@@ -237,13 +238,10 @@ def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:
 
 @jax.jit
 def _sums_of_bits(state: nnx.State) -> list[jax.Array]:
-    def total(leaf: jax.Array) -> jax.Array:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        bits = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
-        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+    def numbers(leaf: jax.Array) -> jax.Array:
+        return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
-    return [total(leaf) for leaf in jax.tree.leaves(state)]
+    return [sum_of_bits(numbers(leaf)) for leaf in jax.tree.leaves(state)]
 
 
 def fingerprint(frozen: nnx.State) -> list[int]:

@@ -61,18 +61,18 @@ class Replicas:
         axes = self._mesh.axis_names
 
         def local(leaves: list[Array]) -> UInt32[Array, "devices leaves"]:
-            return lax.all_gather(jnp.stack([fingerprint(leaf) for leaf in leaves]), axes)
+            return lax.all_gather(jnp.stack([sum_of_bits(leaf) for leaf in leaves]), axes)
 
         # What is compared is whether replicated values are equal, which the types of varying values presuppose.
         mapped = jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
         return jax.jit(mapped)
 
 
-def fingerprint(x: Array) -> UInt32[Array, ""]:
+def sum_of_bits(x: Array) -> UInt32[Array, ""]:
     """The sum of the bits of all elements as integers, modulo 2^32.
 
     Example:
-        >>> int(fingerprint(jnp.array([1.0, -0.0], jnp.float32))) == 0x3F800000 + 0x80000000
+        >>> int(sum_of_bits(jnp.array([1.0, -0.0], jnp.float32))) == 0x3F800000 + 0x80000000
         True
     """
     if x.dtype == jnp.bool_:

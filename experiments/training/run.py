@@ -1,6 +1,7 @@
 """A run from its options to its result: the entry point from Python, also called by the command line."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from experiments.models.pretrained import small_files
 from experiments.runs.config_file import save_config
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.files import write_json
-from experiments.runs.folder import RunFolder, read_metrics
+from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
 from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
@@ -30,9 +31,6 @@ from experiments.training.loop import kept, run_to_end
 from experiments.training.origin import origin_of, with_own_model
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
-
-LONGEST_NAME = 200
-"""Bytes; file systems take 255, and files inside add to theirs."""
 
 RewardPairs = Sequence[tuple[Reward, float]]
 """Functions with their weights."""
@@ -250,9 +248,9 @@ def _new_path(config: Config) -> Path:
       ValueError: a name that is not one of a folder, a path that exists already, or one below something else than a folder.
     """
     name = _default_name(config) if config.name is None else config.name
-    is_component = bool(name.strip()) and name not in (".", "..") and not set(name) & set("/\\\0")
-    require(is_component and name.isprintable(), "--name", "the name of a folder", repr(name))
-    require(len(name.encode()) <= LONGEST_NAME, "--name", f"at most {LONGEST_NAME} bytes", len(name.encode()))
+    require(is_folder_name(name), "--name", "the name of a folder", repr(name))
+    size = len(os.fsencode(name))
+    require(size <= LONGEST_NAME_BYTES, "--name", f"at most {LONGEST_NAME_BYTES} bytes", size)
     try:
         path = Path(config.out).resolve() / name
         there = next(each for each in path.parents if each.exists())

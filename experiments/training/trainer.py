@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, validate
+from experiments.config.schedule import MICRO_BATCHES
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -158,7 +159,7 @@ class Trainer:
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
         self._schedule = DocumentSchedule(
-            options.docs_per_step, options.micro_batches or 4, options.max_empty_micro_batches
+            options.docs_per_step, options.micro_batches or MICRO_BATCHES, options.max_empty_micro_batches
         )
         self._trace()
         slow = slower_head(self.sums.head_run)
@@ -393,6 +394,7 @@ class Trainer:
     # Checkpoints
 
     def saved_arrays(self) -> dict[str, Any]:
+        """What a checkpoint holds as arrays: parameters, optimizer state, and the reference where there is one."""
         leaves = jax.tree.leaves(self.state.opt_state)
         arrays = {
             "params": nnx.to_pure_dict(self.state.params),

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.runs import checkpoint
 from experiments.runs.checkpoint import Checkpoints, SavedSteps, restore_template
-from experiments.runs.step_files import digest, read_manifest
+from experiments.runs.files import digest_of_json
+from experiments.runs.step_files import read_manifest
 
 EXTRA = {"iterator": [3, 1], "documents_seen": 96, "learning_rate": 0.1, "config": {"name": "tiny"}}
 OPTIMIZER = optax.adam(1e-2)
@@ -277,7 +278,7 @@ def other_arrays(step):
     shutil.rmtree(step / "arrays")
     shutil.copytree(step.parent / "10" / "arrays", step / "arrays")
     content = {**manifest["content"], "files": older["content"]["files"]}
-    (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest(content)}))
+    (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest_of_json(content)}))
 
 
 def edit_extra(step):
@@ -297,7 +298,7 @@ def deep_manifest(step):
 
 def foreign_manifest(step):
     content = {"step": 20, "extra": {}, "leaves": [{"path": "a"}]}
-    (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest(content)}))
+    (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest_of_json(content)}))
 
 
 def empty_step(step):

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from experiments.runs import config_file
 from experiments.runs.config_file import config_hash, load_config, save_config
+from experiments.runs.files import digest_of_json
 from experiments.runs.folder import RunFolder
 
 
@@ -54,7 +54,7 @@ def rewrite(path, change):
     """Edits a JSON file, and seals config.json again, so that only the edit itself can be refused."""
     stored = json.loads(path.read_text())
     change(stored["config"])
-    stored["sha256"] = config_file._hash(stored["config"])
+    stored["sha256"] = digest_of_json(stored["config"])
     path.write_text(json.dumps(stored))
 
 

@@ -26,20 +26,12 @@ import numpy as np
 
 from benchmarks.trials.corruption import attempt as trial
 from benchmarks.trials.corruption import cases
+from benchmarks.trials.processes import tiny_config
 from experiments.command_line import run_command
-from experiments.config import (
-    CheckpointConfig,
-    Config,
-    EvaluationConfig,
-    ModelConfig,
-    RolloutConfig,
-    ScheduleConfig,
-    WarmStartConfig,
-)
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.config_file import save_config
 from experiments.runs.console import RunConsole
-from experiments.runs.environment import library_versions
+from experiments.runs.environment import versions_text
 from experiments.runs.folder import RunFolder, Sample
 from experiments.runs.lock import RunLock
 from experiments.runs.step_files import read_manifest
@@ -47,16 +39,11 @@ from experiments.runs.store import RunStore, SavedRun
 from experiments.training.run import train
 from jaxlogp.errors import require
 
-TINY = Config(
-    task="comparison:1",
-    quiet=True,
-    model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16),
-    warm_start=WarmStartConfig(max_steps=4, batch_size=16, check_every=4),
-    rollout=RolloutConfig(prompts_per_rollout=8, num_generations=4),
-    schedule=ScheduleConfig(steps=4, docs_per_step=32, rows=16, row_length=32),
-    evaluation=EvaluationConfig(every=2, num_prompts=8),
-    checkpoint=CheckpointConfig(every=2),
-)
+OPTIONS = (
+    "--checkpoint.every 2 --evaluation.every 2 --evaluation.num-prompts 8 --rollout.prompts-per-rollout 8 "
+    "--schedule.rows 16 --schedule.steps 4 --warm-start.batch-size 16 --warm-start.max-steps 4"
+).split()
+"""Of the run that is damaged, beside those that all trials share."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,7 @@ class Subject:
 def small(parent: Path) -> Subject:
     """A run of two checkpoints whose state is a few arrays."""
     folder = RunFolder.create(parent, "small")
-    save_config(folder.config, TINY)
+    save_config(folder.config, tiny_config(*OPTIONS))
     table = jax.random.normal(jax.random.key(0), (64, 48))
     state = {"table": table, "half": table.astype(jnp.bfloat16), "count": jnp.int32(3), "key": jnp.zeros(2, jnp.uint32)}
     with RunLock(folder.lock), RunStore(folder, 2, trial.identity_here(folder)) as store:
@@ -101,7 +88,7 @@ def small(parent: Path) -> Subject:
 
 def tiny(parent: Path) -> Subject:
     """The run of a trainer, four steps and two checkpoints."""
-    result = train(dataclasses.replace(TINY, out=str(parent), name="tiny"))
+    result = train(dataclasses.replace(tiny_config(*OPTIONS), out=str(parent), name="tiny"))
     arrays = result.trainer.saved_arrays()
     return _subject(result.run, restore_template(arrays, result.trainer.mesh))
 
@@ -182,9 +169,8 @@ def main(config: CorruptionConfig) -> dict[str, Counter[str]]:
                     print(f"{outcome.verdict}: {case.place}, {case.name}: {outcome.words}")
             parts.append(f"## {len(results)} corruptions of the {title}\n\n{table(chosen, results)}")
             verdicts[title] = Counter(outcome.verdict for outcome in results)
-    versions = ", ".join(f"{library} {version}" for library, version in library_versions().items())
     command = f"python -m benchmarks.trials.corruption --checkpoint {config.checkpoint} --folder {config.folder}"
-    head = f"# Corrupted checkpoints and run folders\n\nCommand: `{command} --seed {config.seed}`. {versions}."
+    head = f"# Corrupted checkpoints and run folders\n\nCommand: `{command} --seed {config.seed}`. {versions_text()}."
     text = "\n\n".join([head, *parts]) + "\n"
     print(text)
     if config.out is not None:

@@ -14,14 +14,14 @@ import numpy as np
 
 from experiments.command_line import exit_code
 from experiments.config import Config
-from experiments.config.changes import fixed_values
 from experiments.runs.checkpoint import Restored
 from experiments.runs.config_file import load_config
 from experiments.runs.files import replace_file, write_json
 from experiments.runs.folder import RunFolder, Sample
-from experiments.runs.identity import Identity, identity_of
+from experiments.runs.identity import Identity
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore
+from experiments.training.loop import identity_of_run
 
 SENTENCE = "goes on, with a sentence"
 UNTOUCHED = "goes on, of no importance"
@@ -56,9 +56,7 @@ class Outcome:
 
 def identity_here(folder: RunFolder) -> Identity:
     """As the loop of a run has it."""
-    config = load_config(folder.config, Config)
-    options = {name: value for name, value in fixed_values(config).items() if name not in ("name", "out")}
-    return identity_of(options, config.mesh, folder.data_digest())
+    return identity_of_run(folder, load_config(folder.config, Config))
 
 
 def attempt(path: Path, template: Any, saved: Saved) -> Outcome:

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.trials.corruption import damage
 from experiments.config import Config
 from experiments.runs.config_file import config_hash, load_config, save_config
-from experiments.runs.step_files import digest
+from experiments.runs.files import digest_of_json
 
 Lines = Callable[[list[bytes]], list[bytes]]
 
@@ -139,7 +139,7 @@ def _foreign(folder: Path, canary: Path, rng: np.random.Generator) -> None:
     """A sealed manifest that this program did not write."""
     content = {"step": 9999, "extra": {}, "leaves": []}
     (folder / "checkpoints" / "9999").mkdir()
-    manifest = {"content": content, "sha256": digest(content)}
+    manifest = {"content": content, "sha256": digest_of_json(content)}
     (folder / "checkpoints" / "9999" / "manifest.json").write_text(json.dumps(manifest))
 
 
