@@ -6,31 +6,43 @@
     python -m experiments.grpo --task sorting --schedule.steps 300
     python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.grpo --mesh data=2,tensor=4
+    srun python -m experiments.grpo --distributed --mesh data=-1,fsdp=8
 
 A small decoder learns the task's format from examples until some of its sampled answers are right (the warm start),
 then improves from its own samples: groups of completions per prompt, rewards from a verifier, group advantages, a
-clipped policy loss with denominators over the whole step. Not supported: several processes, and large models.
+clipped policy loss with denominators over the whole step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from experiments.command_line import arguments_of, run_command
 from experiments.config import Config
 from experiments.options import typed_options, value_of
 from experiments.presets import defaults_for
+from experiments.runs.processes import start
 from experiments.training.resume import set_up_resume
 from experiments.training.run import Result, set_up
+from jaxlogp.errors import require
 
 
 @dataclass(frozen=True)
 class GrpoConfig(Config):
-    """Options of a run, or a run to continue."""
+    """Options of a run, or a run to continue, and the processes that it is computed by."""
 
     resume: str | None = None
     """Run folder to continue, with its own options. Of those typed beside it, others than the run's are taken where they may
     change, and kept for the next resume: --schedule.steps, --mesh, --optimizer.learning-rate, --checkpoint, --evaluation
     (all but --evaluation.kl), --drift and --guards; --quiet is for this time alone. Any other difference is refused."""
+    distributed: bool = False
+    """One of several processes of the same run, started with the same options, one on every host (see docs/scaling.md).
+    SLURM, Open MPI, Kubernetes and Cloud TPUs say which; elsewhere the three options below do."""
+    coordinator: str | None = None
+    """host:port of process 0, with a free port."""
+    num_processes: int | None = None
+    """How many processes."""
+    process_id: int | None = None
+    """Number of this one, from 0."""
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:
@@ -38,11 +50,11 @@ def run_cli(arguments: Sequence[str] | None = None) -> Result:
     given = arguments_of(arguments)
 
     def run(config: GrpoConfig) -> Result:
+        _join(config)
         typed = {field: value_of(config, field) for field in typed_options(given, Config)}
         if config.resume is not None:
             return set_up_resume(config.resume, typed).finish()
-        plain = Config(**{name: value for name, value in vars(config).items() if name != "resume"})
-        return set_up(plain).finish()
+        return set_up(Config(**{field.name: getattr(config, field.name) for field in fields(Config)})).finish()
 
     return run_command(
         GrpoConfig,
@@ -52,6 +64,16 @@ def run_cli(arguments: Sequence[str] | None = None) -> Result:
         arguments=given,
         default=lambda typed: GrpoConfig(**vars(defaults_for(typed))),
     )
+
+
+def _join(config: GrpoConfig) -> None:
+    """Joins the other processes, where there are any."""
+    place = {"coordinator": config.coordinator, "num_processes": config.num_processes, "process_id": config.process_id}
+    if config.distributed:
+        start(**place)
+    for name, value in place.items():
+        expected = "no value without --distributed"
+        require(config.distributed or value is None, f"--{name.replace('_', '-')}", expected, value)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.models.placement import placed
 from jaxlogp.errors import require
 
 DATA_AXIS = "data"
@@ -129,7 +130,7 @@ def split_rows(arrays: Any, mesh: Mesh) -> Any:
     """Host arrays, placed with their rows split over the ranks where those divide them, else whole on every device."""
     (rows,) = {len(array) for array in jax.tree.leaves(arrays)}
     spec = P(row_axes(mesh)) if rows % num_ranks(mesh) == 0 else P()
-    return jax.device_put(arrays, NamedSharding(mesh, spec))
+    return placed(arrays, NamedSharding(mesh, spec))
 
 
 def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
@@ -144,7 +145,8 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
         A mesh with axis names ("data", "fsdp", "tensor"), all present even at size 1.
 
     Raises:
-        ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them.
+        ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them. With several
+            processes, more devices than it takes: each of them has to have a part of it.
     """
     devices = jax.devices()
     needed, found = spec.num_devices, len(devices)
@@ -152,6 +154,8 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     remedy = f" (set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before the start)" if on_cpu else ""
     seen = f"{found} {devices[0].platform} device{'s' if found > 1 else ''}{remedy}"
     require(needed <= found, "mesh", f"{needed} devices for {spec}", seen)
+    together = jax.process_count() == 1 or needed == found
+    require(together, "mesh", f"all {found} devices of the {jax.process_count()} processes", f"{needed} for {spec}")
     grid = np.asarray(devices[:needed], dtype=object).reshape(spec.data, spec.fsdp, spec.tensor)
     axis_types = (jax.sharding.AxisType.Auto,) * len(AXIS_NAMES)
     return jax.sharding.Mesh(grid, AXIS_NAMES, axis_types=axis_types)

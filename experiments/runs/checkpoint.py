@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
+from experiments.models.placement import placed
 from experiments.runs.files import (
     UNFINISHED,
     create_file,
@@ -98,8 +99,8 @@ class SavedSteps:
                 damaged[candidate] = str(reason)
                 continue
             warnings += [_damage(*bad, candidate) for bad in damaged.items()]
-            placed = [jax.device_put(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
-            arrays = jax.tree.unflatten(jax.tree.structure(template), placed)
+            there = [placed(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
+            arrays = jax.tree.unflatten(jax.tree.structure(template), there)
             return Restored(arrays, content["extra"], candidate, tuple(warnings), damaged)
         reasons = "; ".join(f"step {bad}: {reason}" for bad, reason in damaged.items())
         raise ValueError(f"checkpoints: expected an undamaged step in {self.folder}, got {reasons}")
@@ -154,9 +155,7 @@ class Checkpoints(SavedSteps):
         latest = max(self._numbered(), default=None)
         require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
         require(_survives_json(extra), "extra", "a dict that JSON returns unchanged", repr(extra)[:200])
-        leaves = _named_leaves(arrays, "arrays")
-        for name, leaf in leaves.items():
-            _require_array(name, leaf)
+        leaves = leaves_to_save(arrays)
         # A copy through JSON: the caller may change its record while the thread writes.
         self._pending = self._thread.submit(self._write, step, json.loads(json.dumps(extra)), on_host(leaves))
 
@@ -276,11 +275,22 @@ def _named_leaves(tree: Any, argument: str) -> dict[str, Any]:
     return named
 
 
+def leaves_to_save(arrays: Any) -> dict[str, jax.Array]:
+    """Arrays by their paths, as checkpoints hold them.
+
+    Raises:
+        ValueError: a pytree leaf that is not an array.
+    """
+    leaves = _named_leaves(arrays, "arrays")
+    for name, leaf in leaves.items():
+        _require_array(name, leaf)
+    return leaves
+
+
 def _require_array(name: str, leaf: Any) -> None:
     require(isinstance(leaf, jax.Array), f"arrays leaf {name!r}", "a jax Array", type(leaf).__name__)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     require(not is_key, f"arrays leaf {name!r}", "uint32 data from jax.random.key_data", leaf.dtype)
-    require(leaf.is_fully_addressable, f"arrays leaf {name!r}", "an array of this process", leaf.sharding)
 
 
 def _survives_json(extra: Any) -> bool:

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from experiments.runs.processes import processes
+
 HEADER_EVERY = 20
 REPORTS_PER_PHASE = 10
 
@@ -56,6 +58,8 @@ class RunConsole:
     Args:
         quiet: print only warnings and the lines of the summary that are meant for grep.
         stream: where to print; standard output when None.
+
+    Of several processes the first alone prints.
     """
 
     def __init__(self, quiet: bool = False, stream: TextIO | None = None) -> None:
@@ -64,6 +68,7 @@ class RunConsole:
         self._terminal = stream.isatty()
         # Stated rather than detected: rich would also obey environment variables that force colours into a file.
         self._console = Console(file=stream, force_terminal=self._terminal, force_jupyter=False, highlight=False)
+        self._console.quiet = not processes().first
         self._lines = 0
 
     def say(self, text: str) -> None:

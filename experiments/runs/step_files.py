@@ -23,6 +23,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 by name)
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments.models.placement import whole_on_host
 from experiments.runs.files import create_file, digest_of_json, kind_of, open_file, sync_folder, unfinished, write_whole
 
 ARRAYS = "arrays"
@@ -39,11 +40,14 @@ class DamagedStep(Exception):
 
 
 def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Copies in the memory of this process; nothing on a device shares them."""
+    """Copies in the memory of this process; nothing on a device shares them. All processes have to call it."""
     for leaf in leaves.values():
-        leaf.copy_to_host_async()
+        if leaf.is_fully_addressable:
+            leaf.copy_to_host_async()
     # On a CPU the host's view is the device's memory, which the next step takes over.
-    return {path: np.array(leaf, order="C", copy=True).reshape(leaf.shape) for path, leaf in leaves.items()}
+    return {
+        path: np.array(whole_on_host(leaf), order="C", copy=True).reshape(leaf.shape) for path, leaf in leaves.items()
+    }
 
 
 def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.ndarray]) -> None:
@@ -141,8 +145,14 @@ def _orbax() -> Iterator[ocp.Checkpointer]:
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
+    # Whole arrays, by this process alone: it waits for no other.
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process{here}"
+    )
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             yield checkpointer
     finally:
         logger.setLevel(level)

@@ -1,13 +1,16 @@
 """What a run keeps on disk, as one thing: checkpoints, and the logs and the identity that belong to each of them."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, numbered
+from experiments.models.placement import whole_on_host
+from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, leaves_to_save, numbered
 from experiments.runs.console import RunConsole
-from experiments.runs.folder import MetricsWriter, RunFolder
+from experiments.runs.folder import MetricsWriter, RunFolder, Sample
 from experiments.runs.identity import Identity, compared
 from experiments.runs.log_file import Mark
+from experiments.runs.processes import processes
 from jaxlogp.errors import require
 
 OWN = "run"
@@ -99,7 +102,12 @@ class RunStore:
             warnings.extend(self._metrics.dropped)
 
         restored = self._checkpoints.restore(template, step, check=take_up)
+        processes().gather("restored", restored.step)
         return _without_own(restored)._replace(warnings=(*restored.warnings, *warnings))
+
+    def record_resume(self, step: int) -> None:
+        """As `RunFolder.record_resume`."""
+        self._folder.record_resume(step)
 
     def close(self) -> None:
         """Waits for the save in progress, and closes everything; raises OSError where it could not be written."""
@@ -108,6 +116,69 @@ class RunStore:
         finally:
             if self._metrics is not None:
                 self._metrics.close()
+
+
+class FollowedStore:
+    """The store as the other processes have it: they read the run folder, which process 0 writes.
+
+    Args:
+        folder: the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._restored: int | None = None
+        self.metrics = NoMetrics()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @property
+    def begun(self) -> bool:
+        """See `RunStore`."""
+        return bool(numbered(self._folder.checkpoints))
+
+    def latest_step(self) -> int | None:
+        """See `RunStore`."""
+        return self._restored
+
+    def begin(self, console: RunConsole) -> None:
+        """Nothing is opened."""
+
+    def save(self, step: int, arrays: Any, extra: dict[str, Any]) -> None:
+        """Gives process 0 what it saves."""
+        for leaf in leaves_to_save(arrays).values():
+            whole_on_host(leaf)
+
+    def wait_until_finished(self) -> None:
+        """Nothing is written."""
+
+    def restore(self, template: Any, step: int | None = None) -> Restored:
+        """The step that process 0 has restored."""
+        del step
+        self._restored = processes().gather("restored", None)[0]
+        return SavedRun(self._folder).restore(template, self._restored)
+
+    def record_resume(self, step: int) -> None:
+        """Nothing is written."""
+
+
+class NoMetrics:
+    """Takes records, as `experiments.runs.folder.MetricsWriter` does, and writes nothing."""
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def write_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
+        """Nothing."""
+
+
+def open_store(folder: RunFolder, keep: int, identity: Identity) -> RunStore | FollowedStore:
+    """The store of a run, in every process; arguments are those of `RunStore`."""
+    return RunStore(folder, keep, identity) if processes().first else FollowedStore(folder)
 
 
 def _without_own(restored: Restored) -> Restored:

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.models.mesh import split_rows
+from experiments.models.placement import whole_on_host
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, Samples, make_sampler
@@ -36,4 +37,4 @@ class CachedDraw:
     ) -> Samples:
         """See `Draw`."""
         draw = make_sampler(self._graph, replace(self._options, copies=copies))
-        return jax.device_get(draw(params, *split_rows((prompts, lengths), self._mesh), key))
+        return whole_on_host(draw(params, *split_rows((prompts, lengths), self._mesh), key))

@@ -10,6 +10,7 @@ from flax import nnx
 from experiments.runs.folder import Sample
 from experiments.sampling.prompts import Sizes, encode_prompt
 from experiments.sampling.sampler import Samples
+from experiments.sampling.scorer import Scorer
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.protocol import prompt_text
 from experiments.tasks.tokenizer import Tokenizer
@@ -92,7 +93,8 @@ class Completer:
     def __init__(
         self, draw: Draw, rewards: Rewards, tokenizer: Tokenizer, sizes: Sizes, stop: tuple[str, ...] = ()
     ) -> None:
-        self._draw, self.rewards, self._tokenizer, self._sizes, self._stop = draw, rewards, tokenizer, sizes, stop
+        self._draw, self._tokenizer, self._sizes, self._stop = draw, tokenizer, sizes, stop
+        self.rewards = Scorer(rewards)
 
     def complete(self, params: nnx.State, examples: list[Example], key: jax.Array, *, copies: int = 1) -> Completions:
         """Draws `copies` completions for each example and rewards them.

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from experiments.models.mesh import split_rows
+from experiments.models.placement import whole_on_host
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
@@ -39,7 +40,7 @@ class UncachedDraw:
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         room = np.full((len(prompts), self._options.max_new_tokens), self._options.pad_id, np.int32)
         placed = split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)
-        return jax.device_get(self._run(params, *placed, key))
+        return whole_on_host(self._run(params, *placed, key))
 
     def _completed(self, params, rows, prompt_lengths, key) -> Samples:
         model = nnx.merge(self._graph, params)

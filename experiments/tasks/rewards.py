@@ -112,14 +112,26 @@ class Rewards:
             RewardFailed: a function raised, or returned no number; names it, the document and what was raised.
             RewardNotFinite: a function returned a number that is not finite, or the sum is not; likewise.
         """
-        documents = [_Scored(*each) for each in enumerate(zip(examples, completions, strict=True))]
-        parts = np.array([[_call(term, each) for term in self.terms] for each in documents], np.float64)
-        parts = parts.reshape(len(documents), len(self.terms))
-        rewards = parts @ np.array([term.weight for term in self.terms], np.float64)
-        for document, reward in zip(documents, rewards.tolist(), strict=True):
+        return self.weighted(examples, completions, self.parts(examples, completions, range(len(completions))))
+
+    def parts(
+        self, examples: Sequence[Example], completions: Sequence[Completion], numbers: Sequence[int]
+    ) -> list[list[float]]:
+        """What each function says of the completions with these numbers; raises as `score`."""
+        documents = [_Scored(number, (examples[number], completions[number])) for number in numbers]
+        return [[_call(term, document) for term in self.terms] for document in documents]
+
+    def weighted(
+        self, examples: Sequence[Example], completions: Sequence[Completion], parts: Sequence[Sequence[float]]
+    ) -> Scored:
+        """Rewards from their parts, one row for each completion; raises as `score`."""
+        said = np.array(parts, np.float64).reshape(len(completions), len(self.terms))
+        rewards = said @ np.array([term.weight for term in self.terms], np.float64)
+        for number, reward in enumerate(rewards.tolist()):
             if _finite(reward) is None:
+                document = _Scored(number, (examples[number], completions[number]))
                 raise RewardNotFinite(f"reward: expected a finite sum for {document}, got {reward}")
-        return Scored(rewards.astype(np.float32), parts.astype(np.float32))
+        return Scored(rewards.astype(np.float32), said.astype(np.float32))
 
 
 def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | None, options: "RewardOptions") -> Rewards:

@@ -49,7 +49,8 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
             "task": f"{task.name}, {'endless' if count is None else count} training examples, "
             f"{len(prompts)} different held-out prompts",
             "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
-            "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}",
+            "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}"
+            + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
             "memory": _memory(config, task, origin, params, mesh.ranks),
             "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
             "run folder": str(folder),

@@ -13,9 +13,10 @@ from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, identity_of
+from experiments.runs.processes import processes
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted
-from experiments.runs.store import RunStore
+from experiments.runs.store import FollowedStore, RunStore, open_store
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
@@ -54,7 +55,7 @@ def run_to_end(
     try:
         with (
             caught_signals() as signals,
-            RunStore(folder, trainer.config.checkpoint.keep, identity_of_run(folder, trainer.config)) as store,
+            open_store(folder, trainer.config.checkpoint.keep, identity_of_run(folder, trainer.config)) as store,
         ):
             before = None
             if resumed and store.begun:
@@ -66,7 +67,7 @@ def run_to_end(
                 store.begin(console)
             if resumed:
                 on_resume(trainer)
-                _say_resumed(trainer, folder, console, before)
+                _say_resumed(trainer, store, console, before, folder)
             return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
@@ -90,7 +91,7 @@ class Loop:
         trainer: Trainer,
         folder: RunFolder,
         console: RunConsole,
-        store: RunStore,
+        store: RunStore | FollowedStore,
         signals: Signals,
     ) -> None:
         self._trainer, self._folder, self._console = trainer, folder, console
@@ -182,8 +183,12 @@ class Loop:
 
     def _save_is_due(self) -> bool:
         options, step = self._trainer.config.checkpoint, self._trainer.progress.step
-        by_time = options.every_minutes and time.monotonic() - self._saved_at >= 60.0 * options.every_minutes
-        return bool(self._ended or by_time or (options.every and step % options.every == 0))
+        return bool(self._ended or self._time_has_come() or (options.every and step % options.every == 0))
+
+    def _time_has_come(self) -> bool:
+        minutes = self._trainer.config.checkpoint.every_minutes
+        passed = lambda: time.monotonic() - self._saved_at >= 60.0 * minutes  # noqa: E731
+        return bool(minutes) and processes().of_first("time to save", passed)
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one; never of a state that cannot be trained on."""
@@ -216,14 +221,18 @@ class Loop:
             raise GuardAbort(f"step {step}: {what}: {found}; {kept(self._folder)}")
 
     def _answer_signals(self) -> None:
-        """Raises `Interrupted` after a signal, with a durable checkpoint of this step if there is anything to save yet."""
-        received = self._signals.received
-        if received is None:
+        """Raises `Interrupted` after a signal to any of the processes, with a durable checkpoint of this step if there is
+        anything to save yet."""
+        here = processes()
+        told = {process: each for process, each in enumerate(here.gather("signals", self._signals.received)) if each}
+        if not told:
             return
+        process, received = next((process, signal.Signals(each)) for process, each in told.items())
+        name = received.name if here.count == 1 else f"{received.name} to process {process}"
         if self._before is not None:
             self._save()
             self._store.wait_until_finished()
-        raise Interrupted(received, f"{received.name}: {kept(self._folder)}")
+        raise Interrupted(received, f"{name}: {kept(self._folder)}")
 
 
 def identity_of_run(folder: RunFolder, config: Config) -> Identity:
@@ -245,8 +254,14 @@ def _require_unbegun(folder: RunFolder) -> None:
     require(made == 0, "checkpoints", f"at least one complete step in {folder.checkpoints}", f"none after {made} steps")
 
 
-def _say_resumed(trainer: Trainer, folder: RunFolder, console: RunConsole, before: Scores | None) -> None:
-    folder.record_resume(trainer.progress.step)
+def _say_resumed(
+    trainer: Trainer,
+    store: RunStore | FollowedStore,
+    console: RunConsole,
+    before: Scores | None,
+    folder: RunFolder,
+) -> None:
+    store.record_resume(trainer.progress.step)
     at = f" at step {trainer.progress.step}"
     begins_again = ", which has no checkpoint yet: the warm start begins again"
     console.say(f"resumed {folder.path}{begins_again if before is None else at}")

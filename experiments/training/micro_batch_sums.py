@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from experiments.models.mesh import TENSOR_AXIS, row_axes
+from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
@@ -75,7 +76,7 @@ class MicroBatchSums:
 
     def place(self, tree: Any) -> Any:
         """Parameters, or an optimizer's state for them, where this program needs them."""
-        return jax.device_put(tree, parameter_shardings(tree, self._mesh))
+        return placed(tree, parameter_shardings(tree, self._mesh))
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
         """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.
@@ -102,12 +103,12 @@ class MicroBatchSums:
     def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
         """See `GradientSums`."""
         scores = self._settled(self._score(params, self._frozen, self._placed(batch)))
-        return Scores(*(None if x is None else np.asarray(x).reshape(batch.mask.shape) for x in scores))
+        return Scores(*(None if x is None else whole_on_host(x).reshape(batch.mask.shape) for x in scores))
 
     def _placed(self, batch: MicroBatch) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
-        return jax.device_put(flat, NamedSharding(self._mesh, P(self._row_axes)))
+        return placed(flat, NamedSharding(self._mesh, P(self._row_axes)))
 
     def _settled(self, result: Any) -> Any:
         # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each

@@ -9,6 +9,7 @@ from flax import nnx
 
 from experiments.config import Config
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
+from experiments.models.placement import placed
 from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.options import refused_as
 from experiments.sampling.cached_draw import CachedDraw
@@ -96,7 +97,7 @@ class PlainMode:
         """Parameters as the mesh of the rollouts splits them."""
         if self._rollout_mesh == self.mesh:
             return state
-        return jax.device_put(state, parameter_shardings(state, self._rollout_mesh))
+        return placed(state, parameter_shardings(state, self._rollout_mesh))
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:

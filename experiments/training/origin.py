@@ -16,6 +16,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.lora import LoraConfig
 from experiments.models.mesh import TENSOR_AXIS
 from experiments.models.parameters import abstract_decoder
+from experiments.models.placement import placed
 from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.models.protocol import check_model
 from experiments.tasks import Task
@@ -169,7 +170,7 @@ class OwnOrigin:
         graph, params, frozen = nnx.split(self.model, nnx.Param, ...)
         # The first step takes over the memory of the parameters that it is given.
         params = jax.tree.map(jnp.copy, params)
-        return Parts(graph, params, jax.device_put(frozen, shardings(frozen)))
+        return Parts(graph, params, placed(frozen, shardings(frozen)))
 
     def graph(self, mesh: Mesh) -> nnx.GraphDef:
         """See `Origin`."""

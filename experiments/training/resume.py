@@ -16,13 +16,14 @@ from experiments.runs.config_file import load_config, read_object, save_config
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
+from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.registry import full_name
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
-from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task
+from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task, require_same_run
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
@@ -69,9 +70,10 @@ def set_up_resume(
     require_settings()
     place, step = run_and_step(path)
     folder = RunFolder.open(place)
-    lock = RunLock(folder.lock)
+    lock = RunLock(folder.lock) if processes().first else None
     with contextlib.ExitStack() as refused:
-        refused.callback(lock.release)
+        if lock is not None:
+            refused.callback(lock.release)
         run = _set_up(folder, lock, step, changes, Given(task, reward, model))
         refused.pop_all()
     return run
@@ -85,7 +87,7 @@ class Given(NamedTuple):
     model: nnx.Module | None
 
 
-def _set_up(folder: RunFolder, lock: RunLock, step: int | None, changes: Mapping[str, Any], given: Given) -> Run:
+def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: Mapping[str, Any], given: Given) -> Run:
     stored = load_config(folder.config, Config)
     quiet = bool(changes.get("quiet", False))
     kept = changed(stored, _as_stored(changes, stored))
@@ -94,6 +96,7 @@ def _set_up(folder: RunFolder, lock: RunLock, step: int | None, changes: Mapping
     rewards, task = given_rewards(config, given.reward), given_task(config, given.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
     check_data(folder, task)
+    require_same_run(config, task)
     # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
     restored = bool(complete_steps(folder.checkpoints))
     origin = origin_of(config, task, given.model, restored=restored)
@@ -133,7 +136,7 @@ class Resumption:
                 else f"ended with its training data at step {step}"
             )
             raise NothingToDo(f"nothing to do: {self.folder.path} {why}; --schedule.steps sets another goal")
-        if self.kept != self.stored:
+        if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)
 
     def _finished_at(self, step: int) -> bool:

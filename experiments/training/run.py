@@ -1,5 +1,6 @@
 """A run from its options to its result: the entry point from Python, also called by the command line."""
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -14,13 +15,15 @@ from experiments.config import Config, RewardConfig, validate
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
-from experiments.runs.config_file import save_config
+from experiments.runs.config_file import config_hash, save_config
 from experiments.runs.console import HeldOut, RunConsole
+from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
 from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
+from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
@@ -28,7 +31,7 @@ from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
 from experiments.training.introduction import introduce
 from experiments.training.loop import kept, run_to_end
-from experiments.training.origin import origin_of, with_own_model
+from experiments.training.origin import Origin, origin_of, with_own_model
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
 
@@ -74,7 +77,7 @@ class Run:
     Attributes:
       trainer: without parameters where the run goes on from a checkpoint.
       folder: of the run.
-      lock: of the folder.
+      lock: of the folder; None in other processes than the first.
       dtype: of activations.
       resumption: None for a new run.
       step: of the checkpoint to go on from; None for the newest.
@@ -82,7 +85,7 @@ class Run:
 
     trainer: Trainer
     folder: RunFolder
-    lock: RunLock
+    lock: RunLock | None
     dtype: DtypeChoice
     resumption: Continued | None = None
     step: int | None = None
@@ -93,7 +96,7 @@ class Run:
         Raises:
           Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
         """
-        with self.lock:
+        with self.lock or contextlib.nullcontext():
             return self._finish()
 
     def _finish(self) -> Result:
@@ -107,7 +110,8 @@ class Run:
         except NothingToDo:
             raise
         except Stopped:
-            _draw_curves(self.folder)
+            if processes().first:
+                _draw_curves(self.folder)
             raise
         except BaseException:
             console.ending(kept(self.folder))
@@ -132,10 +136,38 @@ def set_up(
     config = config.resolved()
     task = given_task(config, task)
     config = _with_lasting_base(dataclasses.replace(config, task=task.name))
-    path = _new_path(config)
+    path = Path(processes().of_first("run folder", lambda: str(_new_path(config))))
+    require_same_run(config, task)
     origin = origin_of(config, task, model, restored=False)
     introduce(config, task, origin, path, dtype)
     trainer = Trainer(config, task, rewards, origin=origin)
+    folder, lock = _made_by_first(path, config, task, origin)
+    return Run(trainer, folder, lock, dtype)
+
+
+def require_same_run(config: Config, task: Task) -> None:
+    """Refuses processes that would not compute the same run.
+
+    Raises:
+      ValueError: other versions, options or data in one of them.
+    """
+    here = processes()
+    here.require_same("versions", versions_text())
+    here.require_same("options", config_hash(dataclasses.replace(config, quiet=False)))
+    here.require_same("examples", data_digest(task))
+
+
+def _made_by_first(path: Path, config: Config, task: Task, origin: Origin) -> tuple[RunFolder, RunLock | None]:
+    """The run folder, with all that is in it from the start."""
+    here = processes()
+    made = _made(path, config, task, origin) if here.first else (RunFolder(path), None)
+    here.gather("run folder made", None)
+    expected = "a folder that all processes see, on a file system that they share"
+    require(made[0].config.is_file(), "--out", expected, f"{path}, which process {here.index} does not see")
+    return made
+
+
+def _made(path: Path, config: Config, task: Task, origin: Origin) -> tuple[RunFolder, RunLock]:
     folder = RunFolder.create(path.parent, path.name)
     lock = RunLock(folder.lock)
     if origin.pretrained is not None:
@@ -145,7 +177,7 @@ def set_up(
     if digest is not None:
         write_json(folder.data, {"task": task.name, "sha256": digest})
     save_config(folder.config, config)
-    return Run(trainer, folder, lock, dtype)
+    return folder, lock
 
 
 def train(
@@ -206,7 +238,7 @@ def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None)
 
 
 def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
-    records, trainer = _draw_curves(run.folder), run.trainer
+    trainer = run.trainer
     head = trainer.sums.head_run
     assert head is not None, "traced at the start"
     facts = {
@@ -224,21 +256,21 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}
-    write_json(run.folder.summary, {**facts, **scores})
+    if processes().first:
+        _draw_curves(run.folder)
+        write_json(run.folder.summary, {**facts, **scores})
+    processes().gather("finished", None)
     held_out = {
         "temperature 1": HeldOut(before.sampled, after.sampled),
         "greedy": HeldOut(before.greedy, after.greedy),
     }
     console.summary(facts, run.folder.path, held_out)
     console.ending(kept(run.folder, finished=True))
-    return Result(before, after, run.folder, records, trainer)
+    return Result(before, after, run.folder, read_metrics(run.folder.metrics).records, trainer)
 
 
-def _draw_curves(folder: RunFolder) -> list[dict[str, Any]]:
-    """Draws what has been logged, and returns it."""
-    records = read_metrics(folder.metrics).records
-    plot_runs([records], folder.curves)
-    return records
+def _draw_curves(folder: RunFolder) -> None:
+    plot_runs([read_metrics(folder.metrics).records], folder.curves)
 
 
 def _new_path(config: Config) -> Path:

@@ -22,6 +22,7 @@ from experiments.sampling.finite import NotFinite
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.sampling.rollout import RolloutCounts, Rollouts
+from experiments.sampling.scorer import Scorer
 from experiments.sampling.stream import Packing, RoundStream
 from experiments.tasks import Example, Rewards, RewardTerm, Task
 from experiments.tasks.configured import configured_rewards, task_for
@@ -108,7 +109,7 @@ class Trainer:
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
-        self._verdict = Rewards((RewardTerm(CORRECT, self.task.verify),))
+        self._verdict = Scorer(Rewards((RewardTerm(CORRECT, self.task.verify),)))
         self.origin = origin = origin or origin_of(config, self.task, model, restored=restored)
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)

@@ -1,0 +1,46 @@
+"""Arrays between hosts and a mesh whose devices may belong to several processes.
+
+Each process has the same host arrays, and copies to its own devices what belongs there; nothing is sent.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """The arrays of a tree where `shardings`, one or a tree of them, say; as `jax.device_put` with one process.
+
+    Args:
+        tree: host arrays, arrays of this process that are the same in every process, or arrays over all processes.
+        shardings: of all processes' devices.
+    """
+    # With several processes device_put compares every host array with those of the other processes, by a broadcast.
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, Sharding):
+        return jax.tree.map(lambda x: _placed(x, shardings), tree)
+    return jax.tree.map(_placed, tree, shardings)
+
+
+def _placed(x: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def whole_on_host(tree: Any) -> Any:
+    """Whole NumPy arrays, in every process; all of them have to call it."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return jax.tree.map(_whole, tree)
+
+
+def _whole(x: jax.Array | np.ndarray) -> np.ndarray:
+    if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)

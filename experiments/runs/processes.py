@@ -1,0 +1,260 @@
+"""The processes of one run: what they tell each other between two steps, and one end for all of them.
+
+    python -m experiments.grpo --distributed ...        the same command on every host, see docs/scaling.md
+
+Every process runs the same program over the same documents, on one mesh of all their devices; JAX moves the arrays. What
+one process alone can know (a signal, a clock, what a reward function returned) goes through `gather`, over the key-value
+store of `jax.distributed`. Process 0 writes the run folder; the others read it.
+
+A process that fails says why before it ends, and all others end with its reason and its exit code, instead of waiting for
+it in a collective for ever. One that is killed can say nothing: JAX misses its heartbeats and ends the others.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+# The key-value store has no public name.
+from jax._src import distributed
+
+from jaxlogp.errors import require
+
+T = TypeVar("T")
+
+ROOM = "jaxlogp"
+FAILURE = f"{ROOM}/failure"
+HEARTBEAT_TIMEOUT_SECONDS = 20
+"""After so long without a sign of life, JAX takes a process for dead and ends the others."""
+START_TIMEOUT_SECONDS = 300
+SLOW_SECONDS = 30.0
+"""A process that the others have waited for this long is named."""
+GRACE_SECONDS = 10.0
+"""A process in which nothing has failed has this long to arrive at the end by itself."""
+_POLL_MS = 1000
+
+
+class Failure(NamedTuple):
+    """Why a process has ended."""
+
+    process: int
+    code: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} ended: {self.sentence}"
+
+
+@dataclass
+class Processes:
+    """All processes of a run, seen from one of them.
+
+    Attributes:
+        index: number of this process.
+        count: how many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+    _store: Any = None
+    _gathers: int = 0
+    _ending: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.index == 0
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every process's value, by their numbers. All of them have to call it, in the same order.
+
+        Args:
+            what: names the value; process for process the same.
+            value: as JSON returns it unchanged; infinities and NaN are allowed.
+
+        Raises:
+            RuntimeError: another process gathers something else: the processes do not run the same program any more.
+        """
+        if self.count == 1:
+            return [value]
+        self._gathers += 1
+        self._store.key_value_set(f"{ROOM}/{self._gathers}/{self.index}", json.dumps([what, value]))
+        values = [self._value_of(process, what) for process in range(self.count)]
+        # Whoever has all values of this gather knows that all have read those of the one before.
+        if self._gathers > 1:
+            self._store.key_value_delete(f"{ROOM}/{self._gathers - 1}/{self.index}")
+        return values
+
+    def of_first(self, what: str, make: Callable[[], T]) -> T:
+        """What process 0 makes of it, in all processes."""
+        return self.gather(what, make() if self.first else None)[0]
+
+    def require_same(self, argument: str, value: Any) -> None:
+        """Refuses a value that is not the same in every process.
+
+        Raises:
+            ValueError: names the first process with another one.
+        """
+        for process, theirs in enumerate(self.gather(argument, value)):
+            require(theirs == value, argument, f"in process {process} that of process {self.index}, {value}", theirs)
+
+    def _value_of(self, process: int, what: str) -> Any:
+        key, started, said = f"{ROOM}/{self._gathers}/{process}", time.monotonic(), False
+        while (text := self._read(key)) is None:
+            waited = time.monotonic() - started
+            if self.first and not said and waited >= SLOW_SECONDS:
+                said = True
+                _say(f"WARNING: process {process} keeps the others waiting at {what}, for {waited:.0f} s so far")
+        theirs, value = json.loads(text)
+        if theirs != what:
+            raise RuntimeError(f"process {process} is at {theirs!r} where process {self.index} is at {what!r}")
+        return value
+
+    def _read(self, key: str) -> str | None:
+        """The value of a key, waited for a moment; None where there is none yet."""
+        try:
+            return self._store.blocking_key_value_get(key, _POLL_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    # The end
+
+    def watch(self) -> None:
+        """Ends this process, from a thread, where another one has failed: the main thread may wait for it for ever."""
+        if self.count > 1:
+            threading.Thread(target=self._watch, name="processes", daemon=True).start()
+
+    def _watch(self) -> None:
+        while (failure := self._failure()) is None:
+            time.sleep(0.2)
+        if failure.process != self.index and not self._ending.wait(GRACE_SECONDS):
+            _say(f"error: {failure}")
+            self._leave(failure.code)
+
+    def _failure(self) -> Failure | None:
+        try:
+            text = self._read(FAILURE)
+        except jax.errors.JaxRuntimeError:
+            # Process 0 has the store, and is gone; JAX ends this process, and says so.
+            time.sleep(HEARTBEAT_TIMEOUT_SECONDS)
+            return None
+        return None if text is None else Failure(*json.loads(text))
+
+    def end(self, code: int, sentence: str, *, caused_here: bool) -> None:
+        """Ends this process for a fault; returns where it is the only one.
+
+        Args:
+            code: exit code.
+            sentence: why, to be told to the others.
+            caused_here: False of what may be the consequence of a fault elsewhere, such as a broken connection.
+        """
+        if self.count == 1:
+            return
+        self._ending.set()
+        failure = Failure(self.index, code, sentence)
+        if not caused_here:
+            # The process at fault says so before it ends; of one that was killed, JAX says so, and ends this one.
+            failure = self._told_within(2 * HEARTBEAT_TIMEOUT_SECONDS) or failure
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if failure.process == self.index:
+                failure = self._tell(failure)
+        if failure.process == self.index:
+            _say(f"error: {sentence}" if self.first else f"error: process {self.index}: {sentence}")
+        elif failure.sentence != sentence:
+            _say(f"error: {failure}")
+        self._leave(failure.code)
+
+    def _told_within(self, seconds: float) -> Failure | None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (failure := self._failure()) is not None:
+                return failure
+        return None
+
+    def _tell(self, failure: Failure) -> Failure:
+        """The failure that the others are told: the first one."""
+        try:
+            self._store.key_value_set(FAILURE, json.dumps(failure))
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return self._failure() or failure
+        return failure
+
+    def _leave(self, code: int) -> None:
+        """Ends the process at once: the interpreter's end would wait for the others, and they for it."""
+        with contextlib.suppress(Exception):
+            self._store.key_value_set(f"{ROOM}/left/{self.index}", "")
+        if self.first:
+            # It has the store that the others read the reason from.
+            deadline = time.monotonic() + GRACE_SECONDS + 5.0
+            for process in range(1, self.count):
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    while self._read(f"{ROOM}/left/{process}") is None and time.monotonic() < deadline:
+                        pass
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+_HERE: list[Processes] = []
+
+
+def processes() -> Processes:
+    """The processes that this one has been started with; itself alone where `jax.distributed` was not initialized."""
+    state = distributed.global_state
+    if state.client is None or state.num_processes == 1:
+        return Processes()
+    if not _HERE:
+        _HERE.append(Processes(state.process_id, state.num_processes, state.client))
+    return _HERE[0]
+
+
+def start(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Joins the other processes; before anything has asked JAX for its devices.
+
+    Args:
+        coordinator: host:port of process 0; None, with the other two, where the cluster says it (SLURM, Open MPI,
+            Kubernetes, a Cloud TPU).
+        num_processes: how many there are.
+        process_id: number of this one.
+
+    Raises:
+        ValueError: some of the three without the others, a number out of range, or a cluster that does not say.
+    """
+    given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    expected = "--coordinator, --num-processes and --process-id together, or none of them"
+    require(len(missing) in (0, 3), "--distributed", expected, f"no {' and no '.join(missing)}")
+    if num_processes is not None and process_id is not None and coordinator is not None:
+        require(num_processes >= 1, "--num-processes", "at least 1", num_processes)
+        require(0 <= process_id < num_processes, "--process-id", f"in [0, {num_processes})", process_id)
+        host, _, port = coordinator.rpartition(":")
+        require(bool(host) and port.isdecimal(), "--coordinator", "host:port", repr(coordinator))
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=START_TIMEOUT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
+        )
+    except ValueError as error:
+        seen = f"an environment that does not say them ({error})"
+        require(False, "--distributed", "--coordinator, --num-processes and --process-id, or a cluster", seen)
+    processes().watch()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
