@@ -11,6 +11,7 @@ from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
 from experiments.options import flat_fields, option_name, refused_as, value_of
+from experiments.runs.processes import processes
 from jaxlogp.errors import require
 
 
@@ -82,6 +83,8 @@ def _validate_unused(config: Config) -> None:
 
 
 def _validate_invariant(config: Config, completions: int) -> None:
+    count = processes().count
+    require(count == 1, "--invariant", "one process, whose devices the leaves are copied between", f"{count} processes")
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
     # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
