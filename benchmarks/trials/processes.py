@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,13 +50,32 @@ class Ended:
     traceback: bool
 
 
-def start(arguments: list[str], cache: Path) -> subprocess.Popen:
-    """The command line as a process, whose compiled programs are kept in `cache`."""
+def start(arguments: list[str], cache: Path, *, main: str = MAIN, devices: int | None = None) -> subprocess.Popen:
+    """The command line as a process, whose compiled programs are kept in `cache`, on as many simulated devices; None leaves
+    XLA_FLAGS as they are."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    command = [sys.executable, "-c", MAIN, *arguments]
+    if devices is not None:
+        settings["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    command = [sys.executable, "-c", main, *arguments]
     environment = {**os.environ, **settings}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def start_together(arguments: list[str], cache: Path, count: int, main: str = MAIN) -> list[subprocess.Popen]:
+    """The command line as several processes of one run, a device each.
+
+    Args:
+      arguments: of every one of them.
+      cache: as for `start`.
+      count: how many.
+      main: their program.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = ["--distributed", "--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id"]
+    return [start([*arguments, *place, str(index)], cache, main=main, devices=1) for index in range(count)]
 
 
 def stop_when(process: subprocess.Popen, moment: Callable[[], bool], delay: float, number: signal.Signals) -> bool:

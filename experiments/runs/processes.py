@@ -10,13 +10,14 @@ A process that fails says why before it ends, and all others end with its reason
 it in a collective for ever. One that is killed can say nothing: JAX misses its heartbeats and ends the others.
 """
 
+import atexit
 import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -96,14 +97,22 @@ class Processes:
         """What process 0 makes of it, in all processes."""
         return self.gather(what, make() if self.first else None)[0]
 
-    def require_same(self, argument: str, value: Any) -> None:
-        """Refuses a value that is not the same in every process.
+    def require_same(self, what: str, values: Mapping[str, Any]) -> None:
+        """Refuses values that are not the same in every process.
+
+        Args:
+            what: names all of them.
+            values: by the names of the arguments; as for `gather`.
 
         Raises:
-            ValueError: names the first process with another one.
+            ValueError: names the first argument, and the first process with another value.
         """
-        for process, theirs in enumerate(self.gather(argument, value)):
-            require(theirs == value, argument, f"in process {process} that of process {self.index}, {value}", theirs)
+        for process, theirs in enumerate(self.gather(what, dict(values))):
+            for name in values.keys() | theirs.keys():
+                mine, found = values.get(name), theirs.get(name)
+                require(
+                    found == mine, name, f"in process {process} that of process {self.index}, {mine!r}", repr(found)
+                )
 
     def _value_of(self, process: int, what: str) -> Any:
         key, started, said = f"{ROOM}/{self._gathers}/{process}", time.monotonic(), False
@@ -130,12 +139,22 @@ class Processes:
 
     def watch(self) -> None:
         """Ends this process, from a thread, where another one has failed: the main thread may wait for it for ever."""
-        if self.count > 1:
-            threading.Thread(target=self._watch, name="processes", daemon=True).start()
+        if self.count == 1:
+            return
+        thread = threading.Thread(target=self._watch, name="processes", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            self._ending.set()
+            thread.join()
+
+        # A thread that is still in the store's code when the interpreter ends would abort the process.
+        atexit.register(stop)
 
     def _watch(self) -> None:
         while (failure := self._failure()) is None:
-            time.sleep(0.2)
+            if self._ending.is_set():
+                return
         if failure.process != self.index and not self._ending.wait(GRACE_SECONDS):
             _say(f"error: {failure}")
             self._leave(failure.code)
@@ -145,7 +164,7 @@ class Processes:
             text = self._read(FAILURE)
         except jax.errors.JaxRuntimeError:
             # Process 0 has the store, and is gone; JAX ends this process, and says so.
-            time.sleep(HEARTBEAT_TIMEOUT_SECONDS)
+            time.sleep(_POLL_MS / 1000)
             return None
         return None if text is None else Failure(*json.loads(text))
 
@@ -163,6 +182,8 @@ class Processes:
         failure = Failure(self.index, code, sentence)
         if not caused_here:
             # The process at fault says so before it ends; of one that was killed, JAX says so, and ends this one.
+            line = f"process {self.index}: the connection to another one is broken"
+            _say(f"{line}; JAX says within {HEARTBEAT_TIMEOUT_SECONDS} s which one has ended: {sentence[:200]}")
             failure = self._told_within(2 * HEARTBEAT_TIMEOUT_SECONDS) or failure
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if failure.process == self.index:
@@ -192,18 +213,19 @@ class Processes:
 
     def _leave(self, code: int) -> None:
         """Ends the process at once: the interpreter's end would wait for the others, and they for it."""
-        with contextlib.suppress(Exception):
-            self._store.key_value_set(f"{ROOM}/left/{self.index}", "")
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._store.key_value_set(f"{ROOM}/left/{self.index}", "left")
         if self.first:
-            # It has the store that the others read the reason from.
+            # It has the store that the others read the reason from, and without which JAX aborts them.
             deadline = time.monotonic() + GRACE_SECONDS + 5.0
             for process in range(1, self.count):
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     while self._read(f"{ROOM}/left/{process}") is None and time.monotonic() < deadline:
                         pass
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            time.sleep(1.0)
         os._exit(code)
 
 

@@ -15,7 +15,8 @@ from experiments.config import Config, RewardConfig, validate
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.pretrained import small_files
-from experiments.runs.config_file import config_hash, save_config
+from experiments.options import flat_fields, option_name, value_of
+from experiments.runs.config_file import save_config, to_json
 from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
@@ -151,10 +152,12 @@ def require_same_run(config: Config, task: Task) -> None:
     Raises:
       ValueError: other versions, options or data in one of them.
     """
-    here = processes()
-    here.require_same("versions", versions_text())
-    here.require_same("options", config_hash(dataclasses.replace(config, quiet=False)))
-    here.require_same("examples", data_digest(task))
+    # Fields that are not part of a run differ without harm.
+    options = {
+        option_name(field): to_json(value_of(config, field)) for field in flat_fields(Config) if field != "quiet"
+    }
+    facts = {"versions": versions_text(), "the examples' sha256": data_digest(task)}
+    processes().require_same("options", {**options, **facts})
 
 
 def _made_by_first(path: Path, config: Config, task: Task, origin: Origin) -> tuple[RunFolder, RunLock | None]:

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
 from experiments.config import Config, validate
 from experiments.config.schedule import MICRO_BATCHES
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
+from experiments.runs.processes import processes
 from experiments.runs.store import RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions, readable
 from experiments.sampling.finite import NotFinite
@@ -262,7 +264,8 @@ class Trainer:
         self.stream.seconds, self.rollouts.counts, self.drift = 0.0, RolloutCounts(), None
         source = (self.rollouts.made, self.prompts.cursor, [deque(queue) for queue in self.stream.queues])
         try:
-            collected = self._schedule.collect([self.stream], padding=self._stream_packing.padding())
+            padding = self._stream_packing.padding()
+            collected = self._schedule.collect([self.stream], padding=padding, all_reduce=_same_everywhere)
             require_finite_inputs([batch for (batch,) in collected.micro_batches])
         except RewardFailed:
             self.rollouts.made, self.prompts.cursor, self.stream.queues = source
@@ -446,6 +449,17 @@ class Trainer:
         self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
         self.stream.restore(extra["queued"])
         return Scores(**extra["before"])
+
+
+def _same_everywhere(counts: Int[np.ndarray, " values"]) -> Int[np.ndarray, " values"]:
+    """Counts of a round, which holds the documents of all ranks in every process."""
+    told = processes().gather("documents of a round", counts.tolist())
+    different = [process for process, theirs in enumerate(told) if theirs != told[0]]
+    if different:
+        raise RuntimeError(
+            f"process {different[0]} has other documents than process 0: {told[different[0]]}, {told[0]}"
+        )
+    return counts
 
 
 def slower_head(head_run: HeadRun | None) -> str | None:

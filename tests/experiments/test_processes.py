@@ -1,0 +1,218 @@
+"""What the processes of a run tell each other, with threads in their place and a dictionary as their store."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.runs import processes as module
+from experiments.runs.processes import FAILURE, Processes, processes, start
+from experiments.sampling.scorer import Scorer
+from experiments.tasks import Completion, Example, Rewards
+from experiments.tasks.rewards import RewardFailed, RewardNotFinite, RewardTerm
+
+
+class Left(BaseException):
+    """In the place of os._exit."""
+
+
+class Store:
+    """The calls of JAX's key-value store that are used, with its errors."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            if key in self.values:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            self.values.pop(key, None)
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """Three processes, which say here what they print and how they end."""
+    said = []
+    monkeypatch.setattr(module, "_say", said.append)
+    monkeypatch.setattr(module, "_POLL_MS", 20)
+
+    def leave(code):
+        raise Left(code)
+
+    monkeypatch.setattr(module.os, "_exit", leave)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    store = Store()
+    return store, [Processes(index, 3, store) for index in range(3)], said
+
+
+def in_each(here, function):
+    """What the function returns, or raises, in every process at the same time."""
+
+    def run(each):
+        try:
+            return function(each)
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(len(here)) as pool:
+        return list(pool.map(run, here))
+
+
+def test_one_process_has_nobody_to_ask():
+    here = processes()
+    assert (here.index, here.count, here.first) == (0, 1, True)
+    assert Processes().gather("x", [1]) == [[1]]
+    Processes().end(1, "a fault", caused_here=True)
+    Processes().watch()
+
+
+def test_every_process_gathers_all_values_and_the_store_stays_small(three):
+    store, here, _ = three
+    for number in range(4):
+        found = in_each(here, lambda each, number=number: each.gather("numbers", [each.index, number, float("-inf")]))
+        assert found == [[[index, number, float("-inf")] for index in range(3)]] * 3
+    assert len(store.values) == 3
+
+
+def test_the_first_process_decides(three):
+    _, here, _ = three
+    assert in_each(here, lambda each: each.of_first("name", lambda: f"of {each.index}")) == ["of 0"] * 3
+
+
+def test_processes_that_gather_different_things_are_told_so(three):
+    _, here, _ = three
+    errors = in_each(here, lambda each: each.gather("signals" if each.index else "rewards", None))
+    assert str(errors[0]) == "process 1 is at 'signals' where process 0 is at 'rewards'"
+    assert all(isinstance(error, RuntimeError) for error in errors)
+
+
+def test_a_different_option_is_refused_by_name(three):
+    _, here, _ = three
+    errors = in_each(here, lambda each: each.require_same("options", {"--seed": each.index // 2, "--out": "runs"}))
+    assert str(errors[0]) == "--seed: expected in process 2 that of process 0, 0, got 1"
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert in_each(here, lambda each: each.require_same("options", {"--out": "runs"})) == [None] * 3
+
+
+def test_a_slow_process_is_named_once(three, monkeypatch):
+    _, here, said = three
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.1)
+    released = threading.Event()
+    threading.Timer(0.4, released.set).start()
+    in_each(here, lambda each: (each.index != 1 or released.wait(), each.gather("rewards", None)))
+    (line,) = said
+    assert line.startswith("WARNING: process 1 keeps the others waiting at rewards")
+
+
+def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(three, monkeypatch):
+    store, here, said = three
+    ends = in_each(here[1:2], lambda each: each.end(3, "/x: No space left on device", caused_here=True))
+    assert [error.args for error in ends] == [(3,)] and json.loads(store.values[FAILURE])[0] == 1
+    # One that waits in a collective is ended by its thread; in another the collective has broken.
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+    assert in_each(here[:1] + here[2:], lambda each: each._watch())[1].args == (3,)
+    assert said == [f"error: process 1{word}: /x: No space left on device" for word in ("", " ended", " ended")]
+
+
+def test_a_broken_connection_is_no_reason_while_there_is_one(three):
+    _, here, said = three
+    in_each(here[2:], lambda each: each.end(1, "a bug", caused_here=True))
+    (end,) = in_each(here[:1], lambda each: each.end(1, "JaxRuntimeError: Connection reset", caused_here=False))
+    assert end.args == (1,)
+    assert said[0] == "error: process 2: a bug" and said[-1] == "error: process 2 ended: a bug" and len(said) == 3
+
+
+def test_the_same_refusal_everywhere_is_printed_once(three):
+    _, here, said = three
+    ends = in_each(here, lambda each: each.end(2, "--seed: expected …", caused_here=True))
+    assert [error.args for error in ends] == [(2,)] * 3 and len(said) == 1
+
+
+def test_a_process_that_ends_by_itself_is_not_ended_by_its_thread(three):
+    _, here, said = three
+    here[0]._ending.set()
+    here[0]._watch()
+    in_each(here[1:2], lambda each: each.end(1, "a bug", caused_here=True))
+    here[0]._watch()
+    assert said == ["error: process 1: a bug"]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ((None, 2, 0), "--distributed: expected --coordinator, .* together, or none of them, got no --coordinator"),
+        (("localhost:1", None, 0), "got no --num-processes"),
+        (("localhost:1", 2, 2), r"--process-id: expected in \[0, 2\), got 2"),
+        (("localhost:1", 0, 0), "--num-processes: expected at least 1, got 0"),
+        (("localhost", 2, 0), "--coordinator: expected host:port, got 'localhost'"),
+        ((None, None, None), "--distributed: expected .*, or a cluster, got an environment that does not say them"),
+    ],
+)
+def test_a_place_among_the_processes_that_cannot_be(place, words):
+    with pytest.raises(ValueError, match=words):
+        start(*place)
+
+
+# Rewards
+
+EXAMPLES = [Example(f"{number}+1=", str(number + 1)) for number in range(7)]
+TEXTS = [Completion(str(number % 3), num_tokens=1, ended=True) for number in range(7)]
+
+
+def scored(here, monkeypatch, function):
+    """Results of `Scorer.score` in each process."""
+    own = threading.local()
+    monkeypatch.setattr("experiments.sampling.scorer.processes", lambda: own.here)
+    scorer = Scorer(Rewards((RewardTerm("own", function), RewardTerm("length", lambda e, c: c.num_tokens, 0.5))))
+
+    def run(each):
+        own.here = each
+        return scorer.score(EXAMPLES, TEXTS)
+
+    return in_each(here, run)
+
+
+def test_every_completion_is_scored_by_one_process(three, monkeypatch):
+    _, here, _ = three
+    calls = []
+
+    def reward(example, completion):
+        calls.append(example.prompt)
+        return int(completion) / 7
+
+    whole = Rewards((RewardTerm("own", reward), RewardTerm("length", lambda e, c: c.num_tokens, 0.5)))
+    wanted = whole.score(EXAMPLES, TEXTS)
+    calls.clear()
+    for found in scored(here, monkeypatch, reward):
+        np.testing.assert_array_equal(found.rewards, wanted.rewards)
+        np.testing.assert_array_equal(found.parts, wanted.parts)
+    assert sorted(calls) == [example.prompt for example in EXAMPLES]
+
+
+@pytest.mark.parametrize("raised", [RewardFailed, RewardNotFinite])
+def test_a_reward_that_fails_in_one_process_fails_in_all(three, monkeypatch, raised):
+    _, here, _ = three
+
+    def reward(example, completion):
+        if example is not EXAMPLES[4]:
+            return 0.0
+        return float("nan") if raised is RewardNotFinite else None
+
+    errors = scored(here, monkeypatch, reward)
+    assert [type(error) for error in errors] == [raised] * 3
+    assert len(set(map(str, errors))) == 1 and "document 4" in str(errors[0])

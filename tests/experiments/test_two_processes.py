@@ -1,0 +1,107 @@
+"""Runs of two processes, a simulated device each, over gloo: their bits, and their end."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from benchmarks.trials.processes import MAIN, TINY, start, start_together, stop_when, wait
+from experiments.runs.checkpoint import complete_steps
+from experiments.runs.folder import read_metrics
+
+pytestmark = pytest.mark.slow
+
+PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+FAULT = f"""
+import os, sys
+from experiments.training.trainer import Trainer
+step, last = Trainer.train_step, sys.argv[sys.argv.index("--process-id") + 1] == "1"
+def train_step(trainer):
+    if last and trainer.progress.step == 1:
+        raise OSError(28, "No space left on device", "/x")
+    return step(trainer)
+Trainer.train_step = train_step
+{MAIN}
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """A run whose data ends in the middle of a step, after a round in which one rank has no document."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
+    sizes = (
+        "--schedule.rows 1 --schedule.row-length 16 --rollout.max-new-tokens 4 --rollout.prompts-per-rollout 6 "
+        "--rollout.num-generations 3 --schedule.docs-per-step 24 --schedule.epochs 1 --warm-start.max-steps 2 "
+        "--drift.every 0 --evaluation.every 0 --evaluation.no-kl --mesh data=2"
+    )
+    return [*TINY, "--task", f"jsonl:{path}", *sizes.split()]
+
+
+def saved(run, step=None):
+    """Digests of every array of a checkpoint, and its counters."""
+    step = max(complete_steps(run / "checkpoints")) if step is None else step
+    content = json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())["content"]
+    counters = {name: value for name, value in content["extra"].items() if name != "run"}
+    return step, {leaf["path"]: leaf["sha256"] for leaf in content["leaves"]}, counters
+
+
+def losses(run):
+    records = read_metrics(run / "metrics.jsonl").records
+    return [(each["step"], each["loss"], each["num_documents"]) for each in records if each["kind"] == "train"]
+
+
+def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signals(options, cache, tmp_path):
+    """With the bits of one that one process has computed without a break."""
+    assert wait(start([*options, "--out", str(tmp_path), "--name", "whole"], cache, devices=2)).code == 0
+    run, resume = tmp_path / "run", ["--resume", str(tmp_path / "run"), "--quiet"]
+
+    def further():
+        """Says when the run has saved one more step than now."""
+        wanted = max(complete_steps(run / "checkpoints")) + 1
+        return lambda: (run / "checkpoints" / str(wanted)).exists()
+
+    # A fault of one of two, which both report.
+    both = start_together([*options, "--out", str(tmp_path), "--name", "run"], cache, 2, main=FAULT)
+    ends = [wait(each) for each in both]
+    assert [end.code for end in ends] == [3, 3]
+    assert ends[0].last == "error: process 1 ended: /x: No space left on device"
+    assert ends[1].last == "error: process 1: /x: No space left on device"
+    # One goes on.
+    one = start(resume, cache, devices=2)
+    assert stop_when(one, further(), 0.0, signal.SIGTERM) and wait(one).code == 143
+    # SIGTERM to one of two ends both.
+    both = start_together(resume, cache, 2)
+    assert stop_when(both[1], further(), 0.0, signal.SIGTERM)
+    ends = [wait(each) for each in both]
+    assert [end.code for end in ends] == [143, 143]
+    assert ends[0].last.startswith("error: SIGTERM to process 1: step ") and "--resume" in ends[0].last
+    # One that is killed does not leave the other waiting.
+    both = start_together(resume, cache, 2)
+    assert stop_when(both[1], further(), 0.0, signal.SIGKILL)
+    started = time.monotonic()
+    _, errors = both[0].communicate(timeout=60)
+    assert both[0].returncode != 0 and wait(both[1]).code == -9 and time.monotonic() - started < 30
+    # JAX names it, in the line after its sentence.
+    assert "unhealthy (stopped sending heartbeats):\n1\n" in errors
+    assert [wait(each).code for each in start_together(resume, cache, 2)] == [0, 0]
+    whole = tmp_path / "whole"
+    assert saved(run) == saved(whole) and losses(run) == losses(whole)
+    documents = [count for *_, count in losses(whole)]
+    assert 0 < documents[-1] < 24 and sum(documents) % 2 == 1, "the data ends within a step, and on one rank first"
+
+
+def test_processes_with_different_options_are_refused(options, cache, tmp_path):
+    main = f"import sys; sys.argv += ['--seed', sys.argv[sys.argv.index('--process-id') + 1]]; {MAIN}"
+    ends = [wait(each) for each in start_together([*options, "--out", str(tmp_path)], cache, 2, main=main)]
+    assert [end.code for end in ends] == [2, 2]
+    here = "--seed: expected in process 1 that of process 0, 0, got 1"
+    there = "process 1 ended: --seed: expected in process 0 that of process 1, 1, got 0"
+    assert ends[0].last in (f"error: {here}", f"error: {there}")
+    assert not list(tmp_path.iterdir())
