@@ -25,7 +25,8 @@ from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
-from jaxlogp import HeadRun, MicroBatch, StepSums, VocabShards, linear_log_probs, record_head_runs
+from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs
+from jaxlogp.head.registry import default_shards
 
 
 class MicroBatchSums:
@@ -134,7 +135,7 @@ class MicroBatchSums:
         model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()
-        shards = VocabShards.even(weight.shape[0], self._mesh.shape[TENSOR_AXIS])
+        shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
         rows = P(self._row_axes)
