@@ -16,12 +16,16 @@ from jaxlogp._arrays import as_int32
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, resized_spec
 from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
 
+TILE = 256
+"""Rows of the weight in a tile of the `hopper` kernels, which begin to count at a shard's first row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class VocabShards:
     """Contiguous vocabulary ranges, one per shard, that cover [0, vocab_size) exactly once.
 
-    Make one with :meth:`even` or :meth:`from_ranges`. Hashable, so it can be a static argument of ``jax.jit``.
+    Make one with :meth:`aligned`, :meth:`even` or :meth:`from_ranges`. Hashable, so it can be a static argument of
+    ``jax.jit``.
 
     Attributes:
       ranges: ((start, end), ...) with end exclusive, in vocabulary order; shard r owns ranges[r].
@@ -67,6 +71,36 @@ class VocabShards:
         require(num_shards <= vocab_size, "num_shards", f"at most vocab_size {vocab_size}", num_shards)
         width, extra = divmod(vocab_size, num_shards)
         edges = [rank * width + min(rank, extra) for rank in range(num_shards + 1)]
+        return cls(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
+
+    @classmethod
+    def aligned(cls, vocab_size: int, num_shards: int, multiple: int = TILE) -> "VocabShards":
+        """Shards that begin at multiples of a tile: what is used where a caller names no shards.
+
+        W = ⌈vocab_size / (num_shards · multiple)⌉ · multiple ids for every shard but the last, which owns the rest. No
+        shard cuts a tile, so that engine `hopper` computes the log-probs, entropies and weight gradients of one GPU, to
+        the last bit, on any number of shards. All padding is behind the last id.
+
+        Where no ids would be left for the last shard, as in small vocabularies, the shards are those of :meth:`even`.
+
+        Args:
+          vocab_size: V.
+          num_shards: size of the mesh axis that shards the vocabulary.
+          multiple: ids of a tile.
+
+        Raises:
+          ValueError: an argument is not a positive integer, or there are more shards than ids.
+
+        Example:
+          >>> VocabShards.aligned(1000, 2).ranges, VocabShards.aligned(500, 2).ranges, VocabShards.aligned(10, 2).ranges
+          (((0, 512), (512, 1000)), ((0, 256), (256, 500)), ((0, 5), (5, 10)))
+        """
+        require(_is_int(multiple) and multiple > 0, "multiple", "an integer > 0", multiple)
+        even = cls.even(vocab_size, num_shards)
+        width = -(-vocab_size // (num_shards * multiple)) * multiple
+        if (num_shards - 1) * width >= vocab_size:
+            return even
+        edges = [*range(0, num_shards * width, width), vocab_size]
         return cls(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
 
     @classmethod
@@ -131,7 +165,9 @@ class VocabShards:
     def shard_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "blocks ..."]:
         """Pads every shard of ``weight`` to max_width rows: a shard's rows first, then rows of zeros.
 
-        The result splits evenly over a mesh axis. Differentiable; the identity when all shards are equal.
+        The result splits evenly over a mesh axis. Differentiable; the identity when all shards are equal. Where only the
+        last shard is shorter (:meth:`aligned`), a weight whose rows are split evenly over the axis is not gathered: each
+        rank receives the rows that it lacks from its neighbour.
 
         Args:
           weight: [vocab_size, ...], any dtype.
@@ -150,6 +186,8 @@ class VocabShards:
 
     def _padded_rows(self, weight: Array) -> Array:
         padding = [(0, 0)] * (weight.ndim - 1)
+        if self._padded_at_the_end:
+            return jnp.pad(weight, [(0, self.num_shards * self.max_width - self.vocab_size), *padding])
         blocks = [
             jnp.pad(weight[start:end], [(0, self.max_width - (end - start)), *padding]) for start, end in self.ranges
         ]
@@ -165,8 +203,14 @@ class VocabShards:
         return automatic_axes(self._real_rows, padded, out_specs=resized_spec(padded, self.vocab_size))
 
     def _real_rows(self, padded: Array) -> Array:
+        if self._padded_at_the_end:
+            return padded[: self.vocab_size]
         blocks = padded.reshape(self.num_shards, self.max_width, *padded.shape[1:])
         return jnp.concatenate([blocks[rank, :width] for rank, width in enumerate(self.widths)])
+
+    @property
+    def _padded_at_the_end(self) -> bool:
+        return all(width == self.max_width for width in self.widths[:-1])
 
     def _check_rows(self, weight: Shaped[Array, "rows ..."], rows: int, argument: str) -> None:
         ok = getattr(weight, "ndim", 0) >= 1 and weight.shape[0] == rows

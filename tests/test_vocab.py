@@ -31,6 +31,28 @@ def test_even_split_covers_the_vocabulary_once(vocab_size, num_shards):
     assert widths == sorted(widths, reverse=True) and widths[0] - widths[-1] <= 1
 
 
+@pytest.mark.parametrize("vocab_size", [257, 32256, 49952, 128257, 151936])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
+def test_aligned_shards_begin_at_multiples_of_a_tile_and_only_the_last_is_shorter(vocab_size, num_shards):
+    shards = VocabShards.aligned(vocab_size, num_shards)
+    *others, last = shards.widths
+    assert shards.num_shards == num_shards and sum(shards.widths) == vocab_size
+    if vocab_size == 257 and num_shards > 2:
+        assert shards == VocabShards.even(vocab_size, num_shards)
+        return
+    assert all(start % 256 == 0 for start in shards.starts)
+    # No wider than even shards rounded up to whole tiles: nobody computes more than a tile a rank in addition.
+    assert set(others) <= {shards.max_width} and 0 < last <= shards.max_width < vocab_size / num_shards + 256
+
+
+def test_aligned_shards_of_the_vocabulary_of_qwen():
+    # Half of it, 75968 rows, is no multiple of 256.
+    assert VocabShards.aligned(151936, 2).ranges == ((0, 76032), (76032, 151936))
+    assert VocabShards.aligned(1000, 3, 16).widths == (336, 336, 328)
+    # 3 · 512 rows of the first shards would be more than there are.
+    assert VocabShards.aligned(1500, 4) == VocabShards.even(1500, 4)
+
+
 def test_explicit_uneven_ranges():
     shards = VocabShards.from_ranges(UNEVEN_17, 17)
     assert shards.ranges == UNEVEN_17
@@ -69,12 +91,14 @@ def test_masked_ids_have_no_owner():
 
 
 @pytest.mark.parametrize("rest, dtype", [((), jnp.float32), ((3,), jnp.bfloat16), ((2, 3), jnp.float32)])
-def test_shard_rows_puts_each_block_first_and_zeros_behind(rest, dtype):
-    shards = VocabShards.from_ranges(UNEVEN_17, 17)
+@pytest.mark.parametrize(
+    "shards", [VocabShards.from_ranges(UNEVEN_17, 17), VocabShards.aligned(17, 3, 6)], ids=["uneven", "aligned"]
+)
+def test_shard_rows_puts_each_block_first_and_zeros_behind(shards, rest, dtype):
     rows = 1 + np.arange(17 * int(np.prod(rest))).reshape(17, *rest)
     weight = jnp.asarray(rows, dtype)
     padded = shards.shard_rows(weight)
-    assert padded.shape == (4 * 6, *rest) and padded.dtype == dtype
+    assert padded.shape == (shards.num_shards * 6, *rest) and padded.dtype == dtype
     for rank, (start, end) in enumerate(shards.ranges):
         block = padded[rank * 6 : (rank + 1) * 6]
         np.testing.assert_array_equal(block[: end - start], weight[start:end])
@@ -87,9 +111,10 @@ def test_shard_rows_of_an_exact_split_changes_nothing():
     np.testing.assert_array_equal(VocabShards.even(12, 4).shard_rows(weight), weight)
 
 
-def test_shard_rows_carries_gradients_back_to_the_rows_alone():
-    shards = VocabShards.from_ranges(UNEVEN_17, 17)
-    cotangent = jnp.asarray(np.random.default_rng(0).normal(size=(24, 2)), jnp.float32)
+@pytest.mark.parametrize("shards", [VocabShards.from_ranges(UNEVEN_17, 17), VocabShards.aligned(17, 4, 5)])
+def test_shard_rows_carries_gradients_back_to_the_rows_alone(shards):
+    padded = (shards.num_shards * shards.max_width, 2)
+    cotangent = jnp.asarray(np.random.default_rng(0).normal(size=padded), jnp.float32)
     gradient = jax.grad(lambda w: jnp.sum(shards.shard_rows(w) * cotangent))(jnp.zeros((17, 2), jnp.float32))
     np.testing.assert_array_equal(gradient, shards.unshard_rows(cotangent))
 
@@ -98,6 +123,8 @@ def test_shard_rows_carries_gradients_back_to_the_rows_alone():
 ERRORS = {
     "no vocabulary": (lambda: VocabShards.even(0, 2), ["vocab_size", "expected", "0"]),
     "negative vocabulary": (lambda: VocabShards.even(-5, 2), ["vocab_size", "expected", "-5"]),
+    "tiles of no rows": (lambda: VocabShards.aligned(10, 2, 0), ["multiple", "expected", "0"]),
+    "more aligned shards than ids": (lambda: VocabShards.aligned(3, 4), ["num_shards", "expected", "3", "4"]),
     "no shards": (lambda: VocabShards.even(10, 0), ["num_shards", "expected", "0"]),
     "negative shards": (lambda: VocabShards.even(10, -3), ["num_shards", "expected", "-3"]),
     "more shards than ids": (lambda: VocabShards.even(3, 4), ["num_shards", "expected", "3", "4"]),

@@ -12,9 +12,9 @@ has two collectives of N-sized vectors. The backward has the psum of dH: 128 MiB
 0.83 ms on 2 GPUs, more on more. Without overlap that is 32 / (32 + 0.83) = 0.97 of linear on 2 GPUs, and 16 / (16 +
 1.1) = 0.94 on 4; the goal is 0.92.
 
-Checks. Shards that begin at multiples of 256 columns give the log-probs, entropies and weight gradient of one device
-bitwise. All shards: values within 1e-4 of float64 (logits of standard deviation 2) and gradients within 5e-3, on every
-128th token and on the rows of the weight around shard boundaries.
+Checks. Shards that begin at multiples of 256 columns, as the default ones do, give the log-probs, entropies and weight
+gradient of one device bitwise; even shards are measured beside them. All shards: values within 1e-4 of float64 (logits of
+standard deviation 2) and gradients within 5e-3, on every 128th token and on the rows of the weight around shard boundaries.
 """
 
 import concurrent.futures
@@ -33,10 +33,9 @@ from benchmarks.cases import Outputs, errors, exact
 from benchmarks.engines import operands
 from benchmarks.module_text import collectives
 from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp.vocab import TILE
 
 SHAPES = ("4096,151936", "1024,151936")
-# Columns of a forward tile: shards that begin at multiples of this split no tile.
-TILE = 256
 VALUE_ERROR, GRADIENT_ERROR = 1e-4, 5e-3
 
 
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
     shards: VocabShards
     engine: HopperEngine
     name: str
-    parts: tuple[str, ...] = ("fwd+bwd",)
+    parts: tuple[str, ...]
 
     def mesh(self):
         size = self.shards.num_shards
@@ -82,24 +81,14 @@ class Layout(NamedTuple):
         return {part: jax.jit(function) for part, function in mapped.items()}
 
 
-def whole_tiles(vocab, size):
-    """Shards that begin at multiples of a tile's columns."""
-    tiles = -(-vocab // TILE)
-    edges = [min(-(-tiles * rank // size) * TILE, vocab) for rank in range(size + 1)]
-    return VocabShards.from_ranges(list(zip(edges[:-1], edges[1:], strict=True)), vocab)
-
-
-def layouts(vocab, sizes, engine, checks):
-    """The layouts to measure: even shards; for the checks also shards of whole tiles."""
-    found = []
+def layouts(vocab, sizes, engine):
+    """The layouts to measure: the default shards, and even ones."""
+    found, parts = [], ("forward", "fwd+bwd")
     for size in sizes:
-        even = VocabShards.even(vocab, size)
         devices = f"{size} device{'s' * (size > 1)}"
-        found.append(Layout(even, HopperEngine(**engine), devices, ("forward", "fwd+bwd")))
-        if size == 1:
-            continue
-        if checks:
-            found.append(Layout(whole_tiles(vocab, size), HopperEngine(**engine), f"{devices}, whole tiles"))
+        found.append(Layout(VocabShards.aligned(vocab, size), HopperEngine(**engine), devices, parts))
+        if size > 1:
+            found.append(Layout(VocabShards.even(vocab, size), HopperEngine(**engine), f"{devices}, even", parts))
     return found
 
 
@@ -195,7 +184,7 @@ def run(shapes, sizes, engine, checks, turns=4, tokens=TOKENS):
     """Checks and measures every shape; returns whether all was as promised."""
     fine = True
     for case in cases(shapes, tokens):
-        found = compile_all(layouts(case.weight.shape[0], sizes, engine, checks), operands(case))
+        found = compile_all(layouts(case.weight.shape[0], sizes, engine), operands(case))
         if checks:
             try:
                 fine = check(found, case) and fine

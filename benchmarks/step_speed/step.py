@@ -94,7 +94,7 @@ class Step:
 
     def micro_batch_program(self) -> Compiled:
         """The compiled gradient sums of one micro-batch."""
-        return self.sums.compiled(self.state.params, self.rounds[0])
+        return self.sums.ahead(self.state.params, self.rounds[0]).compiled
 
 
 def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[MicroBatch]:

@@ -9,11 +9,13 @@ from flax import nnx
 from experiments.config import Config
 from experiments.config.ranges import validate
 from experiments.models.dtype_choice import DtypeChoice
+from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.parameters import abstract_decoder
 from experiments.runs.console import RunConsole
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
 from experiments.tasks import Task
 from experiments.tasks.protocol import prompt_text
+from experiments.training.memory import cache_bytes, device_limit, size
 from experiments.training.origin import Origin, OwnOrigin
 
 FEW_PROMPTS = 20
@@ -51,7 +53,7 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
             "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
             "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
-            "memory": _memory(config, task, origin, params, mesh.ranks),
+            "memory": _memory(config, task, origin, params, mesh),
             "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
             "run folder": str(folder),
         }
@@ -98,48 +100,40 @@ def _trained(params: nnx.State) -> str:
     return "" if trained is params else f" ({_count(trained):,} of them trained)"
 
 
-def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, ranks: int) -> str:
-    """A lower bound: what is held all the time, and the sampler's cache; intermediate results come on top."""
+def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec) -> str:
+    """A lower bound: what is held all the time, and the sampler's cache; intermediate results come on top. What programs
+    take is said once they are compiled; see `experiments.training.memory`."""
     trained = _trained_part(params)
     state = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
+    # Leaves are added up, and the state updated, on one device.
+    copies = 1 if config.invariant else mesh.data
     parts = {
-        "parameters": _bytes(params),
-        "optimizer": _bytes(state),
-        "gradients": 2 * _count(trained) if config.schedule.accumulate == "bfloat16" else 4 * _count(trained),
+        "parameters": _bytes(params) * copies,
+        "optimizer": _bytes(state) * copies,
+        "gradients": (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained) * copies,
     }
     if origin.decoder is not None:
-        sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, ranks)
-        decoder, prompts = origin.decoder, config.rollout.prompts_per_rollout
-        slots = prompts * (sizes.prompt + config.rollout.num_generations * sizes.completion)
-        slots = max(slots, config.evaluation.num_prompts * (sizes.prompt + sizes.completion))
-        width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
-        parts["sampler's cache"] = slots * width * jax.numpy.dtype(decoder.dtype).itemsize
-    total, here = sum(parts.values()), _memory_here()
-    text = f"at least {_size(total)}: " + ", ".join(f"{name} {_size(each)}" for name, each in parts.items())
+        sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh.ranks)
+        parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config)
+    devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
+    total, here = sum(parts.values()), _memory_here(devices)
+    text = f"at least {size(total)}: " + ", ".join(f"{name} {size(each)}" for name, each in parts.items())
     if here is None:
         return text
     if total > here:
         # Else the system would end the process, without a word.
-        raise MemoryError(f"memory: the run needs {text}; here are {_size(here)}")
-    return f"{text}; here are {_size(here)}"
+        raise MemoryError(f"memory: the run needs {text}; here are {size(here)}")
+    return f"{text}; here are {size(here)}"
 
 
-def _memory_here() -> int | None:
-    """Bytes of all devices; of the machine where they are its CPU."""
-    devices = jax.devices()
-    if devices[0].platform == "cpu":
+def _memory_here(devices: int) -> int | None:
+    """Bytes of this many devices; of the machine where they are its CPU."""
+    if jax.default_backend() == "cpu":
         names = os.sysconf_names
         known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-    stats = devices[0].memory_stats()
-    return None if not stats or "bytes_limit" not in stats else stats["bytes_limit"] * len(devices)
-
-
-def _size(number: int) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB")):
-        if number >= 2**power:
-            return f"{number / 2**power:.1f} {unit}"
-    return f"{number / 2**10:.1f} KiB"
+    limit = device_limit(jax.local_devices())
+    return None if limit is None else limit * devices
 
 
 def _uneven_steps(config: Config) -> list[str]:

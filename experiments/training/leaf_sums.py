@@ -64,6 +64,9 @@ class LeafSums:
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
         """Nothing to check: the engine is fixed, and takes every call."""
 
+    def ahead(self, params: nnx.State, padding: MicroBatch) -> None:
+        """See `GradientSums`; several programs a leaf."""
+
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """Every round's leaves in the order of their documents, folded neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)

@@ -23,9 +23,11 @@ from jaxtyping import Array
 from experiments.models.mesh import TENSOR_AXIS, row_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
+from experiments.training.ahead import Ahead, compiled_ahead
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
-from jaxlogp import HeadRun, MicroBatch, StepSums, VocabShards, linear_log_probs, record_head_runs
+from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs
+from jaxlogp.head.registry import default_shards
 
 
 class MicroBatchSums:
@@ -87,9 +89,9 @@ class MicroBatchSums:
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
         self.head_run = self._head_runs[frozenset(padding.per_token)]
 
-    def compiled(self, params: nnx.State, batch: MicroBatch) -> jax.stages.Compiled:
-        """The program of one micro-batch, for its memory and its text."""
-        return self._sums.lower(params, self._frozen, self._placed(batch), np.int32(0)).compile()
+    def ahead(self, params: nnx.State, padding: MicroBatch) -> Ahead:
+        """See `GradientSums`."""
+        return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """See `GradientSums`."""
@@ -134,7 +136,7 @@ class MicroBatchSums:
         model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()
-        shards = VocabShards.even(weight.shape[0], self._mesh.shape[TENSOR_AXIS])
+        shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
         rows = P(self._row_axes)

@@ -28,6 +28,7 @@ from experiments.training.origin import Origin
 from experiments.training.sums import GradientSums
 from jaxlogp import ReductionOrder, VocabShards
 from jaxlogp.errors import require
+from jaxlogp.head.registry import default_shards
 
 
 class Mode(Protocol):
@@ -71,7 +72,8 @@ class PlainMode:
         self.mesh = make_mesh(parse_mesh(config.mesh))
         self._rollout_mesh = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
-        self.vocab = VocabShards.even(origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
+        with refused_as("loss"):
+            self.vocab = default_shards(self._engine, origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = origin.decoder is not None
         self.sampler = "whole rows for every token: the model has no cache"
         if origin.decoder is not None:

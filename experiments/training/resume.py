@@ -13,6 +13,7 @@ from experiments.config.changes import changed
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
+from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import require_settings
 from experiments.runs.lock import RunLock
@@ -22,6 +23,7 @@ from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.registry import full_name
 from experiments.training.introduction import introduce
+from experiments.training.memory import say_memory
 from experiments.training.origin import origin_of
 from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task, require_same_run
 from experiments.training.trainer import Trainer
@@ -126,6 +128,7 @@ class Resumption:
         Raises:
           ValueError: a number of steps that the run has passed.
           NothingToDo: the run has finished.
+          ValueError: a device has too little memory.
         """
         step, steps = trainer.progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
@@ -136,6 +139,7 @@ class Resumption:
                 else f"ended with its training data at step {step}"
             )
             raise NothingToDo(f"nothing to do: {self.folder.path} {why}; --schedule.steps sets another goal")
+        say_memory(trainer, RunConsole(trainer.config.quiet), resumed=True)
         if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)
 

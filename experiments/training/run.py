@@ -32,6 +32,7 @@ from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
 from experiments.training.introduction import introduce
 from experiments.training.loop import kept, run_to_end
+from experiments.training.memory import say_memory
 from experiments.training.origin import Origin, origin_of, with_own_model
 from experiments.training.trainer import Scores, Trainer
 from jaxlogp.errors import require
@@ -142,6 +143,7 @@ def set_up(
     origin = origin_of(config, task, model, restored=False)
     introduce(config, task, origin, path, dtype)
     trainer = Trainer(config, task, rewards, origin=origin)
+    say_memory(trainer, RunConsole(config.quiet))
     folder, lock = _made_by_first(path, config, task, origin)
     return Run(trainer, folder, lock, dtype)
 

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from experiments.training.ahead import Ahead
 from jaxlogp import HeadRun, MicroBatch, StepSums
 
 
@@ -44,6 +45,9 @@ class GradientSums(Protocol):
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
         """Raises ValueError for anything that cannot run here, before training starts."""
+
+    def ahead(self, params: nnx.State, padding: MicroBatch) -> Ahead | None:
+        """The program of one round, compiled before its first call; None where it is not a single one."""
 
     def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
         """Sums of a step, nothing divided; None without rounds."""

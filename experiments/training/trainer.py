@@ -30,6 +30,7 @@ from experiments.tasks import Example, Rewards, RewardTerm, Task
 from experiments.tasks.configured import configured_rewards, task_for
 from experiments.tasks.rewards import CORRECT, RewardFailed, RewardNotFinite
 from experiments.training import scoring
+from experiments.training.ahead import Ahead
 from experiments.training.diagnosis import require_finite_inputs, why_refused
 from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.modes import InvariantMode, PlainMode
@@ -191,19 +192,27 @@ class Trainer:
         return self.objective.loss.kl_coefficient != 0.0
 
     @property
-    def _with_reference(self) -> bool:
+    def has_reference(self) -> bool:
+        """Whether a copy of the parameters that training began with is kept."""
         return self._kl_in_loss or self.config.evaluation.kl
 
     def _trace(self) -> None:
         """Refuses a named engine that cannot run here, before training starts."""
-        padding = self._known_lse([self._stream_packing.padding()])[0]
         engine = self.config.loss.engine
         try:
-            self.sums.trace(self.state.params, padding)
+            self.sums.trace(self.state.params, self._padding())
         except ValueError as error:
             if engine == "auto" or not str(error).startswith(("engine:", "lse:")):
                 raise
             require(False, "--loss.engine", "an engine that can run here", f"{engine}: {error}")
+
+    def _padding(self) -> MicroBatch:
+        return self._known_lse([self._stream_packing.padding()])[0]
+
+    def ahead(self) -> tuple[Ahead, Ahead] | None:
+        """The programs of a micro-batch and of the update, compiled before the first step; None with `--invariant`."""
+        micro_batch = self.sums.ahead(self.state.params, self._padding())
+        return None if micro_batch is None else (micro_batch, self.update.ahead(self.state, micro_batch.results))
 
     # Warm start
 
@@ -229,7 +238,7 @@ class Trainer:
 
     def _freeze_reference(self) -> None:
         # A copy: the next step takes over the memory of the parameters.
-        self.reference = jax.tree.map(jnp.copy, self.state.params) if self._with_reference else None
+        self.reference = jax.tree.map(jnp.copy, self.state.params) if self.has_reference else None
 
     # Reinforcement learning
 
@@ -426,7 +435,7 @@ class Trainer:
         Raises:
           ValueError: no such checkpoint, or one that this run cannot go on from.
         """
-        if self._with_reference:
+        if self.has_reference:
             self.reference = self.state.params
         restored = store.restore(restore_template(self.saved_arrays(), self.mesh), step)
         for warning in restored.warnings:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from experiments.training.ahead import Ahead, compiled_ahead
 from experiments.training.optimizers import Optimizer, OptimizerState
 from experiments.training.soundness import OPTIMIZER_STATE, Soundness, sound_leaves, unsound_names
 from experiments.training.sums import MicroSums
@@ -62,10 +63,17 @@ class Update:
 
         The memory of ``state`` goes to the new one: nobody may read the old one afterwards.
         """
+        return self._program(state)(state, step)
+
+    def ahead(self, state: TrainState, step: MicroSums) -> Ahead:
+        """The program, compiled before its first call; of `step` types and places matter."""
+        return compiled_ahead(self._program(state), state, step)
+
+    def _program(self, state: TrainState) -> Callable[[TrainState, MicroSums], tuple[TrainState, AppliedStep]]:
         if self._apply is None:
             places = jax.tree.map(lambda x: x.sharding, state)
             self._apply = jax.jit(self._applied, out_shardings=(places, None), donate_argnums=0)
-        return self._apply(state, step)
+        return self._apply
 
     def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
         finished = step.sums.finish()

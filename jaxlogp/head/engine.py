@@ -54,7 +54,7 @@ class Engine(Protocol):
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
         """The vocabulary shards that this engine wants where the caller names none."""
-        return VocabShards.even(vocab_size, num_shards)
+        return VocabShards.aligned(vocab_size, num_shards)
 
     def skipped_tiles(self, call: HeadCall) -> WeightedSum:
         """How many blocks of this rank a gradient filter skips, out of how many; for engines that have one."""

@@ -23,6 +23,7 @@ from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.head.triton.engine import TritonEngine
 from jaxlogp.targets import LocalTargets
+from jaxlogp.vocab import VocabShards
 
 EngineChoice = str | Engine | Sequence[str | Engine]
 
@@ -134,6 +135,17 @@ def first_choice(engine: EngineChoice) -> Engine | None:
     if isinstance(engine, str) and engine == "auto":
         return None
     return named_engine(engine if isinstance(engine, str | Engine) else _sequence(engine)[0])
+
+
+def default_shards(engine: EngineChoice, vocab_size: int, num_shards: int) -> VocabShards:
+    """The vocabulary shards where the caller names none: what the engine wants, `VocabShards.aligned` for "auto".
+
+    Example:
+      >>> default_shards("auto", 1000, 2).ranges, default_shards("fixed_order", 1000, 2).ranges
+      (((0, 512), (512, 1000)), ((0, 500), (500, 1000)))
+    """
+    chosen = first_choice(engine)
+    return (VocabShards.aligned if chosen is None else chosen.shards)(vocab_size, num_shards)
 
 
 def why_not(

@@ -11,7 +11,7 @@ from jaxlogp._compat import place
 from jaxlogp.errors import describe, require, require_ids_in_range
 from jaxlogp.head.api import linear_log_probs
 from jaxlogp.head.call import check_operands
-from jaxlogp.head.registry import first_choice
+from jaxlogp.head.registry import default_shards, first_choice
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import check_targets
 from jaxlogp.vocab import VocabShards
@@ -35,13 +35,13 @@ def sharded_linear_log_probs(
 
     Args:
       hidden: [*tokens, H], first dimension split over ``token_axes``.
-      weight: [V, H], the whole weight; rows split over ``vocab_axis``. Unequal shards are padded to one width
-        first (a copy of the weight; a vocabulary that divides evenly needs none).
+      weight: [V, H], the whole weight; rows split over ``vocab_axis``. Unequal shards are padded to one width first, a
+        copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
       targets: [*tokens].
       mesh: the device mesh; Explicit and Auto axes both work.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
-      vocab: the shards; None means ``VocabShards.even``, or those that the order of engine "fixed_order" requires.
+      vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
       weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
         gradient scattered back, inside.
       mask: [*tokens] or None.
@@ -58,11 +58,9 @@ def sharded_linear_log_probs(
     for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
         require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
-    engine = first_choice(options.get("engine", "auto"))
-    shards = vocab
-    if shards is None:
-        cut = VocabShards.even if engine is None else engine.shards
-        shards = cut(weight.shape[0], mesh.shape[vocab_axis])
+    choice = options.get("engine", "auto")
+    engine = first_choice(choice)
+    shards = default_shards(choice, weight.shape[0], mesh.shape[vocab_axis]) if vocab is None else vocab
     require(isinstance(shards, VocabShards), "vocab", "a VocabShards or None", describe(shards))
     require(weight.shape[0] == shards.vocab_size, "weight", f"vocab_size {shards.vocab_size} rows", describe(weight))
     tokens = hidden.shape[:-1]

@@ -11,6 +11,7 @@ from experiments import evaluate, grpo
 from experiments.config import Config
 from experiments.runs.config_file import load_config
 from experiments.runs.lock import RunLock
+from experiments.training import run as run_module
 from experiments.training.resume import resume
 from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny, train_records
@@ -168,10 +169,13 @@ def test_a_run_goes_on_from_an_older_checkpoint_to_the_same_bits(plain, runs):
     assert steps == [(record["kind"], record["step"]) for record in plain.metrics]
 
 
-@pytest.mark.parametrize("engine", ["abacus", "hopper"])
-def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engine, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "wanted"),
+    [("abacus", "'auto', one of .*, got 'abacus'"), ("hopper", "an engine that can run here, got ")],
+)
+def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engine, wanted, tmp_path):
     # Everything else that is refused is in test_wrong_inputs.py; this takes a trainer.
-    with pytest.raises(ValueError, match="^--loss.engine: expected an engine that can run here, got "):
+    with pytest.raises(ValueError, match=f"^--loss.engine: expected {wanted}"):
         set_up(tiny(tmp_path, "refused", loss={"engine": engine}))
     assert not list(tmp_path.iterdir())
 
@@ -179,6 +183,7 @@ def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engi
 @pytest.mark.parametrize("backend, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_the_dtype_follows_the_device_and_is_kept(tmp_path, monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(run_module, "say_memory", lambda trainer, console: None)
     run = set_up(tiny(tmp_path, backend))
     assert run.trainer.config.model.dtype == dtype
     assert load_config(run.folder.config, Config).model.dtype == dtype

@@ -8,11 +8,12 @@ import jax
 import pytest
 
 from experiments import evaluate
-from experiments.config import Config, RolloutConfig, ScheduleConfig
+from experiments.config import Config, ModelConfig, RolloutConfig, ScheduleConfig
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.sampling.prompts import held_out_examples
 from experiments.tasks import make_task
+from experiments.training import introduction
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
 from experiments.training.trainer import Scores
@@ -43,6 +44,25 @@ def test_what_is_about_to_run(tmp_path, capsys):
         assert said is not None and float(said[1]) == pytest.approx(number / 2**10, rel=1e-3)
     assert facts["steps"] == "1000, of 512 documents; loss grpo, after at most 400 steps of warm start"
     assert facts["run folder"] == str(tmp_path / "run")
+
+
+def test_the_bound_on_memory_is_about_the_devices_of_the_mesh(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(introduction, "device_limit", lambda devices: 2**23)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    facts = {}
+    for mesh in ("data=2,tensor=2", "tensor=2"):
+        _, printed = lines(tmp_path, capsys, mesh=mesh)
+        facts[mesh] = next(line for line in printed if line.startswith("memory"))
+    # Of 8 devices, 4 and 2; parameters are there as often as data says, the cache is split over all.
+    assert facts["data=2,tensor=2"].endswith("here are 32.0 MiB") and facts["tensor=2"].endswith("here are 16.0 MiB")
+    held = {
+        mesh: re.findall(r"(parameters|gradients) ([0-9.]+) KiB|(cache) ([0-9.]+) MiB", fact)
+        for mesh, fact in facts.items()
+    }
+    ratios = [float(two[1] or two[3]) / float(one[1] or one[3]) for two, one in zip(*held.values(), strict=True)]
+    assert ratios == pytest.approx([2.0, 2.0, 1.0], rel=1e-3)
+    with pytest.raises(MemoryError, match=r"^memory: the run needs at least .*; here are 8.0 MiB$"):
+        lines(tmp_path, capsys, model=ModelConfig(hidden_size=512))
 
 
 @pytest.mark.parametrize("task", ["letter_counting:1", "sorting:1"])

@@ -17,6 +17,7 @@ from experiments.runs.stops import NothingToDo
 from experiments.tasks import make_task
 from experiments.tasks.protocol import data_digest
 from experiments.training import resume as module
+from experiments.training import run as run_module
 from experiments.training.resume import Resumption, check_data, resume
 from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny
@@ -39,7 +40,15 @@ def resumption(folder, **changes):
 
 def at(step, *, exhausted=False):
     """A trainer that was restored at a step."""
-    return SimpleNamespace(progress=SimpleNamespace(step=step), exhausted=exhausted)
+    config = SimpleNamespace(quiet=True)
+    return SimpleNamespace(progress=SimpleNamespace(step=step), exhausted=exhausted, config=config)
+
+
+@pytest.fixture(autouse=True)
+def compiles_nothing(monkeypatch):
+    """Nothing here runs: what it would need of memory is in test_memory.py."""
+    for each in (module, run_module):
+        monkeypatch.setattr(each, "say_memory", lambda trainer, console, **options: None)
 
 
 def finish(folder, step):

@@ -76,7 +76,7 @@ def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
     # Norms of heads, counts and the vocabulary of 24 rows are all that is not split in 8.
     assert bytes_on(jax.devices()[0], trainer.state) < 0.14 * total
-    program = trainer.sums.compiled(trainer.state.params, trainer._stream_packing.padding())
+    program = trainer.sums.ahead(trainer.state.params, trainer._stream_packing.padding()).compiled
     text = program.as_text()
     assert "all-gather" in text
     gradients = jax.tree.leaves(program.output_shardings)[: len(jax.tree.leaves(trainer.state.params))]

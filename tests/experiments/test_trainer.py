@@ -60,6 +60,8 @@ def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
             trainer.train_step()
         compiled.append([each.getMessage()[:80] for each in caplog.records if "Compiling" in each.getMessage()])
     assert compiled[0], "the log says what is compiled"
+    ahead = [each for each in compiled[0] if "_of_micro_batch" in each or "_applied" in each]
+    assert ahead == [], "compiled before the first step, for its memory"
     assert compiled[2:] == [[], []]
 
 

@@ -21,6 +21,7 @@ from jaxlogp import (
     HopperEngine,
     ReductionOrder,
     TokenLogProbs,
+    VocabShards,
     linear_log_probs,
     linear_policy_loss,
     nan_unless_equal,
@@ -162,6 +163,23 @@ def test_the_choice_sees_the_dtype_of_the_hidden_states_over_an_axis_too(tensor)
     run = functools.partial(sharded_linear_log_probs, mesh=mesh(1, tensor), fp32_head=True, engine=Asked())
     jax.eval_shape(run, hidden, weight, TARGETS)
     assert seen == [(jnp.bfloat16, tensor, None)]
+
+
+@pytest.mark.parametrize("choice", ["named", "first of a sequence", "auto"])
+def test_the_default_shards_begin_at_multiples_of_a_tile(choice, monkeypatch):
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Seen(ChunkedEngine):
+        def why_not(self, call):
+            seen.append(call.shards)
+            return None
+
+    monkeypatch.setitem(ENGINES, "hopper", Seen())
+    engine = {"named": Seen(), "first of a sequence": [Seen(), "chunked"], "auto": "auto"}[choice]
+    run = functools.partial(sharded_linear_log_probs, mesh=mesh(1, 2), engine=engine)
+    jax.eval_shape(run, HIDDEN, normal(1, 1000, H), TARGETS)
+    assert seen == [VocabShards.from_ranges([(0, 512), (512, 1000)], 1000)]
 
 
 FIXED_ORDER = FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=64, row_block=64))

@@ -18,7 +18,6 @@ from tests.head import cases
 pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))
 
 TOKENS, HIDDEN, VOCAB = 20, 64, 528
-SHARDS = {1: ((0, 528),), 2: ((0, 256), (256, 528)), 3: ((0, 256), (256, 512), (512, 528))}
 MASK = jnp.arange(TOKENS) % 3 != 0
 
 
@@ -45,7 +44,7 @@ def program(shards, engine, masked=False):
 @functools.cache
 def interpreted(size, masked=False):
     """The same through the interpreter, as NumPy arrays, with the weight's gradient in the vocabulary's order."""
-    shards = VocabShards.from_ranges(SHARDS[size], VOCAB)
+    shards = VocabShards.aligned(VOCAB, size)
     operands = (
         data()["hidden"],
         shards.shard_rows(data()["weight"]),
@@ -59,7 +58,7 @@ def interpreted(size, masked=False):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_shards_of_whole_tiles_give_the_bits_of_one_device(size):
+def test_the_default_shards_give_the_bits_of_one_device(size):
     log_probs, entropy, d_hidden, d_weight = interpreted(size)
     cases.check(TokenLogProbs(log_probs, entropy), (d_hidden, d_weight, None), cases.expected(data()))
     one = interpreted(1)

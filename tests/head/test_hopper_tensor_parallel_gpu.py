@@ -29,15 +29,8 @@ def why_not():
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 SIZES = [size for size in (2, 4) if size <= len(jax.devices())]
 # 195 tiles and a part of one, so that even shards cut tiles; on one GPU two chunks of the backward.
-TOKENS, HIDDEN, VOCAB, TILE = 600, 1024, 49952, 256
+TOKENS, HIDDEN, VOCAB = 600, 1024, 49952
 VALUE_ERROR, GRADIENT_ERROR = 5e-5, 5e-3
-
-
-def whole_tiles(size):
-    """Shards that begin at multiples of a tile's columns."""
-    tiles = -(-VOCAB // TILE)
-    edges = [min(-(-tiles * rank // size) * TILE, VOCAB) for rank in range(size + 1)]
-    return VocabShards.from_ranges(list(zip(edges[:-1], edges[1:], strict=True)), VOCAB)
 
 
 @functools.cache
@@ -72,7 +65,7 @@ def with_gradients(shards, engine):
 
 @functools.cache
 def gradients(size):
-    shards = whole_tiles(size)
+    shards = VocabShards.aligned(VOCAB, size)
     return over_shards(with_gradients(shards, HopperEngine()), shards)
 
 
@@ -105,7 +98,7 @@ def test_values_and_the_weights_gradient_are_bitwise_those_of_one_gpu(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_run_to_run_no_bit_changes(size):
-    shards = whole_tiles(size)
+    shards = VocabShards.aligned(VOCAB, size)
     again = over_shards(with_gradients(shards, HopperEngine()), shards)
     for left, right in zip(jax.tree.leaves(gradients(size)), jax.tree.leaves(again), strict=True):
         assert bool((left == right).all())
@@ -119,7 +112,7 @@ def test_even_shards_cut_tiles_and_stay_within_the_tolerance(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_without_replication_types_values_are_the_same_and_gradients_are_refused(size):
-    shards = whole_tiles(size)
+    shards = VocabShards.aligned(VOCAB, size)
 
     def local(hidden, weight, targets, g, g_entropy):
         return head(shards, HopperEngine())(hidden, weight, targets), hidden, weight
@@ -133,7 +126,7 @@ def test_without_replication_types_values_are_the_same_and_gradients_are_refused
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_gradient_taken_outside_of_the_shard_map(size):
-    shards = whole_tiles(size)
+    shards = VocabShards.aligned(VOCAB, size)
     mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
     hidden, weight, targets, g, g_entropy = (jax.device_put(x, NamedSharding(mesh, P())) for x in operands())
     specs = P(), P("tensor"), P()
@@ -149,7 +142,7 @@ def test_the_gradient_taken_outside_of_the_shard_map(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_policy_loss_with_the_samplers_log_sum_exp(size):
-    shards = whole_tiles(size)
+    shards = VocabShards.aligned(VOCAB, size)
     mask = jnp.ones(TOKENS, bool)
 
     def two_steps(hidden, weight, targets, advantages, noise):
@@ -177,7 +170,7 @@ def test_a_policy_loss_with_the_samplers_log_sum_exp(size):
 @pytest.mark.parametrize("coefficient", [0.0, 0.01])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_policy_loss_in_one_pass(size, coefficient):
-    shards, mask, loss = whole_tiles(size), jnp.ones(TOKENS, bool), grpo(entropy_coefficient=coefficient)
+    shards, mask, loss = VocabShards.aligned(VOCAB, size), jnp.ones(TOKENS, bool), grpo(entropy_coefficient=coefficient)
     options = {"axis_name": "tensor", "vocab": shards, "engine": HopperEngine()}
 
     def differentiated(total_of):

@@ -8,9 +8,10 @@ Tokens whose mask is False are moved after the others and skipped by every produ
 
 Log-probs and entropies are bitwise the same run to run, in every program (with or without the backward, plain or inside of
 ``shard_map``), in every batch and at every place in it, and for every number of vocabulary shards whose first rows are
-multiples of the tile's columns (256): see :mod:`jaxlogp.head.fold`. A row of the hidden gradient does not depend on
-the other rows nor on how many there are: vocabulary chunks have a width that depends on V alone. It does depend on the
-shards, whose contributions a float psum adds; a weight gradient depends on the batch, over which it sums.
+multiples of the tile's columns (256), as those of ``VocabShards.aligned`` are: see :mod:`jaxlogp.head.fold`. A row of
+the hidden gradient does not depend on the other rows nor on how many there are: vocabulary chunks have a width that
+depends on V alone. It does depend on the shards, whose contributions a float psum adds; a weight gradient depends on the
+batch, over which it sums.
 
 With a gradient filter the forward's tile maxima decide which blocks of dz count, and all three kernels of the backward walk
 over lists of them (:mod:`jaxlogp.head.hopper.work_lists`); a row of the hidden gradient then does depend on the rows that

@@ -1,0 +1,230 @@
+"""What a run needs of each device's memory, from its compiled programs, said before the first of them runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from experiments.config import Config
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.sharding import parameter_shardings
+from experiments.runs.console import RunConsole
+from experiments.sampling.prompts import Sizes
+from experiments.training.modes import rollout_mesh
+from experiments.training.trainer import Trainer
+
+WORTH_NAMING = 0.2
+"""Share of the need from which on a part of it is worth a remedy."""
+
+
+class StepMemory(NamedTuple):
+    """Bytes of one device.
+
+    Attributes:
+      state: held all the time: parameters, what is not trained, optimizer state, the reference.
+      intermediate: what a micro-batch computes with.
+      gradients: of one micro-batch, or of several, added up.
+      several: whether a step may have several micro-batches, whose sum is held beside the gradients of the next.
+      update: what the update takes beside the gradients.
+      rollout: what a rollout takes at least: its cache, and parameters on a mesh of its own.
+    """
+
+    state: int
+    intermediate: int = 0
+    gradients: int = 0
+    several: bool = False
+    update: int = 0
+    rollout: int = 0
+
+    @property
+    def micro_batch(self) -> int:
+        """What one micro-batch takes beside the state, the sum of those before it included."""
+        return self.intermediate + self.gradients * (2 if self.several else 1)
+
+    @property
+    def need(self) -> int:
+        """Bytes at the moment that takes most."""
+        return self.state + max(self.micro_batch, self.gradients + self.update, self.rollout)
+
+    @property
+    def least(self) -> int:
+        """The same of steps of one micro-batch."""
+        return self._replace(several=False).need
+
+    def __str__(self) -> str:
+        parts = {
+            "a micro-batch": self.micro_batch,
+            "the update": self.gradients + self.update if self.gradients else 0,
+            "a rollout at least": self.rollout,
+        }
+        beside = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
+        return f"state {size(self.state)}{f'; beside it {beside}' if beside else ''}"
+
+
+def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
+    """Compiles the programs of a step, which its first call would do anyway, and prints what they need of a device.
+
+    Nothing where no step is left.
+
+    Args:
+      trainer: with its state.
+      console: where to print.
+      resumed: whether the run goes on, so that most of its options cannot be changed.
+
+    Raises:
+      ValueError: more than there is, with what would make it fit.
+    """
+    if trainer.progress.step >= trainer.config.schedule.steps:
+        return
+    memory, limit = memory_of(trainer), device_limit(trainer.mesh.local_devices)
+    partial = "" if memory.gradients else "at least "
+    here = "" if limit is None else f" of {size(limit)}"
+    console.say(f"memory a device: {partial}{size(memory.need)}{here} ({memory})")
+    if limit is None or memory.need <= limit:
+        return
+    decoder = trainer.origin.decoder
+    cures = remedies(memory, limit, trainer.config, trainer.sizes.rows, None if decoder is None else decoder.remat)
+    cures = [cure for cure in cures if not resumed or cure.startswith("--mesh")]
+    fits = ", or ".join(cures) or "a device with more memory"
+    sentence = (
+        f"a device needs {partial}{size(memory.need)} and has {size(limit)} ({memory}); what may make it fit: {fits}"
+    )
+    if memory.least > limit:
+        raise ValueError(f"memory: {sentence}")
+    console.warn(f"memory, in a step of several micro-batches: {sentence}")
+
+
+def memory_of(trainer: Trainer) -> StepMemory:
+    """What a trainer's step needs; of `--invariant`, whose programs are many small ones, the state alone."""
+    config, sizes, params = trainer.config, trainer.sizes, bytes_a_device(trainer.state.params)
+    trained_and_frozen = params + bytes_a_device(trainer.frozen)
+    state = trained_and_frozen + bytes_a_device(trainer.state.opt_state) + (params if trainer.has_reference else 0)
+    programs = trainer.ahead()
+    if programs is None:
+        return StepMemory(state)
+    micro_batch, update = (program.compiled.memory_analysis() for program in programs)
+    if micro_batch is None or update is None:
+        return StepMemory(state)
+    batch = max(0, micro_batch.argument_size_in_bytes - trained_and_frozen)
+    return StepMemory(
+        state,
+        intermediate=micro_batch.temp_size_in_bytes + batch,
+        gradients=micro_batch.output_size_in_bytes,
+        several=_may_have_several(config, sizes),
+        update=update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
+        rollout=_rollout(trainer),
+    )
+
+
+def _may_have_several(config: Config, sizes: Sizes) -> bool:
+    """Whether the documents of a step, each the longest possible one, need several micro-batches."""
+    schedule = config.schedule
+    if schedule.docs_per_step == 0:
+        return schedule.micro_batches != 1
+    rows = parse_mesh(config.mesh).ranks * sizes.rows
+    return schedule.docs_per_step > rows * (sizes.row // (sizes.prompt + sizes.completion))
+
+
+def _rollout(trainer: Trainer) -> int:
+    decoder, mesh = trainer.origin.decoder, rollout_mesh(trainer.config, trainer.mesh)
+    cache = 0 if decoder is None else cache_bytes(decoder, trainer.sizes, trainer.config) // mesh.size
+    if mesh == trainer.mesh:
+        return cache
+    copies = (trainer.state.params, trainer.frozen)
+    return cache + sum(bytes_a_device(tree, parameter_shardings(tree, mesh)) for tree in copies)
+
+
+def remedies(memory: StepMemory, limit: int, config: Config, rows: int, remat: str | None) -> list[str]:
+    """Options that make a step smaller, those against the largest part of the need first.
+
+    Args:
+      memory: the need.
+      limit: bytes that a device has.
+      config: the options.
+      rows: of a micro-batch.
+      remat: what layers keep for the backward pass; None where the model decides that itself.
+    """
+    sums = memory.gradients * (2 if memory.several else 1)
+    if memory.micro_batch >= max(memory.gradients + memory.update, memory.rollout):
+        beside = memory.intermediate
+        parts = [(beside, _smaller_micro_batch(rows, remat)), (sums, _narrower_sums(config))]
+    elif memory.rollout > memory.gradients + memory.update:
+        fewer = f"--rollout.prompts-per-rollout below {config.rollout.prompts_per_rollout}"
+        sums, beside, parts = 0, memory.rollout, [(memory.rollout, [fewer])]
+    else:
+        beside, parts = memory.update, [(sums, _narrower_sums(config))]
+    parts.append((memory.state + sums, _more_shards(memory.state + sums, limit - beside, config)))
+    in_order = sorted(parts, key=lambda part: -part[0])
+    return [cure for number, cures in in_order if number > WORTH_NAMING * memory.need for cure in cures]
+
+
+def _smaller_micro_batch(rows: int, remat: str | None) -> list[str]:
+    fewer = [f"--schedule.rows below {rows}"] if rows > 1 else []
+    return [*fewer, *(["--model.remat full"] if remat not in (None, "full") else [])]
+
+
+def _narrower_sums(config: Config) -> list[str]:
+    wide = config.schedule.accumulate == "float32" and not config.invariant
+    return ["--schedule.accumulate bfloat16"] if wide else []
+
+
+def _more_shards(split: int, room: int, config: Config) -> list[str]:
+    """For what lies in shards."""
+    cures = []
+    if not config.invariant and 0 < room < split:
+        mesh = _with_more_shards(parse_mesh(config.mesh), math.ceil(split / room))
+        missing = mesh.num_devices - jax.device_count()
+        cures.append(f"--mesh {mesh}{f' ({missing} more devices)' if missing > 0 else ''}")
+    if config.model.path is not None and not config.lora.rank and not config.invariant:
+        cures.append("--lora.rank 16")
+    return cures
+
+
+def _with_more_shards(mesh: MeshSpec, factor: int) -> MeshSpec:
+    """The mesh with at least `factor` times the shards of the parameters, on the same devices where that is possible."""
+    taken = next((copies for copies in range(factor, mesh.data + 1) if mesh.data % copies == 0), None)
+    if taken is not None:
+        return replace(mesh, data=mesh.data // taken, fsdp=mesh.fsdp * taken)
+    return replace(mesh, data=1, fsdp=mesh.fsdp * factor)
+
+
+def cache_bytes(decoder: DecoderConfig, sizes: Sizes, config: Config) -> int:
+    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation."""
+    rollout = config.rollout
+    slots = rollout.prompts_per_rollout * (sizes.prompt + rollout.num_generations * sizes.completion)
+    slots = max(slots, config.evaluation.num_prompts * (sizes.prompt + sizes.completion))
+    width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+    return slots * width * jnp.dtype(decoder.dtype).itemsize
+
+
+def bytes_a_device(tree: Any, places: Any = None) -> int:
+    """Bytes of the shards of a tree's arrays on one device that has a shard of each.
+
+    Args:
+      tree: of arrays.
+      places: their shardings, where those are others than they have.
+    """
+    leaves = jax.tree.leaves(tree)
+    shardings = [leaf.sharding for leaf in leaves] if places is None else jax.tree.leaves(places)
+    return sum(
+        math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, place in zip(leaves, shardings, strict=True)
+    )
+
+
+def device_limit(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that a program may take of each of the devices; None where nothing says so, as on a CPU."""
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    return min((each["bytes_limit"] for each in stats if "bytes_limit" in each), default=None)
+
+
+def size(number: int) -> str:
+    """A number of bytes, for people."""
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if number >= 2**power:
+            return f"{number / 2**power:.1f} {unit}"
+    return f"{number / 2**10:.1f} KiB"

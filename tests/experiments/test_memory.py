@@ -1,0 +1,181 @@
+"""What a run says of its memory before the first step, and what it refuses."""
+
+import io
+import logging
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import resume, train
+from experiments.command_line import exit_code
+from experiments.config import Config, ScheduleConfig
+from experiments.models.lora import LoraConfig
+from experiments.models.mesh import make_mesh, parse_mesh
+from experiments.runs.console import RunConsole
+from experiments.training import memory
+from experiments.training.ahead import compiled_ahead
+from experiments.training.memory import StepMemory, remedies, say_memory
+from experiments.training.optimizers import Optimizer, adamw
+from experiments.training.trainer import Progress
+from experiments.training.update import Update
+from tests.experiments.tiny import tiny
+from tests.experiments.waves import batch, sums_on
+
+GIB = 2**30
+STEP = StepMemory(state=4 * GIB, intermediate=3 * GIB, gradients=2 * GIB, several=True, update=GIB, rollout=GIB // 2)
+
+
+def test_the_need_is_that_of_the_moment_that_takes_most():
+    # State, intermediate results, the gradients and their sum; with one micro-batch, no sum.
+    assert STEP.need == 11 * GIB and STEP.least == 9 * GIB
+    assert STEP._replace(update=6 * GIB).need == 12 * GIB, "state, sum and update"
+    assert STEP._replace(rollout=8 * GIB).need == 12 * GIB
+    assert str(STEP) == (
+        "state 4.0 GiB; beside it a micro-batch 7.0 GiB, the update 3.0 GiB, a rollout at least 512.0 MiB"
+    )
+    assert str(StepMemory(2**20)) == "state 1.0 MiB"
+
+
+CURES = {
+    "what layers keep": (
+        StepMemory(GIB, intermediate=20 * GIB, gradients=GIB), {}, (16, "attention"),
+        ["--schedule.rows below 16", "--model.remat full"],
+    ),
+    "one row, all made again": (StepMemory(GIB, intermediate=20 * GIB, gradients=GIB), {}, (1, "full"), []),
+    "sums": (
+        StepMemory(6 * GIB, intermediate=GIB, gradients=6 * GIB, several=True), {}, (1, None),
+        ["--mesh data=1,fsdp=2,tensor=1", "--schedule.accumulate bfloat16"],
+    ),
+    "sums of bf16": (
+        StepMemory(GIB, intermediate=GIB, gradients=9 * GIB, several=True),
+        {"schedule": ScheduleConfig(accumulate="bfloat16"), "mesh": "tensor=2"}, (1, None),
+        ["--mesh data=1,fsdp=3,tensor=2"],
+    ),
+    "copies become shards": (
+        StepMemory(16 * GIB, update=GIB, gradients=GIB), {"mesh": "data=4"}, (1, None),
+        ["--mesh data=2,fsdp=2,tensor=1"],
+    ),
+    "more devices than there are": (
+        StepMemory(95 * GIB, update=GIB, gradients=GIB), {}, (1, None),
+        ["--mesh data=1,fsdp=11,tensor=1 (3 more devices)"],
+    ),
+    "a model from disk": (
+        StepMemory(9 * GIB, intermediate=12 * GIB), {"model": "on disk"}, (2, "full"),
+        ["--schedule.rows below 2", "--lora.rank 16"],
+    ),
+    "adapters": (
+        StepMemory(9 * GIB, intermediate=12 * GIB), {"model": "on disk", "lora": LoraConfig(rank=4)}, (2, "full"),
+        ["--schedule.rows below 2"],
+    ),
+    "a rollout": (
+        StepMemory(GIB, intermediate=GIB, rollout=20 * GIB), {}, (8, "none"),
+        [f"--rollout.prompts-per-rollout below {Config().rollout.prompts_per_rollout}"],
+    ),
+    "leaves on one device": (StepMemory(20 * GIB), {"invariant": True}, (8, "none"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_what_would_make_it_fit_follows_from_what_is_largest(name):
+    needed, changes, micro_batch, wanted = CURES[name]
+    config = Config(**{key: value for key, value in changes.items() if key != "model"})
+    if "model" in changes:
+        model = SimpleNamespace(path="somewhere")
+        config = SimpleNamespace(**{**vars(config), "model": model})
+    assert remedies(needed, 10 * GIB, config, *micro_batch) == wanted
+
+
+def said(monkeypatch, needed, limit, steps=3):
+    """What is printed about a need, and what is raised."""
+    monkeypatch.setattr(memory, "memory_of", lambda trainer: needed)
+    monkeypatch.setattr(memory, "device_limit", lambda devices: limit)
+    trainer = SimpleNamespace(
+        mesh=make_mesh(parse_mesh("")),
+        config=Config(schedule=ScheduleConfig(steps=steps)),
+        progress=Progress(),
+        sizes=SimpleNamespace(rows=16),
+        origin=SimpleNamespace(decoder=SimpleNamespace(remat="none")),
+    )
+    stream = io.StringIO()
+    try:
+        say_memory(trainer, RunConsole(stream=stream))
+    except ValueError as error:
+        return stream.getvalue(), error
+    return stream.getvalue(), None
+
+
+def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypatch):
+    line = f"memory a device: 11.0 GiB of 80.0 GiB ({STEP})\n"
+    assert said(monkeypatch, STEP, 80 * GIB) == (line, None)
+    assert said(monkeypatch, STEP, None) == (line.replace(" of 80.0 GiB", ""), None)
+    assert said(monkeypatch, STEP, 8 * GIB, steps=0) == ("", None)
+    _, error = said(monkeypatch, STEP, 8 * GIB)
+    assert exit_code(error) == 2
+    assert str(error) == (
+        f"memory: a device needs 11.0 GiB and has 8.0 GiB ({STEP}); what may make it fit: --mesh data=1,fsdp=2,tensor=1, "
+        "or --schedule.accumulate bfloat16, or --schedule.rows below 16, or --model.remat full"
+    )
+    # A step of one micro-batch would fit.
+    text, error = said(monkeypatch, STEP, 10 * GIB)
+    assert error is None and "WARNING: memory, in a step of several micro-batches: a device needs 11.0 GiB" in text
+    _, error = said(monkeypatch, StepMemory(4 * GIB), 3 * GIB)
+    assert str(error).startswith("memory: a device needs at least 4.0 GiB and has 3.0 GiB (state 4.0 GiB); what may")
+
+
+def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
+    sums, params = sums_on("fsdp=2")
+    update = Update(Optimizer(adamw(), lambda step: 1e-3), sums.place)
+    state = update.init(params)
+    with jax.log_compiles():
+        program = sums.ahead(state.params, batch(2))
+        then = update.ahead(state, program.results)
+        for name in ("_of_micro_batch", "_applied"):
+            assert any(f"Compiling jit({name})" in each.getMessage() for each in caplog.records)
+        caplog.clear()
+        total = sums.sums_of(state.params, [batch(2)], 0)
+        update(state, total)
+    again = [each.getMessage()[:60] for each in caplog.records if each.levelno >= logging.WARNING]
+    assert not [each for each in again if "Compiling jit(_of_micro_batch)" in each or "Compiling jit(_applied)" in each]
+    assert sums.num_compilations == 1
+    # fp32 gradients of 1920 rows of 8 of the 16 features, and of the phases, which are whole; a few numbers beside them.
+    micro_batch, applied = (each.compiled.memory_analysis() for each in (program, then))
+    assert 0 <= micro_batch.output_size_in_bytes - 4 * (1920 * 8 + 16) < 200
+    # The new state takes the memory of the old one.
+    assert 0 <= applied.output_size_in_bytes - applied.alias_size_in_bytes < 200
+
+
+def test_the_batch_of_a_program_is_asked_for_by_its_types_and_places():
+    function = jax.jit(lambda x: {"sum": x.sum(), "same": x})
+    made = compiled_ahead(function, np.ones((2, 3), np.float32))
+    assert {name: (x.shape, x.dtype.name) for name, x in made.results.items()} == {
+        "sum": ((), "float32"),
+        "same": ((2, 3), "float32"),
+    }
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_new_options(
+    tmp_path, monkeypatch, capsys
+):
+    options = {"warm_start": {"max_steps": 0}, "schedule": {"steps": 1}, "quiet": False}
+    result = train(tiny(tmp_path, "fits", **options))
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory a device: "))
+    assert "state" in line and "a micro-batch" in line and "the update" in line and "at least" in line
+    monkeypatch.setattr(memory, "device_limit", lambda devices: 100 * 2**10)
+    with pytest.raises(ValueError, match=r"^memory: a device needs .* and has 100.0 KiB .*--schedule.rows below 16"):
+        train(tiny(tmp_path, "never", **options))
+    assert [each.name for each in tmp_path.iterdir()] == ["fits"]
+    before = result.run.config.read_bytes()
+    with pytest.raises(ValueError, match=r"^memory: a device needs"):
+        resume(str(result.run.path), {"schedule.steps": 2})
+    assert result.run.config.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_an_invariant_run_says_its_state_alone(tmp_path, capsys):
+    invariance = {"invariant": True, "schedule": {"steps": 1, "row_length": None}}
+    train(tiny(tmp_path, "leaves", warm_start={"max_steps": 0}, quiet=False, **invariance))
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory a device: "))
+    assert line.startswith("memory a device: at least ") and "micro-batch" not in line

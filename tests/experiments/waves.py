@@ -1,0 +1,47 @@
+"""A model that is little more than a head of many rows, and gradient sums for it on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments.models.layers import named_axes
+from experiments.models.mesh import make_mesh, parse_mesh
+from experiments.sampling.stream import Packing
+from experiments.training.micro_batch_sums import MicroBatchSums
+from experiments.training.objectives import CrossEntropy
+from jaxlogp import Document, HeadSpec
+
+# On four ranks a table of 480 rows each, where the head wants 512, 512, 512 and 384.
+VOCAB, HIDDEN = 1920, 16
+
+
+class Waves(nnx.Module):
+    """Hidden states that are functions of the token alone, and a head."""
+
+    def __init__(self) -> None:
+        weight = jax.random.normal(jax.random.key(0), (VOCAB, HIDDEN))
+        self.weight = nnx.Param(weight, **named_axes("vocab", "embed"))
+        self.phase = nnx.Param(jnp.linspace(0.0, 3.0, HIDDEN))
+
+    def hidden_states(self, tokens, positions, segment_ids):
+        return jnp.sin(tokens[..., None].astype(jnp.float32) / 7.0 + self.phase[...])
+
+    def head(self):
+        return HeadSpec(), self.weight[...]
+
+
+def batch(ranks):
+    """Four rows, whatever the number of ranks; labels on both sides of every edge of either cut."""
+    edges = [edge + side for edge in (480, 512, 960, 1024, 1440, 1536) for side in (-1, 0)]
+    tokens = np.array([[0, *edges, VOCAB - 1]] * 4, np.int32) - np.arange(4)[:, None]
+    documents = [Document(row % VOCAB, 1, np.zeros(len(row) - 1, np.float32), 1.0) for row in tokens.astype(np.int32)]
+    (made,) = Packing(ranks, 4 // ranks, tokens.shape[1], VOCAB, 0, share_rows=False).rounds(documents)
+    return made
+
+
+def sums_on(mesh):
+    mesh = make_mesh(parse_mesh(mesh))
+    graph, params = nnx.split(Waves())
+    made = MicroBatchSums(graph, mesh, CrossEntropy(), temperature=1.0, engine="chunked")
+    return made, made.place(params)
