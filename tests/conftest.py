@@ -55,16 +55,17 @@ def compile_effort(request):
 
 
 if jax.__version_info__ < (0, 11):
-    # XLA's fusion emitters take half of the time that is left, and later versions cannot do without them. No public
-    # setting of JAX changes an option of XLA within a process.
+    # XLA's fusion emitters take half of the time that is left, and later versions cannot do without them; modules in one
+    # part take a tenth less. No public setting of JAX changes an option of XLA within a process.
     from jax._src import compiler
 
+    CHEAP = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
     of_jax = compiler.get_compile_options
 
     def get_compile_options(*args, **kwargs):
         options = of_jax(*args, **kwargs)
         if jax.config.read("jax_disable_most_optimizations"):
-            options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
+            options.env_option_overrides = [*options.env_option_overrides, *CHEAP.items()]
         return options
 
     compiler.get_compile_options = get_compile_options
