@@ -22,8 +22,8 @@ from jaxlogp.losses import gspo
 
 RNG = np.random.default_rng(0)
 HIDDEN, WEIGHT = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((6, 4), (32, 4)))
-IDS, MASK = jnp.arange(6, dtype=jnp.int32), jnp.arange(6) < 4
-OLD, ADVANTAGES = -jnp.ones(6), jnp.linspace(-1.0, 1.0, 6)
+IDS, MASK = jnp.asarray(np.arange(6), jnp.int32), jnp.asarray(np.arange(6) < 4)
+OLD, ADVANTAGES = (jnp.asarray(x, jnp.float32) for x in (np.full(6, -1.0), np.linspace(-1.0, 1.0, 6)))
 
 
 def head(engine, hidden):

@@ -1,5 +1,7 @@
 """A function in two processes of four devices: the fixed order gives the bytes of one process, and failures are reported."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,20 +11,24 @@ from jaxlogp import check_invariance
 from jaxlogp.invariance.processes import run_in_processes
 
 CONFIG = drift.DriftConfig(tokens=16, hidden_size=32, vocab_size=264)
-DATA = drift._data(CONFIG)
+
+
+@functools.cache
+def data():
+    return drift._data(CONFIG)
 
 
 @pytest.mark.slow
 def test_the_fixed_order_gives_the_bytes_of_one_process():
-    wanted = np.asarray(drift._ours(drift.FIXED, *DATA))
-    seen = run_in_processes("experiments.studies.drift:fixed_order_on_all_devices", *DATA)
+    wanted = np.asarray(drift._ours(drift.FIXED, *data()))
+    seen = run_in_processes("experiments.studies.drift:fixed_order_on_all_devices", *data())
     assert seen.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.slow
 def test_naive_jax_does_not_and_the_report_says_so():
     """The control. bf16 travels too."""
-    hidden, weight, targets = DATA
+    hidden, weight, targets = data()
     bf16 = hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), targets
     report = check_invariance(drift.naive, *bf16, num_shards=(), path="experiments.studies.drift:naive")
     assert "two processes of 4 devices" in report.broken
@@ -33,19 +39,18 @@ def test_naive_jax_does_not_and_the_report_says_so():
 
 def test_a_process_that_fails_is_told_with_its_words():
     with pytest.raises(RuntimeError, match="process . ended with status 1: .*no_such_function"):
-        run_in_processes("experiments.studies.drift:no_such_function", *DATA)
+        run_in_processes("experiments.studies.drift:no_such_function", *data())
 
 
 @pytest.mark.slow
 def test_processes_that_take_too_long_are_ended():
     with pytest.raises(RuntimeError, match="no result after 0.5 seconds"):
-        run_in_processes("experiments.studies.drift:naive", *DATA, timeout=0.5)
+        run_in_processes("experiments.studies.drift:naive", *data(), timeout=0.5)
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    "path, weight, argument", [("experiments.studies.drift", DATA[1], "path"), ("a:b", DATA[1][:263], "weight")]
-)
-def test_bad_input_names_the_argument(path, weight, argument):
+@pytest.mark.parametrize("path, rows, argument", [("experiments.studies.drift", 264, "path"), ("a:b", 263, "weight")])
+def test_bad_input_names_the_argument(path, rows, argument):
+    hidden, weight, targets = data()
     with pytest.raises(ValueError, match=f"^{argument}: expected "):
-        run_in_processes(path, DATA[0], weight, DATA[2])
+        run_in_processes(path, hidden, weight[:rows], targets)

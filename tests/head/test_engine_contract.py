@@ -38,8 +38,8 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-HIDDEN, WEIGHT, TARGETS = normal(0, N, H), normal(1, V, H), jnp.arange(N, dtype=jnp.int32) * 4 % V
-MASK = jnp.arange(N) % 3 > 0
+HIDDEN, WEIGHT, TARGETS = normal(0, N, H), normal(1, V, H), jnp.asarray(np.arange(N) * 4 % V, jnp.int32)
+MASK = jnp.asarray(np.arange(N) % 3 > 0)
 
 
 def mesh(data, tensor, kind=AxisType.Auto):

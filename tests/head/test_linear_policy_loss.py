@@ -140,7 +140,7 @@ def test_three_products_with_the_gradient_and_one_without():
     assert products(lambda x: one_call(x, loss)[0].sum, data) == 1
     assert products(lambda x: policy_problem.differentiated(x, lambda y: one_call(y, loss)), data) == 3
     assert products(lambda x: policy_problem.differentiated(x, lambda y: two_calls(y, loss, "chunked")), data) == 4
-    known = jnp.zeros((ROWS, LENGTH))
+    known = np.zeros((ROWS, LENGTH), np.float32)
     assert products(lambda x: policy_problem.differentiated(x, lambda y: one_call(y, loss, lse=known)), data) == 3
     assert products(lambda x: one_call(x, loss, lse=known)[0].sum, data) == 0
 
@@ -175,7 +175,7 @@ def test_the_values_are_constants():
     [
         (grpo(), {}, "in one pass"),
         (grpo(entropy_coefficient=0.1), {}, "in one pass"),
-        (grpo(), {"lse": jnp.zeros((ROWS, LENGTH))}, "from the known log-sum-exp"),
+        (grpo(), {"lse": np.zeros((ROWS, LENGTH), np.float32)}, "from the known log-sum-exp"),
         (gspo(), {}, "in two steps: the ratio of a document needs"),
         (grpo(), {"engine": "reference"}, "in two steps: it has no one-pass gradient"),
         (grpo(), {"engine": "fixed_order"}, "in two steps: it sums gradients over mesh axes in its own order"),
@@ -348,10 +348,10 @@ def test_collectives_of_a_step():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"lse": jnp.zeros((ROWS, LENGTH)), "with_entropy": True}, "lse: expected None along with entropy"),
-        ({"lse": jnp.zeros(ROWS * LENGTH)}, "lse: expected a floating-point array of shape"),
+        ({"lse": np.zeros((ROWS, LENGTH), np.float32), "with_entropy": True}, "lse: expected None along with entropy"),
+        ({"lse": np.zeros(ROWS * LENGTH, np.float32)}, "lse: expected a floating-point array of shape"),
         (
-            {"lse": jnp.zeros((ROWS, LENGTH)), "engine": "reference"},
+            {"lse": np.zeros((ROWS, LENGTH), np.float32), "engine": "reference"},
             "lse: expected None where engine, call or loss",
         ),
         ({"engine": "none such"}, "engine: expected"),

@@ -1,6 +1,6 @@
 """Invariance over the batch: a token's results do not depend on its position or on the other tokens."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -10,7 +10,8 @@ TOKENS = 96
 VOCAB = 1027
 PER_TOKEN = ("log_probs", "entropy", "hidden")
 EVERYTHING = (*PER_TOKEN, "weight", "bias")
-BASE = case(VOCAB, TOKENS)
+# In NumPy, whose indexing compiles nothing.
+BASE = jax.tree.map(np.asarray, case(VOCAB, TOKENS))
 RNG = np.random.default_rng(9)
 PERMUTATION = RNG.permutation(TOKENS)
 ALL = np.arange(TOKENS)
@@ -26,7 +27,7 @@ def among_others(change):
     """The first half as it is, among others that have been changed."""
     data = dict(BASE)
     others = np.arange(TOKENS) >= TOKENS // 2
-    data.update(change(data, jnp.asarray(others)))
+    data.update(change(data, others))
     return data, np.arange(TOKENS // 2), np.arange(TOKENS // 2)
 
 
@@ -35,9 +36,10 @@ def padded(before, after):
     total = before + TOKENS + after
     data = case(VOCAB, total, seed=5)
     inside = slice(before, before + TOKENS)
-    data = {**data, "mask": jnp.zeros(total, bool), "hidden": jnp.full_like(data["hidden"], jnp.nan)}
-    data["targets"] = jnp.full(total, -100, jnp.int32)
-    moved = {name: data[name].at[inside].set(BASE[name]) for name in ("hidden", *TARGET_FIELDS)}
+    moved = {name: np.array(data[name]) for name in ("hidden", *TARGET_FIELDS)}
+    moved["mask"][:], moved["hidden"][:], moved["targets"][:] = False, np.nan, -100
+    for name, values in moved.items():
+        values[inside] = BASE[name]
     return {**BASE, **moved}, np.arange(before, before + TOKENS), ALL
 
 
@@ -46,7 +48,9 @@ def selection(rows):
 
 
 def changed_hidden(factor):
-    return lambda data, others: {"hidden": jnp.where(others[:, None], data["hidden"] * factor, data["hidden"])}
+    return lambda data, others: {
+        "hidden": np.where(others[:, None], data["hidden"] * np.float32(factor), data["hidden"])
+    }
 
 
 # name: (data, places in it, the places of the same tokens in BASE), and the results compared
@@ -62,7 +66,7 @@ TRANSFORMS = {
     "others masked": (among_others(lambda data, others: {"mask": data["mask"] & ~others}), PER_TOKEN),
     "others with other targets": (
         among_others(
-            lambda data, others: {"targets": jnp.where(others, (data["targets"] + 1) % VOCAB, data["targets"])}
+            lambda data, others: {"targets": np.where(others, (data["targets"] + 1) % VOCAB, data["targets"])}
         ),
         PER_TOKEN,
     ),
