@@ -1,17 +1,21 @@
 """A run that is killed again and again, and ends as if it had not been.
 
     python -m benchmarks.trials.kills --kills 40 --terms 4
+    python -m benchmarks.trials.kills --kills 10 --terms 2 --processes 2
 
 A tiny run is started as a process of its own and stopped by SIGKILL at random moments of three kinds (in the warm start,
 while a checkpoint is being written, at any time), resumed by the command line, killed again, until it has had its share
 of kills; then it goes on to its end. Other runs get SIGTERM or SIGINT instead. Parameters, optimizer state, counters,
 metrics.jsonl and samples.jsonl are compared with those of a run that nobody stopped, bit for bit, but for times.
+
+With several processes one of them gets the signal, and the others have to end too: after SIGKILL within 30 seconds.
 """
 
 import argparse
 import json
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.trials.processes import TINY, Ended, start, stop_when, wait
+from benchmarks.trials.processes import TINY, Ended, start, start_together, stop_when, wait
 from experiments.evaluate import EvaluateConfig, load
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.environment import versions_text
@@ -32,6 +36,8 @@ TIMES = {"data_wait_seconds", "rollout_seconds", "step_seconds", "tokens_per_sec
 MOMENTS = ("warm start", "saving", "saving", "saving", "saving", "any")
 MAX_UNSTOPPED = 5
 """Runs in a row that end before their signal; more are no accident."""
+LAST_SECONDS = 30.0
+"""After which no process of a run may be left where another was killed."""
 CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -62,17 +68,21 @@ class Trial:
 
 
 class Run:
-    """A run folder that is trained by one process after the other."""
+    """A run folder that is trained by one process after the other, or by several at a time."""
 
-    def __init__(self, out: Path, name: str, steps: int, cache: Path) -> None:
+    def __init__(self, out: Path, name: str, steps: int, cache: Path, processes: int = 1) -> None:
         self.path, self._out, self._steps, self._cache = out / name, out, steps, cache
+        self._processes = processes
 
-    def process(self):
-        """The command that begins the run, or goes on with it."""
-        if self.checkpoints.exists() and (self.path / "config.json").exists():
-            return start(["--resume", str(self.path), "--quiet"], self._cache)
+    def start(self) -> list[subprocess.Popen]:
+        """The command that begins the run, or goes on with it, as one process or several."""
         options = ["--schedule.steps", str(self._steps), "--out", str(self._out), "--name", self.path.name]
-        return start([*TINY, *options], self._cache)
+        arguments = [*TINY, *options, "--mesh", f"data={self._processes}"]
+        if self.checkpoints.exists() and (self.path / "config.json").exists():
+            arguments = ["--resume", str(self.path), "--quiet"]
+        if self._processes == 1:
+            return [start(arguments, self._cache)]
+        return start_together(arguments, self._cache, self._processes)
 
     @property
     def checkpoints(self) -> Path:
@@ -144,10 +154,21 @@ def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended
         kind = "warm start"
     old = run.being_saved()
     moment, delay = moment_of(kind, run, chance, seconds)
-    process = run.process()
-    sent = stop_when(process, moment, delay, trial.number)
-    ended = wait(process)
-    trial.expect(not ended.traceback, f"traceback after {kind}")
+    processes = run.start()
+    victim = chance.choice(processes)
+    sent = stop_when(victim, moment, delay, trial.number)
+    stopped = time.monotonic()
+    ends = {process: wait(process) for process in processes}
+    ended = ends[victim]
+    trial.expect(not any(end.traceback for end in ends.values()), f"traceback after {kind}")
+    for process, end in ends.items():
+        if trial.number == signal.SIGKILL and process is not victim:
+            seconds = time.monotonic() - stopped
+            trial.expect(
+                (end.code != 0 and seconds < LAST_SECONDS) == (ended.code != 0), f"{end.code} after {seconds:.0f} s"
+            )
+        elif process is not victim:
+            trial.expect(end.code == ended.code, f"exit codes {end.code} and {ended.code}")
     if not sent or ended.code == 0:
         trial.expect(ended.code == 0, f"exit code {ended.code} without a signal: {ended.last}")
         return ended
@@ -156,15 +177,16 @@ def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended
     if trial.number == signal.SIGKILL:
         trial.in_flight += bool(run.being_saved() - old)
     else:
-        trial.expect(trial.number.name in ended.last and "--resume" in ended.last, f"last line {ended.last!r}")
+        last = ends[processes[0]].last
+        trial.expect(trial.number.name in last and "--resume" in last, f"last line {last!r}")
     trial.expect(ended.code == CODES[trial.number], f"exit code {ended.code} after {trial.number.name} ({kind})")
     return ended
 
 
 def to_the_end(trial: Trial, run: Run) -> None:
     """Resumes without a signal."""
-    ended = wait(run.process())
-    trial.expect(ended.code == 0, f"exit code {ended.code}: {ended.last}")
+    for ended in map(wait, run.start()):
+        trial.expect(ended.code == 0, f"exit code {ended.code}: {ended.last}")
 
 
 def compare(trial: Trial, run: Run, whole: Run) -> None:
@@ -180,7 +202,9 @@ def compare(trial: Trial, run: Run, whole: Run) -> None:
     trial.expect(run.samples() == whole.samples(), "samples.jsonl differs")
 
 
-def trials(out: Path, kills: int, terms: int, steps: int, seed: int, per_run: int = 5) -> list[Trial]:
+def trials(
+    out: Path, kills: int, terms: int, steps: int, seed: int, processes: int = 1, per_run: int = 5
+) -> list[Trial]:
     """Runs that are stopped, each compared with one that is not.
 
     Args:
@@ -189,25 +213,26 @@ def trials(out: Path, kills: int, terms: int, steps: int, seed: int, per_run: in
       terms: SIGTERMs, and SIGINTs.
       steps: optimizer steps of the run.
       seed: of the moments.
+      processes: of every run.
       per_run: signals that a run gets at most.
 
     Raises:
       RuntimeError: signals that stop no run.
     """
     chance, cache = random.Random(seed), out / "cache"
-    whole = Run(out, "whole", steps, cache)
+    whole = Run(out, "whole", steps, cache, processes)
     # The second has compiled programs, and shows how long a run takes then.
-    for run in (whole, Run(out, "again", steps, cache)):
+    for run in (whole, Run(out, "again", steps, cache, processes)):
         started = time.monotonic()
-        ended = wait(run.process())
-        assert ended.code == 0, ended.last
+        for ended in map(wait, run.start()):
+            assert ended.code == 0, ended.last
         seconds = time.monotonic() - started
     done = []
     unstopped = 0
     for number, wanted in ((signal.SIGKILL, kills), (signal.SIGTERM, terms), (signal.SIGINT, terms)):
         while wanted > 0:
             trial = Trial(f"{len(done) + 1}", number)
-            run = Run(out, f"run-{trial.name}", steps, cache)
+            run = Run(out, f"run-{trial.name}", steps, cache, processes)
             while len(trial.moments) < min(wanted, per_run) and stop(trial, run, chance, seconds).code != 0:
                 pass
             if run.saved() < steps or not (run.path / "summary.json").exists():
@@ -229,14 +254,15 @@ def main() -> None:
     parser.add_argument("--terms", type=int, default=4, help="of SIGTERM and of SIGINT each")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    print(f"{versions_text()}; seed {options.seed}, {options.steps} steps\n")
+    print(f"{versions_text()}; seed {options.seed}, {options.steps} steps, {options.processes} processes\n")
     print(
         "| run | signal | stops | moments | in flight | newest step after each (w: warm start) | against the whole run |"
     )
     print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        done = trials(Path(folder), options.kills, options.terms, options.steps, options.seed)
+        done = trials(Path(folder), options.kills, options.terms, options.steps, options.seed, options.processes)
     good = sum(not trial.faults for trial in done)
     print(
         f"\n{good} of {len(done)} runs end bitwise equal, after {sum(len(trial.moments) for trial in done)} stops, ",
