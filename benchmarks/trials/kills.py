@@ -256,6 +256,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
+    # To read what a mesh of so many devices has saved.
+    jax.config.update("jax_num_cpu_devices", options.processes)
     print(f"{versions_text()}; seed {options.seed}, {options.steps} steps, {options.processes} processes\n")
     print(
         "| run | signal | stops | moments | in flight | newest step after each (w: warm start) | against the whole run |"
