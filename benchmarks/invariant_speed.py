@@ -65,6 +65,8 @@ class InvariantSpeedConfig:
     invariance: InvarianceConfig = dataclasses.field(default_factory=InvarianceConfig)
     plain: bool = True
     """Measure the plain runs too."""
+    invariant: bool = True
+    """Measure the runs with --invariant."""
     parts: bool = False
     """Print how long the parts of a step take."""
     out: str | None = None
@@ -85,6 +87,8 @@ class Measured:
     head: str
     digest: str
     peak_gib: float
+    losses: list[float]
+    leaves: dict[str, str]
 
 
 def digest_of(tree: Any) -> str:
@@ -93,6 +97,12 @@ def digest_of(tree: Any) -> str:
     for leaf in jax.tree.leaves(tree):
         found.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
     return found.hexdigest()[:12]
+
+
+def digests_of(tree: Any) -> dict[str, str]:
+    """`digest_of` every leaf, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): digest_of(leaf) for path, leaf in leaves}
 
 
 def options_of(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bool) -> Config:
@@ -159,9 +169,11 @@ def measure(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bo
     first = records[0]["step_seconds"]
     mode = "invariant" if invariant else "plain"
     digest = digest_of(trainer.state)
+    losses = [float(record["loss"]) for record in records]
+    leaves = digests_of(trainer.state.params)
     if config.parts and invariant:
         print_parts(trainer)
-    return Measured(mode, mesh, rows, rollout, rest, first, drift, engine, digest, peak)
+    return Measured(mode, mesh, rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
 
 
 def print_parts(trainer: Trainer) -> None:
@@ -204,7 +216,7 @@ def main(config: InvariantSpeedConfig) -> list[Measured]:
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
     for mesh in config.mesh:
-        runs = [(rows, True) for rows in config.rows]
+        runs = [(rows, True) for rows in config.rows if config.invariant]
         for rows, invariant in [*([(config.rows[-1], False)] if config.plain else []), *runs]:
             got = measure(config, mesh, rows, invariant=invariant)
             gc.collect()
