@@ -25,6 +25,7 @@ import numpy as np
 from experiments.command_line import run_command
 from experiments.config import (
     Config,
+    DriftConfig,
     EvaluationConfig,
     InvarianceConfig,
     ModelConfig,
@@ -126,6 +127,7 @@ def options_of(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant:
         ),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         evaluation=EvaluationConfig(every=0, num_prompts=1, kl=False),
+        drift=DriftConfig(every=0),
         **({"invariance": config.invariance} if invariant else {}),
     )
 
