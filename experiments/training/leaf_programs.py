@@ -29,6 +29,7 @@ from jaxlogp import (
     linear_log_probs,
     record_head_runs,
 )
+from jaxlogp.errors import require
 
 LeafEngine = FixedOrderEngine | FixedOrderHopperEngine
 
@@ -99,6 +100,23 @@ class LeafPrograms:
         ranks = [jax.device_put(params, device) for device in self.devices]
         weights = [self.reader.load(params) for params in ranks]
         return Loaded(ranks, weights, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
+
+    def trace(self, rows: int, length: int) -> None:
+        """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.
+
+        Raises:
+          ValueError: operands that the engine does not take.
+        """
+        config, shards, tokens = self.config, self._shards(), (len(self.devices) * rows, length)
+        blocks = shards.num_shards * shards.max_width
+        hidden, weight = ((*tokens, config.hidden_size), config.dtype), ((blocks, config.hidden_size), config.dtype)
+        operands = (jax.ShapeDtypeStruct(*each) for each in (hidden, weight, (tokens, "int32"), (tokens, "bool")))
+        try:
+            jax.eval_shape(self._head, *operands)
+        except ValueError as error:
+            if not str(error).startswith("engine:"):
+                raise
+            require(False, "--invariance.engine", "an engine that can run here", str(error))
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
         """The head in the activations' dtype."""

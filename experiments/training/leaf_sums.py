@@ -63,7 +63,8 @@ class LeafSums:
         return jax.device_put(tree, self._home)
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
-        """Nothing to check: the engine is fixed, and takes every call."""
+        """See `GradientSums`."""
+        self._programs.trace(self._leaf_rows, padding.tokens.shape[-1])
 
     def ahead(self, params: nnx.State, padding: MicroBatch) -> None:
         """See `GradientSums`; several programs a leaf."""
