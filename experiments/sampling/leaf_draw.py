@@ -5,13 +5,14 @@ of the row that the token is in, of which the tokens up to it have the bits that
 then gives the log-probs of all tokens drawn in a group; its results do not depend on the batch that a token is in.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from experiments.models.attention import RowCache
 from experiments.sampling.prompts import Sizes
@@ -21,12 +22,23 @@ from experiments.training.leaf_programs import LeafPrograms, Loaded
 
 
 class _Rows(NamedTuple):
-    """Rows being completed: tokens [B, S], their current lengths, the draws of each step, and which rows are done."""
+    """Rows of one rank that are being completed; all on its device, so that no step waits for the host.
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    drawn: np.ndarray
-    done: np.ndarray
+    Attributes:
+      tokens: whole rows, S slots.
+      lengths: tokens so far.
+      starts: first slot of the block that holds each row's newest token.
+      done: rows that have ended, or hold no prompt.
+      drawn: the tokens drawn, N a row, 0 after the end.
+      hidden: the states that they were drawn from.
+    """
+
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, " B"]
+    starts: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    drawn: Int[Array, "B N"]
+    hidden: Float[Array, "B N H"]
 
 
 class LeafDraw:
@@ -46,8 +58,8 @@ class LeafDraw:
         self._programs, self._tokenizer, self._sizes = programs, tokenizer, sizes
         self._greedy, self._leaf_rows = greedy, leaf_rows
         self._group = leaf_rows * len(programs.devices)
-        self._draw = jax.jit(self._one_draw, compiler_options=programs.compiler_options)
-        self._stack = jax.jit(functools.partial(jnp.stack, axis=1))
+        options = {"donate_argnums": 2, "compiler_options": programs.compiler_options}
+        self._advance = jax.jit(self._one_token, **options)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
@@ -63,68 +75,61 @@ class LeafDraw:
         self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
-        rows = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
-        begin, row_ids = rows.lengths.copy(), np.arange(start, start + self._group, dtype=np.int32)
-        caches, hidden = self._read_prompts(loaded, rows), []
+        tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
+        caches = self._read_prompts(loaded, tokens, begin)
+        ranks = [self._rows(*each) for each in self._deal(tokens, begin, done)]
+        row_ids = [ids for (ids,) in self._deal(np.arange(start, start + self._group, dtype=np.int32))]
+        ended: list[list[jax.Array]] = []
         for step in range(self._sizes.completion):
-            if rows.done.all():
+            # Of the step before the last, so that the devices have work while this waits for it.
+            if len(ended) > 1 and all(np.all(each) for each in jax.device_get(ended[-2])):
                 break
-            drawn, last = self._next(loaded, rows, row_ids, jax.random.fold_in(key, step), caches)
-            hidden.append(last)
-            live = np.flatnonzero(~rows.done)
-            rows.drawn[live, step] = drawn[live]
-            rows.tokens[live, rows.lengths[live]] = drawn[live]
-            rows.lengths[live] += 1
-            rows.done[live] = np.isin(drawn[live], self._tokenizer.eos_ids)
-        return rows.drawn, self._log_probs(loaded, hidden, rows.drawn, rows.lengths - begin), rows.lengths
+            hidden = self._read(loaded, [(rows.tokens, rows.starts) for rows in ranks], caches)
+            operands = zip(loaded.heads, hidden, ranks, row_ids, strict=True)
+            ranks, flags = zip(*(self._advance(*each, key, step) for each in operands), strict=True)
+            ended.append(list(flags))
+        ends, drawn = (np.concatenate(jax.device_get([rows[field] for rows in ranks])) for field in (1, 4))
+        return drawn, self._log_probs(loaded, ranks, ends - begin), ends
 
-    def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> _Rows:
-        """Prompts in rows; rows without one are done."""
+    def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens [B, S], lengths and whether done; rows without a prompt are."""
         slots = self._programs.reader.slots(self._sizes.row)
         tokens = np.full((self._group, slots), self._tokenizer.pad_id, np.int32)
         lengths = np.ones(self._group, np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
-        done = np.arange(self._group) >= len(prompts)
-        return _Rows(tokens, lengths, np.zeros((self._group, self._sizes.completion), np.int32), done)
+        return tokens, lengths, np.arange(self._group) >= len(prompts)
 
-    def _read_prompts(self, loaded: Loaded, rows: _Rows) -> list[tuple[RowCache, ...]]:
+    def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
+        """Rows of which nothing is drawn yet."""
+        config, block = self._programs.config, self._programs.reader.block
+        shape, (device,) = (len(lengths), self._sizes.completion), tokens.devices()
+        drawn = jnp.zeros(shape, jnp.int32, device=device)
+        hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
+        return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden)
+
+    def _read_prompts(self, loaded: Loaded, tokens: np.ndarray, lengths: np.ndarray) -> list[tuple[RowCache, ...]]:
         """Each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
         reader, size = self._programs.reader, self._leaf_rows
         caches = [reader.empty_cache(size, self._sizes.row, device) for device in self._programs.devices]
-        last = (rows.lengths - 1) // reader.block
+        last = (lengths - 1) // reader.block
         for block in range(last.max()):
-            self._read(loaded, rows, np.minimum(block, last) * reader.block, caches)
+            self._read(loaded, self._deal(tokens, np.minimum(block, last) * reader.block), caches)
         return caches
 
     def _read(
-        self, loaded: Loaded, rows: _Rows, starts: np.ndarray, caches: list[tuple[RowCache, ...]]
+        self, loaded: Loaded, rows: list[tuple[jax.Array, ...]], caches: list[tuple[RowCache, ...]]
     ) -> list[jax.Array]:
-        """Hidden states of one block of every row; replaces the caches."""
+        """Hidden states of one block of every row, of (tokens, starts) on each rank; replaces the caches."""
         hidden = []
-        for rank, (weights, each) in enumerate(zip(loaded.weights, self._deal(rows.tokens, starts), strict=True)):
+        for rank, (weights, each) in enumerate(zip(loaded.weights, rows, strict=True)):
             block, caches[rank] = self._programs.reader.step(weights, *each, caches[rank])
             hidden.append(block)
         return hidden
 
-    def _next(
-        self, loaded: Loaded, rows: _Rows, row_ids: np.ndarray, key: jax.Array, caches: list[tuple[RowCache, ...]]
-    ) -> tuple[np.ndarray, list[jax.Array]]:
-        """The next token of every row, and the hidden states that they are drawn from."""
-        last, block = rows.lengths - 1, self._programs.reader.block
-        hidden = self._read(loaded, rows, last // block * block, caches)
-        operands = zip(loaded.ranks, hidden, self._deal(last % block, row_ids), strict=True)
-        states, drawn = zip(*(self._draw(params, x, *each, key) for params, x, each in operands), strict=True)
-        return np.concatenate(jax.device_get(drawn)), list(states)
-
-    def _log_probs(
-        self, loaded: Loaded, hidden: list[list[jax.Array]], drawn: np.ndarray, counts: np.ndarray
-    ) -> np.ndarray:
+    def _log_probs(self, loaded: Loaded, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
         """Log-probs [B, N] of the tokens drawn, 0 after the end."""
-        missing = self._sizes.completion - len(hidden)
-        states = [self._stack([*steps, *[steps[-1]] * missing]) for steps in zip(*hidden, strict=True)]
-        live = np.arange(self._sizes.completion) < counts[:, None]
-        targets, masks = zip(*self._deal(drawn, live), strict=True)
-        results = self._programs.head(loaded, states, list(targets), list(masks))
+        live = [mask for (mask,) in self._deal(np.arange(self._sizes.completion) < counts[:, None])]
+        results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)
         return np.concatenate(jax.device_get([result.log_probs for result in results]))
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
@@ -135,12 +140,23 @@ class LeafDraw:
             for rank, device in enumerate(self._programs.devices)
         ]
 
-    def _one_draw(self, params, hidden, last, row_ids, key):
-        """Hidden states at the last token of every row, and the tokens drawn from them."""
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        spec = self._programs.spec
-        logits = logits_of(hidden, spec, self._programs.weight_of(params))
+    def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:
+        """The rows with one token more, and which are done, drawn from the hidden states of each row's block."""
+        size, spec = self._programs.reader.block, self._programs.spec
+        hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
+        logits = logits_of(hidden, spec, weight)
         if self._greedy:
-            return hidden, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        keys = keys_of_rows(key, row_ids)
-        return hidden, jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)
+            drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            keys = keys_of_rows(jax.random.fold_in(key, step), row_ids)
+            drawn = jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)
+        live = ~rows.done
+        drawn = jnp.where(live, drawn, 0)
+        slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
+        newest = (slot == rows.lengths[:, None]) & live[:, None]
+        lengths = rows.lengths + live.astype(jnp.int32)
+        done = rows.done | jnp.isin(drawn, jnp.asarray(self._tokenizer.eos_ids, jnp.int32))
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], step, axis=1)  # noqa: E731
+        tokens = jnp.where(newest, drawn[:, None], rows.tokens)
+        kept = put(rows.drawn, drawn), put(rows.hidden, hidden)
+        return _Rows(tokens, lengths, (lengths - 1) // size * size, done, *kept), done

@@ -44,11 +44,12 @@ def compiler_options(platform: str) -> dict[str, Any] | None:
 
 
 class Loaded(NamedTuple):
-    """Parameters where the leaf's programs need them: whole on each rank, also as the body reads them, and the head's rows
-    over the tensor ranks."""
+    """Parameters where the leaf's programs need them: whole on each rank, as they are, as the body and as a draw reads them,
+    and the head's rows over the tensor ranks."""
 
     ranks: list[nnx.State]
     weights: list[Weights]
+    heads: list[Float[Array, "V H"]]
     rows: Float[Array, "blocks H"]
 
 
@@ -99,7 +100,8 @@ class LeafPrograms:
         rows = self._shards().shard_rows(weight)
         ranks = [jax.device_put(params, device) for device in self.devices]
         weights = [self.reader.load(params) for params in ranks]
-        return Loaded(ranks, weights, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
+        heads = [jax.device_put(weight, device) for device in self.devices]
+        return Loaded(ranks, weights, heads, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
 
     def trace(self, rows: int, length: int) -> None:
         """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.

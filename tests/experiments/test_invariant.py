@@ -176,7 +176,7 @@ def test_tensor_ranks_that_split_a_granule_are_refused(tmp_path):
 @pytest.mark.bad_input
 def test_a_head_that_cannot_run_here_is_refused(tmp_path):
     changes = {"invariance": {"engine": "hopper"}, "model": {"dtype": "bfloat16"}}
-    with pytest.raises(ValueError, match="^--invariance.engine: expected an engine that can run here, got .*Hopper"):
+    with pytest.raises(ValueError, match="^--invariance.engine: expected an engine that can run here, got engine: "):
         train(tiny(tmp_path, "bad", invariant=True, **changes))
     for others in ({"vocab_tile": 256}, {"row_block": 128}):
         changes["invariance"] |= others
