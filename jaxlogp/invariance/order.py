@@ -123,6 +123,8 @@ class ReductionOrder:
         expected = f"a divisor of granules {self.granules}"
         require(_is_positive(num_shards) and self.granules % num_shards == 0, "num_shards", expected, num_shards)
         edges = self.edges(vocab_size)[:: self.granules // num_shards]
+        expected = f"fewer, so that each has one of the {vocab_size} ids"
+        require(edges[-2] < edges[-1], "num_shards", expected, num_shards)
         return VocabShards(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
 
     def tile(self, vocab_size: int) -> int:

@@ -53,11 +53,11 @@ class FixedOrderEngine(Engine):
 
     def why_not(self, call: HeadCall) -> str | None:
         """Refuses operands or shards that do not match the order, and gradients that need a float psum."""
+        if self.order.engine != self.name:
+            return f"its order is of engine {self.order.engine}"
         dtype = call.operand_dtype.name
         if self.order.dtype not in (None, dtype):
             return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
-        if self.order.engine != self.name:
-            return f"its order is of engine {self.order.engine}"
         try:
             Plan.of(self.order, call)
         except ValueError as refusal:
