@@ -13,6 +13,7 @@ from jaxlogp.head.engine import Engine as Engine
 from jaxlogp.head.fixed_order.engine import FixedOrderEngine as FixedOrderEngine
 from jaxlogp.head.gradient_filter import GradientFilter as GradientFilter
 from jaxlogp.head.hopper.engine import HopperEngine as HopperEngine
+from jaxlogp.head.hopper.fixed_order import FixedOrderHopperEngine as FixedOrderHopperEngine
 from jaxlogp.head.policy_loss import linear_policy_loss as linear_policy_loss
 from jaxlogp.head.projection import HeadSpec as HeadSpec
 from jaxlogp.head.reference import ReferenceEngine as ReferenceEngine

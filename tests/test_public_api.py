@@ -11,7 +11,7 @@ import jaxlogp
 
 NAMES = """
     VocabShards TokenLogProbs log_probs_from_logits linear_log_probs sharded_linear_log_probs ChunkedEngine
-    embedding_lookup sharded_embedding_lookup FixedOrderEngine ReductionOrder fixed_order_sum
+    embedding_lookup sharded_embedding_lookup FixedOrderEngine FixedOrderHopperEngine ReductionOrder fixed_order_sum
     WeightedSum weighted_sum masked_sum masked_count masked_mean masked_max masked_min
     PolicyLoss policy_loss policy_metrics policy_metric_terms log_ratio ratio kl_k1 kl_k2 kl_k3
     GradientFilter VocabOrder vocab_order_by_mean_logit vocab_order_by_count skipped_tiles

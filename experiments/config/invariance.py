@@ -1,8 +1,47 @@
 """Options of runs whose bits do not depend on the mesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
 
 from jaxlogp import ReductionOrder
+from jaxlogp.errors import require
+
+ENGINES = ("fixed_order", "hopper")
+
+
+class HeadChoice(NamedTuple):
+    """The engine of the head, and the reason for it in a few words."""
+
+    engine: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} ({self.reason})"
+
+
+def choose_head(platform: str, capability: str, dtype: str) -> HeadChoice:
+    """What engine "auto" means on a device, for operands of a dtype.
+
+    Example:
+        >>> print(choose_head("gpu", "9.0", "float32"))
+        fixed_order (auto: hopper multiplies bfloat16, not float32)
+    """
+    if platform != "gpu" or capability != "9.0":
+        here = platform if platform != "gpu" else f"a GPU of compute capability {capability}"
+        return HeadChoice("fixed_order", f"auto: {here}, hopper needs a GPU of 9.0")
+    if dtype != "bfloat16":
+        return HeadChoice("fixed_order", f"auto: hopper multiplies bfloat16, not {dtype}")
+    return HeadChoice("hopper", "auto: a Hopper GPU and bfloat16")
+
+
+def head_here(name: str, dtype: str) -> HeadChoice:
+    """An engine of the command line, with "auto" decided by the first device."""
+    if name != "auto":
+        return HeadChoice(name, "named")
+    device = jax.devices()[0]
+    return choose_head(jax.default_backend(), str(getattr(device, "compute_capability", "")), dtype)
 
 
 @dataclass(frozen=True)
@@ -10,15 +49,36 @@ class InvarianceConfig:
     """What determines the bits of a run with --invariant: leaves of rows and granules of the vocabulary, not the mesh."""
 
     leaf_rows: int = 8
-    """Rows (documents) that are computed together; schedule.rows is a multiple."""
+    """Rows (documents) that are computed together; schedule.rows is a multiple. A GPU wants many."""
+    block: int = 16
+    """Tokens of a row that the body reads at a time: the trainer block after block, the sampler all of the newest block for
+    each of its tokens. A GPU wants leaf-rows times block around 1024."""
+    engine: str = "auto"
+    """Engine of the head: fixed_order, hopper (NVIDIA's Hopper, bfloat16), or auto, hopper where it can run."""
     granules: int | None = None
-    """Parts of the vocabulary that no rank splits; a multiple of the tensor ranks. None takes 24, or 8 below 24 tokens."""
-    vocab_tile: int = 512
-    """Upper bound of the vocabulary columns of one product, a multiple of 64."""
-    row_block: int = 128
-    """Tokens of one product of the head, a multiple of 64."""
+    """Parts of the vocabulary that no rank splits; a multiple of the tensor ranks. None takes 24, or 8 below 24 tokens and
+    for hopper."""
+    vocab_tile: int | None = None
+    """Upper bound of the vocabulary columns of one product, a multiple of 64; None takes 512, hopper has its own."""
+    row_block: int | None = None
+    """Tokens of one product of the head, a multiple of 64; None takes 128, hopper has its own."""
+
+    def resolved(self, dtype: str) -> "InvarianceConfig":
+        """The same with the engine that multiplies operands of `dtype` here."""
+        return replace(self, engine=head_here(self.engine, dtype).engine)
 
     def order(self, vocab_size: int, dtype: str) -> ReductionOrder:
-        """The numeric identity of the head for a vocabulary of at least 8 tokens."""
+        """The numeric identity of the head for a vocabulary of at least 8 tokens; the engine has been resolved.
+
+        Raises:
+          ValueError: sizes that hopper has of its own, or a dtype that it does not multiply.
+        """
+        if self.engine == "hopper":
+            for option in ("vocab_tile", "row_block"):
+                value = getattr(self, option)
+                require(value is None, f"--invariance.{option.replace('_', '-')}", "None with engine hopper", value)
+            expected = "fixed_order for operands of another dtype than bfloat16"
+            require(dtype == "bfloat16", "--invariance.engine", expected, f"hopper for {dtype}")
+            return ReductionOrder.for_hopper(self.granules or 8)
         granules = self.granules or (24 if vocab_size >= 24 else 8)
-        return ReductionOrder(granules, self.vocab_tile, self.row_block, dtype)
+        return ReductionOrder(granules, self.vocab_tile or 512, self.row_block or 128, dtype)

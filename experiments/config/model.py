@@ -57,7 +57,7 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     dtype: str = "auto"
     """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on GPUs that multiply it (NVIDIA's from compute
-    capability 8 on) unless --invariant, else float32."""
+    capability 8 on), else float32."""
     param_dtype: str = "float32"
     """Dtype of the parameters that the model reads: float32, or bfloat16, for which the optimizer holds an fp32 copy that it
     adds its updates to."""
@@ -107,9 +107,9 @@ class ModelConfig:
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
 
-        Invariant runs have their own kernels, were tested in fp32, and use einsum attention, whose order is known.
+        Invariant runs use einsum attention, whose order is known.
         """
-        dtype = dtype_here(self.dtype, invariant=invariant).dtype
+        dtype = dtype_here(self.dtype).dtype
         attention = "einsum" if invariant and self.attention == "auto" else self.attention
         spacious = jax.default_backend() == "cpu" or invariant
         remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat

@@ -2,6 +2,7 @@
 
 import math
 
+from experiments.config.invariance import ENGINES as INVARIANT_ENGINES
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.rollout import RolloutConfig
 from experiments.config.run import Config
@@ -129,6 +130,7 @@ _LOWEST = {
     "rollout.max_new_tokens": 1,
     "rollout.max_resamples": 1,
     "invariance.leaf_rows": 1,
+    "invariance.block": 1,
     "invariance.granules": 1,
     "schedule.steps": 0,
     "schedule.docs_per_step": 0,
@@ -162,6 +164,7 @@ _POSITIVE = (
     "optimizer.max_grad_norm",
 )
 _CHOICES = {
+    "invariance.engine": ("auto", *INVARIANT_ENGINES),
     "loss.advantages": ("group", "centred", "leave_one_out"),
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),

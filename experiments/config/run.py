@@ -65,5 +65,8 @@ class Config:
         if warm_start.max_steps is None:
             steps = WARM_START_STEPS if self.model.path is None else 0
             warm_start = dataclasses.replace(warm_start, max_steps=steps)
-        model = self.model.resolved(self.invariant)
-        return dataclasses.replace(self, model=model, rollout=rollout, warm_start=warm_start)
+        model, invariance = self.model.resolved(self.invariant), self.invariance
+        if self.invariant:
+            invariance = invariance.resolved("float32" if model.fp32_head else model.dtype)
+        resolved = {"model": model, "rollout": rollout, "warm_start": warm_start, "invariance": invariance}
+        return dataclasses.replace(self, **resolved)

@@ -13,7 +13,7 @@ layer first, so that one layer is traced and compiled for all. Kernels map the l
 Shapes: B rows, T tokens of a row, Q prompts of P slots, H hidden features, V vocabulary entries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -27,9 +27,12 @@ from experiments.models.attention import (
     AllowedKeys,
     AttentionRun,
     KVCache,
+    RowCache,
+    attend,
     attend_cached,
     empty_cache,
     first_keys,
+    mask_bias,
 )
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
@@ -177,6 +180,43 @@ class Decoder(nnx.Module):
             held.append(after)
             x = layer.finish(x, attended[:, None])
         return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
+
+    @staticmethod
+    def _allowed(positions: Int[Array, "B C"], slots: int, window: int | None) -> Array:
+        """Bias [B, C, S] of the scores: a query reads the slots up to its own."""
+        slot = jnp.arange(slots, dtype=jnp.int32)
+        allowed = slot <= positions[:, :, None]
+        return mask_bias(allowed if window is None else allowed & (slot > positions[:, :, None] - window))
+
+    def read_block(
+        self,
+        tokens: Int[Array, "B C"],
+        starts: Int[Array, " B"],
+        cache: tuple[RowCache, ...],
+        layers: Sequence[DecoderLayer],
+    ) -> tuple[Float[Array, "B C H"], tuple[RowCache, ...]]:
+        """Hidden states of a block of every row, each token reading its row up to itself, by einsum attention.
+
+        Args:
+            tokens: int32 [B, C], in [0, V).
+            starts: int32 [B], where in its row each block begins.
+            cache: of the tokens before, a layer each; what it holds in later slots is not read.
+            layers: what `layers_apart` returned.
+
+        Returns:
+            hidden [B, C, H] after the final norm, and the cache with this block.
+        """
+        positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        full, sliding = self._rotations(positions)
+        windows = [self.config.window_of(index) for index in range(len(layers))]
+        biases = {window: self._allowed(positions, cache[0].keys.shape[1], window) for window in set(windows)}
+        x, held = self._embed(tokens), []
+        for layer, window, before in zip(layers, windows, cache, strict=True):
+            queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
+            after = before.put(keys, values, starts)
+            held.append(after)
+            x = layer.finish(x, attend(queries, *after, biases[window], **layer.attention_options))
+        return self._final_norm(x), tuple(held)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)

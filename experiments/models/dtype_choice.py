@@ -19,13 +19,12 @@ class DtypeChoice(NamedTuple):
         return f"{self.dtype} ({self.reason})"
 
 
-def choose_dtype(platform: str, capability: tuple[int, int] | None, *, invariant: bool = False) -> DtypeChoice:
+def choose_dtype(platform: str, capability: tuple[int, int] | None) -> DtypeChoice:
     """What "auto" means on a device.
 
     Args:
         platform: as `jax.default_backend` has it.
         capability: compute capability of an NVIDIA GPU; None where the device has none.
-        invariant: whether the run is bitwise equal on every mesh; those were tested in fp32.
 
     Example:
         >>> print(choose_dtype("gpu", (7, 5)))
@@ -33,8 +32,6 @@ def choose_dtype(platform: str, capability: tuple[int, int] | None, *, invariant
         >>> print(choose_dtype("gpu", (9, 0)))
         bfloat16 (auto: a GPU of compute capability 9.0)
     """
-    if invariant:
-        return DtypeChoice("float32", "auto: --invariant")
     if platform != "gpu":
         return DtypeChoice("float32", f"auto: {platform}, not a GPU")
     if capability is None:
@@ -45,11 +42,11 @@ def choose_dtype(platform: str, capability: tuple[int, int] | None, *, invariant
     return DtypeChoice("bfloat16", f"auto: a GPU of compute capability {seen}")
 
 
-def dtype_here(name: str, *, invariant: bool = False) -> DtypeChoice:
+def dtype_here(name: str) -> DtypeChoice:
     """A dtype of the command line, with "auto" decided by the first device."""
     if name != "auto":
         return DtypeChoice(name, "named")
-    return choose_dtype(jax.default_backend(), _capability(jax.devices()[0]), invariant=invariant)
+    return choose_dtype(jax.default_backend(), _capability(jax.devices()[0]))
 
 
 def _capability(device: jax.Device) -> tuple[int, int] | None:

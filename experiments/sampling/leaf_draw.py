@@ -1,8 +1,8 @@
 """The draw of `--invariant`: its log-probs are bitwise equal to the trainer's.
 
-It has no key-value cache. For every new token it recomputes the whole row with the program that the trainer uses for
-the body: a row of one document, followed by padding, gives the same bits at a position whatever follows that position,
-because a masked key has a probability of exactly 0. The head's results do not depend on the batch that a token is in.
+Hidden states come from the program that the trainer uses, with a key-value cache: for every new token it reads the block
+of the row that the token is in, of which the tokens up to it have the bits that they will have in the trainer. The head
+then gives the log-probs of all tokens drawn in a group; its results do not depend on the batch that a token is in.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
+from experiments.models.attention import RowCache
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
 from experiments.tasks.tokenizer import Tokenizer
@@ -19,13 +22,23 @@ from experiments.training.leaf_programs import LeafPrograms, Loaded
 
 
 class _Rows(NamedTuple):
-    """Rows being completed: tokens [B, T], their current lengths, the draws of each step, and which rows are done."""
+    """Rows of one rank that are being completed; all on its device, so that no step waits for the host.
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    log_probs: np.ndarray
-    drawn: np.ndarray
-    done: np.ndarray
+    Attributes:
+      tokens: whole rows, S slots.
+      lengths: tokens so far.
+      starts: first slot of the block that holds each row's newest token.
+      done: rows that have ended, or hold no prompt.
+      drawn: the tokens drawn, N a row, 0 after the end.
+      hidden: the states that they were drawn from.
+    """
+
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, " B"]
+    starts: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    drawn: Int[Array, "B N"]
+    hidden: Float[Array, "B N H"]
 
 
 class LeafDraw:
@@ -45,7 +58,8 @@ class LeafDraw:
         self._programs, self._tokenizer, self._sizes = programs, tokenizer, sizes
         self._greedy, self._leaf_rows = greedy, leaf_rows
         self._group = leaf_rows * len(programs.devices)
-        self._draw = jax.jit(self._one_draw)
+        options = {"donate_argnums": 2, "compiler_options": programs.compiler_options}
+        self._advance = jax.jit(self._one_token, **options)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
@@ -54,50 +68,69 @@ class LeafDraw:
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         loaded, count = self._programs.load(params), len(prompts)
         groups = [self._complete_group(loaded, prompts, lengths, start, key) for start in range(0, count, self._group)]
-        drawn, log_probs, ends = (
-            np.concatenate([getattr(group, name) for group in groups])[:count]
-            for name in ("drawn", "log_probs", "lengths")
-        )
+        drawn, log_probs, ends = (np.concatenate(column)[:count] for column in zip(*groups, strict=True))
         return Samples(drawn, log_probs, log_probs, ends - lengths)
 
     def _complete_group(
         self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array
-    ) -> _Rows:
-        rows = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
-        row_ids = np.arange(start, start + self._group, dtype=np.int32)
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
+        tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
+        caches = self._read_prompts(loaded, tokens, begin)
+        ranks = [self._rows(*each) for each in self._deal(tokens, begin, done)]
+        row_ids = [ids for (ids,) in self._deal(np.arange(start, start + self._group, dtype=np.int32))]
+        ended: list[list[jax.Array]] = []
         for step in range(self._sizes.completion):
-            if rows.done.all():
+            # Of the step before the last, so that the devices have work while this waits for it.
+            if len(ended) > 1 and all(np.all(each) for each in jax.device_get(ended[-2])):
                 break
-            drawn, log_probs = self._next(loaded, rows, row_ids, jax.random.fold_in(key, step))
-            live = np.flatnonzero(~rows.done)
-            rows.drawn[live, step], rows.log_probs[live, step] = drawn[live], log_probs[live]
-            rows.tokens[live, rows.lengths[live]] = drawn[live]
-            rows.lengths[live] += 1
-            rows.done[live] = np.isin(drawn[live], self._tokenizer.eos_ids)
-        return rows
+            hidden = self._read(loaded, [(rows.tokens, rows.starts) for rows in ranks], caches)
+            operands = zip(loaded.heads, hidden, ranks, row_ids, strict=True)
+            ranks, flags = zip(*(self._advance(*each, key, step) for each in operands), strict=True)
+            ended.append(list(flags))
+        ends, drawn = (np.concatenate(jax.device_get([rows[field] for rows in ranks])) for field in (1, 4))
+        return drawn, self._log_probs(loaded, ranks, ends - begin), ends
 
-    def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> _Rows:
-        """Prompts in rows; rows without one are done."""
-        tokens = np.full((self._group, self._sizes.row), self._tokenizer.pad_id, np.int32)
+    def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens [B, S], lengths and whether done; rows without a prompt are."""
+        slots = self._programs.reader.slots(self._sizes.row)
+        tokens = np.full((self._group, slots), self._tokenizer.pad_id, np.int32)
         lengths = np.ones(self._group, np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
-        shape = (self._group, self._sizes.completion)
-        done = np.arange(self._group) >= len(prompts)
-        return _Rows(tokens, lengths, np.zeros(shape, np.float32), np.zeros(shape, np.int32), done)
+        return tokens, lengths, np.arange(self._group) >= len(prompts)
 
-    def _next(self, loaded: Loaded, rows: _Rows, row_ids: np.ndarray, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-        """The next token of every row and its log-prob."""
-        place = np.arange(self._sizes.row, dtype=np.int32)
-        within = place < rows.lengths[:, None]
-        positions = np.where(within, place, 0).astype(np.int32)
-        segments = np.where(within, np.arange(self._group, dtype=np.int32)[:, None], -1).astype(np.int32)
-        hidden = self._programs.body(loaded, self._deal(rows.tokens, positions, segments))
-        operands = zip(loaded.ranks, hidden, self._deal(rows.lengths - 1, row_ids), strict=True)
-        last, drawn = zip(*(self._draw(params, x, *each, key) for params, x, each in operands), strict=True)
-        live = [mask for (mask,) in self._deal(~rows.done)]
-        results = self._programs.head(loaded, list(last), list(drawn), live)
-        log_probs = [result.log_probs for result in results]
-        return np.concatenate(jax.device_get(drawn)), np.concatenate(jax.device_get(log_probs))
+    def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
+        """Rows of which nothing is drawn yet."""
+        config, block = self._programs.config, self._programs.reader.block
+        shape, (device,) = (len(lengths), self._sizes.completion), tokens.devices()
+        drawn = jnp.zeros(shape, jnp.int32, device=device)
+        hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
+        return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden)
+
+    def _read_prompts(self, loaded: Loaded, tokens: np.ndarray, lengths: np.ndarray) -> list[tuple[RowCache, ...]]:
+        """Each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
+        reader, size = self._programs.reader, self._leaf_rows
+        caches = [reader.empty_cache(size, self._sizes.row, device) for device in self._programs.devices]
+        last = (lengths - 1) // reader.block
+        for block in range(last.max()):
+            self._read(loaded, self._deal(tokens, np.minimum(block, last) * reader.block), caches)
+        return caches
+
+    def _read(
+        self, loaded: Loaded, rows: list[tuple[jax.Array, ...]], caches: list[tuple[RowCache, ...]]
+    ) -> list[jax.Array]:
+        """Hidden states of one block of every row, of (tokens, starts) on each rank; replaces the caches."""
+        hidden = []
+        for rank, (weights, each) in enumerate(zip(loaded.weights, rows, strict=True)):
+            block, caches[rank] = self._programs.reader.step(weights, *each, caches[rank])
+            hidden.append(block)
+        return hidden
+
+    def _log_probs(self, loaded: Loaded, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
+        """Log-probs [B, N] of the tokens drawn, 0 after the end."""
+        live = [mask for (mask,) in self._deal(np.arange(self._sizes.completion) < counts[:, None])]
+        results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)
+        return np.concatenate(jax.device_get([result.log_probs for result in results]))
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
         """Each data rank's rows of the arrays, on the rank's device."""
@@ -107,12 +140,23 @@ class LeafDraw:
             for rank, device in enumerate(self._programs.devices)
         ]
 
-    def _one_draw(self, params, hidden, last, row_ids, key):
-        """Hidden states at the last token of every row, and the tokens drawn from them."""
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        spec = self._programs.spec
-        logits = logits_of(hidden, spec, self._programs.weight_of(params))
+    def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:
+        """The rows with one token more, and which are done, drawn from the hidden states of each row's block."""
+        size, spec = self._programs.reader.block, self._programs.spec
+        hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
+        logits = logits_of(hidden, spec, weight)
         if self._greedy:
-            return hidden, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        keys = keys_of_rows(key, row_ids)
-        return hidden, jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)
+            drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            keys = keys_of_rows(jax.random.fold_in(key, step), row_ids)
+            drawn = jax.vmap(jax.random.categorical)(keys, logits / spec.temperature).astype(jnp.int32)
+        live = ~rows.done
+        drawn = jnp.where(live, drawn, 0)
+        slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
+        newest = (slot == rows.lengths[:, None]) & live[:, None]
+        lengths = rows.lengths + live.astype(jnp.int32)
+        done = rows.done | jnp.isin(drawn, jnp.asarray(self._tokenizer.eos_ids, jnp.int32))
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], step, axis=1)  # noqa: E731
+        tokens = jnp.where(newest, drawn[:, None], rows.tokens)
+        kept = put(rows.drawn, drawn), put(rows.hidden, hidden)
+        return _Rows(tokens, lengths, (lengths - 1) // size * size, done, *kept), done

@@ -2,38 +2,54 @@
 
 The same computation may give different bits in another program, or in the same program compiled for another number of
 devices. So everything that needs no other rank runs as a program for one device, on the first device of each rank;
-only the head runs over the tensor axis, and engine `fixed_order` makes its results independent of that axis. The body
-of the model is not split in this mode, over "tensor" or over "fsdp".
+only the head runs over the tensor axis, and its engine makes the results independent of that axis. The body of the model
+is not split in this mode, over "tensor" or over "fsdp".
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, row_axes
+from experiments.training.block_reader import BlockReader, Weights
 from jaxlogp import (
     FixedOrderEngine,
+    FixedOrderHopperEngine,
     HeadRun,
-    ReductionOrder,
     TokenLogProbs,
     VocabShards,
     linear_log_probs,
     record_head_runs,
 )
+from jaxlogp.errors import require
+
+LeafEngine = FixedOrderEngine | FixedOrderHopperEngine
+
+
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """What XLA needs to be told so that a program gives the same bits in every run, and compiled again.
+
+    On a GPU it would add up scatters by atomic operations, in the order in which they happen to come, and choose products
+    by their times, which differ from one compilation to the next.
+    """
+    return {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
 
 
 class Loaded(NamedTuple):
-    """Parameters where the leaf's programs need them: whole on each rank, the head's rows over the tensor ranks."""
+    """Parameters where the leaf's programs need them: whole on each rank, as they are, as the body and as a draw reads them,
+    and the head's rows over the tensor ranks."""
 
     ranks: list[nnx.State]
+    weights: list[Weights]
+    heads: list[Float[Array, "V H"]]
     rows: Float[Array, "blocks H"]
 
 
@@ -46,11 +62,14 @@ class LeafPrograms:
       graph: graph definition of a decoder without a mesh.
       config: sizes and options of the decoder.
       mesh: axes "data", "fsdp" and "tensor", of type Auto.
-      order: the numeric identity of the head.
+      engine: of the head.
+      block: tokens of a row that the body reads at a time.
       temperature: divisor of the logits.
 
     Attributes:
       devices: the first device of each rank.
+      reader: the body.
+      compiler_options: of every program here.
       spec: the head's arithmetic.
       head_run: the head call; None before it is traced.
     """
@@ -60,33 +79,54 @@ class LeafPrograms:
         graph: nnx.GraphDef[Decoder],
         config: DecoderConfig,
         mesh: Mesh,
-        order: ReductionOrder,
+        engine: LeafEngine,
         *,
+        block: int,
         temperature: float,
     ) -> None:
         self.graph, self.config, self.mesh, self.devices = graph, config, mesh, list(devices_by_rank(mesh)[:, 0])
         self.head_run: HeadRun | None = None
         self._row_axes = row_axes(mesh)
-        self._order, self.spec = order, dataclasses.replace(config.head_spec, temperature=temperature)
-        self._body = jax.jit(self._one_body)
+        self._engine, self.spec = engine, dataclasses.replace(config.head_spec, temperature=temperature)
+        self.compiler_options = options = compiler_options(self.devices[0].platform)
+        self.reader = BlockReader(graph, config, block, options)
         self._weight = jax.jit(self.weight_of)
-        self._head = jax.jit(self._all_log_probs)
-        self._head_vjp = jax.jit(self._all_gradients)
+        self._head = jax.jit(self._all_log_probs, compiler_options=options)
+        self._head_vjp = jax.jit(self._all_gradients, compiler_options=options)
 
     def load(self, params: nnx.State) -> Loaded:
         """Copies the parameters to where leaves need them, once for many leaves."""
         weight = self._weight(params)
         rows = self._shards().shard_rows(weight)
         ranks = [jax.device_put(params, device) for device in self.devices]
-        return Loaded(ranks, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
+        weights = [self.reader.load(params) for params in ranks]
+        heads = [jax.device_put(weight, device) for device in self.devices]
+        return Loaded(ranks, weights, heads, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
+
+    def trace(self, rows: int, length: int) -> None:
+        """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.
+
+        Raises:
+          ValueError: operands that the engine does not take.
+        """
+        config, shards, tokens = self.config, self._shards(), (len(self.devices) * rows, length)
+        blocks = shards.num_shards * shards.max_width
+        hidden, weight = ((*tokens, config.hidden_size), config.dtype), ((blocks, config.hidden_size), config.dtype)
+        operands = (jax.ShapeDtypeStruct(*each) for each in (hidden, weight, (tokens, "int32"), (tokens, "bool")))
+        try:
+            jax.eval_shape(self._head, *operands)
+        except ValueError as error:
+            if not str(error).startswith("engine:"):
+                raise
+            require(False, "--invariance.engine", "an engine that can run here", str(error))
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
         """The head in the activations' dtype."""
         return nnx.merge(self.graph, params).head()[1]
 
-    def body(self, loaded: Loaded, inputs: list[tuple]) -> list[Array]:
-        """Hidden states [rows, T, H] of each rank's (tokens, positions, segment_ids)."""
-        return [self._body(params, *each) for params, each in zip(loaded.ranks, inputs, strict=True)]
+    def body(self, loaded: Loaded, tokens: list[Int[Array, "rows T"]]) -> list[Float[Array, "rows T H"]]:
+        """Hidden states of each rank's rows, one document from the first slot on in each."""
+        return [self.reader.rows(weights, each) for weights, each in zip(loaded.weights, tokens, strict=True)]
 
     def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
         """Log-probs and entropies of each rank's tokens."""
@@ -105,19 +145,23 @@ class LeafPrograms:
         d_hidden, d_weight = jax.block_until_ready(self._head_vjp(*operands))
         return list(zip(self._split(d_hidden), self._split(d_weight), strict=True))
 
-    def _one_body(self, params, tokens, positions, segment_ids):
-        return nnx.merge(self.graph, params).hidden_states(tokens, positions, segment_ids)
-
     def body_vjp(self, params, inputs: tuple, d_hidden):
-        """Gradients of the parameters for one rank's inputs; to be compiled by the caller."""
-        _, pull_back = jax.vjp(lambda params: self._one_body(params, *inputs), params)
+        """Gradients of the parameters for one rank's (tokens, positions, segment_ids); to be compiled by the caller.
+
+        They start from hidden states computed again for whole rows, equal to those of `body` up to rounding.
+        """
+
+        def hidden_states(params):
+            return nnx.merge(self.graph, params).hidden_states(*inputs)
+
+        _, pull_back = jax.vjp(hidden_states, params)
         return pull_back(d_hidden)[0]
 
     def _shards(self) -> VocabShards:
-        return self._order.shards(self.config.vocab_size, self.mesh.shape[TENSOR_AXIS])
+        return self._engine.shards(self.config.vocab_size, self.mesh.shape[TENSOR_AXIS])
 
     def _local_log_probs(self, hidden, rows, targets, mask) -> TokenLogProbs:
-        layout = {"axis_name": TENSOR_AXIS, "vocab": self._shards(), "engine": FixedOrderEngine(self._order)}
+        layout = {"axis_name": TENSOR_AXIS, "vocab": self._shards(), "engine": self._engine}
         options = {"with_entropy": True, "with_lse": True, **self.spec.keywords(), **layout}
         with record_head_runs() as runs:
             result = linear_log_probs(hidden, rows, targets, mask=mask, **options)

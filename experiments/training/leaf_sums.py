@@ -42,9 +42,10 @@ class LeafSums:
     def __init__(self, programs: LeafPrograms, objective: Objective, leaf_rows: int) -> None:
         self._programs, self._objective, self._leaf_rows = programs, objective, leaf_rows
         self._home = programs.devices[0]
-        self._loss = jax.jit(self._one_loss)
-        self._leaf = jax.jit(self._one_leaf)
-        self._add = jax.jit(add_sums)
+        self.compiler_options = options = programs.compiler_options
+        self._loss = jax.jit(self._one_loss, compiler_options=options)
+        self._leaf = jax.jit(self._one_leaf, compiler_options=options)
+        self._add = jax.jit(add_sums, compiler_options=options)
 
     @property
     def head_run(self) -> HeadRun | None:
@@ -62,7 +63,8 @@ class LeafSums:
         return jax.device_put(tree, self._home)
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
-        """Nothing to check: the engine is fixed, and takes every call."""
+        """See `GradientSums`."""
+        self._programs.trace(self._leaf_rows, padding.tokens.shape[-1])
 
     def ahead(self, params: nnx.State, padding: MicroBatch) -> None:
         """See `GradientSums`; several programs a leaf."""
@@ -98,7 +100,7 @@ class LeafSums:
     def _values_of_leaves(self, loaded: Loaded, batches: list[MicroBatch]) -> tuple[list, list, list[TokenLogProbs]]:
         """Inputs of the body, hidden states and head values of each rank's leaf."""
         inputs = [(batch.tokens, batch.positions, batch.segment_ids) for batch in batches]
-        hidden = self._programs.body(loaded, inputs)
+        hidden = self._programs.body(loaded, [batch.tokens for batch in batches])
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 

@@ -47,6 +47,8 @@ class MicroBatchSums:
         traced.
     """
 
+    compiler_options = None
+
     def __init__(
         self,
         graph: nnx.GraphDef,

@@ -26,7 +26,7 @@ from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
 from experiments.training.origin import Origin
 from experiments.training.sums import GradientSums
-from jaxlogp import ReductionOrder, VocabShards
+from jaxlogp import FixedOrderEngine, FixedOrderHopperEngine, ReductionOrder, VocabShards
 from jaxlogp.errors import require
 from jaxlogp.head.registry import default_shards
 
@@ -133,7 +133,6 @@ class InvariantMode:
     """Leaves in a fixed order, and a sampler that runs the trainer's own programs."""
 
     share_rows = False
-    sampler = "whole rows for every token, by the trainer's programs"
 
     def __init__(self, config: Config, origin: Origin) -> None:
         spec, decoder = parse_mesh(config.mesh), origin.decoder
@@ -146,6 +145,12 @@ class InvariantMode:
         for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
             require(self.order.granules % mesh.shape[TENSOR_AXIS] == 0, option, expected, mesh.shape[TENSOR_AXIS])
         self.order.check_across_processes()
+        hopper = self.order.engine == "hopper"
+        self._engine = FixedOrderHopperEngine(order=self.order) if hopper else FixedOrderEngine(self.order)
+        self._tokens = config.invariance.block
+        self.sampler = (
+            f"a cache, by the trainer's program for blocks of {self._tokens} tokens; head {self.order.engine}"
+        )
         self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
@@ -165,5 +170,6 @@ class InvariantMode:
         # One set for each, so that sampler and trainer share compiled programs.
         key = temperature, mesh
         if key not in self._programs:
-            self._programs[key] = LeafPrograms(self._graph, self._decoder, mesh, self.order, temperature=temperature)
+            options = {"block": self._tokens, "temperature": temperature}
+            self._programs[key] = LeafPrograms(self._graph, self._decoder, mesh, self._engine, **options)
         return self._programs[key]

@@ -134,7 +134,7 @@ def set_up(
     validate(config)
     config = with_own_model(config, model)
     # What a run began with it keeps, whatever device it is resumed on.
-    dtype = dtype_here(config.model.dtype, invariant=config.invariant)
+    dtype = dtype_here(config.model.dtype)
     config = config.resolved()
     task = given_task(config, task)
     config = _with_lasting_base(dataclasses.replace(config, task=task.name))

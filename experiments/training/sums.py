@@ -35,6 +35,8 @@ class GradientSums(Protocol):
     """
 
     head_run: HeadRun | None
+    compiler_options: dict[str, Any] | None
+    """What XLA is told when the sums, and the update made of them, are compiled."""
 
     @property
     def num_compilations(self) -> int:

@@ -123,7 +123,9 @@ class Trainer:
         temperature = config.rollout.temperature
         self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
         self.sums = self._mode.sums(self.objective, temperature)
-        self.update = Update(config.optimizer.optimizer(config.schedule.steps), self.sums.place)
+        self.update = Update(
+            config.optimizer.optimizer(config.schedule.steps), self.sums.place, self.sums.compiler_options
+        )
         # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params

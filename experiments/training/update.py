@@ -42,10 +42,13 @@ class Update:
     Args:
       optimizer: turns gradients into updates.
       place: puts parameters, or optimizer state for them, where gradients and parameters live.
+      compiler_options: of XLA.
     """
 
-    def __init__(self, optimizer: Optimizer, place: Callable[[Any], Any]) -> None:
-        self._optimizer, self._place = optimizer, place
+    def __init__(
+        self, optimizer: Optimizer, place: Callable[[Any], Any], compiler_options: dict[str, Any] | None = None
+    ) -> None:
+        self._optimizer, self._place, self._compiler_options = optimizer, place, compiler_options
         self._apply = None
         self._sound = jax.jit(lambda state: TrainState(*map(sound_leaves, state)))
 
@@ -72,7 +75,8 @@ class Update:
     def _program(self, state: TrainState) -> Callable[[TrainState, MicroSums], tuple[TrainState, AppliedStep]]:
         if self._apply is None:
             places = jax.tree.map(lambda x: x.sharding, state)
-            self._apply = jax.jit(self._applied, out_shardings=(places, None), donate_argnums=0)
+            how = {"donate_argnums": 0, "compiler_options": self._compiler_options}
+            self._apply = jax.jit(self._applied, out_shardings=(places, None), **how)
         return self._apply
 
     def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:

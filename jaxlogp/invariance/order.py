@@ -29,6 +29,8 @@ WIDEST_TILE = 4096
 # Tile widths are multiples of this, so that the last tile of a granule wastes little.
 TILE_STEP = 16
 _DTYPES = (None, "float32", "bfloat16", "float16")
+# The tiles of engine hopper: columns of one, and rows to which tokens are filled up.
+HOPPER_TILE, HOPPER_ROWS = 256, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,9 @@ class ReductionOrder:
       row_block: R, rows of every product, a multiple of 64. Tokens are padded to whole blocks.
       dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
         takes the dtype that follows from the operands.
+      engine: whose arithmetic it is: "fixed_order" (:class:`jaxlogp.FixedOrderEngine`) or "hopper"
+        (:class:`jaxlogp.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which multiplies
+        bfloat16; :meth:`for_hopper` makes one.
 
     Example:
       >>> ReductionOrder(granules=8).shards(257, 4).ranges
@@ -52,9 +57,10 @@ class ReductionOrder:
     vocab_tile: int = 1024
     row_block: int = 512
     dtype: str | None = None
+    engine: str = "fixed_order"
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive, too wide or not multiples of 64, and unknown dtypes."""
+        """Refuses sizes that are not positive, too wide or not multiples of 64, and unknown dtypes or engines."""
         require(_is_positive(self.granules), "granules", "an integer > 0", describe(self.granules))
         for argument, most in (("vocab_tile", WIDEST_TILE), ("row_block", None)):
             value = getattr(self, argument)
@@ -62,15 +68,42 @@ class ReductionOrder:
             limit = "" if most is None else f", at most {most}"
             require(ok, argument, f"a positive multiple of {LANES}{limit}", describe(value))
         require(self.dtype in _DTYPES, "dtype", f"one of {_DTYPES}", describe(self.dtype))
+        require(self.engine in ("fixed_order", "hopper"), "engine", "fixed_order or hopper", describe(self.engine))
+        if self.engine == "hopper":
+            for argument, only in (("vocab_tile", HOPPER_TILE), ("row_block", HOPPER_ROWS), ("dtype", "bfloat16")):
+                value = getattr(self, argument)
+                require(value == only, argument, f"{only}, that of engine hopper", describe(value))
+
+    @classmethod
+    def for_hopper(cls, granules: int = 8) -> "ReductionOrder":
+        """The order of :class:`jaxlogp.FixedOrderHopperEngine`.
+
+        Args:
+          granules: G; the number of shards must divide it. A granule is a chunk of the backward: more of them take more
+            time and memory.
+
+        Example:
+          >>> ReductionOrder.for_hopper(4).shards(2000, 2).ranges
+          ((0, 1024), (1024, 2000))
+        """
+        return cls(granules, HOPPER_TILE, HOPPER_ROWS, "bfloat16", "hopper")
+
+    def granule_columns(self, vocab_size: int) -> int:
+        """Columns of the widest granule."""
+        wide = -(-vocab_size // self.granules)
+        return wide if self.engine == "fixed_order" else -(-wide // HOPPER_TILE) * HOPPER_TILE
 
     def edges(self, vocab_size: int) -> tuple[int, ...]:
-        """First id of every granule, and V: granule g owns [edges[g], edges[g + 1]).
+        """First id of every granule, and V: granule g owns [edges[g], edges[g + 1]), nothing where these are equal.
 
         Raises:
           ValueError: the vocabulary has fewer ids than granules.
         """
         ok = _is_positive(vocab_size) and vocab_size >= self.granules
         require(ok, "vocab_size", f"at least one id for each of {self.granules} granules", describe(vocab_size))
+        if self.engine == "hopper":
+            columns = self.granule_columns(vocab_size)
+            return tuple(min(granule * columns, vocab_size) for granule in range(self.granules + 1))
         return tuple(granule * vocab_size // self.granules for granule in range(self.granules + 1))
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
@@ -81,14 +114,17 @@ class ReductionOrder:
           num_shards: size of the mesh axis that shards the vocabulary.
 
         Returns:
-          VocabShards, equal to ``VocabShards.even`` where num_shards divides V.
+          VocabShards, equal to ``VocabShards.even`` where num_shards divides V and the engine is fixed_order.
 
         Raises:
-          ValueError: num_shards does not divide the granules, or the vocabulary has fewer ids than granules.
+          ValueError: num_shards does not divide the granules, the vocabulary has fewer ids than granules, or a shard would
+            have no id.
         """
         expected = f"a divisor of granules {self.granules}"
         require(_is_positive(num_shards) and self.granules % num_shards == 0, "num_shards", expected, num_shards)
         edges = self.edges(vocab_size)[:: self.granules // num_shards]
+        expected = f"fewer, so that each has one of the {vocab_size} ids"
+        require(edges[-2] < edges[-1], "num_shards", expected, num_shards)
         return VocabShards(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
 
     def tile(self, vocab_size: int) -> int:
@@ -96,7 +132,7 @@ class ReductionOrder:
 
         A function of this order and V alone.
         """
-        wide = -(-vocab_size // self.granules)
+        wide = self.granule_columns(vocab_size)
         widest = min(self.vocab_tile, -(-wide // TILE_STEP) * TILE_STEP)
         # A sixteenth of 256 columns models the cost of starting one more product.
         return min(range(TILE_STEP, widest + 1, TILE_STEP), key=lambda size: (-(-wide // size) * (size + 16), -size))

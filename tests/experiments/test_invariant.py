@@ -31,6 +31,9 @@ MESHES = [pytest.param(*each) for each in QUICK] + [pytest.param(*each, marks=py
 def run(out, mesh, rows, **changes):
     schedule = {"steps": 2, "rows": rows, "row_length": None}
     options = {"mesh": mesh, "invariant": True, "schedule": schedule, "warm_start": {"max_steps": 3}, **changes}
+    if options["invariant"]:
+        # Several blocks a row, and prompts that end within one.
+        options["invariance"] = {"block": 4}
     name = "-".join([mesh.replace(",", "-"), str(rows), *changes])
     return train(tiny(out, name, **options))
 
@@ -168,3 +171,16 @@ def test_options_that_would_break_it_are_refused(tmp_path, option):
 def test_tensor_ranks_that_split_a_granule_are_refused(tmp_path):
     with pytest.raises(ValueError, match="^--mesh: expected tensor ranks that divide the 24 granules"):
         train(tiny(tmp_path, "bad", invariant=True, mesh="tensor=5"))
+
+
+@pytest.mark.bad_input
+def test_a_head_that_cannot_run_here_is_refused(tmp_path):
+    changes = {"invariance": {"engine": "hopper"}, "model": {"dtype": "bfloat16"}}
+    with pytest.raises(ValueError, match="^--invariance.engine: expected an engine that can run here, got engine: "):
+        train(tiny(tmp_path, "bad", invariant=True, **changes))
+    for others in ({"vocab_tile": 256}, {"row_block": 128}):
+        changes["invariance"] |= others
+        with pytest.raises(ValueError, match="^--invariance.(vocab-tile|row-block): expected None with engine hopper"):
+            train(tiny(tmp_path, "bad", invariant=True, **changes))
+    with pytest.raises(ValueError, match="^--invariance.engine: expected fixed_order for operands of another dtype"):
+        train(tiny(tmp_path, "bad", invariant=True, invariance={"engine": "hopper"}))

@@ -90,23 +90,22 @@ def test_fewer_ids_than_symbols():
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "options", "dtype"),
+    ("platform", "capability", "dtype"),
     [
-        ("cpu", None, {}, "float32"),
-        ("tpu", None, {}, "float32"),
-        ("gpu", (7, 0), {}, "float32"),
-        ("gpu", (7, 5), {}, "float32"),
-        ("gpu", (8, 0), {}, "bfloat16"),
-        ("gpu", (8, 9), {}, "bfloat16"),
-        ("gpu", (9, 0), {}, "bfloat16"),
-        ("gpu", (12, 0), {}, "bfloat16"),
+        ("cpu", None, "float32"),
+        ("tpu", None, "float32"),
+        ("gpu", (7, 0), "float32"),
+        ("gpu", (7, 5), "float32"),
+        ("gpu", (8, 0), "bfloat16"),
+        ("gpu", (8, 9), "bfloat16"),
+        ("gpu", (9, 0), "bfloat16"),
+        ("gpu", (12, 0), "bfloat16"),
         # AMD's have no compute capability.
-        ("gpu", None, {}, "bfloat16"),
-        ("gpu", (9, 0), {"invariant": True}, "float32"),
+        ("gpu", None, "bfloat16"),
     ],
 )
-def test_auto_is_bfloat16_where_it_is_multiplied(platform, capability, options, dtype):
-    choice = choose_dtype(platform, capability, **options)
+def test_auto_is_bfloat16_where_it_is_multiplied(platform, capability, dtype):
+    choice = choose_dtype(platform, capability)
     assert choice.dtype == dtype and choice.reason.startswith("auto: ")
     if capability == (7, 5):
         assert "7.5 emulates bfloat16" in str(choice)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp import FixedOrderHopperEngine, HopperEngine, ReductionOrder, TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.head.hopper import values as hopper_values
 from jaxlogp.mosaic_gpu import why_not_available
 from tests.head import cases
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_
 
 TOKENS, HIDDEN, VOCAB = 20, 64, 528
 MASK = jnp.asarray(np.arange(TOKENS) % 3 != 0)
+# Granules of one tile; the fourth has no column.
+ORDER = ReductionOrder.for_hopper(4)
 
 
 @functools.cache
@@ -41,18 +43,24 @@ def program(shards, engine, masked=False):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P("tensor")))))
 
 
+def fixed_order():
+    return FixedOrderHopperEngine(order=ORDER, **{**vars(cases.hopper()), "chunk": None})
+
+
 @functools.cache
-def interpreted(size, masked=False):
+def interpreted(size, masked=False, fixed=False):
     """The same through the interpreter, as NumPy arrays, with the weight's gradient in the vocabulary's order."""
-    shards = VocabShards.aligned(VOCAB, size)
+    shards = ORDER.shards(VOCAB, size) if fixed else VocabShards.aligned(VOCAB, size)
+    engine, dtype = (fixed_order(), jnp.float32) if fixed else (cases.hopper(), jnp.bfloat16)
     operands = (
-        data()["hidden"],
+        # The gradient of fp32 is not rounded: a different order of its sum would show.
+        data()["hidden"].astype(dtype),
         shards.shard_rows(data()["weight"]),
         *(data()[x] for x in ("targets", "g_lp", "g_entropy")),
         *([MASK] if masked else []),
     )
     with cases.interpreted_together():
-        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, cases.hopper(), masked)(*operands))
+        out, (d_hidden, d_weight) = jax.block_until_ready(program(shards, engine, masked)(*operands))
     arrays = out.log_probs, out.entropy, d_hidden, shards.unshard_rows(d_weight)
     return tuple(np.asarray(x.astype(jnp.float32)) for x in arrays)
 
@@ -64,6 +72,18 @@ def test_the_default_shards_give_the_bits_of_one_device(size):
     one = interpreted(1)
     for index, name in ((0, "log-probs"), (1, "entropy"), (3, "weight's gradient")):
         np.testing.assert_array_equal(interpreted(size)[index], one[index], err_msg=name)
+
+
+@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_in_a_fixed_order_shards_give_all_bits_of_one_device(masked):
+    one, two = (interpreted(size, masked, fixed=True) for size in (1, 2))
+    for name, mine, other in zip(("log-probs", "entropy", "d_hidden", "d_weight"), two, one, strict=True):
+        np.testing.assert_array_equal(mine.view(np.int32), other.view(np.int32), err_msg=name)
+    # Values and the weight's gradient are those of the engine without a fixed order, to the last bit.
+    plain = interpreted(1, masked)
+    for index in (0, 1, 3):
+        np.testing.assert_array_equal(one[index], plain[index])
+    np.testing.assert_allclose(one[2], plain[2], rtol=2**-7, atol=2**-9 * np.abs(plain[2]).max())
 
 
 def test_masked_tokens_over_shards_by_blocks(monkeypatch):

@@ -1,5 +1,6 @@
 """The numeric identity, the tree, exact arithmetic, and gradients through fixed_order_sum."""
 
+import dataclasses
 import functools
 import math
 
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, fixed_order_sum, linear_log_probs
+from jaxlogp import (
+    FixedOrderEngine,
+    FixedOrderHopperEngine,
+    ReductionOrder,
+    VocabShards,
+    fixed_order_sum,
+    linear_log_probs,
+)
 from jaxlogp import sharded_linear_log_probs as sharded
 from jaxlogp.invariance.exact import no_negative_zero, one_minus_square, product, split
 from jaxlogp.invariance.order import fold_tree
@@ -47,6 +55,36 @@ def test_the_identity_survives_a_configuration_file():
     others = [ReductionOrder(16, 256, 64, "bfloat16"), ReductionOrder(8, 128, 64, "bfloat16")]
     others += [ReductionOrder(8, 256, 128, "bfloat16"), ReductionOrder(8, 256, 64, "float32")]
     assert len({order.digest(), *(other.digest() for other in others)}) == 5
+
+
+@given(vocab=st.integers(14_337, 200_000), size=st.sampled_from((1, 2, 4, 8)))
+@settings(max_examples=25)
+def test_granules_of_hopper_are_whole_tiles_and_never_meet_in_one(vocab, size):
+    order = ReductionOrder.for_hopper()
+    columns, shards = order.granule_columns(vocab), order.shards(vocab, size)
+    assert columns % 256 == 0 and columns * 8 >= vocab
+    # Every rank's granules begin at multiples of the same width, whatever the number of ranks.
+    assert {start % (columns * (8 // size)) for start, _ in shards.ranges} == {0}
+    assert shards.max_width <= columns * (8 // size)
+
+
+@pytest.mark.bad_input
+def test_an_order_of_hopper_has_its_sizes_and_no_other_engines():
+    order = ReductionOrder.for_hopper(4)
+    assert order.digest() != ReductionOrder(4, 256, 128, "bfloat16").digest()
+    assert ReductionOrder.from_dict(order.to_dict()) == order
+    for changes in ({"vocab_tile": 512}, {"row_block": 64}, {"dtype": "float32"}, {"dtype": None}):
+        with pytest.raises(ValueError, match="^(vocab_tile|row_block|dtype): expected .* of engine hopper"):
+            dataclasses.replace(order, **changes)
+    with pytest.raises(ValueError, match="^engine: expected fixed_order or hopper, got str 'triton'"):
+        dataclasses.replace(order, engine="triton")
+    # Four granules of one tile hold these ids: the last of four shards would have none.
+    with pytest.raises(ValueError, match="^num_shards: expected fewer, so that each has one of the 700 ids"):
+        order.shards(700, 4)
+    operands = jnp.ones((4, 8)), jnp.ones((512, 8)), jnp.zeros(4, jnp.int32)
+    for engine, other in ((FixedOrderEngine(order), "hopper"), (FixedOrderHopperEngine(order=ORDER), "fixed_order")):
+        with pytest.raises(ValueError, match=f"its order is of engine {other}"):
+            linear_log_probs(*operands, engine=engine)
 
 
 def test_one_process_agrees_with_itself():

@@ -11,6 +11,7 @@ heads that share a key-value head, D features of a head, L layers.
 from experiments.models.attention.allowed import AllowedKeys as AllowedKeys
 from experiments.models.attention.allowed import first_keys as first_keys
 from experiments.models.attention.cache import KVCache as KVCache
+from experiments.models.attention.cache import RowCache as RowCache
 from experiments.models.attention.cached import attend_cached as attend_cached
 from experiments.models.attention.cached import choose_cached as choose_cached
 from experiments.models.attention.cached import empty_cache as empty_cache
@@ -19,4 +20,6 @@ from experiments.models.attention.choice import IMPLEMENTATIONS as IMPLEMENTATIO
 from experiments.models.attention.choice import AttentionRun as AttentionRun
 from experiments.models.attention.choice import attend_packed as attend_packed
 from experiments.models.attention.choice import choose_attention as choose_attention
+from experiments.models.attention.einsum import attend as attend
+from experiments.models.attention.einsum import mask_bias as mask_bias
 from experiments.models.attention.einsum import precision_of as precision_of

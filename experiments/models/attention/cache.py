@@ -1,10 +1,12 @@
-"""The key-value cache of the sampler: a prompt's keys and values once, and the generated tokens of every row."""
+"""Key-value caches: the sampler's, with a prompt's keys and values once and the generated tokens of every row; and that of
+rows that are read block by block."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -22,6 +24,18 @@ class LayerCache(NamedTuple):
     prompt_values: Float[Array, "Q K P D"]
     keys: Float[Array, "B K S D"]
     values: Float[Array, "B K S D"]
+
+
+class RowCache(NamedTuple):
+    """Keys (already rotated) and values of one layer, one slot a token of each row, in the activations' dtype."""
+
+    keys: Float[Array, "B S K D"]
+    values: Float[Array, "B S K D"]
+
+    def put(self, keys: Array, values: Array, starts: Int[Array, " B"]) -> "RowCache":
+        """The same with a block of keys and values [B, C, K, D] from each row's slot `starts` on."""
+        put = jax.vmap(lambda x, new, start: lax.dynamic_update_slice_in_dim(x, new, start, axis=0))
+        return RowCache(put(self.keys, keys, starts), put(self.values, values, starts))
 
 
 @jax.tree_util.register_dataclass

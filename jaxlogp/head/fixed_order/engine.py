@@ -18,16 +18,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxlogp._compat import vary_over, varying_axes
-from jaxlogp.errors import require
+from jaxlogp._compat import vary_over
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
+from jaxlogp.head.fixed_order.nodes import (
+    missing_axes,
+    node_size,
+    require_same_on_all_shards,
+    sum_nodes,
+    why_not_shards,
+)
 from jaxlogp.head.fixed_order.plan import Operands, Plan, Tile, product_gradient
 from jaxlogp.head.fixed_order.stats import live_tokens, logit_gradient, tile_statistics
 from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.projection import dot
 from jaxlogp.invariance.exact import no_negative_zero
-from jaxlogp.invariance.order import ReductionOrder, fold_halves, fold_tree, in_mesh_order, tree_sum_over
+from jaxlogp.invariance.order import ReductionOrder, fold_halves, fold_tree
 from jaxlogp.stats import Normaliser, TokenLogProbs
 from jaxlogp.vocab import VocabShards
 
@@ -47,20 +53,16 @@ class FixedOrderEngine(Engine):
 
     def why_not(self, call: HeadCall) -> str | None:
         """Refuses operands or shards that do not match the order, and gradients that need a float psum."""
+        if self.order.engine != self.name:
+            return f"its order is of engine {self.order.engine}"
         dtype = call.operand_dtype.name
         if self.order.dtype not in (None, dtype):
             return f"its order multiplies {self.order.dtype}, the operands are {dtype}"
         try:
-            wanted = self.order.shards(call.vocab_size, call.num_shards)
             Plan.of(self.order, call)
         except ValueError as refusal:
             return f"its order does not fit: {refusal}"
-        shards = call.shards or VocabShards.even(call.vocab_size, call.num_shards)
-        if shards != wanted:
-            return (
-                f"it needs shards on granule boundaries, {wanted.ranges} of ReductionOrder.shards, got {shards.ranges}"
-            )
-        return None
+        return why_not_shards(self.order, call)
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
         """Shards that own whole granules."""
@@ -78,24 +80,20 @@ class FixedOrderEngine(Engine):
           ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the
             gradient.
         """
-        if call.num_shards > 1:
-            seen = f"a type that varies over {call.axis_name!r}: its gradient would be summed by a float all-reduce"
-            for argument, x in (("hidden", call.hidden), ("mask", call.targets.mask)):
-                same = call.axis_name not in varying_axes(x)
-                require(same, argument, "an array that is the same on all vocabulary shards by its type", seen)
+        require_same_on_all_shards(call)
         plan, axes = Plan.of(self.order, call), call.axes
         per_token = jax.tree.map(lambda x: plan.blocks(x, 0), (g.log_probs, g.entropy))
-        weight_axes, bias_axes = _missing(call.weight, axes), _missing(call.bias, axes)
+        weight_axes, bias_axes = missing_axes(call.weight, axes), missing_axes(call.bias, axes)
         dtypes = call.weight_gradient_dtype, None if call.bias is None else jnp.float32
         sums = _Sums(Operands(plan, call), kept, *per_token, axes, weight_axes, bias_axes, *dtypes)
         d_hidden_nodes, d_weight, d_bias = sums.all_nodes()
-        d_hidden = plan.unblock(_sum_nodes(d_hidden_nodes, _missing(call.hidden, axes), call.axis_name))
+        d_hidden = plan.unblock(sum_nodes(d_hidden_nodes, missing_axes(call.hidden, axes), call.axis_name))
         d_hidden = jnp.where(call.targets.mask[:, None], d_hidden, 0.0).astype(call.hidden_gradient_dtype)
         d_weight = lax.slice_in_dim(
-            _sum_nodes(d_weight[None], weight_axes, None), 0, call.num_columns, axis=call.vocab_dim
+            sum_nodes(d_weight[None], weight_axes, None), 0, call.num_columns, axis=call.vocab_dim
         )
         if call.bias is not None:
-            d_bias = _sum_nodes(d_bias[None], bias_axes, None)[: call.bias.shape[0]]
+            d_bias = sum_nodes(d_bias[None], bias_axes, None)[: call.bias.shape[0]]
         return HeadGradients(d_hidden, d_weight.astype(call.weight_gradient_dtype), d_bias)
 
 
@@ -142,27 +140,6 @@ def _finish(
     return jax.tree.map(plan.unblock, result), normaliser
 
 
-def _node_size(granules: int) -> int:
-    """The largest power of two that divides the number of local granules: the subtree that a rank may add up alone."""
-    return granules & -granules
-
-
-def _missing(x: Array | None, axes: frozenset) -> frozenset:
-    """The mesh axes over which the gradient of x has to be summed."""
-    return frozenset() if x is None else axes - varying_axes(x)
-
-
-def _sum_nodes(nodes: Array, axes: frozenset, vocab_axis: object) -> Array:
-    """Folds local nodes, over the vocabulary axis first if it is among ``axes``, then over the other axes."""
-    if vocab_axis in axes:
-        total = tree_sum_over(nodes, vocab_axis)
-    else:
-        total = fold_tree(nodes, jnp.add)
-    for name in reversed(in_mesh_order(axes - {vocab_axis})):
-        total = tree_sum_over(no_negative_zero(total)[None], name)
-    return total
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sums:
     """The loops of the backward."""
@@ -180,7 +157,7 @@ class _Sums:
     def all_nodes(self) -> tuple[Array, Array, Array | None]:
         """Hidden gradients of the local nodes of the tree [nodes, blocks, rows, H]; those of weight and bias."""
         plan = self.operands.plan
-        size = _node_size(plan.granules)
+        size = node_size(plan.granules)
         nodes = plan.granules // size
         weight, bias = self.operands.weight, self.operands.bias
         # A gradient that other ranks add to is rounded after that; otherwise a tile is complete, and rounded once, when

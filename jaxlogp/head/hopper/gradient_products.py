@@ -56,8 +56,13 @@ def hidden_gradient_sums(
 
 
 def finish_hidden_gradient(sums: Any, hidden_size: int, parts: int = 1) -> Float[Array, "tokens hidden"]:
+    """dH of a reference to what :func:`add_hidden_gradient` has added to, which is not used afterwards."""
+    return part_sums(jax.freeze(sums), hidden_size, parts)
+
+
+def part_sums(sums: Float[Array, "rows columns"], hidden_size: int, parts: int = 1) -> Float[Array, "tokens hidden"]:
     """dH in fp32, its parts added in their order."""
-    pieces = jnp.split(jax.freeze(sums)[:, :hidden_size], parts)
+    pieces = jnp.split(sums[:, :hidden_size], parts)
     return sum(pieces[1:], start=pieces[0])
 
 

@@ -14,6 +14,7 @@ from jaxlogp.head.hopper.gradient_products import (
     add_hidden_gradient,
     finish_hidden_gradient,
     hidden_gradient_sums,
+    part_sums,
     uninitialised,
     write_weight_gradient,
 )
@@ -117,6 +118,7 @@ def head_gradients(
     scalars: RowScalars,
     with_slope: bool,
     kept: Bool[Array, "tiles blocks"] | None = None,
+    chunks_apart: bool = False,
 ) -> HeadGradients:
     """This shard's gradients from the scalars of dz: three products, by vocabulary chunks.
 
@@ -125,7 +127,8 @@ def head_gradients(
       engine: tile shapes and chunk width.
       scalars: what dz is made of, a value per token.
       with_slope: whether the entropy has a cotangent.
-      kept: which blocks of dz count; None means all.
+      kept: which blocks of dz count; None means all. Not with chunks apart.
+      chunks_apart: return the hidden gradient of every chunk, fp32 [chunks, tokens, H], instead of their sum.
     """
     axes, bias = call.axes, call.bias
     (tokens, hidden_size), vocab = call.hidden.shape, call.num_columns
@@ -150,21 +153,28 @@ def head_gradients(
         shape = block_shape(tiles, multiple, interpret)
     launches = [engine.launch(config) for config in (tiles.logit_gradient, tiles.d_hidden, tiles.d_weight)]
 
-    def chunk_step(index, d_bias):
+    def chunk_step(index, carry):
+        d_bias, nodes = carry
         work = _chunk_work(plans, index, live, tiles, shape)
         gradient = chunk_gradient(
             operands, scalars, index, chunk, launches[0], with_slope=with_slope, work=work.gradient
         )
-        add_hidden_gradient(d_hidden, gradient, operands, index, launches[1], work=work.d_hidden, parts=parts)
+        how = {"work": work.d_hidden, "parts": parts, "first": chunks_apart}
+        add_hidden_gradient(d_hidden, gradient, operands, index, launches[1], **how)
+        if nodes is not None:
+            nodes = nodes.at[index].set(rows.unpack(part_sums(d_hidden[...], hidden_size, parts)))
         write_weight_gradient(d_weight, gradient, operands, index, launches[2], work=work.d_weight)
         if bias is None:
-            return None
+            return None, nodes
         if work.written is not None:
             gradient = jnp.where(work.written, gradient, jnp.zeros((), gradient.dtype))
-        return d_bias.at[index].set(jnp.sum(select_live(gradient, live), axis=0, dtype=jnp.float32))
+        return d_bias.at[index].set(jnp.sum(select_live(gradient, live), axis=0, dtype=jnp.float32)), nodes
 
     d_bias = None if bias is None else vary_over(jnp.zeros((chunks, chunk), jnp.float32), axes)
-    d_bias = lax.fori_loop(0, chunks, chunk_step, d_bias)
+    nodes = vary_over(jnp.zeros((chunks, tokens, hidden_size), jnp.float32), axes) if chunks_apart else None
+    d_bias, nodes = lax.fori_loop(0, chunks, chunk_step, (d_bias, nodes))
     d_bias = None if bias is None else d_bias.reshape(-1)[:vocab]
-    summed = finish_hidden_gradient(d_hidden, hidden_size, parts).astype(call.hidden_gradient_dtype)
-    return HeadGradients(vary_over(rows.unpack(summed), axes), vary_over(jax.freeze(d_weight), axes), d_bias)
+    if nodes is None:
+        summed = finish_hidden_gradient(d_hidden, hidden_size, parts).astype(call.hidden_gradient_dtype)
+        nodes = vary_over(rows.unpack(summed), axes)
+    return HeadGradients(nodes, vary_over(jax.freeze(d_weight), axes), d_bias)

@@ -1,0 +1,239 @@
+"""Bits and times of training runs with `--invariant`, beside the plain ones, at the shapes of real models, random weights.
+
+    python -m benchmarks.invariant_speed --layers 4                        # one device
+    python -m benchmarks.invariant_speed --layers 4 --mesh data=1 data=2 tensor=2 fsdp=2
+
+Every mesh is trained on without and with `--invariant`, the latter once for every number of rows a micro-batch. Times are
+those of the fastest step after the first, which compiles: of a rollout, and of the rest of the step. The state (parameters
+and those of the optimizer) is compared by a digest of its bytes. With `--parts`, one more step says what its time went to.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.command_line import run_command
+from experiments.config import (
+    Config,
+    DriftConfig,
+    EvaluationConfig,
+    InvarianceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    WarmStartConfig,
+)
+from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.tasks import Completion, Example, Rewards
+from experiments.tasks.rewards import rewards_of
+from experiments.training.trainer import Trainer
+from jaxlogp.errors import require
+
+
+@dataclass(frozen=True)
+class InvariantSpeedConfig:
+    """Options of the benchmark."""
+
+    model: str = "qwen3-0.6b"
+    """A shape of experiments.models.named_shapes."""
+    layers: int | None = None
+    """Layers instead of the model's."""
+    mesh: tuple[str, ...] = ("data=1",)
+    """Device meshes."""
+    rows: tuple[int, ...] = (8, 16)
+    """Rows of a micro-batch with --invariant, multiples of its leaf; the plain run has the last of them."""
+    dtype: str = "auto"
+    """Dtype of activations and head; auto is bfloat16 on a GPU."""
+    prompts: int = 4
+    """Prompts of a rollout, which is a step."""
+    generations: int = 8
+    """Completions of a prompt."""
+    new_tokens: int = 64
+    """Tokens of a completion, nearly always all of them: random weights end none."""
+    steps: int = 3
+    """Optimizer steps of every run."""
+    invariance: InvarianceConfig = dataclasses.field(default_factory=InvarianceConfig)
+    plain: bool = True
+    """Measure the plain runs too."""
+    invariant: bool = True
+    """Measure the runs with --invariant."""
+    parts: bool = False
+    """Print how long the parts of a step take."""
+    out: str | None = None
+    """A file for the results as JSON lines."""
+
+
+@dataclass
+class Measured:
+    """One run."""
+
+    mode: str
+    mesh: str
+    rows: int
+    rollout_seconds: float
+    rest_seconds: float
+    first_seconds: float
+    drift: float
+    head: str
+    digest: str
+    peak_gib: float
+    losses: list[float]
+    leaves: dict[str, str]
+
+
+def digest_of(tree: Any) -> str:
+    """Twelve hexadecimal digits of the bytes of all leaves in their order."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        found.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
+    return found.hexdigest()[:12]
+
+
+def digests_of(tree: Any) -> dict[str, str]:
+    """`digest_of` every leaf, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): digest_of(leaf) for path, leaf in leaves}
+
+
+def options_of(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bool) -> Config:
+    """A run without warm start, evaluation or checkpoints, whose steps are rollouts."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return Config(
+        task="word_problems:2",
+        mesh=mesh,
+        invariant=invariant,
+        model=ModelConfig(name=_shape_name(config), dtype=dtype),
+        warm_start=WarmStartConfig(max_steps=0),
+        rollout=RolloutConfig(
+            prompts_per_rollout=config.prompts,
+            num_generations=config.generations,
+            max_new_tokens=config.new_tokens,
+        ),
+        schedule=ScheduleConfig(
+            steps=config.steps, docs_per_step=config.prompts * config.generations, rows=rows, row_length=None
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+        evaluation=EvaluationConfig(every=0, num_prompts=1, kl=False),
+        drift=DriftConfig(every=0),
+        **({"invariance": config.invariance} if invariant else {}),
+    )
+
+
+def _shape_name(config: InvariantSpeedConfig) -> str:
+    if config.layers is None:
+        return config.model
+    name = f"{config.model}, {config.layers} layers"
+    NAMED_SHAPES[name] = dataclasses.replace(NAMED_SHAPES[config.model], num_layers=config.layers)
+    return name
+
+
+def _in_turn() -> Rewards:
+    """Rewards that differ within a group, in the order of the completions: random weights answer nothing, and without a
+    difference there is no gradient."""
+    numbers = itertools.count()
+
+    def in_turn(example: Example, completion: Completion) -> float:
+        del example, completion
+        return float(next(numbers) % 3)
+
+    return rewards_of(in_turn)
+
+
+def measure(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bool) -> Measured:
+    """Trains, and times the steps."""
+    trainer = Trainer(options_of(config, mesh, rows, invariant=invariant), rewards=_in_turn())
+    records = []
+    for _ in range(config.steps):
+        values, _ = trainer.train_step()
+        assert values is not None and values["update_applied"], values
+        jax.block_until_ready(trainer.state)
+        records.append(values)
+    later = records[1:] or records
+    rollout = min(record["rollout_seconds"] for record in later)
+    rest = min(record["step_seconds"] - record["rollout_seconds"] for record in later)
+    drift = max(record["drift_max"] for record in records)
+    run = trainer.sums.head_run
+    engine = "" if run is None else run.engine
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
+    first = records[0]["step_seconds"]
+    mode = "invariant" if invariant else "plain"
+    digest = digest_of(trainer.state)
+    losses = [float(record["loss"]) for record in records]
+    leaves = digests_of(trainer.state.params)
+    if config.parts and invariant:
+        print_parts(trainer)
+    return Measured(mode, mesh, rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
+
+
+def print_parts(trainer: Trainer) -> None:
+    """One more step, waiting for every part: the time of each."""
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, function: Callable) -> Callable:
+        def call(*args):
+            started = time.perf_counter()
+            result = jax.block_until_ready(function(*args))
+            spent.setdefault(name, []).append(time.perf_counter() - started)
+            return result
+
+        return call
+
+    sums: Any = trainer.sums
+    programs = sums._programs
+    objects = ((programs, ("load", "body", "head", "head_vjp")), (sums, ("_loss", "_leaf", "_add")))
+    for owner, names in objects:
+        for name in names:
+            setattr(owner, name, timed(name.strip("_"), getattr(owner, name)))
+    trainer.update = timed("update", trainer.update)
+    values, _ = trainer.train_step()
+    print(
+        f"    one step, waiting for every part: rollout {values['rollout_seconds']:.3f} s of {values['step_seconds']:.3f} s"
+    )
+    for name, taken in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        print(f"    {sum(taken):8.3f} s  {len(taken):5d} x {np.median(taken) * 1e3:9.2f} ms  {name}")
+
+
+def main(config: InvariantSpeedConfig) -> list[Measured]:
+    """Prints the table, a line as soon as it is measured.
+
+    Raises:
+      ValueError: an option out of range.
+    """
+    require(config.model in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", config.model)
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, JAX {jax.__version__}, {_shape_name(config)}")
+    print("| run | mesh | rows | head | rollout, s | rest of the step, s | first step, s | drift | state | peak |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    results = []
+    for mesh in config.mesh:
+        runs = [(rows, True) for rows in config.rows if config.invariant]
+        for rows, invariant in [*([(config.rows[-1], False)] if config.plain else []), *runs]:
+            got = measure(config, mesh, rows, invariant=invariant)
+            gc.collect()
+            results.append(got)
+            print(
+                f"| {got.mode} | {mesh} | {rows} | {got.head} | {got.rollout_seconds:.3f} | {got.rest_seconds:.3f} "
+                f"| {got.first_seconds:.1f} | {got.drift:.3g} | {got.digest} | {got.peak_gib:.1f} GiB |",
+                flush=True,
+            )
+            if config.out:
+                with open(config.out, "a") as file:
+                    file.write(json.dumps(dataclasses.asdict(got)) + "\n")
+    return results
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    run_command(InvariantSpeedConfig, main, program="benchmarks.invariant_speed", description=__doc__)

@@ -1,0 +1,105 @@
+"""Hidden states of `--invariant`, a block of tokens at a time, with a key-value cache.
+
+Trainer and sampler call one compiled program, always with as many rows and as many tokens a row: the trainer block after
+block, the sampler the block of each row's newest token, again for every token of the block. A token's hidden state then has
+the same bits in both. It depends on no later token, because a masked key has a probability of exactly 0, and a product's
+rows do not depend on each other.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Float, Int
+
+from experiments.models.attention import RowCache
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+
+Weights = tuple[Array, ...]
+"""What the program reads of the parameters, matrices in the activations' dtype; flat, as it is passed for every token."""
+
+
+class BlockReader:
+    """One compiled program for the hidden states of `block` tokens in each of a few rows.
+
+    Args:
+      graph: graph definition of a decoder without a mesh.
+      config: sizes and options of the decoder.
+      block: tokens of a block.
+      compiler_options: of XLA.
+    """
+
+    def __init__(
+        self, graph: nnx.GraphDef[Decoder], config: DecoderConfig, block: int, compiler_options: dict[str, Any] | None
+    ) -> None:
+        self.block, self._graph, self._config = block, graph, config
+        self._graphs: Any = None
+        self._tree: Any = None
+        self._load = jax.jit(self._narrowed)
+        self._step = jax.jit(self._read, donate_argnums=3, compiler_options=compiler_options)
+        self._join = jax.jit(lambda pieces, length: jnp.concatenate(pieces, axis=1)[:, :length], static_argnums=1)
+
+    def load(self, params: nnx.State) -> Weights:
+        """Makes the weights of the parameters, on their device."""
+        return self._load(params)
+
+    def empty_cache(self, rows: int, length: int, device: jax.Device) -> tuple[RowCache, ...]:
+        """A cache for rows of `length` tokens; zeros, never a source of NaN."""
+        config, slots = self._config, self.slots(length)
+        shape = (rows, slots, config.num_kv_heads, config.head_dim)
+        place = SingleDeviceSharding(device)
+        zeros = lambda: jnp.zeros(shape, config.dtype, device=place)  # noqa: E731
+        return tuple(RowCache(zeros(), zeros()) for _ in range(config.num_layers))
+
+    def slots(self, length: int) -> int:
+        """`length`, filled up to whole blocks."""
+        return length + -length % self.block
+
+    def step(
+        self, weights: Weights, tokens: Int[Array, "B S"], starts: Int[Array, " B"], cache: tuple[RowCache, ...]
+    ) -> tuple[Float[Array, "B C H"], tuple[RowCache, ...]]:
+        """Hidden states of one block of every row, and the cache with it; the memory of `cache` goes to the new one.
+
+        Args:
+          weights: from `load`.
+          tokens: whole rows, S slots.
+          starts: first slot of each row's block, a multiple of the block. Earlier blocks of the row have been read.
+          cache: from `empty_cache` and earlier steps.
+        """
+        return self._step(weights, tokens, starts, cache)
+
+    def rows(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """Hidden states of whole rows."""
+        rows, length = tokens.shape
+        (device,) = tokens.devices()
+        cache, pieces = self.empty_cache(rows, length, device), []
+        tokens = jnp.pad(tokens, [(0, 0), (0, self.slots(length) - length)])
+        for start in range(0, length, self.block):
+            hidden, cache = self.step(weights, tokens, jax.device_put(np.full(rows, start, np.int32), device), cache)
+            pieces.append(hidden)
+        return self._join(pieces, length)
+
+    def _narrowed(self, params: nnx.State) -> Weights:
+        model = nnx.merge(self._graph, params)
+        layers = [nnx.split(layer) for layer in model.layers_apart()]
+        table = model.embed_tokens.embedding
+        table[...] = table[...].astype(self._config.dtype)
+        # What is left is embedding and norm; the head is no part of this program.
+        for name in ("layers", "lm_head"):
+            if hasattr(model, name):
+                delattr(model, name)
+        graphs, states = zip(nnx.split(model), *layers, strict=True)
+        leaves, tree = jax.tree.flatten(states)
+        self._graphs, self._tree = graphs, tree
+        return tuple(leaves)
+
+    def _read(self, weights, tokens, starts, cache):
+        states = jax.tree.unflatten(self._tree, weights)
+        model, *layers = map(nnx.merge, self._graphs, states)
+        block = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, self.block))(tokens, starts)
+        return model.read_block(block, starts, cache, layers)
