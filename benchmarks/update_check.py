@@ -3,8 +3,8 @@
     python -m benchmarks.update_check                                     # Qwen3-0.6B, every optimizer
 
 The trainer applies an update only where loss, gradient norm, every new parameter and every new number of the optimizer's
-state are finite. It computes them twice, so that what is checked need not be kept; see `experiments.training.update`.
-"kept" computes them once and checks what is to be stored; "none" checks loss and gradient norm alone.
+state are finite. Of AdamW it computes them twice, so that what is checked need not be kept; of the others once, and checks
+what is to be stored ("kept"); see `experiments.training.update`. "none" checks loss and gradient norm alone.
 """
 
 import os
@@ -21,7 +21,7 @@ from experiments.config import OptimizerConfig
 from experiments.models.decoder import Decoder
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.training.optimizers import OPTIMIZERS
-from experiments.training.soundness import Soundness, sound_leaves
+from experiments.training.soundness import Soundness
 from experiments.training.sums import MicroSums
 from experiments.training.update import AppliedStep, TrainState, Update
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
@@ -43,33 +43,23 @@ class UpdateCheckConfig:
     """Timed runs of each; the median counts."""
 
 
-class _OnceChecked(Update):
-    """Computes once; checks the new numbers themselves."""
+class _Unchecked(Update):
+    """Checks loss and gradient norm alone."""
 
     def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
         finished = step.sums.finish()
         norm = optax.tree.norm(finished.gradients)
         params, opt_state, rate = self._optimizer.update(finished.gradients, state.opt_state, state.params)
         new = TrainState(params, opt_state)
-        sound = self._soundness(finished, norm, new)
+        trees = [jnp.ones(len(jax.tree.leaves(tree)), bool) for tree in (finished.gradients, *new)]
+        sound = Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
         applied = sound.all()
         state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, new)
         return state, AppliedStep(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
 
-    def _soundness(self, finished, norm, new: TrainState) -> Soundness:
-        trees = map(sound_leaves, (finished.gradients, *new))
-        return Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
 
-
-class _Unchecked(_OnceChecked):
-    """Checks loss and gradient norm alone."""
-
-    def _soundness(self, finished, norm, new: TrainState) -> Soundness:
-        trees = [jnp.ones(len(jax.tree.leaves(tree)), bool) for tree in (finished.gradients, *new)]
-        return Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
-
-
-KINDS = {"twice": Update, "kept": _OnceChecked, "none": _Unchecked}
+KINDS = {"twice": (Update, True), "kept": (Update, False), "none": (_Unchecked, False)}
+"""A class, and whether its optimizer is taken for an elementwise one."""
 
 
 def measure(config: UpdateCheckConfig, name: str) -> dict[str, tuple[float, float]]:
@@ -77,12 +67,13 @@ def measure(config: UpdateCheckConfig, name: str) -> dict[str, tuple[float, floa
     changes = {} if config.layers is None else {"num_layers": config.layers}
     shape = replace(NAMED_SHAPES[config.model], param_dtype=config.param_dtype, **changes)
     params = nnx.state(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))())
-    optimizer = OptimizerConfig(name=name, learning_rate=1e-6).optimizer(100)
     gradients = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3, jnp.float32), params)
     one = WeightedSum(jnp.float32(1.0), jnp.float32(1.0))
     step = MicroSums(StepSums.of(gradients, one, PolicyMetricTerms({})), jnp.float32(0.0))
     results = {}
-    for kind, make in KINDS.items():
+    for kind, (make, elementwise) in KINDS.items():
+        optimizer = OptimizerConfig(name=name, learning_rate=1e-6).optimizer(100)
+        optimizer.elementwise = elementwise
         update = make(optimizer, lambda tree: tree)
         held = [update.init(jax.tree.map(jnp.copy, params))]
 

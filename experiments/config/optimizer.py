@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 
-from experiments.training.optimizers import OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
+from experiments.training.optimizers import ELEMENTWISE, OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
 from jaxlogp.errors import require
 
 
@@ -61,4 +61,4 @@ class OptimizerConfig:
         require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
         rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
         transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)
-        return Optimizer(transformation, rate, self.max_grad_norm)
+        return Optimizer(transformation, rate, self.max_grad_norm, elementwise=self.name in ELEMENTWISE)

@@ -71,6 +71,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "muon": muon,
 }
 """Functions of their own options, all keywords."""
+ELEMENTWISE = ("adamw",)
+"""Those whose new numbers are each made of the numbers at one place, and so in one pass over memory."""
 
 
 def matrix_axes(params: Any) -> Any:
@@ -148,11 +150,18 @@ class Optimizer:
       transformation: one of `OPTIMIZERS`.
       schedule: the learning rate at a count.
       max_grad_norm: norm above which a gradient is scaled down.
+      elementwise: whether it is one of `ELEMENTWISE`, cheaper to compute twice than to keep.
     """
 
     def __init__(
-        self, transformation: optax.GradientTransformation, schedule: optax.Schedule, max_grad_norm: float = 1.0
+        self,
+        transformation: optax.GradientTransformation,
+        schedule: optax.Schedule,
+        max_grad_norm: float = 1.0,
+        *,
+        elementwise: bool = False,
     ) -> None:
+        self.elementwise = elementwise
         self._transformation = optax.chain(optax.clip_by_global_norm(max_grad_norm), transformation)
         self._schedule = schedule
 

@@ -82,18 +82,25 @@ class Update:
     def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
         finished = step.sums.finish()
         norm = optax.tree.norm(finished.gradients)
-        params, opt_state, rate = self._optimizer.update(finished.gradients, state.opt_state, state.params)
-        # What is checked is computed twice, in one pass that stores nothing: kept until all of it has been checked, the
-        # new state would take as much memory as the old one again. The barrier keeps the two apart, and the arithmetic
-        # of the update as it was without a check, to the last bit.
-        again = lax.optimization_barrier((finished.gradients, state.opt_state, state.params))
-        checked = self._optimizer.update(*again)[:2]
-        trees = map(sound_leaves, (finished.gradients, *checked))
+        operands = finished.gradients, state.opt_state, state.params
+        params, opt_state, rate = self._optimizer.update(*operands)
+        trees = map(sound_leaves, (finished.gradients, *self._checked(operands, params, opt_state)))
         sound = Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
         applied = sound.all()
         # A refused update leaves every count unchanged, and with it the learning rate of the next one.
         state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, TrainState(params, opt_state))
         return state, AppliedStep(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
+
+    def _checked(self, operands, params: nnx.State, opt_state: OptimizerState) -> tuple[nnx.State, OptimizerState]:
+        """What is looked at before the new parameters and state are taken.
+
+        They are computed twice where that is one pass that stores nothing: kept until all of them have been checked, they
+        would take as much memory as the old ones again. The barriers keep the arithmetic of the update as it would be
+        without a check, to the last bit.
+        """
+        if not self._optimizer.elementwise:
+            return lax.optimization_barrier((params, opt_state))
+        return self._optimizer.update(*lax.optimization_barrier(operands))[:2]
 
     def unsound(self, state: TrainState) -> str | None:
         """A phrase that names what of a state is not finite, parameters first; None where all is."""

@@ -61,7 +61,7 @@ def warm_start(
         return params
     warm_up = max(1, min(MAX_WARM_UP_STEPS, max_steps // 4))
     schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
-    update = Update(Optimizer(adamw(), schedule), sums.place, sums.compiler_options)
+    update = Update(Optimizer(adamw(), schedule, elementwise=True), sums.place, sums.compiler_options)
     state = update.init(params)
     with console.progress("warm start", max_steps) as advance:
         for step in range(1, max_steps + 1):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.config import OptimizerConfig
 from experiments.sampling.stream import RoundStream
 from experiments.tasks.rewards import RewardFailed
 from experiments.training.optimizers import Optimizer, adamw
@@ -257,6 +258,7 @@ def sums_of(gradient):
     return MicroSums(parts, jnp.float32(0))
 
 
+@pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize(
     ("weight_decay", "max_grad_norm", "gradient", "words"),
     [
@@ -264,8 +266,11 @@ def sums_of(gradient):
         (0.0, 1e38, 1e21, ("opt_state", "nu")),
     ],
 )
-def test_what_an_update_would_make_is_checked_before_it_counts(weight_decay, max_grad_norm, gradient, words):
-    optimizer = Optimizer(adamw(weight_decay=weight_decay), optax.constant_schedule(1.0), max_grad_norm)
+def test_what_an_update_would_make_is_checked_before_it_counts(
+    weight_decay, max_grad_norm, gradient, words, elementwise
+):
+    options = {"max_grad_norm": max_grad_norm, "elementwise": elementwise}
+    optimizer = Optimizer(adamw(weight_decay=weight_decay), optax.constant_schedule(1.0), **options)
     update = Update(optimizer, lambda tree: jax.device_put(tree))
     state = update.init({"w": jnp.float32(1e36)})
     before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
@@ -287,8 +292,10 @@ def unchecked(optimizer):
     return jax.jit(step)
 
 
-def test_the_checks_change_no_bit_of_a_good_step():
-    optimizer = Optimizer(adamw(weight_decay=0.1), optax.constant_schedule(1e-2))
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_the_checks_change_no_bit_of_a_good_step(name):
+    optimizer = OptimizerConfig(name=name, weight_decay=0.1, learning_rate=1e-2).optimizer(5)
+    assert optimizer.elementwise == (name == "adamw")
     update = Update(optimizer, lambda tree: jax.device_put(tree))
     random = np.random.default_rng(0)
     params = {
