@@ -48,7 +48,7 @@ OPTIMIZED = {"invariance", "test_invariant.py", "test_learning.py", "test_chunke
 def compile_effort(request):
     """Other programs are compiled with few optimizations, in about 0.4 of the CPU time: tests compile more than they run.
 
-    The lanes on the newest JAX, and `JAXLOGP_TEST_OPTIMIZED=1`, compile all of them as users do.
+    `JAXLOGP_TEST_OPTIMIZED=1`, as in the lane of the library's tests on the newest JAX, compiles all of them as users do.
     """
     optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
     jax.config.update("jax_disable_most_optimizations", not optimized)
