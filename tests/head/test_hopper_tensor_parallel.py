@@ -74,7 +74,8 @@ def test_the_default_shards_give_the_bits_of_one_device(size):
         np.testing.assert_array_equal(interpreted(size)[index], one[index], err_msg=name)
 
 
-@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [True, False])
 def test_in_a_fixed_order_shards_give_all_bits_of_one_device(masked):
     one, two = (interpreted(size, masked, fixed=True) for size in (1, 2))
     for name, mine, other in zip(("log-probs", "entropy", "d_hidden", "d_weight"), two, one, strict=True):
@@ -101,14 +102,32 @@ def test_masked_tokens_over_shards_by_blocks(monkeypatch):
         assert not values[~np.asarray(MASK)].any() and values[np.asarray(MASK)].any()
 
 
-def test_three_collectives_are_lowered_for_gpus():
-    tokens, hidden_size, vocab = 256, 1024, 4096
-    run = program(VocabShards.even(vocab, 4), HopperEngine(chunk=512, check_device=False))
+def lowered_collectives(engine):
+    """All-reduces of a step on four shards as they are lowered for GPUs, and the names of other collectives."""
+    tokens, hidden_size, vocab = LOWERED
+    run = program(engine.shards(vocab, 4), engine)
     shapes = [((tokens, hidden_size), jnp.bfloat16), ((vocab, hidden_size), jnp.bfloat16), ((tokens,), jnp.int32)]
     shapes += [((tokens,), jnp.float32)] * 2
     traced = run.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = re.findall(r'"stablehlo.all_reduce".*?\) : \((tensor<\S+>)\) -> tensor', text, flags=re.DOTALL)
+    sums = re.findall(r'"stablehlo.all_reduce".*?\) : \((tensor<\S+>)\) -> tensor', text, flags=re.DOTALL)
+    return sums, re.findall("all_gather|reduce_scatter|all_to_all|collective_permute", text)
+
+
+LOWERED = 256, 1024, 4096
+
+
+def test_three_collectives_are_lowered_for_gpus():
+    tokens, hidden_size, _ = LOWERED
+    sums, others = lowered_collectives(HopperEngine(chunk=512, check_device=False))
     # Maxima, then integers that hold everything else (3 of them the targets' bits); and dH, in fp32.
-    assert found == [f"tensor<{tokens}xf32>", f"tensor<12x{tokens}xi32>", f"tensor<{tokens}x{hidden_size}xf32>"]
-    assert not re.search("all_gather|reduce_scatter|all_to_all|collective_permute", text)
+    assert sums == [f"tensor<{tokens}xf32>", f"tensor<12x{tokens}xi32>", f"tensor<{tokens}x{hidden_size}xf32>"]
+    assert not others
+
+
+def test_no_float_is_added_by_a_collective_in_a_fixed_order():
+    tokens, hidden_size, _ = LOWERED
+    sums, others = lowered_collectives(FixedOrderHopperEngine(order=ORDER, check_device=False))
+    # Maxima, integers, and the bits of dH, each number sent to the rank that adds it and back to all.
+    assert sums == [f"tensor<{tokens}xf32>", f"tensor<12x{tokens}xi32>", f"tensor<4x{tokens * hidden_size // 4}xi32>"]
+    assert others == ["all_to_all"]
