@@ -3,21 +3,10 @@
 JAXLOGP_TEST_GPU=1 leaves a GPU visible, for `pytest -m gpu`.
 """
 
-import atexit
 import os
-import shutil
-import tempfile
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Many tests run the same small trainer, and load what one of them has compiled. Each worker has a folder of its
-    # own: JAX writes without a lock. The process that starts the workers removes them all.
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        cache = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["PYTEST_XDIST_WORKER"])
-    else:
-        cache = tempfile.mkdtemp(prefix="jaxlogp-tests-")
-        atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    os.environ.update(JAX_COMPILATION_CACHE_DIR=cache, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.2")
 else:
     # Several processes of a test run share the GPU: none may keep what it has freed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
