@@ -6,7 +6,7 @@
     python -m experiments.grpo --task sorting --schedule.steps 300
     python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.grpo --mesh data=2,tensor=4
-    srun python -m experiments.grpo --distributed --mesh data=-1,fsdp=8
+    srun --gpus-per-task 1 python -m experiments.grpo --distributed --mesh data=-1,fsdp=8
 
 A small decoder learns the task's format from examples until some of its sampled answers are right (the warm start),
 then improves from its own samples: groups of completions per prompt, rewards from a verifier, group advantages, a
@@ -20,7 +20,7 @@ from experiments.command_line import arguments_of, run_command
 from experiments.config import Config
 from experiments.options import typed_options, value_of
 from experiments.presets import defaults_for
-from experiments.runs.processes import start
+from experiments.runs.processes import processes, start
 from experiments.training.resume import set_up_resume
 from experiments.training.run import Result, set_up
 from jaxlogp.errors import require
@@ -35,8 +35,8 @@ class GrpoConfig(Config):
     change, and kept for the next resume: --schedule.steps, --mesh, --optimizer.learning-rate, --checkpoint, --evaluation
     (all but --evaluation.kl), --drift and --guards; --quiet is for this time alone. Any other difference is refused."""
     distributed: bool = False
-    """One of several processes of the same run, started with the same options, one on every host (see docs/scaling.md).
-    SLURM, Open MPI, Kubernetes and Cloud TPUs say which; elsewhere the three options below do."""
+    """One of several processes of the same run, all started with the same options: one a GPU under SLURM or Open MPI, one a
+    host elsewhere (see docs/scaling.md). The cluster says which; without one the three options below do."""
     coordinator: str | None = None
     """host:port of process 0, with a free port."""
     num_processes: int | None = None
@@ -71,6 +71,7 @@ def _join(config: GrpoConfig) -> None:
     place = {"coordinator": config.coordinator, "num_processes": config.num_processes, "process_id": config.process_id}
     if config.distributed:
         start(**place)
+        processes().require_same("command line", {"--resume": config.resume})
     for name, value in place.items():
         expected = "no value without --distributed"
         require(config.distributed or value is None, f"--{name.replace('_', '-')}", expected, value)

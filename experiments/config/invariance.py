@@ -33,6 +33,8 @@ def choose_head(platform: str, capability: str, dtype: str) -> HeadChoice:
         return HeadChoice("fixed_order", f"auto: {here}, hopper needs a GPU of 9.0")
     if dtype != "bfloat16":
         return HeadChoice("fixed_order", f"auto: hopper multiplies bfloat16, not {dtype}")
+    if jax.__version_info__ < (0, 11):
+        return HeadChoice("fixed_order", f"auto: JAX {jax.__version__} is older than 0.11, which hopper needs")
     return HeadChoice("hopper", "auto: a Hopper GPU and bfloat16")
 
 

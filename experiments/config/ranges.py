@@ -132,6 +132,8 @@ _LOWEST = {
     "invariance.leaf_rows": 1,
     "invariance.block": 1,
     "invariance.granules": 1,
+    "invariance.vocab_tile": 64,
+    "invariance.row_block": 64,
     "schedule.steps": 0,
     "schedule.docs_per_step": 0,
     "schedule.micro_batches": 1,

@@ -1,6 +1,6 @@
 """The processes of one run: what they tell each other between two steps, and one end for all of them.
 
-    python -m experiments.grpo --distributed ...        the same command on every host, see docs/scaling.md
+    python -m experiments.grpo --distributed ...        the same command in every process, see docs/scaling.md
 
 Every process runs the same program over the same documents, on one mesh of all their devices; JAX moves the arrays. What
 one process alone can know (a signal, a clock, what a reward function returned) goes through `gather`, over the key-value
@@ -116,9 +116,10 @@ class Processes:
 
     def _value_of(self, process: int, what: str) -> Any:
         key, started, said = f"{ROOM}/{self._gathers}/{process}", time.monotonic(), False
+        witness = 1 if process == 0 else 0
         while (text := self._read(key)) is None:
             waited = time.monotonic() - started
-            if self.first and not said and waited >= SLOW_SECONDS:
+            if self.index == witness and not said and waited >= SLOW_SECONDS:
                 said = True
                 _say(f"WARNING: process {process} keeps the others waiting at {what}, for {waited:.0f} s so far")
         theirs, value = json.loads(text)
@@ -253,6 +254,7 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 
     Raises:
         ValueError: some of the three without the others, a number out of range, or a cluster that does not say.
+        OSError: the others did not come, or process 0 is not where it was said to be.
     """
     given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -271,7 +273,11 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
             initialization_timeout=START_TIMEOUT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
         )
+    except jax.errors.JaxRuntimeError as error:
+        raise OSError(f"--distributed: the processes did not come together: {error}") from error
     except ValueError as error:
+        if not missing:
+            raise
         seen = f"an environment that does not say them ({error})"
         require(False, "--distributed", "--coordinator, --num-processes and --process-id, or a cluster", seen)
     processes().watch()

@@ -88,7 +88,8 @@ class LeafDraw:
             operands = zip(loaded.heads, hidden, ranks, row_ids, strict=True)
             ranks, flags = zip(*(self._advance(*each, key, step) for each in operands), strict=True)
             ended.append(list(flags))
-        ends, drawn = (np.concatenate(jax.device_get([rows[field] for rows in ranks])) for field in (1, 4))
+        columns = [rows.lengths for rows in ranks], [rows.drawn for rows in ranks]
+        ends, drawn = (np.concatenate(jax.device_get(column)) for column in columns)
         return drawn, self._log_probs(loaded, ranks, ends - begin), ends
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

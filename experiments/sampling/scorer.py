@@ -32,6 +32,8 @@ class Scorer:
     def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Scored:
         """As `Rewards.score`; what is raised in one process is raised in all of them."""
         here = processes()
+        if here.count == 1:
+            return self._rewards.score(examples, completions)
         mine = range(here.index, len(completions), here.count)
         said: list[Any] = [None] * len(completions)
         for process, (error, parts) in enumerate(here.gather("rewards", self._of(examples, completions, mine))):

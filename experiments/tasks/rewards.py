@@ -112,7 +112,9 @@ class Rewards:
             RewardFailed: a function raised, or returned no number; names it, the document and what was raised.
             RewardNotFinite: a function returned a number that is not finite, or the sum is not; likewise.
         """
-        return self.weighted(examples, completions, self.parts(examples, completions, range(len(completions))))
+        count = len(completions)
+        require(len(examples) == count, "examples", f"{count}, one for each completion", len(examples))
+        return self.weighted(examples, completions, self.parts(examples, completions, range(count)))
 
     def parts(
         self, examples: Sequence[Example], completions: Sequence[Completion], numbers: Sequence[int]

@@ -112,7 +112,8 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
         "optimizer": _bytes(state) * copies,
         "gradients": (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained) * copies,
     }
-    if origin.decoder is not None:
+    # With --invariant the rows of a leaf are drawn at a time.
+    if origin.decoder is not None and not config.invariant:
         sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh.ranks)
         parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)

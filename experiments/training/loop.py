@@ -70,7 +70,10 @@ def run_to_end(
                 _say_resumed(trainer, store, console, before, folder)
             return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT, f"SIGINT twice: stopped at once; {kept(folder)}") from None
+        sentence = f"SIGINT twice: stopped at once; {kept(folder)}"
+        # No other process knows of it: they would wait for this one.
+        processes().end(128 + signal.SIGINT, sentence, caused_here=True)
+        raise Interrupted(signal.SIGINT, sentence) from None
 
 
 def kept(folder: RunFolder, *, finished: bool = False) -> str:

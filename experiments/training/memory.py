@@ -13,6 +13,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.sharding import parameter_shardings
 from experiments.runs.console import RunConsole
+from experiments.runs.processes import processes
 from experiments.sampling.prompts import Sizes
 from experiments.training.modes import rollout_mesh
 from experiments.training.trainer import Trainer
@@ -80,7 +81,10 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     """
     if trainer.progress.step >= trainer.config.schedule.steps:
         return
-    memory, limit = memory_of(trainer), device_limit(trainer.mesh.local_devices)
+    memory = memory_of(trainer)
+    # Of all processes: each knows its own devices.
+    limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
+    limit = min((each for each in limits if each is not None), default=None)
     partial = "" if memory.gradients else "at least "
     here = "" if limit is None else f" of {size(limit)}"
     console.say(f"memory a device: {partial}{size(memory.need)}{here} ({memory})")

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config
+from experiments.config.invariance import head_here
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.placement import placed
 from experiments.models.sharding import on_one_device, parameter_shardings
@@ -144,18 +145,27 @@ class InvariantMode:
         expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
         for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
             require(self.order.granules % mesh.shape[TENSOR_AXIS] == 0, option, expected, mesh.shape[TENSOR_AXIS])
-        self.order.check_across_processes()
+        for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
+            self._require_shards(option, decoder.vocab_size, mesh.shape[TENSOR_AXIS])
         hopper = self.order.engine == "hopper"
         self._engine = FixedOrderHopperEngine(order=self.order) if hopper else FixedOrderEngine(self.order)
         self._tokens = config.invariance.block
-        self.sampler = (
-            f"a cache, by the trainer's program for blocks of {self._tokens} tokens; head {self.order.engine}"
-        )
+        choice = head_here("auto", dtype)
+        reason = choice.reason if choice.engine == self.order.engine else "not what auto takes here"
+        by = f"the trainer's program for blocks of {self._tokens} tokens"
+        self.sampler = f"a cache, by {by}; head {self.order.engine} ({reason})"
         self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
         self._decoder = decoder
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
+
+    def _require_shards(self, option: str, vocab_size: int, ranks: int) -> None:
+        try:
+            self.order.shards(vocab_size, ranks)
+        except ValueError as error:
+            expected = f"tensor ranks that a vocabulary of {vocab_size} fills with tiles of head {self.order.engine}"
+            require(False, option, expected, f"{ranks} (--invariance.engine fixed_order has smaller ones): {error}")
 
     def sums(self, objective: Objective, temperature: float) -> LeafSums:
         """See `Mode`."""

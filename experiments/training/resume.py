@@ -126,9 +126,8 @@ class Resumption:
         """Keeps the new options, once the run is restored and has something to do.
 
         Raises:
-          ValueError: a number of steps that the run has passed.
+          ValueError: a number of steps that the run has passed, or a device with too little memory.
           NothingToDo: the run has finished.
-          ValueError: a device has too little memory.
         """
         step, steps = trainer.progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)

@@ -18,7 +18,7 @@ from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.processes import processes
-from experiments.runs.store import RunStore, SavedRun
+from experiments.runs.store import FollowedStore, RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions, readable
 from experiments.sampling.finite import NotFinite
 from experiments.sampling.pick import DrawOptions
@@ -419,7 +419,7 @@ class Trainer:
             arrays["reference"] = nnx.to_pure_dict(self.reference)
         return arrays
 
-    def save(self, store: RunStore, before: Scores) -> None:
+    def save(self, store: RunStore | FollowedStore, before: Scores) -> None:
         """Saves parameters, optimizer state, reference, counters, prompt order and queued documents; see `RunStore.save`."""
         extra = {
             "progress": dict(vars(self.progress)),
@@ -431,7 +431,9 @@ class Trainer:
         }
         store.save(self.progress.step, self.saved_arrays(), extra)
 
-    def restore(self, store: RunStore | SavedRun, console: RunConsole, step: int | None = None) -> Scores:
+    def restore(
+        self, store: RunStore | FollowedStore | SavedRun, console: RunConsole, step: int | None = None
+    ) -> Scores:
         """Restores the newest intact checkpoint, or that of a step, on this mesh; returns the scores from before training.
 
         Raises:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxlogp._compat import AxisName, AxisNames, axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
 from jaxlogp.errors import describe, require
 from jaxlogp.invariance.exact import no_negative_zero
-from jaxlogp.vocab import VocabShards
+from jaxlogp.vocab import TILE, VocabShards
 
 LANES = 64
 # Above this, Σ exp of one tile may be too large for the integers in which tiles are added up.
@@ -30,7 +30,7 @@ WIDEST_TILE = 4096
 TILE_STEP = 16
 _DTYPES = (None, "float32", "bfloat16", "float16")
 # The tiles of engine hopper: columns of one, and rows to which tokens are filled up.
-HOPPER_TILE, HOPPER_ROWS = 256, 128
+HOPPER_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ReductionOrder:
         require(self.dtype in _DTYPES, "dtype", f"one of {_DTYPES}", describe(self.dtype))
         require(self.engine in ("fixed_order", "hopper"), "engine", "fixed_order or hopper", describe(self.engine))
         if self.engine == "hopper":
-            for argument, only in (("vocab_tile", HOPPER_TILE), ("row_block", HOPPER_ROWS), ("dtype", "bfloat16")):
+            for argument, only in (("vocab_tile", TILE), ("row_block", HOPPER_ROWS), ("dtype", "bfloat16")):
                 value = getattr(self, argument)
                 require(value == only, argument, f"{only}, that of engine hopper", describe(value))
 
@@ -86,12 +86,12 @@ class ReductionOrder:
           >>> ReductionOrder.for_hopper(4).shards(2000, 2).ranges
           ((0, 1024), (1024, 2000))
         """
-        return cls(granules, HOPPER_TILE, HOPPER_ROWS, "bfloat16", "hopper")
+        return cls(granules, TILE, HOPPER_ROWS, "bfloat16", "hopper")
 
     def granule_columns(self, vocab_size: int) -> int:
         """Columns of the widest granule."""
         wide = -(-vocab_size // self.granules)
-        return wide if self.engine == "fixed_order" else -(-wide // HOPPER_TILE) * HOPPER_TILE
+        return wide if self.engine == "fixed_order" else -(-wide // TILE) * TILE
 
     def edges(self, vocab_size: int) -> tuple[int, ...]:
         """First id of every granule, and V: granule g owns [edges[g], edges[g + 1]), nothing where these are equal.

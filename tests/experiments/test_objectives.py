@@ -17,7 +17,7 @@ from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from jaxlogp import Document, ReductionOrder
+from jaxlogp import Document, FixedOrderEngine, ReductionOrder
 
 VOCAB, LENGTH, ROWS = 24, 8, 8
 SIZES = dict(
@@ -93,9 +93,8 @@ def sums_of_micro_batches(config, graph, objective, temperature):
 
 
 def sums_of_leaves(config, graph, objective, temperature):
-    programs = LeafPrograms(
-        graph, config, make_mesh(MeshSpec()), ReductionOrder(24, 64, 64, "float32"), temperature=temperature
-    )
+    engine = FixedOrderEngine(ReductionOrder(24, 64, 64, "float32"))
+    programs = LeafPrograms(graph, config, make_mesh(MeshSpec()), engine, block=4, temperature=temperature)
     return LeafSums(programs, objective, 4)
 
 

@@ -163,7 +163,11 @@ def test_a_process_that_ends_by_itself_is_not_ended_by_its_thread(three):
         ((None, None, None), "--distributed: expected .*, or a cluster, got an environment that does not say them"),
     ],
 )
-def test_a_place_among_the_processes_that_cannot_be(place, words):
+def test_a_place_among_the_processes_that_cannot_be(place, words, monkeypatch):
+    def initialize(*place, **timeouts):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(module.jax.distributed, "initialize", initialize)
     with pytest.raises(ValueError, match=words):
         start(*place)
 
