@@ -123,7 +123,9 @@ class Run:
         trainer = load(EvaluateConfig(run=str(self.path)))
         leaves = jax.tree_util.tree_leaves_with_path(trainer.state)
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-        counts = {**vars(trainer.progress), "made": trainer.rollouts.made, "cursor": trainer.prompts.cursor}
+        # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
+        progress = {name: value for name, value in vars(trainer.progress).items() if name != "evaluated"}
+        counts = {**progress, "made": trainer.rollouts.made, "cursor": trainer.prompts.cursor}
         summary = json.loads((self.path / "summary.json").read_text())
         return arrays, {
             **counts,
