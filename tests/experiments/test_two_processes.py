@@ -26,8 +26,10 @@ Trainer.train_step = train_step
 """
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """Of what the processes compile, cheaply: all of them alike."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     return tmp_path_factory.mktemp("compiled")
 
 
