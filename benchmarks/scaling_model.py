@@ -10,7 +10,8 @@
 T is one GPU's step on the same rows a rank. Under fsdp parameters are gathered for the forward and again for the backward,
 and their gradients scattered: three times (n - 1) / n of their bytes. Over data gradients are all-reduced: twice. Nothing is
 taken to be hidden behind compute, so that larger models, whose layers hide more, do better than here. One constant is
-fitted: the speed of NVLink, to the point data=2; that between hosts is an assumption. Everything else is counted.
+fitted: the speed of NVLink, to the point data=2. U is an estimate, and the speed between hosts an assumption. All else is
+measured or counted.
 """
 
 import math
@@ -25,7 +26,7 @@ MEMORY = 4.3e12
 HOST = 8
 """GPUs of a host."""
 ELEMENTWISE = 20
-"""Times that norms, rotations and residual sums of a layer read or write its residual stream, forward and backward."""
+"""Times that norms, rotations and residual sums of a layer read or write its residual stream in a step; an estimate."""
 
 
 class Shape(NamedTuple):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from benchmarks.clock import time_in_turns
@@ -23,7 +22,7 @@ from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.training.optimizers import OPTIMIZERS
 from experiments.training.soundness import Soundness
 from experiments.training.sums import MicroSums
-from experiments.training.update import AppliedStep, TrainState, Update
+from experiments.training.update import Update
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 
 
@@ -46,16 +45,10 @@ class UpdateCheckConfig:
 class _Unchecked(Update):
     """Checks loss and gradient norm alone."""
 
-    def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
-        finished = step.sums.finish()
-        norm = optax.tree.norm(finished.gradients)
-        params, opt_state, rate = self._optimizer.update(finished.gradients, state.opt_state, state.params)
-        new = TrainState(params, opt_state)
-        trees = [jnp.ones(len(jax.tree.leaves(tree)), bool) for tree in (finished.gradients, *new)]
-        sound = Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
-        applied = sound.all()
-        state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, new)
-        return state, AppliedStep(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
+    def _soundness(self, loss, norm, trees) -> Soundness:
+        return Soundness(
+            jnp.isfinite(loss), jnp.isfinite(norm), *(jnp.ones(len(jax.tree.leaves(tree)), bool) for tree in trees)
+        )
 
 
 KINDS = {"twice": (Update, True), "kept": (Update, False), "none": (_Unchecked, False)}

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
 import tyro
 
 from experiments.options import names_as_typed
@@ -94,8 +95,9 @@ def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> I
         if debug:
             traceback.print_exc()
         sentence, here = _sentence(error, code, {} if options is None else names_as_typed(options)), processes()
+        of_runtime = isinstance(error, jax.errors.JaxRuntimeError)
         if not isinstance(error, Stopped):
-            here.end(code, sentence, caused_here=not _of_runtime(error) or _is_fault(error))
+            here.end(code, sentence, caused_here=not of_runtime or _is_fault(error))
         if here.first:
             _report(code, sentence)
         raise SystemExit(code) from None
@@ -116,17 +118,13 @@ def _is_fault(error: BaseException) -> bool:
     """Whether the environment failed, and not an option or the program."""
     if isinstance(error, MemoryError | OSError) or _ERRNO_IN_TEXT.search(str(error)):
         return True
-    if _of_runtime(error):
+    if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
     # A ValueError about a file that cannot be read has been made of an OSError on purpose.
     if isinstance(error, ValueError):
         return False
     inner = error.__cause__ or error.__context__
     return inner is not None and _is_fault(inner)
-
-
-def _of_runtime(error: BaseException) -> bool:
-    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
 def _sentence(error: BaseException, code: int, names: dict[str, str]) -> str:

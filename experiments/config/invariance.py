@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 
+from experiments.models.dtype_choice import capability_of
 from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
 
@@ -21,15 +22,16 @@ class HeadChoice(NamedTuple):
         return f"{self.engine} ({self.reason})"
 
 
-def choose_head(platform: str, capability: str, dtype: str) -> HeadChoice:
+def choose_head(platform: str, capability: tuple[int, int] | None, dtype: str) -> HeadChoice:
     """What engine "auto" means on a device, for operands of a dtype.
 
     Example:
-        >>> print(choose_head("gpu", "9.0", "float32"))
+        >>> print(choose_head("gpu", (9, 0), "float32"))
         fixed_order (auto: hopper multiplies bfloat16, not float32)
     """
-    if platform != "gpu" or capability != "9.0":
-        here = platform if platform != "gpu" else f"a GPU of compute capability {capability}"
+    if platform != "gpu" or capability != (9, 0):
+        seen = "unknown" if capability is None else "{}.{}".format(*capability)
+        here = platform if platform != "gpu" else f"a GPU of compute capability {seen}"
         return HeadChoice("fixed_order", f"auto: {here}, hopper needs a GPU of 9.0")
     if dtype != "bfloat16":
         return HeadChoice("fixed_order", f"auto: hopper multiplies bfloat16, not {dtype}")
@@ -42,8 +44,7 @@ def head_here(name: str, dtype: str) -> HeadChoice:
     """An engine of the command line, with "auto" decided by the first device."""
     if name != "auto":
         return HeadChoice(name, "named")
-    device = jax.devices()[0]
-    return choose_head(jax.default_backend(), str(getattr(device, "compute_capability", "")), dtype)
+    return choose_head(jax.default_backend(), capability_of(jax.devices()[0]), dtype)
 
 
 @dataclass(frozen=True)

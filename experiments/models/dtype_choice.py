@@ -46,10 +46,10 @@ def dtype_here(name: str) -> DtypeChoice:
     """A dtype of the command line, with "auto" decided by the first device."""
     if name != "auto":
         return DtypeChoice(name, "named")
-    return choose_dtype(jax.default_backend(), _capability(jax.devices()[0]))
+    return choose_dtype(jax.default_backend(), capability_of(jax.devices()[0]))
 
 
-def _capability(device: jax.Device) -> tuple[int, int] | None:
+def capability_of(device: jax.Device) -> tuple[int, int] | None:
     # Other vendors' GPUs have a name there.
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return None if found is None else (int(found[1]), int(found[2]))

@@ -24,7 +24,7 @@ class Packing:
       row_length: tokens per row.
       vocab_size: token ids are in [0, vocab_size).
       pad_id: padding token.
-      block: number of documents dealt to a rank at a time.
+      consecutive: documents dealt to a rank at a time.
       share_rows: whether documents may share a row.
       columns: names of the documents' further columns.
     """
@@ -34,15 +34,15 @@ class Packing:
     row_length: int
     vocab_size: int
     pad_id: int
-    block: int = 1
+    consecutive: int = 1
     share_rows: bool = True
     columns: tuple[str, ...] = ()
 
     def deal(self, documents: Iterable[Document]) -> list[deque[Document]]:
-        """A queue per rank: runs of `block` consecutive documents, dealt in turn."""
+        """A queue per rank: runs of `consecutive` documents, dealt in turn."""
         queues: list[deque[Document]] = [deque() for _ in range(self.ranks)]
         for position, document in enumerate(documents):
-            queues[position // self.block % self.ranks].append(document)
+            queues[position // self.consecutive % self.ranks].append(document)
         return queues
 
     def take_round(self, queues: list[deque[Document]]) -> MicroBatch:

@@ -227,10 +227,11 @@ class Loop:
         """Raises `Interrupted` after a signal to any of the processes, with a durable checkpoint of this step if there is
         anything to save yet."""
         here = processes()
-        told = {process: each for process, each in enumerate(here.gather("signals", self._signals.received)) if each}
-        if not told:
+        told = here.gather("signals", self._signals.received)
+        process = next((process for process, number in enumerate(told) if number is not None), None)
+        if process is None:
             return
-        process, received = next((process, signal.Signals(each)) for process, each in told.items())
+        received = signal.Signals(told[process])
         name = received.name if here.count == 1 else f"{received.name} to process {process}"
         if self._before is not None:
             self._save()

@@ -27,7 +27,7 @@ from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
 from experiments.training.origin import Origin
 from experiments.training.sums import GradientSums
-from jaxlogp import FixedOrderEngine, FixedOrderHopperEngine, ReductionOrder, VocabShards
+from jaxlogp import FixedOrderEngine, FixedOrderHopperEngine, VocabShards
 from jaxlogp.errors import require
 from jaxlogp.head.registry import default_shards
 
@@ -39,8 +39,7 @@ class Mode(Protocol):
       mesh: the device mesh of the training.
       params: the model's first parameters, those that are trained.
       frozen: what is not trained.
-      order: the numeric identity of the head, where the mode has one.
-      block: number of documents dealt to a data rank at a time.
+      consecutive: documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
       vocab: the shards of the head's vocabulary over the tensor ranks.
       sampler: how completions are drawn, and why so.
@@ -49,8 +48,7 @@ class Mode(Protocol):
     mesh: jax.sharding.Mesh
     params: nnx.State
     frozen: nnx.State
-    order: ReductionOrder | None
-    block: int
+    consecutive: int
     share_rows: bool
     vocab: VocabShards
     sampler: str
@@ -65,8 +63,7 @@ class Mode(Protocol):
 class PlainMode:
     """Whole micro-batches under GSPMD, and a sampler with a cache."""
 
-    order: ReductionOrder | None = None
-    block = 1
+    consecutive = 1
     share_rows = True
 
     def __init__(self, config: Config, origin: Origin) -> None:
@@ -138,23 +135,22 @@ class InvariantMode:
     def __init__(self, config: Config, origin: Origin) -> None:
         spec, decoder = parse_mesh(config.mesh), origin.decoder
         assert decoder is not None, "other models have been refused"
-        self.mesh, self.block = make_mesh(spec), config.invariance.leaf_rows
+        self.mesh, self.consecutive = make_mesh(spec), config.invariance.leaf_rows
         dtype = "float32" if decoder.fp32_head else decoder.dtype
-        self.order = config.invariance.order(decoder.vocab_size, dtype)
+        self._order = config.invariance.order(decoder.vocab_size, dtype)
         self._rollout_mesh = rollout_mesh(config, self.mesh)
-        expected = f"tensor ranks that divide the {self.order.granules} granules of the vocabulary, with --invariant"
+        expected = f"tensor ranks that divide the {self._order.granules} granules of the vocabulary, with --invariant"
         for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
-            require(self.order.granules % mesh.shape[TENSOR_AXIS] == 0, option, expected, mesh.shape[TENSOR_AXIS])
-        for option, mesh in (("--mesh", self.mesh), ("--rollout.mesh", self._rollout_mesh)):
+            require(self._order.granules % mesh.shape[TENSOR_AXIS] == 0, option, expected, mesh.shape[TENSOR_AXIS])
             self._require_shards(option, decoder.vocab_size, mesh.shape[TENSOR_AXIS])
-        hopper = self.order.engine == "hopper"
-        self._engine = FixedOrderHopperEngine(order=self.order) if hopper else FixedOrderEngine(self.order)
-        self._tokens = config.invariance.block
+        hopper = self._order.engine == "hopper"
+        self._engine = FixedOrderHopperEngine(order=self._order) if hopper else FixedOrderEngine(self._order)
+        self._block = config.invariance.block
         choice = head_here("auto", dtype)
-        reason = choice.reason if choice.engine == self.order.engine else "not what auto takes here"
-        by = f"the trainer's program for blocks of {self._tokens} tokens"
-        self.sampler = f"a cache, by {by}; head {self.order.engine} ({reason})"
-        self.vocab = self.order.shards(decoder.vocab_size, spec.tensor)
+        reason = choice.reason if choice.engine == self._order.engine else "not what auto takes here"
+        by = f"the trainer's program for blocks of {self._block} tokens"
+        self.sampler = f"a cache, by {by}; head {self._order.engine} ({reason})"
+        self.vocab = self._order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
         self._decoder = decoder
@@ -162,24 +158,24 @@ class InvariantMode:
 
     def _require_shards(self, option: str, vocab_size: int, ranks: int) -> None:
         try:
-            self.order.shards(vocab_size, ranks)
+            self._order.shards(vocab_size, ranks)
         except ValueError as error:
-            expected = f"tensor ranks that a vocabulary of {vocab_size} fills with tiles of head {self.order.engine}"
+            expected = f"tensor ranks that a vocabulary of {vocab_size} fills with tiles of head {self._order.engine}"
             require(False, option, expected, f"{ranks} (--invariance.engine fixed_order has smaller ones): {error}")
 
     def sums(self, objective: Objective, temperature: float) -> LeafSums:
         """See `Mode`."""
-        return LeafSums(self._leaf_programs(temperature, self.mesh), objective, self.block)
+        return LeafSums(self._leaf_programs(temperature, self.mesh), objective, self.consecutive)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
         programs = self._leaf_programs(options.temperature, self._rollout_mesh)
-        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.block, greedy=options.greedy)
+        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.consecutive, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float, mesh: jax.sharding.Mesh) -> LeafPrograms:
         # One set for each, so that sampler and trainer share compiled programs.
         key = temperature, mesh
         if key not in self._programs:
-            options = {"block": self._tokens, "temperature": temperature}
+            options = {"block": self._block, "temperature": temperature}
             self._programs[key] = LeafPrograms(self._graph, self._decoder, mesh, self._engine, **options)
         return self._programs[key]

@@ -113,7 +113,7 @@ class Run:
             raise
         except Stopped:
             if processes().first:
-                _draw_curves(self.folder)
+                plot_runs([read_metrics(self.folder.metrics).records], self.folder.curves)
             raise
         except BaseException:
             console.ending(kept(self.folder))
@@ -154,7 +154,7 @@ def require_same_run(config: Config, task: Task) -> None:
     Raises:
       ValueError: other versions, options or data in one of them.
     """
-    # Fields that are not part of a run differ without harm.
+    # What one of them prints is its own affair.
     options = {
         option_name(field): to_json(value_of(config, field)) for field in flat_fields(Config) if field != "quiet"
     }
@@ -261,21 +261,19 @@ def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, second
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}
-    if processes().first:
-        _draw_curves(run.folder)
-        write_json(run.folder.summary, {**facts, **scores})
+    # The log is complete: no process reads it before the first has closed it.
     processes().gather("finished", None)
+    records = read_metrics(run.folder.metrics).records
+    if processes().first:
+        plot_runs([records], run.folder.curves)
+        write_json(run.folder.summary, {**facts, **scores})
     held_out = {
         "temperature 1": HeldOut(before.sampled, after.sampled),
         "greedy": HeldOut(before.greedy, after.greedy),
     }
     console.summary(facts, run.folder.path, held_out)
     console.ending(kept(run.folder, finished=True))
-    return Result(before, after, run.folder, read_metrics(run.folder.metrics).records, trainer)
-
-
-def _draw_curves(folder: RunFolder) -> None:
-    plot_runs([read_metrics(folder.metrics).records], folder.curves)
+    return Result(before, after, run.folder, records, trainer)
 
 
 def _new_path(config: Config) -> Path:

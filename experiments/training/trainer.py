@@ -117,7 +117,9 @@ class Trainer:
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
-        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.block)
+        self.sizes = sizes_for(
+            self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.consecutive
+        )
         self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
         self.sampler = self._mode.sampler
         temperature = config.rollout.temperature
@@ -138,7 +140,7 @@ class Trainer:
             self.sizes.row,
             origin.vocab_size,
             self.tokenizer.pad_id,
-            block=self._mode.block,
+            consecutive=self._mode.consecutive,
             share_rows=self._mode.share_rows,
         )
         self.key = jax.random.key(config.seed)

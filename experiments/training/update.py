@@ -84,8 +84,8 @@ class Update:
         norm = optax.tree.norm(finished.gradients)
         operands = finished.gradients, state.opt_state, state.params
         params, opt_state, rate = self._optimizer.update(*operands)
-        trees = map(sound_leaves, (finished.gradients, *self._checked(operands, params, opt_state)))
-        sound = Soundness(jnp.isfinite(finished.loss), jnp.isfinite(norm), *trees)
+        checked = self._checked(operands, params, opt_state)
+        sound = self._soundness(finished.loss, norm, (finished.gradients, *checked))
         applied = sound.all()
         # A refused update leaves every count unchanged, and with it the learning rate of the next one.
         state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, TrainState(params, opt_state))
@@ -101,6 +101,9 @@ class Update:
         if not self._optimizer.elementwise:
             return lax.optimization_barrier((params, opt_state))
         return self._optimizer.update(*lax.optimization_barrier(operands))[:2]
+
+    def _soundness(self, loss: Array, norm: Array, trees: tuple[Any, ...]) -> Soundness:
+        return Soundness(jnp.isfinite(loss), jnp.isfinite(norm), *map(sound_leaves, trees))
 
     def unsound(self, state: TrainState) -> str | None:
         """A phrase that names what of a state is not finite, parameters first; None where all is."""

@@ -41,7 +41,7 @@ def documents(count=7):
 
 
 def packing(ranks=1):
-    return Packing(ranks, ROWS, LENGTH, VOCAB, pad_id=0, share_rows=False, block=4, columns=COLUMNS)
+    return Packing(ranks, ROWS, LENGTH, VOCAB, pad_id=0, share_rows=False, consecutive=4, columns=COLUMNS)
 
 
 @functools.cache

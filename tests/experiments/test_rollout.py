@@ -24,7 +24,7 @@ def documents(count, first=0):
     ],
 )
 def test_blocks_are_dealt_in_turn(count, ranks, block, wanted):
-    packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, block=block)
+    packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, consecutive=block)
     assert [list(queue) for queue in packing.deal(range(count))] == wanted
 
 
