@@ -164,6 +164,7 @@ def sharded_embedding_lookup(
     mesh: Mesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
+    sequence_axis: str | None = None,
     fixed_order: bool = False,
 ) -> Float[Array, "*tokens hidden"]:
     """:func:`embedding_lookup` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
@@ -175,6 +176,7 @@ def sharded_embedding_lookup(
       mesh: the device mesh.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
+      sequence_axis: mesh axis that shards the second, or None.
       fixed_order: as in :func:`embedding_lookup`.
 
     Returns:
@@ -184,11 +186,16 @@ def sharded_embedding_lookup(
       ValueError: an axis that ``mesh`` does not have, or what embedding_lookup refuses.
     """
     _check(table, token_ids)
-    for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
+    sequence_axes = () if sequence_axis is None else (sequence_axis,)
+    named = {"vocab_axis": (vocab_axis,), "token_axes": token_axes, "sequence_axis": sequence_axes}
+    for argument, axis in ((argument, axis) for argument, axes in named.items() for axis in axes):
         require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+    require(
+        token_ids.ndim > len(sequence_axes), "token_ids", "a second dimension for sequence_axis", describe(token_ids)
+    )
     require_ids_in_range(token_ids, table.shape[0], "token_ids")
     shards = VocabShards.even(table.shape[0], mesh.shape[vocab_axis])
-    token_spec = PartitionSpec(token_axes if token_axes else None)
+    token_spec = PartitionSpec(token_axes if token_axes else None, *sequence_axes)
     mapped = jax.shard_map(
         lambda table, ids: embedding_lookup(table, ids, axis_name=vocab_axis, vocab=shards, fixed_order=fixed_order),
         mesh=mesh,

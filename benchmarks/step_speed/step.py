@@ -10,7 +10,7 @@ from jax.stages import Compiled
 from experiments.config import OptimizerConfig
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.mesh import MeshSpec, document_axis, make_mesh
 from experiments.sampling.stream import Packing
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import PolicyObjective
@@ -72,7 +72,7 @@ class Step:
         graph, params = nnx.split(nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh))())
         self.config, self.rows, self.spec = config, rows, spec
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-        objective = PolicyObjective(grpo(), "with_entropy")
+        objective = PolicyObjective(grpo(), "with_entropy", document_axis(mesh))
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
         self.sums = MicroBatchSums(graph, mesh, objective, **options)
         self.update = Update(OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS), self.sums.place)

@@ -25,7 +25,9 @@ def validate(config: Config) -> MeshSpec:
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
     with refused_as("rollout"):
-        parse_mesh(config.rollout.mesh or "")
+        rollout_mesh = parse_mesh(config.rollout.mesh or "")
+    expected = "no sequence ranks, since a rollout has one token of a row at a time"
+    require(rollout_mesh.sequence == 1, "--rollout.mesh", expected, config.rollout.mesh)
     for option, lowest in _LOWEST.items():
         value = value_of(config, option)
         require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)
@@ -48,10 +50,11 @@ def validate(config: Config) -> MeshSpec:
     config.optimizer.optimizer(config.schedule.steps)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
-        _validate_invariant(config, completions)
+        _validate_invariant(config, mesh, completions)
     else:
-        expected = f"prompts-per-rollout times num-generations divisible by {mesh.ranks} ranks of data and fsdp"
-        require(completions % mesh.ranks == 0, "--mesh", expected, completions)
+        ranks = mesh.of_rollouts.ranks
+        expected = f"prompts-per-rollout times num-generations divisible by {ranks} ranks of data, fsdp and sequence"
+        require(completions % ranks == 0, "--mesh", expected, completions)
     return mesh
 
 
@@ -83,9 +86,11 @@ def _validate_unused(config: Config) -> None:
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
 
 
-def _validate_invariant(config: Config, completions: int) -> None:
+def _validate_invariant(config: Config, mesh: MeshSpec, completions: int) -> None:
     count = processes().count
     require(count == 1, "--invariant", "one process, whose devices the leaves are copied between", f"{count} processes")
+    expected = "no sequence ranks with --invariant, whose leaves are whole rows"
+    require(mesh.sequence == 1, "--mesh", expected, config.mesh)
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
     # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.

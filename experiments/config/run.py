@@ -32,9 +32,9 @@ class Config:
     """Folder that run folders are made in."""
     name: str | None = None
     """Name of the run folder; None composes one from task, loss, seed and time."""
-    mesh: str = "data=1,fsdp=1,tensor=1"
-    """Device mesh: data and fsdp split the documents, fsdp parameters and optimizer state too, tensor the vocabulary and
-    features. One of them may be -1: the rest of the devices."""
+    mesh: str = "data=1,fsdp=1,sequence=1,tensor=1"
+    """Device mesh: data and fsdp split the documents, sequence the tokens of every row, tensor the vocabulary and features;
+    fsdp and sequence split parameters and optimizer state too. One of them may be -1: the rest of the devices."""
     invariant: bool = False
     """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
     quiet: bool = False

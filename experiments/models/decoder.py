@@ -37,10 +37,11 @@ from experiments.models.attention import (
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
 from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
-from experiments.models.mesh import TENSOR_AXIS, row_axes
+from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, document_axis, row_axes, size_of
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
 from experiments.models.sharding import gathered
+from experiments.models.token_split import TokenSplit, whole_rows
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
@@ -78,8 +79,9 @@ class Decoder(nnx.Module):
             embedding_metadata=named_axes("vocab", "embed"),
             rngs=rngs,
         )
+        split_tokens = size_of(mesh, SEQUENCE_AXIS) > 1
         stack = nnx.vmap(
-            lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)),
+            lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key), split_tokens=split_tokens),
             transform_metadata={nnx.PARTITION_NAME: "layers"},
         )
         self.layers = stack(jax.random.split(rngs.params(), config.num_layers))
@@ -220,22 +222,25 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
-        views = self._views(positions, lambda window: attention.allow(first_keys(segment_ids, window)))
+        split = TokenSplit.of(*segment_ids.shape, self.mesh)
+        # Which keys a query reads is known of whole rows.
+        own_rows = whole_rows(segment_ids, self.mesh)
+        views = self._views(positions, lambda window: attention.allow(first_keys(own_rows, window)))
         graph, stacked = nnx.split(self.layers)
 
         def step(x, layer_input):
             state, is_sliding = layer_input
             # Within what is rematerialised: the backward pass gathers again instead of keeping whole parameters.
             layer, view = gathered(nnx.merge(graph, state), self.mesh), _view_of(views, is_sliding)
-            queries, keys, values = layer.queries_keys_values(x, view.tables)
-            x = layer.finish(x, layer.attend(queries, keys, values, view))
+            queries, keys, values = layer.queries_keys_values(x, view.tables, split)
+            x = layer.finish(x, layer.attend(queries, keys, values, view), split)
             return x, (keys, values) if keep_keys_values else (None, None)
 
         most = MAX_UNROLLED_LAYERS_ON_GPU if jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
         unrolled = self.config.num_layers <= most
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())
-        x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=unrolled)
+        x, (keys, values) = lax.scan(body, split.scatter(self._embed(tokens)), layer_inputs, unroll=unrolled)
         return self._final_norm(x), keys, values
 
     def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys]) -> tuple[View, ...]:
@@ -269,9 +274,10 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens):
         table = gathered(self.embed_tokens, self.mesh).embedding[...]
-        tensor = self.mesh.shape.get(TENSOR_AXIS, 1) if self.mesh is not None else 1
+        tensor = size_of(self.mesh, TENSOR_AXIS)
         if tensor > 1 and self.config.vocab_size % tensor == 0:
-            embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, token_axes=row_axes(self.mesh))
+            axes = {"token_axes": row_axes(self.mesh), "sequence_axis": document_axis(self.mesh)}
+            embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, **axes)
         else:
             embedded = embedding_lookup(table, tokens)
         embedded = embedded.astype(self.config.dtype)

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens of a row, S keys, H features of the residual stream, N 
 features.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.layers import Projection, RMSNorm
 from experiments.models.remat import named
 from experiments.models.rope import rotate
+from experiments.models.token_split import UNSPLIT, TokenSplit
 
 
 class View(NamedTuple):
@@ -35,22 +37,24 @@ class DecoderLayer(nnx.Module):
     Args:
         config: sizes and options.
         rngs: stream `params` draws the projections.
+        split_tokens: whether a mesh splits the tokens of every row.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, split_tokens: bool = False) -> None:
         self.config = config
         # Two sums a layer enter the residual stream; this keeps its variance near 1 at any depth.
         depth_scale = (2 * config.num_layers) ** -0.5
         embed, mlp = {"embed": config.hidden_size}, {"mlp": config.intermediate_size}
         queries = {"heads": config.num_heads, "head_dim": config.head_dim}
         keys = {"kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-        own, bias = (config.param_dtype, rngs), config.attention_bias
+        bias = config.attention_bias
+        projection = functools.partial(Projection, dtype=config.param_dtype, rngs=rngs, split_tokens=split_tokens)
 
         self.input_layernorm = RMSNorm("embed", config.hidden_size, config)
-        self.q_proj = Projection({**embed, **queries}, *own, bias=bias)
-        self.k_proj = Projection({**embed, **keys}, *own, bias=bias)
-        self.v_proj = Projection({**embed, **keys}, *own, bias=bias)
-        self.o_proj = Projection({**queries, **embed}, *own, inputs=2, scale=depth_scale)
+        self.q_proj = projection({**embed, **queries}, bias=bias)
+        self.k_proj = projection({**embed, **keys}, bias=bias)
+        self.v_proj = projection({**embed, **keys}, bias=bias)
+        self.o_proj = projection({**queries, **embed}, inputs=2, scale=depth_scale)
         if config.qk_norm:
             self.q_norm = RMSNorm("head_dim", config.head_dim, config)
             self.k_norm = RMSNorm("head_dim", config.head_dim, config)
@@ -58,16 +62,18 @@ class DecoderLayer(nnx.Module):
         if config.post_norms:
             self.pre_feedforward_layernorm = RMSNorm("embed", config.hidden_size, config)
             self.post_feedforward_layernorm = RMSNorm("embed", config.hidden_size, config)
-        self.gate_proj = Projection({**embed, **mlp}, *own)
-        self.up_proj = Projection({**embed, **mlp}, *own)
-        self.down_proj = Projection({**mlp, **embed}, *own, scale=depth_scale)
+        self.gate_proj = projection({**embed, **mlp})
+        self.up_proj = projection({**embed, **mlp})
+        self.down_proj = projection({**mlp, **embed}, scale=depth_scale)
         for name in config.lora.modules if config.lora.rank else ():
             getattr(self, name).adapt(config.lora.rank, config.lora.scale, rngs)
 
     @jax.named_scope("projections")
-    def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def queries_keys_values(
+        self, x: Float[Array, "B T H"], tables: tuple[Array, Array], tokens: TokenSplit = UNSPLIT
+    ) -> tuple[Array, Array, Array]:
         """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
-        x = self.input_layernorm(x)
+        x = tokens.gather(self.input_layernorm(x))
         queries = named("queries", self.q_proj(x))
         keys = named("keys", self.k_proj(x))
         values = named("values", self.v_proj(x))
@@ -85,17 +91,19 @@ class DecoderLayer(nnx.Module):
         return {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
 
     @jax.named_scope("feed_forward")
-    def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
+    def finish(
+        self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"], tokens: TokenSplit = UNSPLIT
+    ) -> Float[Array, "B T H"]:
         """The residual stream, in its own dtype, after the attention's output projection and the gated products."""
-        added = self.o_proj(attended)
+        added = tokens.scatter(self.o_proj(attended))
         # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
         before = self.post_attention_layernorm
         if self.config.post_norms:
             added, before = self.post_attention_layernorm(added), self.pre_feedforward_layernorm
         x = named("after_attention", x + added.astype(x.dtype))
-        normed = before(x)
+        normed = tokens.gather(before(x))
         gate, up = named("gate", self.gate_proj(normed)), named("up", self.up_proj(normed))
         gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
-        added = self.down_proj(gate * up)
+        added = tokens.scatter(self.down_proj(gate * up))
         added = self.post_feedforward_layernorm(added) if self.config.post_norms else added
         return x + added.astype(x.dtype)

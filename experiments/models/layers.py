@@ -38,6 +38,7 @@ class Projection(nnx.Module):
         inputs: how many axes are inputs.
         bias: whether there is one; it begins with zeros.
         scale: multiplier of the initial kernel.
+        split_tokens: whether a mesh splits the tokens of every row.
 
     Example:
         >>> out = Projection({"heads": 4, "head_dim": 8, "embed": 32}, "float32", nnx.Rngs(0), inputs=2)
@@ -54,9 +55,10 @@ class Projection(nnx.Module):
         inputs: int = 1,
         bias: bool = False,
         scale: float = 1.0,
+        split_tokens: bool = False,
     ) -> None:
         names, shape = tuple(sizes), tuple(sizes.values())
-        self.inputs = inputs
+        self.inputs, self.split_tokens = inputs, split_tokens
         init = matrix_init(math.prod(shape[:inputs]), scale)
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)), **named_axes(*names))
         if bias:
@@ -69,11 +71,14 @@ class Projection(nnx.Module):
         self.lora_scale = scale
 
     def __call__(self, x: Float[Array, "*tokens_and_inputs"]) -> Float[Array, "*tokens_and_outputs"]:
-        """As one product of two matrices: much the fastest form on a CPU."""
+        """The product."""
         kernel = self.kernel[...]
         out_shape = kernel.shape[self.inputs :]
         matrix = kernel.reshape(-1, math.prod(out_shape))
-        rows = x.reshape(-1, matrix.shape[0])
+        # Merged into one axis with their rows, tokens that a mesh splits would have to be gathered. One product of two
+        # matrices has much the faster gradient on a CPU.
+        leading = x.shape[: -self.inputs] if self.split_tokens else (-1,)
+        rows = x.reshape(*leading, matrix.shape[0])
         flat = _product(rows, matrix)
         if hasattr(self, "lora"):
             flat = flat + self.lora_scale * _product(_product(rows, self.lora.lora_a[...]), self.lora.lora_b[...])
@@ -81,7 +86,7 @@ class Projection(nnx.Module):
         return product + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else product
 
 
-def _product(rows: Float[Array, "N I"], matrix: Float[Array, "I O"]) -> Float[Array, "N O"]:
+def _product(rows: Float[Array, "*N I"], matrix: Float[Array, "I O"]) -> Float[Array, "*N O"]:
     return jnp.dot(rows, matrix.astype(rows.dtype), precision=precision_of(rows.dtype))
 
 

@@ -5,7 +5,7 @@ Ranks: the data x fsdp groups of devices that hold different documents.
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -20,11 +20,17 @@ DATA_AXIS = "data"
 """Splits the documents; every rank along it holds the same parameters."""
 FSDP_AXIS = "fsdp"
 """Splits the documents too, and features of the residual stream in parameters, gradients and optimizer state."""
+SEQUENCE_AXIS = "sequence"
+"""Splits the tokens of every row, and parameters, gradients and optimizer state as "fsdp" does."""
 TENSOR_AXIS = "tensor"
-"""Splits vocabulary, heads and SwiGLU features."""
-AXIS_NAMES = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS)
+"""Splits vocabulary, heads and SwiGLU features, and the tokens of the residual stream between them."""
+AXIS_NAMES = (DATA_AXIS, FSDP_AXIS, SEQUENCE_AXIS, TENSOR_AXIS)
 ROW_AXES = (DATA_AXIS, FSDP_AXIS)
 """The axes that split documents."""
+PARAMETER_AXES = (FSDP_AXIS, SEQUENCE_AXIS)
+"""The axes that split parameters which are put together where they are used."""
+HEAD_AXES = (TENSOR_AXIS, SEQUENCE_AXIS)
+"""The axes that split heads in the attention over whole rows."""
 REST = -1
 """The size of an axis that takes all devices that the others leave."""
 
@@ -36,6 +42,7 @@ class MeshSpec:
     Args:
         data: number of copies of the parameters.
         fsdp: number of shards of each copy, which are put together layer by layer where they are used.
+        sequence: number of parts of every row; the parameters are split over them too.
         tensor: number of shards of the vocabulary and of the hidden features inside one group.
 
     Raises:
@@ -48,6 +55,7 @@ class MeshSpec:
 
     data: int = 1
     fsdp: int = 1
+    sequence: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
@@ -59,12 +67,17 @@ class MeshSpec:
     @property
     def num_devices(self) -> int:
         """Devices that the mesh takes."""
-        return self.ranks * self.tensor
+        return self.ranks * self.sequence * self.tensor
 
     @property
     def ranks(self) -> int:
         """Groups of devices that hold different documents."""
         return self.data * self.fsdp
+
+    @property
+    def of_rollouts(self) -> "MeshSpec":
+        """The same devices for rollouts, which have one token of a row at a time: sequence ranks take rows of their own."""
+        return replace(self, fsdp=self.fsdp * self.sequence, sequence=1)
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -85,9 +98,9 @@ def parse_mesh(text: str) -> MeshSpec:
 
     Example:
         >>> parse_mesh("data=2,tensor=4")
-        MeshSpec(data=2, fsdp=1, tensor=4)
+        MeshSpec(data=2, fsdp=1, sequence=1, tensor=4)
         >>> parse_mesh("")
-        MeshSpec(data=1, fsdp=1, tensor=1)
+        MeshSpec(data=1, fsdp=1, sequence=1, tensor=1)
     """
     sizes: dict[str, int] = {}
     for part in text.split(",") if text.strip() else ():
@@ -118,7 +131,22 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
 
 def num_ranks(mesh: Mesh) -> int:
     """How many groups of devices hold different documents."""
-    return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+    return size_of(mesh, *ROW_AXES)
+
+
+def token_axes(mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes of the mesh that split rows, and those that split the tokens of each row."""
+    return row_axes(mesh), (SEQUENCE_AXIS,) if size_of(mesh, SEQUENCE_AXIS) > 1 else ()
+
+
+def document_axis(mesh: Mesh) -> str | None:
+    """The axis over which the tokens of a document may be split, or None."""
+    return SEQUENCE_AXIS if size_of(mesh, SEQUENCE_AXIS) > 1 else None
+
+
+def size_of(mesh: Mesh | None, *axes: str) -> int:
+    """Ranks along these axes together; 1 along one that the mesh does not have, and without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def devices_by_rank(mesh: Mesh) -> np.ndarray:
@@ -134,7 +162,7 @@ def split_rows(arrays: Any, mesh: Mesh) -> Any:
 
 
 def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
-    """Lays the first `data * fsdp * tensor` devices out as a mesh, neighbours along the tensor axis.
+    """Lays the first `data * fsdp * sequence * tensor` devices out as a mesh, neighbours along the tensor axis.
 
     The axes are of type Auto: the compiler places what the caller has not placed.
 
@@ -142,7 +170,7 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
         spec: the sizes.
 
     Returns:
-        A mesh with axis names ("data", "fsdp", "tensor"), all present even at size 1.
+        A mesh with axis names ("data", "fsdp", "sequence", "tensor"), all present even at size 1.
 
     Raises:
         ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them. With several
@@ -156,6 +184,6 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     require(needed <= found, "mesh", f"{needed} devices for {spec}", seen)
     together = jax.process_count() == 1 or needed == found
     require(together, "mesh", f"all {found} devices of the {jax.process_count()} processes", f"{needed} for {spec}")
-    grid = np.asarray(devices[:needed], dtype=object).reshape(spec.data, spec.fsdp, spec.tensor)
+    grid = np.asarray(devices[:needed], dtype=object).reshape([getattr(spec, axis) for axis in AXIS_NAMES])
     axis_types = (jax.sharding.AxisType.Auto,) * len(AXIS_NAMES)
     return jax.sharding.Mesh(grid, AXIS_NAMES, axis_types=axis_types)

@@ -12,24 +12,24 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.mesh import FSDP_AXIS, TENSOR_AXIS
+from experiments.models.mesh import PARAMETER_AXES, TENSOR_AXIS, size_of
 from jaxlogp.errors import require
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
-RULES: tuple[tuple[str, str | None], ...] = (
+RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("vocab", TENSOR_AXIS),
     ("heads", TENSOR_AXIS),
     ("kv_heads", TENSOR_AXIS),
     ("mlp", TENSOR_AXIS),
-    ("embed", FSDP_AXIS),
+    ("embed", PARAMETER_AXES),
     ("head_dim", None),
     ("layers", None),
 )
-"""The mesh axis that splits an axis of parameters, by its name (Flax's `out_sharding` metadata), or None.
+"""The mesh axis, or axes, that split an axis of parameters, by its name (Flax's `out_sharding` metadata), or None.
 
-`nnx.logical_axis_rules` takes the same table. Nothing is split over "data". Whoever computes with
-parameters that are split over "fsdp" asks `gathered` for them.
+`nnx.logical_axis_rules` takes the same table. Nothing is split over "data". Whoever computes with parameters that are
+split over "fsdp" or "sequence" asks `gathered` for them.
 """
 
 
@@ -37,13 +37,13 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
     """Splits the axes of parameters as `RULES` says, where the mesh axis divides them.
 
     Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor",
-    features of the residual stream over "fsdp"; an axis that it does not divide, and a parameter that does not name its
-    axes, is whole on every device. The mesh axes have to be of type Auto.
+    features of the residual stream over "fsdp" and "sequence"; an axis that they do not divide, and a parameter that does
+    not name its axes, is whole on every device. The mesh axes have to be of type Auto.
 
     Args:
         state: a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
             optimizer; other leaves are replicated.
-        mesh: may have axes "tensor" and "fsdp"; without them all is replicated.
+        mesh: may have axes "tensor", "fsdp" and "sequence"; without them all is replicated.
 
     Returns:
         The tree's structure with a `NamedSharding` for every array, fit for `jax.device_put` and `jax.jit`.
@@ -78,25 +78,28 @@ def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], me
         known = name is None or name in rules
         expected = f"axes named {', '.join(rules)}"
         require(known, f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')}", expected, repr(name))
-        axis = None if name is None else rules[name]
-        ranks = mesh.shape.get(axis, 1)
-        axes.append(axis if ranks > 1 and size % ranks == 0 else None)
+        rule = None if name is None else rules[name]
+        wanted = rule if isinstance(rule, tuple) else (rule,)
+        split = tuple(axis for axis in wanted if axis is not None and size_of(mesh, axis) > 1)
+        divides = size % size_of(mesh, *split) == 0
+        axes.append((split if len(split) > 1 else split[0]) if split and divides else None)
     while axes and axes[-1] is None:
         axes.pop()
     return P(*axes)
 
 
 def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
-    """The module with parameters that are whole along "fsdp" and split as before over "tensor": what is computed with.
+    """The module with parameters that are whole along "fsdp" and "sequence" and split as before over "tensor": what is
+    computed with.
 
-    Their gradient is summed over the ranks along "fsdp" and split again in one step, a reduce-scatter, so that no device
-    keeps more than its shard.
+    Their gradient is summed over the ranks along these axes and split again in one step, a reduce-scatter, so that no
+    device keeps more than its shard.
 
     Args:
         module: its parameters lie as `parameter_shardings` says; leading axes may have been taken off by a scan.
         mesh: the mesh, or None.
     """
-    if mesh is None or mesh.shape.get(FSDP_AXIS, 1) == 1:
+    if mesh is None or size_of(mesh, *PARAMETER_AXES) == 1:
         return module
     graph, state = nnx.split(module)
 
@@ -105,29 +108,34 @@ def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
         shape = jnp.shape(leaf.get_value())
         names = names[len(names) - len(shape) :]
         split = _spec(path, names, shape, mesh) if names else P()
-        if FSDP_AXIS not in split:
+        rest = P(*(axis if axis in (None, TENSOR_AXIS) else None for axis in split))
+        if rest == split:
             return leaf
-        rest = P(*(None if axis == FSDP_AXIS else axis for axis in split))
-        return leaf.replace(_gather(leaf.get_value(), NamedSharding(mesh, rest), NamedSharding(mesh, split)))
+        return leaf.replace(resharded(leaf.get_value(), NamedSharding(mesh, rest), NamedSharding(mesh, split)))
 
     is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(whole, state, is_leaf=is_leaf))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: Array, whole: NamedSharding, split: NamedSharding) -> Array:
-    return lax.with_sharding_constraint(x, whole)
+def resharded(x: Array, forward: NamedSharding, backward: NamedSharding) -> Array:
+    """`x` split as `forward` says, and its gradient as `backward` says.
+
+    The transpose of a constraint alone would put the gradient where x has been put, and a gradient that ranks have to add
+    up would be whole on each of them before it is split again.
+    """
+    return lax.with_sharding_constraint(x, forward)
 
 
-def _gather_forward(x: Array, whole: NamedSharding, split: NamedSharding) -> tuple[Array, None]:
-    return _gather(x, whole, split), None
+def _resharded_forward(x: Array, forward: NamedSharding, backward: NamedSharding) -> tuple[Array, None]:
+    return resharded(x, forward, backward), None
 
 
-def _gather_backward(whole: NamedSharding, split: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
-    return (lax.with_sharding_constraint(gradient, split),)
+def _resharded_backward(forward: NamedSharding, backward: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
+    return (lax.with_sharding_constraint(gradient, backward),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+resharded.defvjp(_resharded_forward, _resharded_backward)
 
 
 def on_one_device(device: jax.Device) -> Callable[[nnx.State], Any]:

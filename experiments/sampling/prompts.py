@@ -6,6 +6,7 @@ import grain
 import jax
 
 from experiments.config import RolloutConfig, ScheduleConfig
+from experiments.models.mesh import MeshSpec
 from experiments.tasks import Example, Prompt, Split, Task
 from experiments.tasks.protocol import SPLITS
 from experiments.tasks.tokenizer import Tokenizer
@@ -29,23 +30,30 @@ class Sizes(NamedTuple):
 
 
 def sizes_for(
-    task: Task, tokenizer: Tokenizer, rollout: RolloutConfig, schedule: ScheduleConfig, ranks: int, leaf_rows: int = 1
+    task: Task,
+    tokenizer: Tokenizer,
+    rollout: RolloutConfig,
+    schedule: ScheduleConfig,
+    mesh: MeshSpec,
+    leaf_rows: int = 1,
 ) -> Sizes:
     """The task's bounds, or those of the options; a document has to fit into a packed row.
 
-    A row length that is not given is that of the longest document, because the cost of attention is quadratic in it. A
-    number of rows that is not given divides the documents of a step, each as long as a row, into equal micro-batches.
+    A row length that is not given is that of the longest document, because the cost of attention is quadratic in it,
+    and enough padding for the mesh to divide it. A number of rows that is not given divides the documents of a step,
+    each as long as a row, into equal micro-batches.
 
     Args:
       task: gives the bounds of prompts and answers.
       tokenizer: adds its special tokens to prompts.
       rollout: may give other bounds.
       schedule: may give the number of rows and their length.
-      ranks: data ranks.
+      mesh: its data ranks have rows of their own, and its sequence ranks parts of rows.
       leaf_rows: divisor of the number of rows.
 
     Raises:
-      ValueError: the longest document does not fit into ``schedule.row_length``, or a prompt that cannot be encoded.
+      ValueError: the longest document does not fit into ``schedule.row_length``, or the mesh does not divide it, or a
+        prompt that cannot be encoded.
     """
     longest = longest_prompt(task, tokenizer)
     prompt = rollout.max_prompt_tokens or longest
@@ -55,9 +63,11 @@ def sizes_for(
     require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
     completion = rollout.max_new_tokens or task.max_answer_tokens + 1
     longest = prompt + completion
-    row = schedule.row_length or longest
+    row = schedule.row_length or -(-longest // mesh.sequence) * mesh.sequence
+    expected = f"a number that {mesh.sequence} sequence ranks divide"
+    require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
     require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
-    return Sizes(prompt, completion, row, schedule.rows or _rows(row, schedule.docs_per_step, ranks, leaf_rows))
+    return Sizes(prompt, completion, row, schedule.rows or _rows(row, schedule.docs_per_step, mesh.ranks, leaf_rows))
 
 
 def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> int:

@@ -1,7 +1,7 @@
 """Gradient sums of a step from micro-batches as they come: one compiled program over the whole mesh.
 
 The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over all axes: the head's vocabulary is
-sharded over the tensor ranks, and every sum over the ranks that hold other documents is an explicit psum there. The
+sharded over the tensor ranks, and every sum over the ranks that hold other tokens is an explicit psum there. The
 gradient, which lies as the parameters do, is that of the global loss SUM; `experiments.training.update` divides it once
 all micro-batches are in.
 """
@@ -20,14 +20,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.mesh import TENSOR_AXIS, row_axes
+from experiments.models.mesh import TENSOR_AXIS, size_of, token_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
+from experiments.models.token_split import splits_tokens
 from experiments.training.ahead import Ahead, compiled_ahead
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs
-from jaxlogp.head.registry import default_shards
+from jaxlogp.head.registry import default_shards, first_choice
 
 
 class MicroBatchSums:
@@ -35,7 +36,7 @@ class MicroBatchSums:
 
     Args:
       graph: graph definition of a `experiments.models.protocol.Model`.
-      mesh: axes "data", "fsdp" and "tensor", of type Auto.
+      mesh: axes "data", "fsdp", "sequence" and "tensor", of type Auto.
       objective: the loss.
       temperature: divisor of the logits.
       engine: engine of the head.
@@ -61,7 +62,13 @@ class MicroBatchSums:
         frozen: nnx.State | None = None,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
-        self._row_axes = row_axes(mesh)
+        rows, sequence = token_axes(mesh)
+        self._row_spec, self._token_spec, self._split_spec = (
+            P(rows),
+            P(rows, sequence),
+            P(rows, (*sequence, TENSOR_AXIS)),
+        )
+        self._token_axes = rows + sequence
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -112,7 +119,11 @@ class MicroBatchSums:
     def _placed(self, batch: MicroBatch) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
-        return placed(flat, NamedSharding(self._mesh, P(self._row_axes)))
+        return placed(flat, jax.tree.map(lambda x: NamedSharding(self._mesh, self._spec_of(x)), flat))
+
+    def _spec_of(self, x: Array) -> P:
+        """Of what there is for each token, or for each document."""
+        return self._token_spec if x.ndim > 1 else self._row_spec
 
     def _settled(self, result: Any) -> Any:
         # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each
@@ -131,7 +142,7 @@ class MicroBatchSums:
         return MicroSums(sums, parts.drift)
 
     def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Scores:
-        return self._with_head(self._local_scores, (params, frozen), batch, P(self._row_axes))
+        return self._with_head(self._local_scores, (params, frozen), batch, self._token_spec)
 
     def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
         """``local(head keywords, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
@@ -141,20 +152,28 @@ class MicroBatchSums:
         shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
-        rows = P(self._row_axes)
+        hidden_spec = self._token_spec
+        if self._splits_hidden(hidden.shape[1]):
+            hidden_spec, head["sequence_dim"] = self._split_spec, 1
         mapped = jax.shard_map(
             functools.partial(local, head),
             mesh=self._mesh,
-            in_specs=(rows, P(TENSOR_AXIS), rows, *(P() for _ in replicated)),
+            in_specs=(hidden_spec, P(TENSOR_AXIS), jax.tree.map(self._spec_of, batch), *(P() for _ in replicated)),
             out_specs=out_specs,
         )
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
+
+    def _splits_hidden(self, length: int) -> bool:
+        """Whether the tensor ranks hold different tokens of the hidden states."""
+        own = first_choice(self._engine)
+        takes = own is None or not own.reduces_gradients
+        return takes and size_of(self._mesh, TENSOR_AXIS) > 1 and splits_tokens(self._mesh, length)
 
     def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
         with record_head_runs() as runs, jax.named_scope("head"):
             loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
         self._head_runs[frozenset(batch.per_token)] = runs[0]
-        axes = self._row_axes
+        axes = self._token_axes
         return LossParts(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))
 
     def _local_scores(self, head, hidden: Array, weight: Array, batch: MicroBatch) -> Scores:

@@ -101,9 +101,10 @@ class PlainMode:
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """The mesh of the rollouts: that of the training where no other is named."""
+    """The mesh of the rollouts: that of the training where no other is named, with rows in place of parts of rows."""
     if config.rollout.mesh is None:
-        return mesh
+        spec = parse_mesh(config.mesh)
+        return mesh if spec.sequence == 1 else make_mesh(spec.of_rollouts)
     with refused_as("rollout"):
         return make_mesh(parse_mesh(config.rollout.mesh))
 

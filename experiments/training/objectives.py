@@ -85,10 +85,12 @@ class PolicyObjective:
     Args:
       loss: the loss.
       metrics: "none", "basic" or "with_entropy".
+      document_axis: the mesh axis over which the tokens of a document are split, or None.
     """
 
     loss: PolicyLoss
     metrics: str
+    document_axis: str | None = None
 
     @property
     def with_entropy(self) -> bool:
@@ -140,6 +142,7 @@ class PolicyObjective:
             "ref_log_probs": batch.per_token.get("ref_log_probs"),
             "document_ids": batch.document_ids,
             "num_documents": batch.num_documents[0],
+            "document_axis_name": self.document_axis,
         }
 
     def _with_metrics(
@@ -154,6 +157,9 @@ class PolicyObjective:
         inputs = (log_probs, columns["old_log_probs"], columns["advantages"], batch.mask)
         terms = policy_metric_terms(*inputs, entropy=entropy, level=self.metrics, **documents)
         present = jnp.arange(batch.rewards.shape[0], dtype=jnp.int32) < batch.num_documents[0]
+        if self.document_axis is not None:
+            # Every rank along the axis knows all rewards; the first one counts them.
+            present = present & (lax.axis_index(self.document_axis) == 0)
         terms = terms | reward_terms(batch.rewards, present)
         return LossParts(loss, terms | staleness_terms(documents_seen, batch.model_versions, present), drift)
 

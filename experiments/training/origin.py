@@ -14,7 +14,7 @@ from experiments.models.attention import AttentionRun
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.lora import LoraConfig
-from experiments.models.mesh import TENSOR_AXIS
+from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, TENSOR_AXIS, size_of
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import placed
 from experiments.models.pretrained import Pretrained, open_pretrained
@@ -126,6 +126,10 @@ class DecoderOrigin:
 
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
         """See `Origin`."""
+        if size_of(mesh, SEQUENCE_AXIS) > 1:
+            ranks, heads = size_of(mesh, *HEAD_AXES), self.decoder.num_kv_heads
+            expected = f"sequence times tensor ranks that divide the {heads} key-value heads"
+            require(heads % ranks == 0, "--mesh", expected, ranks)
         try:
             return self.decoder.attention_run(rows, length, mesh)
         except ValueError as error:

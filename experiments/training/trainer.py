@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from experiments.config import Config, validate
 from experiments.config.schedule import MICRO_BATCHES
+from experiments.models.mesh import document_axis
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
@@ -108,7 +109,8 @@ class Trainer:
         origin: Origin | None = None,
         restored: bool = False,
     ) -> None:
-        ranks = validate(config).ranks
+        mesh = validate(config)
+        ranks = mesh.ranks
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
@@ -117,13 +119,12 @@ class Trainer:
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
-        self.sizes = sizes_for(
-            self.task, self.tokenizer, config.rollout, config.schedule, ranks, self._mode.consecutive
-        )
+        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, mesh, self._mode.consecutive)
         self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
         self.sampler = self._mode.sampler
         temperature = config.rollout.temperature
-        self.objective = PolicyObjective(config.loss.policy_loss(self.sizes.completion), config.loss.metrics)
+        loss = config.loss.policy_loss(self.sizes.completion)
+        self.objective = PolicyObjective(loss, config.loss.metrics, document_axis(self.mesh))
         self.sums = self._mode.sums(self.objective, temperature)
         self.update = Update(
             config.optimizer.optimizer(config.schedule.steps), self.sums.place, self.sums.compiler_options

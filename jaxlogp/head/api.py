@@ -29,7 +29,7 @@ from jaxlogp.vocab import VocabShards
 
 
 def linear_log_probs(
-    hidden: Float[Array, "*tokens hidden"],
+    hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     *,
@@ -42,6 +42,7 @@ def linear_log_probs(
     with_lse: bool = False,
     axis_name: AxisName | None = None,
     vocab: VocabShards | None = None,
+    sequence_dim: int | None = None,
     out_of_vocab: str = "error",
     fp32_head: bool = False,
     weight_layout: str = "vh",
@@ -58,7 +59,9 @@ def linear_log_probs(
     ``check_vma=True`` (its default). Reverse mode only.
 
     Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
-    NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`.
+    NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`. With ``sequence_dim`` (Megatron's sequence
+    parallelism) each rank passes its own part of the tokens' hidden states instead, and targets and mask of all tokens:
+    the parts are gathered before the product, and the gradient is summed and split again by one reduce-scatter in fp32.
 
     Args:
       hidden: [*tokens, H], any float dtype. Cast to the weight's dtype for the product unless ``fp32_head``; its
@@ -75,6 +78,8 @@ def linear_log_probs(
       axis_name: mesh axis over which the vocabulary is sharded.
       vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width rows
         (:meth:`VocabShards.shard_rows`).
+      sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, in equal parts in the order of the
+        ranks; None where every rank has all of them.
       out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
       weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
@@ -88,10 +93,10 @@ def linear_log_probs(
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a weight that is the same on all vocabulary shards; an active
-        target outside [0, V) with ``out_of_vocab="error"`` where the values are known. Under ``jax.jit`` such a token's
-        log-prob and gradient are NaN. Also raised when a sharded call is differentiated under
-        ``shard_map(check_vma=False)``.
+      ValueError: wrong shapes, dtypes or options; a weight, or with ``sequence_dim`` hidden states, that are the same
+        on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
+        known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
+        differentiated under ``shard_map(check_vma=False)``.
 
     Example:
       >>> hidden, weight = jnp.ones((2, 3, 4)), jnp.zeros((8, 4))
@@ -101,10 +106,11 @@ def linear_log_probs(
 
     References:
       NovaSky-AI/SkyRL pull request 1765 and volcengine/verl (fused head); ServiceNow/Fast-LLM pull request 520 (fp32
-      head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
+      head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; Korthikanti et al., Reducing
+      Activation Recomputation in Large Transformer Models, 2022 (sequence parallelism).
     """
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
-    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout}
+    layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": sequence_dim}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy}
 
     def run(hidden, weight, bias, targets, mask):
@@ -113,7 +119,7 @@ def linear_log_probs(
         report(HeadRun("linear_log_probs", chosen.name, reason, call.num_shards))
         values = head_values(chosen, call)
         lse = jax.lax.stop_gradient(values.lse) if with_lse else None
-        return jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values._replace(lse=lse))
+        return jax.tree.map(lambda x: x.reshape(targets.shape), values._replace(lse=lse))
 
     check_operands(hidden, weight, bias, weight_layout)
     return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
@@ -144,6 +150,7 @@ head_values.defvjp(_forward, _backward)
 
 def operands_of(engine: Engine, call: HeadCall) -> HeadCall:
     """The call as the engine takes it: operands cast to varying, and masked, unless the engine does that itself."""
+    call = call.gathered()
     call = call if engine.reduces_gradients else call.typed()
     return call if engine.masks_hidden else call.masked()
 
@@ -260,7 +267,7 @@ def skipped_tiles(
     require(ok, "engine", "an engine object with a gradient_filter", describe(engine))
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": "vh"}
-    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": False}
+    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": False, "sequence_dim": None}
 
     def run(hidden, weight, bias, targets, mask):
         call = head_call(hidden, weight, bias, targets, mask, spec, **layout)

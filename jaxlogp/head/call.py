@@ -44,6 +44,29 @@ class HeadGradients(NamedTuple):
     bias: Float[Array, " vocab"] | None
 
 
+class SequenceSplit(NamedTuple):
+    """Hidden states of which each rank of the vocabulary axis has a part of the tokens: sequence parallelism.
+
+    Attributes:
+      tokens: shape of this rank's tokens.
+      dim: the dimension of it that is split.
+    """
+
+    tokens: tuple[int, ...]
+    dim: int
+
+    def gathered(self, hidden: Float[Array, "part hidden"], axis_name: AxisName) -> Float[Array, "tokens hidden"]:
+        """The hidden states of all tokens, on every rank."""
+        whole = lax.all_gather(hidden.reshape(*self.tokens, -1), axis_name, axis=self.dim, tiled=True)
+        return whole.reshape(-1, hidden.shape[-1])
+
+    def scattered(self, gradient: Float[Array, "tokens hidden"], axis_name: AxisName) -> Float[Array, "part hidden"]:
+        """The gradients of all ranks, summed: each rank's own part of the tokens."""
+        whole = [size * (lax.axis_size(axis_name) if dim == self.dim else 1) for dim, size in enumerate(self.tokens)]
+        part = lax.psum_scatter(gradient.reshape(*whole, -1), axis_name, scatter_dimension=self.dim, tiled=True)
+        return part.reshape(-1, gradient.shape[-1])
+
+
 # JAX rebuilds it with leaves that are not arrays (sentinels, None), so functions check the fields that they use.
 @no_type_check
 @partial(
@@ -58,6 +81,7 @@ class HeadGradients(NamedTuple):
         "with_entropy",
         "all_live",
         "weight_layout",
+        "split",
     ],
 )
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +89,7 @@ class HeadCall:
     """Operands and static properties of one head call, as engines take them: checked, with flat tokens.
 
     Attributes:
-      hidden: [tokens, H].
+      hidden: [tokens, H]; where they are split, this rank's part of the tokens, until :meth:`gathered`.
       weight: [V, H], or the local shard [V_local, H].
       bias: [V_local] or None.
       targets: the targets relative to this shard, including the mask.
@@ -77,6 +101,7 @@ class HeadCall:
       with_entropy: whether entropy is wanted.
       all_live: whether every token counts because no mask was given.
       weight_layout: "vh" for [V, H], "hv" for [H, V].
+      split: how the hidden states are split over ``axis_name``; None where each rank has all of them.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -91,6 +116,7 @@ class HeadCall:
     with_entropy: bool = False
     all_live: bool = False
     weight_layout: str = "vh"
+    split: SequenceSplit | None = None
 
     @property
     def vocab_dim(self) -> int:
@@ -144,6 +170,13 @@ class HeadCall:
         """Whether cotangents are multiplied by a power of two, since the gradient of the logits is rounded to fp16."""
         return self.operand_dtype == jnp.float16
 
+    def gathered(self) -> "HeadCall":
+        """The call with the hidden states of all tokens."""
+        if self.split is None:
+            return self
+        hidden = self.split.gathered(self.hidden, self.axis_name)
+        return dataclasses.replace(self, hidden=hidden, split=None)
+
     def typed(self) -> "HeadCall":
         """Operands typed as varying over all :attr:`axes`, as the loops of an engine need them."""
         axes = self.axes
@@ -179,6 +212,7 @@ def head_call(
     out_of_vocab: str,
     with_entropy: bool,
     weight_layout: str,
+    sequence_dim: int | None,
 ) -> HeadCall:
     """Checks the operands of a public function and makes a call of them.
 
@@ -192,15 +226,29 @@ def head_call(
     shard = local_shard(columns, axis_name, vocab, "weight")
     require_varying(weight, axis_name, "weight")
     all_live = mask is None
-    mask = check_targets(targets, mask, hidden.shape[:-1], shard.vocab_size)
+    split = _sequence_split(hidden, axis_name, sequence_dim)
+    tokens = hidden.shape[:-1]
+    if split is not None:
+        tokens = tuple(size * (shard.num_shards if dim == split.dim else 1) for dim, size in enumerate(tokens))
+    mask = check_targets(targets, mask, tokens, shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
     hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, mask))
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)
-    layout = (shard.vocab_size, vocab, axis_name, shard.num_shards, with_entropy, all_live, weight_layout)
+    layout = (shard.vocab_size, vocab, axis_name, shard.num_shards, with_entropy, all_live, weight_layout, split)
     return HeadCall(flat, weight, bias, local, spec, *layout)
+
+
+def _sequence_split(hidden: Array, axis_name: AxisName | None, dim: int | None) -> SequenceSplit | None:
+    if dim is None:
+        return None
+    require(axis_name is not None, "axis_name", "the mesh axis that splits hidden along sequence_dim", None)
+    inside = isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < hidden.ndim - 1
+    require(inside, "sequence_dim", f"a dimension of the tokens {hidden.shape[:-1]}", repr(dim))
+    require_varying(hidden, axis_name, "hidden")
+    return SequenceSplit(hidden.shape[:-1], dim)
 
 
 def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh") -> None:
@@ -223,9 +271,13 @@ def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
 
     dHidden is summed over the vocabulary axis, dWeight and dBias over the data axes. The gradient of an
     operand that varies over an axis is not summed over it (a weight over the vocabulary axis; hidden states that were
-    gathered over it, whose gradient the gather's own transpose sums).
+    gathered over it, whose gradient the gather's own transpose sums). dHidden of tokens that the vocabulary axis splits is
+    summed and split over it in one step.
     """
     axes = call.axes
+    if call.split is not None:
+        d_hidden = call.split.scattered(vary_over(gradients.hidden, {call.axis_name}), call.axis_name)
+        gradients = gradients._replace(hidden=d_hidden)
 
     def summed(gradient: Array | None, operand: Array | None) -> Array | None:
         if operand is None:

@@ -33,7 +33,7 @@ ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "i
 
 
 def linear_policy_loss(
-    hidden: Float[Array, "*tokens hidden"],
+    hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     old_log_probs: Float[Array, "*tokens"],
@@ -54,6 +54,7 @@ def linear_policy_loss(
     softcap: float | None = None,
     axis_name: AxisName | None = None,
     vocab: VocabShards | None = None,
+    sequence_dim: int | None = None,
     out_of_vocab: str = "error",
     fp32_head: bool = False,
     weight_layout: str = "vh",
@@ -95,6 +96,7 @@ def linear_policy_loss(
       softcap: cap or None.
       axis_name: mesh axis over which the vocabulary is sharded.
       vocab: the shards; None means equal ones.
+      sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, or None.
       out_of_vocab: "error" or "zero".
       fp32_head: multiply in fp32 whatever the dtypes.
       weight_layout: "vh" or "hv".
@@ -122,16 +124,17 @@ def linear_policy_loss(
     loss = grpo() if loss is None else loss
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
+    layout |= {"sequence_dim": sequence_dim}
 
     def run(hidden, weight, bias, targets, mask, lse, given):
         tokens, count = loss_tokens(loss, mask=mask, document_axis_name=document_axis_name, **given)
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
         call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
-        total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, hidden.shape[:-1]), engine)
+        total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, targets.shape), engine)
         # Stated here, and not only by the gradient rule: no gradient flows through the values.
         values = jax.lax.stop_gradient(values)
         values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
-        values = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), values)
+        values = jax.tree.map(lambda x: x.reshape(targets.shape), values)
         return WeightedSum(total, count, loss.grad_divisor), values
 
     check_operands(hidden, weight, bias, weight_layout)

@@ -109,18 +109,24 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
     automatic = isinstance(engine, str) and engine == "auto"
     if isinstance(engine, str | Engine) and not automatic:
         chosen = named_engine(engine)
-        refusal = chosen.why_not(call)
+        refusal = _why_not(chosen, call)
         require(refusal is None, "engine", f"a call that {chosen.name!r} takes", refusal)
         return chosen, "named by the caller"
     candidates = AUTOMATIC if automatic else _sequence(engine)
     refusals = []
     for candidate in map(named_engine, candidates):
         # Checks without an import first: importing jax-triton changes Triton's settings for the whole process.
-        refusal = (candidate.why_not_automatic(call) if automatic else None) or candidate.why_not(call)
+        refusal = (candidate.why_not_automatic(call) if automatic else None) or _why_not(candidate, call)
         if refusal is None:
             return candidate, "; ".join([f"{'auto' if automatic else 'first of the sequence that can'}", *refusals])
         refusals.append(f"{candidate.name} not used: {refusal}")
     raise ValueError(f"engine: expected an engine that takes the call, got {'; '.join(refusals)}")
+
+
+def _why_not(engine: Engine, call: HeadCall) -> str | None:
+    if call.split is not None and engine.reduces_gradients:
+        return "it sums gradients over mesh axes in its own order, so it takes no sequence_dim"
+    return engine.why_not(call)
 
 
 def _sequence(engine: object) -> Sequence[str | Engine]:

@@ -37,7 +37,7 @@ def test_what_is_about_to_run(tmp_path, capsys):
     assert facts["task"] == f"addition:3, endless training examples, {different} different held-out prompts"
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
     assert facts["model"] == f"decoder, {size:,} parameters, float32 (a reason)"
-    assert facts["devices"] == "mesh data=1,fsdp=1,tensor=1 on 1 of 8 cpu"
+    assert facts["devices"] == "mesh data=1,fsdp=1,sequence=1,tensor=1 on 1 of 8 cpu"
     # Four bytes a parameter, AdamW's two moments (and its count), and the gradient.
     for name, number in (("parameters", 4 * size), ("optimizer", 8 * size), ("gradients", 4 * size)):
         said = re.search(rf"{name} ([0-9.]+) KiB", facts["memory"])

@@ -46,20 +46,20 @@ CURES = {
     "one row, all made again": (StepMemory(GIB, intermediate=20 * GIB, gradients=GIB), {}, (1, "full"), []),
     "sums": (
         StepMemory(6 * GIB, intermediate=GIB, gradients=6 * GIB, several=True), {}, (1, None),
-        ["--mesh data=1,fsdp=2,tensor=1", "--schedule.accumulate bfloat16"],
+        ["--mesh data=1,fsdp=2,sequence=1,tensor=1", "--schedule.accumulate bfloat16"],
     ),
     "sums of bf16": (
         StepMemory(GIB, intermediate=GIB, gradients=9 * GIB, several=True),
         {"schedule": ScheduleConfig(accumulate="bfloat16"), "mesh": "tensor=2"}, (1, None),
-        ["--mesh data=1,fsdp=3,tensor=2"],
+        ["--mesh data=1,fsdp=3,sequence=1,tensor=2"],
     ),
     "copies become shards": (
         StepMemory(16 * GIB, update=GIB, gradients=GIB), {"mesh": "data=4"}, (1, None),
-        ["--mesh data=2,fsdp=2,tensor=1"],
+        ["--mesh data=2,fsdp=2,sequence=1,tensor=1"],
     ),
     "more devices than there are": (
         StepMemory(95 * GIB, update=GIB, gradients=GIB), {}, (1, None),
-        ["--mesh data=1,fsdp=11,tensor=1 (3 more devices)"],
+        ["--mesh data=1,fsdp=11,sequence=1,tensor=1 (3 more devices)"],
     ),
     "a model from disk": (
         StepMemory(9 * GIB, intermediate=12 * GIB), {"model": "on disk"}, (2, "full"),
@@ -114,8 +114,9 @@ def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypa
     _, error = said(monkeypatch, STEP, 8 * GIB)
     assert exit_code(error) == 2
     assert str(error) == (
-        f"memory: a device needs 11.0 GiB and has 8.0 GiB ({STEP}); what may make it fit: --mesh data=1,fsdp=2,tensor=1, "
-        "or --schedule.accumulate bfloat16, or --schedule.rows below 16, or --model.remat full"
+        f"memory: a device needs 11.0 GiB and has 8.0 GiB ({STEP}); what may make it fit: "
+        "--mesh data=1,fsdp=2,sequence=1,tensor=1, or --schedule.accumulate bfloat16, "
+        "or --schedule.rows below 16, or --model.remat full"
     )
     # A step of one micro-batch would fit.
     text, error = said(monkeypatch, STEP, 10 * GIB)

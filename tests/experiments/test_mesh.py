@@ -60,13 +60,13 @@ def test_refuses_sizes(size):
 
 def test_takes_the_first_devices_with_neighbours_along_tensor():
     mesh = make_mesh(MeshSpec(data=2, tensor=3))
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert mesh.devices.tolist() == [[jax.devices()[:3]], [jax.devices()[3:6]]]
+    assert mesh.axis_names == ("data", "fsdp", "sequence", "tensor")
+    assert mesh.devices.tolist() == [[[jax.devices()[:3]]], [[jax.devices()[3:6]]]]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
 def test_keeps_all_axes_at_size_one():
-    assert dict(make_mesh(parse_mesh("")).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(parse_mesh("")).shape) == {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1}
 
 
 def test_says_how_to_get_more_devices():

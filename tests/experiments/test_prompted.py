@@ -7,6 +7,7 @@ import types
 import pytest
 
 from experiments.config import Config, DataConfig, RolloutConfig, ScheduleConfig
+from experiments.models.mesh import MeshSpec
 from experiments.sampling.prompts import encode, encode_prompt, longest_prompt, sizes_for
 from experiments.tasks import Message, make_task
 from experiments.tasks.configured import task_for
@@ -41,7 +42,7 @@ def shown(tokenizer, prompt):
 
 
 def sizes_of(task, tokenizer, **rollout):
-    return sizes_for(task, tokenizer, RolloutConfig(**rollout), ScheduleConfig(), ranks=1)
+    return sizes_for(task, tokenizer, RolloutConfig(**rollout), ScheduleConfig(), mesh=MeshSpec())
 
 
 def test_an_instruction_stands_behind_every_prompt_and_the_split_stays():

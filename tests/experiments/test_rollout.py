@@ -49,14 +49,14 @@ def step(source, target):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_a_step_of_one_rollout_holds_this_rollout_on_any_number_of_ranks(ranks):
     """Three ranks with two rows each take six documents a round: nothing of the next rollout may fill the last round."""
-    streams = stream_of([10, 10], ranks, block=2, share_rows=False)
+    streams = stream_of([10, 10], ranks, consecutive=2, share_rows=False)
     assert step(streams, 10) == (list(range(10)), False)
     assert step(streams, 10) == ([100 + i for i in range(10)], False)
     assert step(streams, 10) == ([], True)
 
 
 def test_the_end_of_the_data_ends_every_rank():
-    streams = stream_of([3], 4, block=1, share_rows=False)
+    streams = stream_of([3], 4, consecutive=1, share_rows=False)
     assert step(streams, 100) == ([0, 1, 2], True)
 
 

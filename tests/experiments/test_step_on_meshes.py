@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,13 +12,14 @@ import pytest
 from experiments.models.mesh import parse_mesh
 from experiments.tasks.rewards import rewards_of
 from experiments.training.trainer import Trainer
-from tests.experiments.tiny import tiny
+from tests.experiments.tiny import TINY, tiny
 
 # fp32 sums in another order: the loss is a sum of 64 documents, and Adam divides each gradient by its own size.
 LOSS, PARAMS = 1e-5, 2e-4
 QUICK = ["fsdp=2,tensor=2"]
 MESHES = ["data=2", "fsdp=2", "fsdp=8", "tensor=2", "tensor=5", "data=2,fsdp=2", "data=2,fsdp=4", "fsdp=4,tensor=2"]
 MESHES += ["data=2,tensor=4", "data=2,fsdp=2,tensor=2", "data=-1,tensor=2"]
+MESHES += ["sequence=2", "fsdp=2,sequence=2,tensor=2"]
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 
 
@@ -25,8 +28,9 @@ def of_length(example, completion):
 
 
 def trainer_on(mesh, **changes):
+    model = replace(TINY.model, num_heads=4, num_kv_heads=4, head_dim=8)
     options = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.01}, "evaluation": {"kl": False}}
-    config = tiny("unused", "unused", mesh=mesh, **options, **changes)
+    config = tiny("unused", "unused", mesh=mesh, model=model, **options | changes)
     return Trainer(config, rewards=rewards_of(of_length))
 
 
@@ -39,14 +43,18 @@ def single():
     return two_steps(trainer_on(""))
 
 
+def check_steps(steps, wanted):
+    for mine, one in zip(steps, wanted, strict=True):
+        assert mine["num_tokens"] == one["num_tokens"] and mine["reward_mean"] == one["reward_mean"]
+        assert abs(mine["loss"] - one["loss"]) <= LOSS and abs(mine["grad_norm"] / one["grad_norm"] - 1) <= 10 * LOSS
+
+
 @pytest.mark.parametrize("mesh", QUICK + SLOW)
 def test_a_mesh_gives_the_step_of_one_device(mesh):
     trainer = trainer_on(mesh)
     begin = jax.device_get(jax.tree.leaves(trainer.state.params))
     (steps, params), (wanted_steps, wanted) = two_steps(trainer), single()
-    for mine, one in zip(steps, wanted_steps, strict=True):
-        assert mine["num_tokens"] == one["num_tokens"] and mine["reward_mean"] == one["reward_mean"]
-        assert abs(mine["loss"] - one["loss"]) <= LOSS and abs(mine["grad_norm"] / one["grad_norm"] - 1) <= 10 * LOSS
+    check_steps(steps, wanted_steps)
     for mine, one in zip(params, wanted, strict=True):
         np.testing.assert_allclose(mine, one, atol=PARAMS)
     assert max(float(np.abs(a - b).max()) for a, b in zip(begin, params, strict=True)) > 5 * PARAMS
@@ -62,6 +70,51 @@ def test_rollouts_on_another_mesh_are_those_of_one_device(mesh, rollout):
     for mine, one in zip(steps, wanted, strict=True):
         assert mine["num_tokens"] == one["num_tokens"] and mine["reward_mean"] == one["reward_mean"]
         assert 0.0 < mine["drift_max"] < LOSS
+
+
+# Documents of up to 7 tokens lie across the 16th of 32 slots, and across the 80th of 160, where attention is chunked.
+SPREAD = {
+    "gspo": {"loss": {"name": "gspo", "epsilon": 1e-4, "epsilon_high": 1e-4}},
+    "chunked": {"schedule": {"steps": 3, "docs_per_step": 64, "rows": 4, "row_length": 160}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SPREAD.values(), ids=SPREAD)
+def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
+    parts, whole = (two_steps(trainer_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2", ""))
+    check_steps(parts, whole)
+    for mine, one in zip(parts, whole, strict=True):
+        assert mine.keys() == one.keys()
+        for name in ("num_documents", "num_documents_labelled", "num_rewards", "num_stalenesses", "max_advantage"):
+            assert mine[name] == one[name], name
+        for name in ("entropy", "ratio_new_old_sum", "kl_new_old", "clipped_ratio_fraction", "staleness_mean"):
+            assert abs(mine[name] - one[name]) <= 10 * LOSS * max(1.0, abs(one[name])), name
+
+
+def collectives_of(mesh):
+    """(kind, shape) of every collective in the compiled program of a micro-batch."""
+    trainer = trainer_on(mesh)
+    text = trainer.sums.ahead(trainer.state.params, trainer._stream_packing.padding()).compiled.as_text()
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
+    return [(kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", text)]
+
+
+def test_sequence_ranks_exchange_tokens_for_heads_and_gather_no_activations():
+    found = collectives_of("sequence=2")
+    # Queries, keys, values and what they read, forward and backward, of one layer.
+    assert sum(kind == "all-to-all" for kind, _ in found) == 8
+    gathered = {shape for kind, shape in found if kind == "all-gather"}
+    # Parameters of the layer, [1, ...], of norms and head; and the ids [16, 32] that say who may read whom.
+    assert "s32[16,32]" in gathered
+    assert not [shape for shape in gathered if shape.startswith("f32[16,")]
+
+
+def test_tensor_ranks_split_the_residual_stream():
+    found = collectives_of("tensor=2")
+    # Before attention, gated products and head, and the gradients of what the first two add.
+    assert sum(found == ("all-gather", "f32[16,32,32]") for found in found) >= 5
+    assert [shape for kind, shape in found if kind == "reduce-scatter"] == ["f32[16,16,32]"], "of the head's gradient"
 
 
 def bytes_on(device, tree):
@@ -88,4 +141,4 @@ def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_
 
 
 def test_the_rest_of_the_devices():
-    assert str(parse_mesh("fsdp=-1,tensor=2")) == "data=1,fsdp=4,tensor=2"
+    assert str(parse_mesh("fsdp=-1,tensor=2")) == "data=1,fsdp=4,sequence=1,tensor=2"

@@ -226,13 +226,13 @@ def test_an_embedding_that_is_not_split_is_said(tmp_path):
 def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
     config, task = Config(), make_task("addition")
     tokenizer = tokenizer_for(task)
-    sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, ranks=1)
+    sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec())
     # 512 documents of at most 11 tokens: six micro-batches of 86 rows, four rows too many.
     assert (sizes.row, sizes.rows) == (11, 86)
-    assert sizes_for(task, tokenizer, config.rollout, config.schedule, ranks=4).rows == 64
-    assert sizes_for(task, tokenizer, config.rollout, config.schedule, ranks=1, leaf_rows=8).rows == 88
+    assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(data=4)).rows == 64
+    assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(), leaf_rows=8).rows == 88
     counted = replace(config.schedule, docs_per_step=0)
-    assert sizes_for(task, tokenizer, config.rollout, counted, ranks=1).rows == 1024 // 11
+    assert sizes_for(task, tokenizer, config.rollout, counted, mesh=MeshSpec()).rows == 1024 // 11
 
 
 def test_the_example_of_a_reward_of_ones_own(tmp_path):

@@ -59,7 +59,7 @@ class AllowedKeys:
         first: int32 [B, T].
         prepared: for "einsum" the bias, fp32 [B, T, T]; for "hopper" its `Bounds`; else None.
         implementation: name of the implementation.
-        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor") are split over, or None.
+        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor", "sequence") are split over, or None.
     """
 
     first: Int[Array, "B T"]

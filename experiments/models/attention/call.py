@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from experiments.models.mesh import TENSOR_AXIS, num_ranks, row_axes
+from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, TENSOR_AXIS, num_ranks, row_axes, size_of
+from experiments.models.sharding import resharded
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class AttentionCall:
         head_dim: D.
         dtype: of queries, keys and values.
         softcap: bound of the scaled products, or None.
-        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor") are split over, or None.
+        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor", "sequence") are split over, or None.
     """
 
     rows: int
@@ -49,12 +51,37 @@ def why_not_by_head(call: AttentionCall) -> str | None:
         return f"it takes head sizes of 64 and 128, not {call.head_dim}"
     if call.mesh is None:
         return None
-    ranks, tensor = num_ranks(call.mesh), call.mesh.shape.get(TENSOR_AXIS, 1)
+    ranks, heads = num_ranks(call.mesh), size_of(call.mesh, *HEAD_AXES)
     if call.rows % ranks:
         return f"{ranks} ranks do not divide {call.rows} rows"
-    if call.kv_heads % tensor:
-        return f"{tensor} tensor ranks do not divide {call.kv_heads} key-value heads"
+    if call.kv_heads % heads:
+        return f"{heads} ranks along tensor and sequence do not divide {call.kv_heads} key-value heads"
     return None
+
+
+def over_heads(attend: Callable[..., Array], mesh: Mesh | None, *operands: Array) -> Array:
+    """`attend(*operands)` on a mesh whose "sequence" ranks hold different tokens: each gets all tokens of some heads.
+
+    Attention reads other tokens and no other heads, so the ranks exchange one split for the other, and back (Jacobs et
+    al., DeepSpeed Ulysses, 2023).
+
+    Args:
+        attend: of whole rows.
+        mesh: the mesh, or None.
+        operands: queries, keys and values [B, T, heads, D].
+    """
+    if mesh is None or size_of(mesh, SEQUENCE_AXIS) == 1:
+        return attend(*operands)
+    rows = row_axes(mesh)
+    by_token = NamedSharding(mesh, P(rows, SEQUENCE_AXIS, TENSOR_AXIS))
+    by_head = NamedSharding(mesh, P(rows, None, HEAD_AXES))
+
+    # The constraints keep the compiler from making queries by head right away, for which it would gather all tokens.
+    def exchanged(x):
+        return resharded(lax.with_sharding_constraint(x, by_token), by_head, by_token)
+
+    out = resharded(attend(*map(exchanged, operands)), by_token, by_head)
+    return lax.with_sharding_constraint(out, by_token)
 
 
 def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, values, per_row) -> Array:
@@ -62,7 +89,7 @@ def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, valu
     if mesh is None or mesh.size == 1:
         return attend(queries, keys, values, per_row)
     rows = row_axes(mesh)
-    heads = P(rows, None, TENSOR_AXIS)
+    heads = P(rows, None, tuple(axis for axis in HEAD_AXES if axis in mesh.shape))
     split = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, heads, P(rows)), out_specs=heads, check_vma=False)
     return split(queries, keys, values, per_row)
 

@@ -3,6 +3,7 @@
 A named one is used or an error is raised; "auto" takes the first that can and is not slower here, and says why.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import cudnn, tokamax
 from experiments.models.attention.allowed import AllowedKeys
-from experiments.models.attention.call import AttentionCall
+from experiments.models.attention.call import AttentionCall, over_heads
 from experiments.models.attention.chunked import attend_chunked
 from experiments.models.attention.einsum import attend
 from experiments.models.attention.hopper import attend as hopper
@@ -104,7 +105,11 @@ def attend_packed(
     Returns:
         [B, T, N, D] in the values' dtype.
     """
-    operands = (queries, keys, values)
+    options = {"scale": scale, "softcap": softcap}
+    return over_heads(functools.partial(_attend_whole, allowed=allowed, **options), allowed.mesh, queries, keys, values)
+
+
+def _attend_whole(*operands: Array, allowed: AllowedKeys, scale: float, softcap: float | None) -> Array:
     if allowed.implementation == "einsum":
         return attend(*operands, allowed.prepared, scale=scale, softcap=softcap)
     if allowed.implementation == "chunked":
