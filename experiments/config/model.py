@@ -63,6 +63,9 @@ class ModelConfig:
     adds its updates to."""
     residual_dtype: str = "auto"
     """Dtype of the residual stream between the products, in trainer and sampler: float32, or auto: that of dtype."""
+    sequence_parallel: bool = False
+    """Tensor ranks hold different tokens of the residual stream (Megatron's sequence parallelism): less memory, more to
+    send."""
     attention: str = "auto"
     """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
     remat: str = "auto"
@@ -117,4 +120,4 @@ class ModelConfig:
 
 
 _NOT_OF_THE_DECODER = ("path", "own", "chat_template", "name")
-_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "residual_dtype", "attention", "remat")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "residual_dtype", "sequence_parallel", "attention", "remat")

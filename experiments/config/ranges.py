@@ -41,7 +41,7 @@ def validate(config: Config) -> MeshSpec:
         value = value_of(config, option)
         require(value in choices, option_name(option), f"one of {', '.join(choices)}", value)
     config.loss.policy_loss(1)
-    _validate_unused(config)
+    _validate_unused(config, mesh)
     _validate_lora(config)
     require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
     if config.rollout.draw_options().filters:
@@ -71,7 +71,7 @@ def _validate_values(config: Config) -> None:
             require(not isinstance(text, str) or "\0" not in text, option, "text without a null character", repr(text))
 
 
-def _validate_unused(config: Config) -> None:
+def _validate_unused(config: Config, mesh: MeshSpec) -> None:
     """Refuses options that would do nothing."""
     schedule, model, rollout = config.schedule, config.model, config.rollout
     if schedule.docs_per_step:
@@ -79,6 +79,8 @@ def _validate_unused(config: Config) -> None:
         require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
+    expected = "no value without tensor ranks (--mesh tensor=N), whose tokens it splits"
+    require(mesh.tensor > 1 or not model.sequence_parallel, "--model.sequence-parallel", expected, "it")
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
@@ -91,6 +93,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec, completions: int) -> Non
     require(count == 1, "--invariant", "one process, whose devices the leaves are copied between", f"{count} processes")
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
+    expected = "no value with --invariant, whose tensor ranks have the whole body each"
+    require(not config.model.sequence_parallel, "--model.sequence-parallel", expected, "it")
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
     # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.

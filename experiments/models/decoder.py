@@ -41,7 +41,7 @@ from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, document_axis, r
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
 from experiments.models.sharding import gathered
-from experiments.models.token_split import TokenSplit, whole_rows
+from experiments.models.token_split import UNSPLIT, TokenSplit, whole_rows
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
             embedding_metadata=named_axes("vocab", "embed"),
             rngs=rngs,
         )
-        split_tokens = size_of(mesh, SEQUENCE_AXIS) > 1
+        split_tokens = size_of(mesh, SEQUENCE_AXIS, *([TENSOR_AXIS] if config.sequence_parallel else [])) > 1
         stack = nnx.vmap(
             lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key), split_tokens=split_tokens),
             transform_metadata={nnx.PARTITION_NAME: "layers"},
@@ -222,7 +222,7 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
-        split = TokenSplit.of(*segment_ids.shape, self.mesh)
+        split = TokenSplit.of(*segment_ids.shape, self.mesh) if self.config.sequence_parallel else UNSPLIT
         # Which keys a query reads is known of whole rows.
         own_rows = whole_rows(segment_ids, self.mesh)
         views = self._views(positions, lambda window: attention.allow(first_keys(own_rows, window)))

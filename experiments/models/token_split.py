@@ -33,7 +33,7 @@ class TokenSplit:
     @classmethod
     def of(cls, rows: int, length: int, mesh: Mesh | None) -> "TokenSplit":
         """The split of B rows of T tokens: by ranks that divide them."""
-        if mesh is None or size_of(mesh, TENSOR_AXIS) == 1 or not splits_tokens(mesh, length):
+        if mesh is None or size_of(mesh, TENSOR_AXIS) == 1 or length % size_of(mesh, SEQUENCE_AXIS, TENSOR_AXIS):
             return cls()
         _, sequence = token_axes(mesh)
         own_rows = row_axes(mesh) if rows % num_ranks(mesh) == 0 else None
@@ -42,19 +42,19 @@ class TokenSplit:
 
     def gather(self, x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
         """For the products: all tokens of the "tensor" ranks on each of them. The gradient is summed and split."""
-        return x if self.products is None or self.stream is None else resharded(x, self.products, self.stream)
+        if self.products is None or self.stream is None:
+            return x
+        # Without the constraint the compiler gathers what x was made of, before it is rounded to the products' dtype.
+        return resharded(lax.with_sharding_constraint(x, self.stream), self.products, self.stream)
 
     def scatter(self, x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
         """Sums of products, added up over the "tensor" ranks and split. The gradient is gathered."""
-        return x if self.products is None or self.stream is None else resharded(x, self.stream, self.products)
+        if self.products is None or self.stream is None:
+            return x
+        return lax.with_sharding_constraint(resharded(x, self.stream, self.products), self.stream)
 
 
 UNSPLIT = TokenSplit()
-
-
-def splits_tokens(mesh: Mesh, length: int) -> bool:
-    """Whether the ranks along "sequence" and "tensor" divide a row."""
-    return length % size_of(mesh, SEQUENCE_AXIS, TENSOR_AXIS) == 0
 
 
 def whole_rows(ids: Int[Array, "B T"], mesh: Mesh | None) -> Int[Array, "B T"]:

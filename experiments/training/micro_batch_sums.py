@@ -20,15 +20,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.mesh import TENSOR_AXIS, size_of, token_axes
+from experiments.models.mesh import TENSOR_AXIS, token_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
-from experiments.models.token_split import splits_tokens
 from experiments.training.ahead import Ahead, compiled_ahead
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs
-from jaxlogp.head.registry import default_shards, first_choice
+from jaxlogp.head.registry import default_shards
 
 
 class MicroBatchSums:
@@ -42,6 +41,7 @@ class MicroBatchSums:
       engine: engine of the head.
       accumulate: dtype of the gradient's sums over micro-batches.
       frozen: what of the model is not trained.
+      sequence_parallel: whether the tensor ranks hold different tokens of the hidden states.
 
     Attributes:
       head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is
@@ -60,6 +60,7 @@ class MicroBatchSums:
         engine: str,
         accumulate: str = "float32",
         frozen: nnx.State | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
         rows, sequence = token_axes(mesh)
@@ -69,6 +70,7 @@ class MicroBatchSums:
             P(rows, (*sequence, TENSOR_AXIS)),
         )
         self._token_axes = rows + sequence
+        self._sequence_parallel = sequence_parallel
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -153,7 +155,7 @@ class MicroBatchSums:
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
         hidden_spec = self._token_spec
-        if self._splits_hidden(hidden.shape[1]):
+        if self._sequence_parallel:
             hidden_spec, head["sequence_dim"] = self._split_spec, 1
         mapped = jax.shard_map(
             functools.partial(local, head),
@@ -162,12 +164,6 @@ class MicroBatchSums:
             out_specs=out_specs,
         )
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
-
-    def _splits_hidden(self, length: int) -> bool:
-        """Whether the tensor ranks hold different tokens of the hidden states."""
-        own = first_choice(self._engine)
-        takes = own is None or not own.reduces_gradients
-        return takes and size_of(self._mesh, TENSOR_AXIS) > 1 and splits_tokens(self._mesh, length)
 
     def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
         with record_head_runs() as runs, jax.named_scope("head"):

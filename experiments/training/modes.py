@@ -72,7 +72,7 @@ class PlainMode:
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         with refused_as("loss"):
             self.vocab = default_shards(self._engine, origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
-        self._cached = origin.decoder is not None
+        self._cached, self._sequence_parallel = origin.decoder is not None, config.model.sequence_parallel
         self.sampler = "whole rows for every token: the model has no cache"
         if origin.decoder is not None:
             run = origin.decoder.cached_attention_run(self._rollout_mesh)
@@ -85,6 +85,7 @@ class PlainMode:
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
+        options |= {"sequence_parallel": self._sequence_parallel}
         return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:

@@ -19,7 +19,8 @@ LOSS, PARAMS = 1e-5, 2e-4
 QUICK = ["fsdp=2,tensor=2"]
 MESHES = ["data=2", "fsdp=2", "fsdp=8", "tensor=2", "tensor=5", "data=2,fsdp=2", "data=2,fsdp=4", "fsdp=4,tensor=2"]
 MESHES += ["data=2,tensor=4", "data=2,fsdp=2,tensor=2", "data=-1,tensor=2"]
-MESHES += ["sequence=2", "fsdp=2,sequence=2,tensor=2"]
+SPLIT = "+sequence parallel"
+MESHES += ["sequence=2", "tensor=4" + SPLIT, "sequence=2,tensor=2", "fsdp=2,sequence=2,tensor=2" + SPLIT]
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 
 
@@ -28,7 +29,8 @@ def of_length(example, completion):
 
 
 def trainer_on(mesh, **changes):
-    model = replace(TINY.model, num_heads=4, num_kv_heads=4, head_dim=8)
+    mesh, *parallel = mesh.split("+")
+    model = replace(TINY.model, num_heads=4, num_kv_heads=4, head_dim=8, sequence_parallel=bool(parallel))
     options = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.01}, "evaluation": {"kl": False}}
     config = tiny("unused", "unused", mesh=mesh, model=model, **options | changes)
     return Trainer(config, rewards=rewards_of(of_length))
@@ -82,7 +84,7 @@ SPREAD = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SPREAD.values(), ids=SPREAD)
 def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
-    parts, whole = (two_steps(trainer_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2", ""))
+    parts, whole = (two_steps(trainer_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2" + SPLIT, ""))
     check_steps(parts, whole)
     for mine, one in zip(parts, whole, strict=True):
         assert mine.keys() == one.keys()
@@ -92,16 +94,18 @@ def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
             assert abs(mine[name] - one[name]) <= 10 * LOSS * max(1.0, abs(one[name])), name
 
 
-def collectives_of(mesh):
-    """(kind, shape) of every collective in the compiled program of a micro-batch."""
+def program_on(mesh):
+    """The compiled program of a micro-batch, and (kind, shape) of every collective in it."""
     trainer = trainer_on(mesh)
-    text = trainer.sums.ahead(trainer.state.params, trainer._stream_packing.padding()).compiled.as_text()
+    program = trainer.sums.ahead(trainer.state.params, trainer._stream_packing.padding()).compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
-    return [(kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", text)]
+    return program, [
+        (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
+    ]
 
 
 def test_sequence_ranks_exchange_tokens_for_heads_and_gather_no_activations():
-    found = collectives_of("sequence=2")
+    _, found = program_on("sequence=2")
     # Queries, keys, values and what they read, forward and backward, of one layer.
     assert sum(kind == "all-to-all" for kind, _ in found) == 8
     gathered = {shape for kind, shape in found if kind == "all-gather"}
@@ -110,11 +114,13 @@ def test_sequence_ranks_exchange_tokens_for_heads_and_gather_no_activations():
     assert not [shape for shape in gathered if shape.startswith("f32[16,")]
 
 
-def test_tensor_ranks_split_the_residual_stream():
-    found = collectives_of("tensor=2")
+def test_tensor_ranks_may_hold_different_tokens_of_the_residual_stream():
+    (split, found), (whole, _) = program_on("tensor=2" + SPLIT), program_on("tensor=2")
     # Before attention, gated products and head, and the gradients of what the first two add.
     assert sum(found == ("all-gather", "f32[16,32,32]") for found in found) >= 5
     assert [shape for kind, shape in found if kind == "reduce-scatter"] == ["f32[16,16,32]"], "of the head's gradient"
+    sizes = [program.memory_analysis().temp_size_in_bytes for program in (split, whole)]
+    assert sizes[0] < 0.95 * sizes[1]
 
 
 def bytes_on(device, tree):
