@@ -172,10 +172,7 @@ class MetricsWriter:
     Args:
         folder: the run, locked by this process.
         marks: None begins from the start. Otherwise those of the checkpoint that the run goes on from: lines up to them
-            must be there, unchanged, and lines after them are cut off.
-
-    Attributes:
-        dropped: a sentence for each log that lines were cut off from.
+            must be there, unchanged.
 
     Raises:
         ValueError: a log whose lines up to the marks are missing, more, or others; it names file and line.
@@ -193,18 +190,24 @@ class MetricsWriter:
         except BaseException:
             self._metrics.close()
             raise
-        after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
-        self.dropped = [
-            f"{log.path.name}: {log.dropped} lines written {after} dropped"
-            for log in (self._metrics, self._samples)
-            if log.dropped
-        ]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def cut(self) -> list[str]:
+        """Cuts off the lines after the marks, before others are added; until then nothing is written.
+
+        Returns:
+            A sentence for each log that had any.
+        """
+        logs = (self._metrics, self._samples)
+        for log in logs:
+            log.cut()
+        after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
+        return [f"{log.path.name}: {log.dropped} lines written {after} dropped" for log in logs if log.dropped]
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Adds the scalars of one step; numbers also go to tb/<kind>/.
