@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from experiments.runs import environment
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import describe_git
 from experiments.runs.folder import MetricsWriter, RunFolder, Sample, read_metrics
+from experiments.runs.lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,44 @@ def test_create_refuses_a_parent_that_is_no_folder(tmp_path, parent):
 def test_create_never_reuses_a_folder(run):
     with pytest.raises(ValueError, match="run folder: expected a path that does not exist yet"):
         RunFolder.create(run.path.parent, run.path.name)
+
+
+@pytest.mark.parametrize("plant", ["folder", "link", "file"])
+def test_create_leaves_alone_what_takes_its_name_meanwhile(tmp_path, plant):
+    path, outside = tmp_path / "runs" / "second", tmp_path / "outside"
+    outside.mkdir()
+
+    def fill(folder):
+        assert not path.exists(), "killed here, it would leave nothing under the name"
+        if plant == "folder":
+            path.mkdir()
+            (path / "mine").touch()
+        else:
+            path.symlink_to(outside) if plant == "link" else path.touch()
+
+    with pytest.raises(ValueError, match="run folder: expected a path that does not exist yet, got .*second$"):
+        RunFolder.create(path.parent, path.name, fill)
+    assert [each.name for each in path.parent.iterdir()] == ["second"] and not list(outside.iterdir())
+    assert plant != "folder" or (path / "mine").is_file()
+
+
+def test_what_killed_processes_left_of_a_folder_is_removed(tmp_path):
+    """But not what another process is making, other names, or what a link leads to."""
+    left, empty, held, linked = (tmp_path / f"run.unfinished-{digit * 16}" for digit in "abcd")
+    other, outside = tmp_path / f"run-2.unfinished-{'a' * 16}", tmp_path / "outside"
+    for folder in (empty, held, other, outside):
+        folder.mkdir()
+    linked.symlink_to(outside)
+    (outside / "lock").touch()
+    with RunLock(held / "lock"):
+        RunFolder.create(tmp_path, "run", lambda folder: shutil.copytree(folder.path, left) and None)
+        assert left.is_dir() and not empty.exists()
+        with pytest.raises(KeyError):
+            RunFolder.create(tmp_path, "run-3", lambda folder: {}[folder])
+        (tmp_path / "run").rename(tmp_path / "moved")
+        RunFolder.create(tmp_path, "run")
+    names = {"run", "moved", held.name, linked.name, other.name, "outside"}
+    assert {each.name for each in tmp_path.iterdir()} == names and (outside / "lock").is_file()
 
 
 def test_open_finds_what_create_made(run):
