@@ -141,7 +141,7 @@ def set_up(
     path = Path(processes().of_first("run folder", lambda: str(_new_path(config))))
     require_same_run(config, task)
     origin = origin_of(config, task, model, restored=False)
-    introduce(config, task, origin, path, dtype)
+    introduce(config, task, origin, path, dtype, rewards)
     trainer = Trainer(config, task, rewards, origin=origin)
     say_memory(trainer, RunConsole(config.quiet))
     folder, lock = _made_by_first(path, config, task, origin)
