@@ -1,6 +1,7 @@
 """Whether completions have room for the answers, said before the run: it would else train to its end for nothing."""
 
 from experiments.config import Config
+from experiments.sampling.prompts import answer_length
 from experiments.tasks import Example, Rewards, Task
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import CORRECT
@@ -33,8 +34,9 @@ def warn_of_long_answers(
         return None
     count = task.num_examples("train") or 0
     examples = [*held_out, *(task.example(index, "train") for index in range(min(count, MANY)))]
-    lengths = [len(tokenizer.encode(each.answer)) for each in examples if each.answer.strip()]
-    long = sum(length + 1 > room for length in lengths)
+    found = [answer_length(tokenizer, each) for each in examples if each.answer.strip()]
+    lengths = [length for length in found if length is not None]
+    long = sum(length >= room for length in lengths)
     if not long:
         return None
     if right_only_as_written(task) and rewards is None and config.reward.functions == (CORRECT,):
