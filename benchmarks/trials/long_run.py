@@ -12,6 +12,7 @@ the medians are fitted by a line, and the error of its slope is that of the medi
 import argparse
 import ctypes
 import dataclasses
+import itertools
 import os
 import sys
 import tempfile
@@ -95,17 +96,19 @@ def measured_run(out: Path, steps: int, checkpoint_every: int) -> dict[str, np.n
         "drift": dataclasses.replace(config.drift, every=50),
     }
     run = set_up(dataclasses.replace(config, out=str(out), name="long", **changes))
-    plain, rows = run.trainer.train_step, []
+    plain, names = run.trainer.train_step, [*measure(), "seconds of a step"]
+    # Of its final size, and touched, from the start: what is measured must not grow with the measurements.
+    table, number = np.ones((steps, len(names))), itertools.count()
 
     def measured():
         row, started = measure(), time.perf_counter()
         values = plain()
-        rows.append({**row, "seconds of a step": time.perf_counter() - started})
+        table[next(number)] = [*row.values(), time.perf_counter() - started]
         return values
 
     run.trainer.train_step = measured
     run.finish()
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return dict(zip(names, table.T, strict=True))
 
 
 def main() -> None:
