@@ -7,6 +7,12 @@ A run folder, a Hugging Face directory or a GGUF file. With a chat template the 
 line is a prompt of its own. An empty line, or the end of the input, ends it.
 """
 
+if __name__ == "__main__":
+    # Before the imports, which Ctrl-C ends in one line too.
+    from experiments.entry import run_module
+
+    run_module("experiments.chat")
+
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +132,3 @@ def main(config: ChatConfig) -> None:
 def run_cli(arguments: list[str] | None = None) -> None:
     """The command line; see `experiments.command_line` for how it ends."""
     run_command(ChatConfig, main, program="experiments.chat", description=__doc__, arguments=arguments)
-
-
-if __name__ == "__main__":
-    run_cli()

@@ -29,7 +29,7 @@ HELP = f"""
 {DEBUG}, anywhere on the command line, shows the traceback of an error.
 
 Exit codes: 0 all done; 2 an option, a file or a run folder that cannot be used; 3 the environment failed (a full disk, no
-permission, no memory); 4 a guard refused to go on; 130 and 143 ended by Ctrl-C and SIGTERM; 1 a bug.
+permission, memory that ran out); 4 a guard refused to go on; 130 and 143 ended by Ctrl-C and SIGTERM; 1 a bug.
 """
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""

@@ -5,6 +5,12 @@ python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
 python -m experiments.evaluate --model DIRECTORY --task reasoning_gym:chain_sum --max-new-tokens 64
 """
 
+if __name__ == "__main__":
+    # Before the imports, which Ctrl-C ends in one line too.
+    from experiments.entry import run_module
+
+    run_module("experiments.evaluate")
+
 import dataclasses
 from dataclasses import dataclass, field
 
@@ -82,7 +88,3 @@ def main(config: EvaluateConfig) -> Scores:
 def run_cli(arguments: list[str] | None = None) -> Scores:
     """The command line; see `experiments.command_line` for how it ends."""
     return run_command(EvaluateConfig, main, program="experiments.evaluate", description=__doc__, arguments=arguments)
-
-
-if __name__ == "__main__":
-    run_cli()

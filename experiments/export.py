@@ -6,6 +6,12 @@
 Needs the extra hf. The directory appears whole or not at all.
 """
 
+if __name__ == "__main__":
+    # Before the imports, which Ctrl-C ends in one line too.
+    from experiments.entry import run_module
+
+    run_module("experiments.export")
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +55,3 @@ def run_cli(arguments: list[str] | None = None) -> Path:
     out = run_command(ExportConfig, main, program="experiments.export", description=__doc__, arguments=arguments)
     print(f"written: {out}")
     return out
-
-
-if __name__ == "__main__":
-    run_cli()

@@ -13,6 +13,12 @@ then improves from its own samples: groups of completions per prompt, rewards fr
 clipped policy loss with denominators over the whole step.
 """
 
+if __name__ == "__main__":
+    # Before the imports, which Ctrl-C ends in one line too.
+    from experiments.entry import run_module
+
+    run_module("experiments.grpo")
+
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -75,7 +81,3 @@ def _join(config: GrpoConfig) -> None:
     for name, value in place.items():
         expected = "no value without --distributed"
         require(config.distributed or value is None, f"--{name.replace('_', '-')}", expected, value)
-
-
-if __name__ == "__main__":
-    run_cli()

@@ -7,6 +7,12 @@ Several runs may differ in their seeds alone: each is a thin line, their mean a 
 what is in the run folders; nothing is measured again.
 """
 
+if __name__ == "__main__":
+    # Before the imports, which Ctrl-C ends in one line too.
+    from experiments.entry import run_module
+
+    run_module("experiments.plot")
+
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +68,3 @@ def run_cli(arguments: list[str] | None = None) -> list[Path]:
     written = run_command(PlotConfig, main, program="experiments.plot", description=__doc__, arguments=arguments)
     print("written: " + ", ".join(map(str, written)))
     return written
-
-
-if __name__ == "__main__":
-    run_cli()

@@ -1,15 +1,20 @@
 """A run of many steps that must not grow: memory, file descriptors, threads, time of a step, with the errors of the slopes.
 
     python -m benchmarks.trials.long_run --steps 2000
+    python -m benchmarks.trials.long_run --steps 2000 --checkpoint-every 0
 
 The whole loop of a tiny run, with its logs, evaluations, drift reports and checkpoints. Before every step the process is
-measured. The first tenth of the steps is left out; the rest is cut into blocks of which the medians are fitted by a line,
-and the error of its slope is that of the medians around it.
+measured: what is resident, and what of it is in use; the rest is what the allocator keeps of memory that the threads of a
+save have freed, and differs from run to run. The first tenth of the steps is left out; the rest is cut into blocks of which
+the medians are fitted by a line, and the error of its slope is that of the medians around it.
 """
 
 import argparse
+import ctypes
 import dataclasses
+import itertools
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +28,15 @@ from experiments.training.run import set_up
 
 BLOCKS = 18
 PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 class Slope(NamedTuple):
@@ -60,45 +74,56 @@ def slope_of(values: np.ndarray) -> Slope:
 def measure() -> dict[str, float]:
     """What the process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallocInfo
+    info = mallinfo()
     return {
         "resident memory [kB]": pages * PAGE / 1024,
+        "malloc, in use [kB]": (info.uordblks + info.hblkhd) / 1024,
+        "Python objects, in use [blocks]": sys.getallocatedblocks(),
         "file descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
 
 
-def measured_run(out: Path, steps: int) -> dict[str, np.ndarray]:
+def measured_run(out: Path, steps: int, checkpoint_every: int) -> dict[str, np.ndarray]:
     """Measurements before every step, and its seconds, of a run with everything that a run does."""
     config = tiny_config()
     changes: dict[str, Any] = {
         "schedule": dataclasses.replace(config.schedule, steps=steps),
         "evaluation": dataclasses.replace(config.evaluation, every=50),
-        "checkpoint": dataclasses.replace(config.checkpoint, every=50),
+        "checkpoint": dataclasses.replace(config.checkpoint, every=checkpoint_every),
         "drift": dataclasses.replace(config.drift, every=50),
     }
     run = set_up(dataclasses.replace(config, out=str(out), name="long", **changes))
-    plain, rows = run.trainer.train_step, []
+    plain, names = run.trainer.train_step, [*measure(), "seconds of a step"]
+    # Of its final size, and touched, from the start: what is measured must not grow with the measurements.
+    table, number = np.ones((steps, len(names))), itertools.count()
 
     def measured():
         row, started = measure(), time.perf_counter()
         values = plain()
-        rows.append({**row, "seconds of a step": time.perf_counter() - started})
+        table[next(number)] = [*row.values(), time.perf_counter() - started]
         return values
 
     run.trainer.train_step = measured
     run.finish()
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return dict(zip(names, table.T, strict=True))
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    steps = parser.parse_args().steps
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints; 0 for none")
+    given = parser.parse_args()
+    steps, every = given.steps, given.checkpoint_every
     with tempfile.TemporaryDirectory() as folder:
-        measured = measured_run(Path(folder), steps)
-    print(f"\n{versions_text()}; {steps} steps, an evaluation, a drift report and a")
-    print(f"checkpoint every 50; the first {steps // 10} steps are left out.\n")
+        measured = measured_run(Path(folder), steps, every)
+    print(f"\n{versions_text()}; {steps} steps, an evaluation and a drift report every 50,")
+    print(
+        f"{f'a checkpoint every {every}' if every else 'no checkpoint'}; the first {steps // 10} steps are left out.\n"
+    )
     print("| | level | growth per 1000 steps | standard error | share of the level |\n|---|---|---|---|---|")
     for name, values in measured.items():
         level, per_step, error = slope_of(values[steps // 10 :])

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -24,6 +23,7 @@ from experiments.runs.files import (
     create_file,
     kind_of,
     make_folder,
+    require_folder,
     require_readable_path,
     sync_folder,
     unfinished,
@@ -117,8 +117,8 @@ class SavedSteps:
 class Checkpoints(SavedSteps):
     """The newest `keep` (at least 1) checkpoints of one run, in a folder that is created if missing, to write and read.
 
-    A restore moves damaged steps to the quarantine folder, with a file that holds the reason. The caller holds the run's
-    lock.
+    `continue_from` moves damaged steps to the quarantine folder, with a file that holds the reason. The caller holds the
+    run's lock.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
@@ -126,10 +126,6 @@ class Checkpoints(SavedSteps):
         super().__init__(folder)
         self._keep = keep
         self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in self.folder.iterdir():
-            # Of a process that was killed.
-            if UNFINISHED.search(entry.name) and kind_of(entry) == "folder":
-                shutil.rmtree(entry)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -176,30 +172,29 @@ class Checkpoints(SavedSteps):
         finally:
             self._thread.shutdown()
 
-    def restore(
-        self, template: Any, step: int | None = None, check: Callable[[Restored], None] = lambda restored: None
-    ) -> Restored:
-        """As `SavedSteps.restore`; damaged steps, and those after a step requested by number, go to the quarantine.
-
-        Args:
-            template: as there.
-            step: as there.
-            check: may refuse what was read, before anything is moved.
-        """
+    def restore(self, template: Any, step: int | None = None) -> Restored:
+        """As `SavedSteps.restore`; of damaged steps, `continue_from` says what became of them."""
         self.wait_until_finished()
         restored = super().restore(template, step)
-        check(restored)
-        warnings, back = self._odd_names(), f"the run went back to step {restored.step}"
+        shelf = self.folder / QUARANTINE
+        if self._numbered()[-1] > restored.step and kind_of(shelf) != "nothing":
+            require_folder(shelf)
+        return restored._replace(warnings=tuple(self._odd_names()))
+
+    def continue_from(self, restored: Restored) -> list[str]:
+        """Moves the steps after the restored one, damaged or not, to the quarantine; returns a sentence for each."""
+        sentences, back = [], f"the run went back to step {restored.step}"
         for newer in reversed([each for each in self._numbered() if each > restored.step]):
             reason = restored.damaged.get(newer)
             place = self._quarantine(newer, reason or back)
             line = f"checkpoint step {newer}: {back}" if reason is None else _damage(newer, reason, restored.step)
-            warnings.append(f"{line}; moved to {place}")
-        return restored._replace(warnings=tuple(warnings))
+            sentences.append(f"{line}; moved to {place}")
+        return sentences
 
     def _write(self, step: int, extra: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         fresh = unfinished(self.folder / str(step))
         try:
+            self._remove_unfinished()
             fresh.mkdir()
             write_step(fresh, step, extra, arrays)
             fresh.rename(self.folder / str(step))
@@ -210,6 +205,12 @@ class Checkpoints(SavedSteps):
             shutil.rmtree(fresh, ignore_errors=True)
             words = f"checkpoint step {step} could not be written: {error.strerror or error}"
             raise OSError(error.errno or errno.EIO, words, str(self.folder)) from error
+
+    def _remove_unfinished(self) -> None:
+        """What a process left that was killed."""
+        for entry in list(self.folder.iterdir()):
+            if UNFINISHED.search(entry.name) and kind_of(entry) == "folder":
+                shutil.rmtree(entry)
 
     def _remove(self, step: int) -> None:
         # Renamed first: killed on the way, half a step must not look like a damaged one.

@@ -17,9 +17,11 @@ Numbers are JSON numbers. JSON has no NaN and no infinity: they are written as t
 which the readers here turn back into floats.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,7 +32,18 @@ import numpy as np
 from experiments.runs.config_file import NON_FINITE, parse_json, read_config, read_object
 from experiments.runs.environment import describe_environment
 from experiments.runs.event_file import EventFile
-from experiments.runs.files import create_file, kind_of, require_file, require_folder, require_readable_path, write_json
+from experiments.runs.files import (
+    UNFINISHED,
+    create_file,
+    kind_of,
+    require_file,
+    require_folder,
+    require_readable_path,
+    sync_folder,
+    unfinished,
+    write_json,
+)
+from experiments.runs.lock import RunLock
 from experiments.runs.log_file import NOTHING, LogFile, Mark
 from jaxlogp.errors import require
 
@@ -58,8 +71,16 @@ class RunFolder:
     lock = property(lambda self: self.path / "lock")
 
     @classmethod
-    def create(cls, parent: str | Path, name: str) -> Self:
+    def create(cls, parent: str | Path, name: str, fill: Callable[[Self], None] = lambda folder: None) -> Self:
         """Creates `parent/name` with env.json; it is a complete run folder once `save_config` has written config.json.
+
+        It is made under another name and renamed, so that a process that is killed leaves nothing under this one. What
+        such a process left is removed.
+
+        Args:
+            parent: made if missing.
+            name: of the folder.
+            fill: writes what else is in the folder from the start, before it has its name.
 
         Raises:
             ValueError: a name that is not one path component, a path that exists already, or a parent that is no folder.
@@ -69,20 +90,32 @@ class RunFolder:
         require(size <= LONGEST_NAME_BYTES, "name", f"at most {LONGEST_NAME_BYTES} bytes", size)
         folder = cls(Path(parent).resolve() / name)
         require_readable_path(folder.path)
+        fresh = cls(unfinished(folder.path))
         try:
             folder.path.parent.mkdir(parents=True, exist_ok=True)
-            folder.path.mkdir()
+            _require_free(folder.path)
+            fresh.path.mkdir()
         except FileExistsError:
-            taken = folder.path if kind_of(folder.path.parent) == "folder" else folder.path.parent
-            require(False, "run folder", "a path that does not exist yet", taken)
+            require(False, "run folder", "a path that does not exist yet", folder.path.parent)
         except (FileNotFoundError, NotADirectoryError) as error:
             require(False, "run folder", "a path in an existing folder", f"{folder.path}: {error.strerror}")
-        folder.checkpoints.mkdir()
-        folder.tensorboard.mkdir()
-        for log in (folder.metrics, folder.samples):
-            create_file(log).close()
-        write_json(folder.env, {**describe_environment(), "resumes": []})
+        try:
+            with RunLock(fresh.lock):
+                _remove_unfinished(folder.path)
+                fresh._make_parts()
+                fill(fresh)
+                _rename(fresh.path, folder.path)
+        except BaseException:
+            shutil.rmtree(fresh.path, ignore_errors=True)
+            raise
         return folder
+
+    def _make_parts(self) -> None:
+        self.checkpoints.mkdir()
+        self.tensorboard.mkdir()
+        for log in (self.metrics, self.samples):
+            create_file(log).close()
+        write_json(self.env, {**describe_environment(), "resumes": []})
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -123,6 +156,31 @@ class RunFolder:
         env = read_object(self.env)
         resumes = [*env["resumes"], {"step": step, **describe_environment()}]
         write_json(self.env, {**env, "resumes": resumes})
+
+
+def _require_free(path: Path) -> None:
+    require(kind_of(path) == "nothing", "run folder", "a path that does not exist yet", path)
+
+
+def _rename(fresh: Path, path: Path) -> None:
+    _require_free(path)
+    try:
+        # What takes the name between the two is left alone, unless it is an empty folder.
+        fresh.rename(path)
+    except OSError as error:
+        _require_free(path)
+        raise error
+    sync_folder(path.parent)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Removes what processes that were killed have left of this folder."""
+    for entry in list(path.parent.iterdir()):
+        is_ours = entry.name.startswith(path.name) and UNFINISHED.fullmatch(entry.name[len(path.name) :])
+        if is_ours and kind_of(entry) == "folder":
+            # One that is locked is being made; one that is not ours to lock takes nothing but room.
+            with contextlib.suppress(ValueError, OSError), RunLock(entry / "lock"):
+                shutil.rmtree(entry)
 
 
 def is_folder_name(name: str) -> bool:
@@ -172,10 +230,7 @@ class MetricsWriter:
     Args:
         folder: the run, locked by this process.
         marks: None begins from the start. Otherwise those of the checkpoint that the run goes on from: lines up to them
-            must be there, unchanged, and lines after them are cut off.
-
-    Attributes:
-        dropped: a sentence for each log that lines were cut off from.
+            must be there, unchanged.
 
     Raises:
         ValueError: a log whose lines up to the marks are missing, more, or others; it names file and line.
@@ -193,18 +248,24 @@ class MetricsWriter:
         except BaseException:
             self._metrics.close()
             raise
-        after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
-        self.dropped = [
-            f"{log.path.name}: {log.dropped} lines written {after} dropped"
-            for log in (self._metrics, self._samples)
-            if log.dropped
-        ]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def cut(self) -> list[str]:
+        """Cuts off the lines after the marks, before others are added; until then nothing is written.
+
+        Returns:
+            A sentence for each log that had any.
+        """
+        logs = (self._metrics, self._samples)
+        for log in logs:
+            log.cut()
+        after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
+        return [f"{log.path.name}: {log.dropped} lines written {after} dropped" for log in logs if log.dropped]
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Adds the scalars of one step; numbers also go to tb/<kind>/.

@@ -1,7 +1,8 @@
 """Logs of one JSON object a line, and what a checkpoint remembers of them.
 
 A mark is the number of lines and their checksums at the time of a checkpoint. A run that goes on from the checkpoint
-finds exactly these lines, or is refused with the number of the first that is missing or another; later lines are cut off.
+finds exactly these lines, or is refused with the number of the first that is missing or another; later lines are cut off
+once nothing else refuses.
 """
 
 import hashlib
@@ -44,8 +45,8 @@ class LogFile:
         mark: of the checkpoint that the run goes on from; `NOTHING` begins from the start.
 
     Attributes:
-        kept: the lines up to the mark.
-        dropped: number of lines after it, now cut off.
+        kept: the lines up to the mark; empty after `cut`.
+        dropped: number of lines after it.
 
     Raises:
         ValueError: not a file, or lines up to the mark that are not those of the mark.
@@ -61,11 +62,9 @@ class LogFile:
             self._sha256 = hashlib.sha256(b"".join(self.kept))
             self._checksums = array("I", map(zlib.crc32, self.kept))
             self._require_same(mark)
-            size = sum(map(len, self.kept))
-            if self.dropped:
-                # In place: another file under the same name would lose what somebody else has open.
-                os.ftruncate(self._stream.fileno(), size)
-            self._stream.seek(size)
+            self._end = sum(map(len, self.kept))
+            self._stream.seek(self._end)
+            self._ends_here = not self.dropped
         except BaseException:
             self._stream.close()
             raise
@@ -86,8 +85,16 @@ class LogFile:
         expected = f"the line that was there when the checkpoint was saved (which has {mark.lines} lines of it)"
         require(False, f"{self.path} line {first + 1}", expected, seen)
 
+    def cut(self) -> None:
+        """Cuts off the lines after the mark, before another is added; until then nothing is written."""
+        if self.dropped:
+            # In place: another file under the same name would lose what somebody else has open.
+            os.ftruncate(self._stream.fileno(), self._end)
+        self.kept, self._ends_here = [], True
+
     def append(self, record: dict[str, Any]) -> None:
         """Adds a line, at once."""
+        assert self._ends_here, "cut comes first"
         plain = {name: to_json(value, name) for name, value in record.items()}
         line = json.dumps(plain, allow_nan=False).encode() + b"\n"
         write_whole(self._stream, line)

@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from experiments.models.placement import whole_on_host
 from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, leaves_to_save, numbered
-from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter, RunFolder, Sample
 from experiments.runs.identity import Identity, compared
 from experiments.runs.log_file import Mark
@@ -31,7 +30,8 @@ class SavedRun:
 class RunStore:
     """A run folder open for writing; the caller holds its lock.
 
-    `begin` or `restore` comes first, and opens the logs.
+    `begin` or `restore` comes first: they read, and change nothing in the folder. `take_up` comes once nothing else can
+    refuse the run, and before anything is written.
 
     Args:
         folder: the run.
@@ -43,6 +43,7 @@ class RunStore:
         self._folder, self._identity = folder, identity
         self._checkpoints = Checkpoints(folder.checkpoints, keep)
         self._metrics: MetricsWriter | None = None
+        self._restored: Restored | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -70,11 +71,9 @@ class RunStore:
         """Whether there is a checkpoint, damaged or not."""
         return bool(numbered(self._folder.checkpoints))
 
-    def begin(self, console: RunConsole) -> None:
+    def begin(self) -> None:
         """Opens the logs from the start."""
         self._metrics = MetricsWriter(self._folder)
-        for line in self._metrics.dropped:
-            console.say(line)
 
     def save(self, step: int, arrays: Any, extra: dict[str, Any]) -> None:
         """As `Checkpoints.save`, with the identity and what the logs are now; their lines become durable first."""
@@ -92,18 +91,20 @@ class RunStore:
         Raises:
             ValueError: also where the run would become another one, or where a log is not what it was.
         """
-        warnings: list[str] = []
-
-        def take_up(restored: Restored) -> None:
-            own = restored.extra.get(OWN)
-            require(_is_own(own), f"checkpoint step {restored.step}", "the record of a run", "another")
-            warnings.extend(compared(own["identity"], self._identity, restored.step))
-            self._metrics = MetricsWriter(self._folder, {name: Mark(*mark) for name, mark in own["logs"].items()})
-            warnings.extend(self._metrics.dropped)
-
-        restored = self._checkpoints.restore(template, step, check=take_up)
+        self._restored = restored = self._checkpoints.restore(template, step)
+        own = restored.extra.get(OWN)
+        require(_is_own(own), f"checkpoint step {restored.step}", "the record of a run", "another")
+        different = compared(own["identity"], self._identity, restored.step)
+        self._metrics = MetricsWriter(self._folder, {name: Mark(*mark) for name, mark in own["logs"].items()})
         processes().gather("restored", restored.step)
-        return _without_own(restored)._replace(warnings=(*restored.warnings, *warnings))
+        return _without_own(restored)._replace(warnings=(*restored.warnings, *different))
+
+    def take_up(self) -> list[str]:
+        """Leaves of checkpoints and logs what the run goes on from; returns a sentence for all that goes."""
+        processes().gather("run taken up", None)
+        # Killed between the two, a resume finds lines after its checkpoint; the other way round it would miss some.
+        moved = [] if self._restored is None else self._checkpoints.continue_from(self._restored)
+        return [*moved, *self.metrics.cut()]
 
     def record_resume(self, step: int) -> None:
         """As `RunFolder.record_resume`."""
@@ -145,7 +146,7 @@ class FollowedStore:
         """See `RunStore`."""
         return self._restored
 
-    def begin(self, console: RunConsole) -> None:
+    def begin(self) -> None:
         """Nothing is opened."""
 
     def save(self, step: int, arrays: Any, extra: dict[str, Any]) -> None:
@@ -161,6 +162,11 @@ class FollowedStore:
         del step
         self._restored = processes().gather("restored", None)[0]
         return SavedRun(self._folder).restore(template, self._restored)
+
+    def take_up(self) -> list[str]:
+        """Process 0 waits for the others, and changes the folder."""
+        processes().gather("run taken up", None)
+        return []
 
     def record_resume(self, step: int) -> None:
         """Nothing is written."""

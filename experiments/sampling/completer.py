@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.runs.folder import Sample
-from experiments.sampling.prompts import Sizes, encode_prompt
+from experiments.sampling.prompts import Sizes, answer_length, encode_prompt
 from experiments.sampling.sampler import Samples
 from experiments.sampling.scorer import Scorer
 from experiments.tasks import Completion, Example, Rewards
@@ -120,11 +120,8 @@ class Completer:
 
     def fits(self, example: Example) -> bool:
         """Whether a completion can be the example's answer with an end token."""
-        try:
-            return len(self._tokenizer.encode(example.answer)) < self._sizes.completion
-        except ValueError:
-            # Written in characters that the model does not have.
-            return False
+        length = answer_length(self._tokenizer, example)
+        return length is not None and length < self._sizes.completion
 
     def _completion(self, tokens: list[int]) -> Completion:
         text = self._tokenizer.decode(tokens)

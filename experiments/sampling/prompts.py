@@ -114,6 +114,14 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[
     return tokens
 
 
+def answer_length(tokenizer: Tokenizer, example: Example) -> int | None:
+    """Tokens of an example's answer, without an end token; None where it has characters that the model does not have."""
+    try:
+        return len(tokenizer.encode(example.answer))
+    except ValueError:
+        return None
+
+
 class PromptOrder:
     """Training prompts in a seeded order; its whole state is one integer, the number of prompts taken.
 

@@ -195,6 +195,11 @@ class JsonlTask:
     def _longest(self, text: Callable[[Example], str]) -> int:
         return max(len(text(example).encode()) for split in SPLITS for example in self.examples[split])
 
+    @property
+    def exact(self) -> bool:
+        """See `experiments.tasks.protocol.right_only_as_written`."""
+        return self.format.verifier == "exact"
+
     def num_examples(self, split: Split) -> int:
         """Number of lines that belong to the split."""
         check_request(0, split)

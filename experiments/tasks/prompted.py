@@ -7,7 +7,7 @@ model, which writes sentences around them.
 from dataclasses import dataclass, replace
 
 from experiments.tasks.extraction import extract_answer
-from experiments.tasks.protocol import Example, Message, Prompt, Split, Task, data_digest
+from experiments.tasks.protocol import Example, Message, Prompt, Split, Task, data_digest, right_only_as_written
 
 SEPARATOR = "\n\n"
 
@@ -60,6 +60,11 @@ class PromptedTask:
     def digest(self) -> str | None:
         """The task's."""
         return data_digest(self.task)
+
+    @property
+    def exact(self) -> bool:
+        """The task's: where an answer is looked for in a completion, more stands around it."""
+        return right_only_as_written(self.task)
 
     def num_examples(self, split: Split) -> int | None:
         """The task's."""

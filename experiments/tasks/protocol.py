@@ -95,6 +95,11 @@ def data_digest(task: Task) -> str | None:
     return getattr(task, "digest", None)
 
 
+def right_only_as_written(task: Task) -> bool:
+    """Whether no completion is right but the answer's own text: a task's attribute ``exact``, False where it has none."""
+    return getattr(task, "exact", False)
+
+
 def split_of(family: str, prompt: str) -> Split:
     """The split that a prompt belongs to, from the first 8 bytes of a SHA-256; about one in ten is held out.
 
@@ -212,6 +217,11 @@ class SizedTask(ABC):
     @abstractmethod
     def max_answer_tokens(self) -> int:
         """Length of the longest answer in characters."""
+
+    @property
+    def exact(self) -> bool:
+        """See `right_only_as_written`."""
+        return type(self).verify is SizedTask.verify
 
     @abstractmethod
     def candidate(self, generator: random.Random) -> Example:

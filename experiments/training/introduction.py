@@ -13,8 +13,9 @@ from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.parameters import abstract_decoder
 from experiments.runs.console import RunConsole
 from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
-from experiments.tasks import Task
+from experiments.tasks import Rewards, Task
 from experiments.tasks.protocol import prompt_text
+from experiments.training.answers import warn_of_long_answers
 from experiments.training.memory import cache_bytes, device_limit, size
 from experiments.training.origin import Origin, OwnOrigin
 
@@ -22,7 +23,9 @@ FEW_PROMPTS = 20
 """Fewer different held-out prompts than this measure little."""
 
 
-def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: DtypeChoice) -> None:
+def introduce(
+    config: Config, task: Task, origin: Origin, folder: Path, dtype: DtypeChoice, rewards: Rewards | None = None
+) -> None:
     """Prints what is about to run, and warnings about options that will not do what they seem to.
 
     Args:
@@ -31,14 +34,17 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
       origin: the model.
       folder: the run folder, which need not exist yet.
       dtype: of activations and head.
+      rewards: the caller's own, if any.
 
     Raises:
-      ValueError: an option out of range, or a prompt that does not fit.
-      MemoryError: it cannot fit into the memory here.
+      ValueError: an option out of range, a prompt that does not fit, no answer that fits, or a run that needs more memory
+        than there is here.
     """
     console = RunConsole(config.quiet)
     mesh = validate(config)
-    prompts = {prompt_text(each.prompt) for each in held_out_examples(task, config.evaluation.num_prompts)}
+    held_out = held_out_examples(task, config.evaluation.num_prompts)
+    prompts = {prompt_text(each.prompt) for each in held_out}
+    long = warn_of_long_answers(config, task, held_out, origin.tokenizer, rewards)
     few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
     count = task.num_examples("train")
     # For its checks.
@@ -60,7 +66,7 @@ def introduce(config: Config, task: Task, origin: Origin, folder: Path, dtype: D
     )
     if few:
         console.warn(f"task {task.name}: different held-out prompts: {len(prompts)}; a score of so few says little")
-    for warning in _uneven_steps(config):
+    for warning in [*_uneven_steps(config), *([] if long is None else [long])]:
         console.warn(warning)
 
 
@@ -123,7 +129,7 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
         return text
     if total > here:
         # Else the system would end the process, without a word.
-        raise MemoryError(f"memory: the run needs {text}; here are {size(here)}")
+        raise ValueError(f"memory: the run needs {text}; here are {size(here)}")
     return f"{text}; here are {size(here)}"
 
 

@@ -64,9 +64,12 @@ def run_to_end(
                 require(found is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", found)
             else:
                 _require_unbegun(folder)
-                store.begin(console)
+                store.begin()
             if resumed:
                 on_resume(trainer)
+            for line in store.take_up():
+                console.warn(line)
+            if resumed:
                 _say_resumed(trainer, store, console, before, folder)
             return Loop(trainer, folder, console, store, signals).run(before)
     except KeyboardInterrupt:

@@ -103,7 +103,7 @@ def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: 
     restored = bool(complete_steps(folder.checkpoints))
     origin = origin_of(config, task, given.model, restored=restored)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
-    introduce(config, task, origin, folder.path, dtype)
+    introduce(config, task, origin, folder.path, dtype, rewards)
     trainer = Trainer(config, task, rewards, origin=origin, restored=restored)
     return Run(trainer, folder, lock, dtype, Resumption(folder, stored, kept), step)
 

@@ -141,7 +141,7 @@ def set_up(
     path = Path(processes().of_first("run folder", lambda: str(_new_path(config))))
     require_same_run(config, task)
     origin = origin_of(config, task, model, restored=False)
-    introduce(config, task, origin, path, dtype)
+    introduce(config, task, origin, path, dtype, rewards)
     trainer = Trainer(config, task, rewards, origin=origin)
     say_memory(trainer, RunConsole(config.quiet))
     folder, lock = _made_by_first(path, config, task, origin)
@@ -173,16 +173,17 @@ def _made_by_first(path: Path, config: Config, task: Task, origin: Origin) -> tu
 
 
 def _made(path: Path, config: Config, task: Task, origin: Origin) -> tuple[RunFolder, RunLock]:
-    folder = RunFolder.create(path.parent, path.name)
-    lock = RunLock(folder.lock)
-    if origin.pretrained is not None:
-        # All but the weights, so that the run can be resumed, scored and exported without the original.
-        write_files(folder.model, small_files(origin.pretrained))
-    digest = data_digest(task)
-    if digest is not None:
-        write_json(folder.data, {"task": task.name, "sha256": digest})
-    save_config(folder.config, config)
-    return folder, lock
+    def fill(folder: RunFolder) -> None:
+        if origin.pretrained is not None:
+            # All but the weights, so that the run can be resumed, scored and exported without the original.
+            write_files(folder.model, small_files(origin.pretrained))
+        digest = data_digest(task)
+        if digest is not None:
+            write_json(folder.data, {"task": task.name, "sha256": digest})
+        save_config(folder.config, config)
+
+    folder = RunFolder.create(path.parent, path.name, fill)
+    return folder, RunLock(folder.lock)
 
 
 def train(

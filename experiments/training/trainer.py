@@ -39,7 +39,7 @@ from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.origin import Origin, fingerprint, origin_of
 from experiments.training.replicas import Replicas
 from experiments.training.update import AppliedStep, TrainState, Update
-from experiments.training.warm_start import WorkedExamples, warm_start
+from experiments.training.warm_start import WarmStart, WorkedExamples
 from experiments.training.watch import Watch, over_median, with_norm
 from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
 from jaxlogp.errors import require
@@ -226,18 +226,14 @@ class Trainer:
         `between` is called after each and may raise."""
         examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
-        params = warm_start(
-            self.state.params,
-            self._mode.sums(CrossEntropy(), 1.0),
-            examples.take,
-            self._packing,
+        phase = WarmStart(
             self.config.warm_start,
+            self._mode.sums(CrossEntropy(), 1.0),
+            examples,
+            self._packing,
             lambda params, step: self._score("sampled", params, checks, step),
-            console,
-            metrics,
-            between,
-            self.tokenizer,
         )
+        params = phase.run(self.state.params, console, metrics, between)
         self.state = self.update.init(params)
         self._freeze_reference()
 

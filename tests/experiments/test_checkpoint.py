@@ -364,7 +364,8 @@ def test_damage_is_named_quarantined_and_survived(copied, mesh, damage):
         restored = checkpoints.restore(template)
         assert restored.step == restored.extra["step"] == 10
         assert_equal_states(restored.arrays, make_state(mesh, 0))
-        (warning,) = restored.warnings
+        assert checkpoints.steps()[0] == 10 and not (copied / "quarantine").exists(), "a restore moves nothing"
+        (warning,) = checkpoints.continue_from(restored)
         assert "step 20 is damaged" in warning and "continuing from step 10" in warning and "\n" not in warning
         assert warning.endswith(f"; moved to {copied / 'quarantine' / '20-0'}")
         assert checkpoints.steps() == [10]
@@ -390,8 +391,10 @@ def test_a_half_written_step_is_not_a_step(copied, mesh):
     half.mkdir()
     assert SavedSteps(copied).steps() == [10, 20] and half.exists(), "a reader leaves the save of a writer alone"
     with Checkpoints(copied) as checkpoints:
-        assert checkpoints.latest_step() == 20 and not half.exists()
-        assert checkpoints.restore(restore_template(make_state(mesh), mesh)).warnings == ()
+        assert checkpoints.latest_step() == 20
+        assert checkpoints.restore(restore_template(make_state(mesh), mesh)).warnings == () and half.exists()
+        checkpoints.save(30, {"w": jnp.float32(3)}, {})
+    assert not half.exists() and SavedSteps(copied).steps() == [20, 30]
 
 
 def test_a_save_returns_before_it_is_durable_and_keeps_what_it_was_given(tmp_path, monkeypatch):
@@ -443,8 +446,8 @@ def test_other_names_are_data(copied, mesh):
 def test_going_back_to_an_older_step_puts_newer_ones_aside(copied, mesh):
     template = restore_template(make_state(mesh), mesh)
     with Checkpoints(copied) as checkpoints:
-        restored = checkpoints.restore(template, step=10)
-        assert checkpoints.steps() == [10] and "step 20: the run went back to step 10; moved to" in restored.warnings[0]
+        (sentence,) = checkpoints.continue_from(checkpoints.restore(template, step=10))
+        assert checkpoints.steps() == [10] and "step 20: the run went back to step 10; moved to" in sentence
         checkpoints.save(11, make_state(mesh, 5), {})
     assert SavedSteps(copied).steps() == [10, 11]
     assert (copied / "quarantine" / "20-0.txt").read_text() == "the run went back to step 10\n"

@@ -3,7 +3,10 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,6 +15,8 @@ from experiments import grpo
 from experiments.command_line import run_command
 from experiments.config import CheckpointConfig
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,28 @@ def test_debug_shows_the_traceback_of_every_end(name, capsys):
     assert end(error, "--debug") == code
     printed = capsys.readouterr().err.splitlines()
     assert printed[0] == "Traceback (most recent call last):" and printed[-1] == line
+
+
+@pytest.mark.parametrize("command", ["grpo", "evaluate", "chat", "export", "plot"])
+def test_ctrl_c_while_a_command_is_imported_is_one_line(command, tmp_path):
+    """A package that takes a minute in the place of jax: nothing else is imported before it."""
+    (tmp_path / "jax.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
+    # As a program in a terminal has it, whatever this process was started with.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"experiments.{command}", "--no-such-option"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "error: interrupted\n") and process.returncode == 130
 
 
 def test_nothing_to_do_is_no_error(capsys):

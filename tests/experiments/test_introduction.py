@@ -1,19 +1,33 @@
 """The first lines of a run, before anything is compiled, and the warnings among them."""
 
-import dataclasses
+import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from experiments import evaluate
-from experiments.config import Config, ModelConfig, RolloutConfig, ScheduleConfig
+from experiments.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.sampling.prompts import held_out_examples
 from experiments.tasks import make_task
+from experiments.tasks.configured import task_for
+from experiments.tasks.protocol import right_only_as_written
+from experiments.tasks.rewards import rewards_of
+from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import introduction
+from experiments.training.answers import warn_of_long_answers
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
 from experiments.training.trainer import Scores
@@ -21,7 +35,7 @@ from experiments.training.trainer import Scores
 
 def lines(tmp_path, capsys, **changes):
     """What is printed of a run, and its model."""
-    config = dataclasses.replace(Config(), **changes).resolved()
+    config = replace(Config(), **changes).resolved()
     task = make_task(config.task)
     origin = origin_of(config, task, None, restored=False)
     introduce(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"))
@@ -61,7 +75,7 @@ def test_the_bound_on_memory_is_about_the_devices_of_the_mesh(tmp_path, capsys, 
     }
     ratios = [float(two[1] or two[3]) / float(one[1] or one[3]) for two, one in zip(*held.values(), strict=True)]
     assert ratios == pytest.approx([2.0, 2.0, 1.0], rel=1e-3)
-    with pytest.raises(MemoryError, match=r"^memory: the run needs at least .*; here are 8.0 MiB$"):
+    with pytest.raises(ValueError, match=r"^memory: the run needs at least .*; here are 8.0 MiB$"):
         lines(tmp_path, capsys, model=ModelConfig(hidden_size=512))
 
 
@@ -78,6 +92,43 @@ def test_steps_and_rollouts_that_do_not_divide_each_other_are_warned_of(tmp_path
     assert [line.startswith(f"WARNING: --schedule.docs-per-step {docs} and the 16") for line in printed] == [
         True
     ] * warned
+
+
+@pytest.mark.parametrize("room", [2, 4, 5, None])
+def test_answers_that_completions_have_no_room_for_are_warned_of(tmp_path, capsys, room):
+    """Of two to four digits: not refused where one may be right without its end token."""
+    options = {"task": "addition:3", "quiet": True, "evaluation": EvaluationConfig(num_prompts=64)}
+    _, printed = lines(tmp_path, capsys, rollout=RolloutConfig(max_new_tokens=room), **options)
+    lengths = [len(each.answer) for each in held_out_examples(make_task("addition:3"), 64)]
+    long = sum(length + 1 > (room or 5) for length in lengths)
+    words = f"too few for {long} of 64 answers, of which the longest has 4 tokens and an end token"
+    assert printed == [f"WARNING: --rollout.max-new-tokens {room}: {words}"] * (long > 0)
+    assert (long > 0) == (room in (2, 4))
+
+
+def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_right(tmp_path):
+    """Refusals are in test_wrong_inputs.py."""
+    path = tmp_path / "numbers.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1:.3f}"}) + "\n" for n in range(100, 200))
+    )
+    short = RolloutConfig(max_new_tokens=3)
+    options = replace(Config(), rollout=short, task="sorting:6")
+    numeric = replace(options, task=f"jsonl:{path}", data=DataConfig(verifier="numeric"))
+    for config, rewards in [
+        (options, rewards_of(lambda example, completion: 1.0)),
+        (replace(options, reward=RewardConfig(functions=("correct", "ended"))), None),
+        (numeric, None),
+    ]:
+        task = task_for(config)
+        held_out = held_out_examples(task, 16)
+        said = warn_of_long_answers(config, task, held_out, tokenizer_for(task), rewards)
+        number = len(held_out) + (task.num_examples("train") or 0)
+        assert said is not None and f"too few for {number} of {number} answers" in said
+    without = [replace(each, answer="") for each in held_out]
+    assert not right_only_as_written(make_task("word_problems:2")), "a number is right without the work"
+    own = SimpleNamespace(num_examples=lambda split: None)
+    assert warn_of_long_answers(config, own, without, tokenizer_for(task), None) is None
 
 
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):

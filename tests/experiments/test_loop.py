@@ -18,7 +18,7 @@ from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import loop
 from experiments.training.trainer import Progress, Scores
-from tests.experiments.tiny import tiny
+from tests.experiments.tiny import contents, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,7 @@ class Counter:
     def restore(self, checkpoints, console, step):
         restored = checkpoints.restore({"state": self.state}, step)
         self.state, self.progress = restored.arrays["state"], Progress(**restored.extra["progress"])
+        self._now("restored")
         return Scores(**restored.extra["before"])
 
 
@@ -306,3 +307,42 @@ def test_a_checkpoint_that_cannot_be_trained_on_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match=words):
         run()
+
+
+REFUSALS = {
+    "what is not trained is another": lambda trainer: trainer.at.update({"restored": refuse}),
+    "a state that cannot be trained on": lambda trainer: trainer.damage.update({"unsound 4": "not finite"}),
+    "a goal that it has passed, or too little memory": lambda trainer: None,
+}
+
+
+def refuse(*_):
+    raise ValueError("refused")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_resume_that_is_refused_late_changes_nothing(tmp_path, why):
+    """Back to step 4 of 6: later lines would be cut off, and step 6 put aside."""
+    start(tmp_path, checkpoint={"every": 2})[2]()
+    trainer, folder, _ = start(tmp_path)
+    REFUSALS[why](trainer)
+    before = contents(folder)
+    with pytest.raises(ValueError, match="refused|trained on"):
+        loop.run_to_end(trainer, folder, RunConsole(), resumed=True, step=4, on_resume=refuse)
+    assert contents(folder) == before
+    trainer = start(tmp_path)[0]
+    loop.run_to_end(trainer, folder, RunConsole(), resumed=True, step=4)
+    assert float(trainer.state) == 63.0 and (folder.checkpoints / "quarantine" / "6-0").is_dir()
+
+
+@pytest.mark.bad_input
+def test_a_warm_start_that_cannot_begin_again_keeps_its_lines(tmp_path):
+    _, folder, run = start(tmp_path, {"warm start 2": send(signal.SIGTERM)})
+    with pytest.raises(Interrupted):
+        run()
+    before = contents(folder)
+    assert before["metrics.jsonl"]
+    with pytest.raises(ValueError, match="refused"):
+        loop.run_to_end(start(tmp_path)[0], folder, RunConsole(), resumed=True, on_resume=refuse)
+    assert contents(folder) == before

@@ -26,7 +26,7 @@ def test_an_invariant_run_goes_from_mesh_to_mesh_without_a_bit_of_difference(tmp
 
 @pytest.mark.slow
 def test_a_long_run_is_measured_before_every_step(tmp_path):
-    measured = measured_run(tmp_path, 30)
+    measured = measured_run(tmp_path, 30, 10)
     assert all(len(values) == 30 and (values > 0).all() for values in measured.values())
 
 

@@ -215,6 +215,15 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
         refusals.append(refused)
 
 
+def test_a_process_that_ends_before_the_run_folder_is_whole_leaves_its_name_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "Trainer", lambda *given, **options: None)
+    monkeypatch.setattr(run_module, "save_config", lambda path, config: {}[path])
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            set_up(tiny(tmp_path, "run"))
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_run_to_its_goal_and_on_by_the_command_line(tmp_path, capsys):
     result = train(tiny(tmp_path, "run", schedule={"steps": 2}))

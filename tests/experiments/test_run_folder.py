@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from experiments.runs import environment
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import describe_git
 from experiments.runs.folder import MetricsWriter, RunFolder, Sample, read_metrics
+from experiments.runs.lock import RunLock
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,44 @@ def test_create_refuses_a_parent_that_is_no_folder(tmp_path, parent):
 def test_create_never_reuses_a_folder(run):
     with pytest.raises(ValueError, match="run folder: expected a path that does not exist yet"):
         RunFolder.create(run.path.parent, run.path.name)
+
+
+@pytest.mark.parametrize("plant", ["folder", "link", "file"])
+def test_create_leaves_alone_what_takes_its_name_meanwhile(tmp_path, plant):
+    path, outside = tmp_path / "runs" / "second", tmp_path / "outside"
+    outside.mkdir()
+
+    def fill(folder):
+        assert not path.exists(), "killed here, it would leave nothing under the name"
+        if plant == "folder":
+            path.mkdir()
+            (path / "mine").touch()
+        else:
+            path.symlink_to(outside) if plant == "link" else path.touch()
+
+    with pytest.raises(ValueError, match="run folder: expected a path that does not exist yet, got .*second$"):
+        RunFolder.create(path.parent, path.name, fill)
+    assert [each.name for each in path.parent.iterdir()] == ["second"] and not list(outside.iterdir())
+    assert plant != "folder" or (path / "mine").is_file()
+
+
+def test_what_killed_processes_left_of_a_folder_is_removed(tmp_path):
+    """But not what another process is making, other names, or what a link leads to."""
+    left, empty, held, linked = (tmp_path / f"run.unfinished-{digit * 16}" for digit in "abcd")
+    other, outside = tmp_path / f"run-2.unfinished-{'a' * 16}", tmp_path / "outside"
+    for folder in (empty, held, other, outside):
+        folder.mkdir()
+    linked.symlink_to(outside)
+    (outside / "lock").touch()
+    with RunLock(held / "lock"):
+        RunFolder.create(tmp_path, "run", lambda folder: shutil.copytree(folder.path, left) and None)
+        assert left.is_dir() and not empty.exists()
+        with pytest.raises(KeyError):
+            RunFolder.create(tmp_path, "run-3", lambda folder: {}[folder])
+        (tmp_path / "run").rename(tmp_path / "moved")
+        RunFolder.create(tmp_path, "run")
+    names = {"run", "moved", held.name, linked.name, other.name, "outside"}
+    assert {each.name for each in tmp_path.iterdir()} == names and (outside / "lock").is_file()
 
 
 def test_open_finds_what_create_made(run):
@@ -221,7 +261,7 @@ def test_resume_repeats_no_step(run):
         stream.write(b'{"step": 5, "ki')
     before = os.stat(run.metrics).st_ino
     with MetricsWriter(run, marks) as writer:
-        assert writer.dropped == [
+        assert writer.cut() == [
             "metrics.jsonl: 4 lines written after the checkpoint dropped",
             "samples.jsonl: 6 lines written after the checkpoint dropped",
         ]
@@ -296,16 +336,17 @@ def test_damage_after_the_checkpoint_is_cut_off_with_a_sentence(run, rest):
     run.metrics.write_bytes(good + rest)
     with MetricsWriter(run, marks) as writer:
         number = rest.count(b"\n") + (not rest.endswith(b"\n"))
-        assert writer.dropped == [f"metrics.jsonl: {number} lines written after the checkpoint dropped"]
+        assert run.metrics.read_bytes() == good + rest, "nothing is written before"
+        assert writer.cut() == [f"metrics.jsonl: {number} lines written after the checkpoint dropped"]
     assert run.metrics.read_bytes() == good
 
 
 def test_without_a_checkpoint_the_logs_begin_again(run):
     with MetricsWriter(run) as writer:
-        assert writer.dropped == []
+        assert writer.cut() == []
         write_steps(writer, [1, 2], "warm_start")
     with MetricsWriter(run) as writer:
-        assert writer.dropped[0] == "metrics.jsonl: 2 lines written before there was a checkpoint dropped"
+        assert writer.cut()[0] == "metrics.jsonl: 2 lines written before there was a checkpoint dropped"
         write_steps(writer, [1], "warm_start")
     assert written(run) == [("warm_start", 1)]
 

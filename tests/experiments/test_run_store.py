@@ -19,13 +19,12 @@ from experiments.config.changes import fixed_values
 from experiments.runs import files, identity
 from experiments.runs.checkpoint import Checkpoints, complete_steps
 from experiments.runs.config_file import load_config, save_config
-from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, Sample, read_metrics, run_and_step
 from experiments.runs.identity import identity_of, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore, SavedRun
 from experiments.training.loaded import restored
-from tests.experiments.tiny import tiny
+from tests.experiments.tiny import contents, tiny
 
 LINE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)
 
@@ -55,7 +54,7 @@ def new_run(parent, name="run", data=None):
     folder = RunFolder.create(parent, name)
     save_config(folder.config, tiny(parent, name))
     with opened(folder.path, data=data) as store:
-        store.begin(RunConsole())
+        store.begin()
         work(store, [1, 2, 3])
     return folder
 
@@ -76,8 +75,9 @@ def went_on(path, **options):
     with opened(path, **options) as store:
         restored = store.restore(state(0))
         np.testing.assert_array_equal(restored.arrays["w"], state(restored.step)["w"])
+        said = store.take_up()
         work(store, [restored.step + 1])
-    return restored.step, restored.warnings
+    return restored.step, (*restored.warnings, *said)
 
 
 def test_goes_on_where_it_was_also_in_another_place(run, tmp_path):
@@ -220,12 +220,13 @@ def test_an_older_step_by_name(run):
     assert run_and_step(str(odd)) == (odd, None), "a folder of that name comes first"
     with opened(odd) as store:
         restored = store.restore(state(0), step=2)
+        moved, *cut = store.take_up()
         work(store, [3])
-    assert restored.step == 2 and "step 3: the run went back to step 2" in restored.warnings[0]
-    assert restored.warnings[1:] == (
+    assert restored.step == 2 and "step 3: the run went back to step 2" in moved
+    assert cut == [
         "metrics.jsonl: 1 lines written after the checkpoint dropped",
         "samples.jsonl: 1 lines written after the checkpoint dropped",
-    )
+    ]
     assert [record["step"] for record in read_metrics(odd / "metrics.jsonl").records] == [1, 2, 3]
 
 
@@ -239,17 +240,18 @@ def test_no_such_step(run, name):
 # Refusals move nothing
 
 
-def test_a_log_that_was_changed_is_refused_before_anything_is_moved(run):
-    lines = run.metrics.read_bytes().splitlines(keepends=True)
-    run.metrics.write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+@pytest.mark.parametrize("log", ["metrics", "samples"])
+def test_a_log_that_was_changed_is_refused_before_anything_is_moved_or_cut(run, log):
+    # Step 3 would go to the quarantine, its lines, and half a step that a killed process left, away.
+    path = getattr(run, log)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([b"{" + lines[0], *lines[1:]]))
     (run.checkpoints / "3" / "manifest.json").write_text("{")
-    before = {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
-    with pytest.raises(ValueError, match=r"metrics.jsonl line 1: expected the line that was there when the checkpoint"):
+    (run.checkpoints / f"4.unfinished-{'0a' * 8}").mkdir()
+    before = contents(run)
+    with pytest.raises(ValueError, match=f"{log}.jsonl line 1: expected the line that was there when the checkpoint"):
         went_on(run.path)
-    after = {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
-    assert {file: content for file, content in after.items() if file != run.lock} == {
-        file: content for file, content in before.items() if file != run.lock
-    }
+    assert contents(run) == before
 
 
 def test_a_damaged_newest_step_falls_back_with_its_lines(run):

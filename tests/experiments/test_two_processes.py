@@ -12,7 +12,26 @@ from experiments.runs.folder import read_metrics
 
 pytestmark = pytest.mark.slow
 
+DOCUMENTS = 18
+"""Of a rollout."""
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+NOT_FINITE = f"""
+from experiments.sampling.prompts import PromptOrder
+from experiments.tasks.rewards import RewardNotFinite, Rewards
+from experiments.training.trainer import Trainer
+parts, make = Rewards.parts, Trainer.__init__
+def begin(trainer, *given, **options):
+    make(trainer, *given, **options)
+    first = PromptOrder(trainer.task, trainer.config.seed, 1).take(1)[0].prompt
+    def of_one_process(rewards, examples, completions, numbers):
+        # Of a rollout, by whichever process scores its second completion.
+        if len(completions) == {DOCUMENTS} and 1 in numbers and examples[1].prompt == first:
+            raise RewardNotFinite("reward of the second completion: got nan")
+        return parts(rewards, examples, completions, numbers)
+    Rewards.parts = of_one_process
+Trainer.__init__ = begin
+{MAIN}
+"""
 FAULT = f"""
 import os, sys
 from experiments.training.trainer import Trainer
@@ -22,7 +41,7 @@ def train_step(trainer):
         raise OSError(28, "No space left on device", "/x")
     return step(trainer)
 Trainer.train_step = train_step
-{MAIN}
+{NOT_FINITE}
 """
 
 
@@ -40,8 +59,8 @@ def options(tmp_path_factory):
     path.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
     sizes = (
         "--schedule.rows 1 --schedule.row-length 16 --rollout.max-new-tokens 4 --rollout.prompts-per-rollout 6 "
-        "--rollout.num-generations 3 --schedule.docs-per-step 24 --schedule.epochs 1 --warm-start.max-steps 2 "
-        "--drift.every 0 --evaluation.every 0 --evaluation.no-kl --mesh data=2"
+        f"--rollout.num-generations {DOCUMENTS // 6} --schedule.docs-per-step 24 --schedule.epochs 1 "
+        "--warm-start.max-steps 2 --drift.every 0 --evaluation.every 0 --evaluation.no-kl --mesh data=2"
     )
     return [*TINY, "--task", f"jsonl:{path}", *sizes.split()]
 
@@ -56,12 +75,14 @@ def saved(run, step=None):
 
 def losses(run):
     records = read_metrics(run / "metrics.jsonl").records
-    return [(each["step"], each["loss"], each["num_documents"]) for each in records if each["kind"] == "train"]
+    steps = [each for each in records if each["kind"] == "train"]
+    return [(each["step"], each.get("loss", each.get("refused")), each.get("num_documents", 0)) for each in steps]
 
 
 def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signals(options, cache, tmp_path):
-    """With the bits of one that one process has computed without a break."""
-    assert wait(start([*options, "--out", str(tmp_path), "--name", "whole"], cache, devices=2)).code == 0
+    """With the bits of one that one process has computed without a break; step 1 is refused, for what one process sees."""
+    whole = [*options, "--out", str(tmp_path), "--name", "whole"]
+    assert wait(start(whole, cache, devices=2, main=NOT_FINITE)).code == 0
     run, resume = tmp_path / "run", ["--resume", str(tmp_path / "run"), "--quiet"]
 
     def further():
@@ -76,25 +97,26 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
     assert ends[0].last == "error: process 1 ended: /x: No space left on device"
     assert ends[1].last == "error: process 1: /x: No space left on device"
     # One goes on.
-    one = start(resume, cache, devices=2)
+    one = start(resume, cache, devices=2, main=NOT_FINITE)
     assert stop_when(one, further(), 0.0, signal.SIGTERM) and wait(one).code == 143
     # SIGTERM to one of two ends both.
-    both = start_together(resume, cache, 2)
+    both = start_together(resume, cache, 2, main=NOT_FINITE)
     assert stop_when(both[1], further(), 0.0, signal.SIGTERM)
     ends = [wait(each) for each in both]
     assert [end.code for end in ends] == [143, 143]
     assert ends[0].last.startswith("error: SIGTERM to process 1: step ") and "--resume" in ends[0].last
     # One that is killed does not leave the other waiting.
-    both = start_together(resume, cache, 2)
+    both = start_together(resume, cache, 2, main=NOT_FINITE)
     assert stop_when(both[1], further(), 0.0, signal.SIGKILL)
     started = time.monotonic()
     _, errors = both[0].communicate(timeout=60)
     assert both[0].returncode != 0 and wait(both[1]).code == -9 and time.monotonic() - started < 30
     # JAX names it, in the line after its sentence.
     assert "unhealthy (stopped sending heartbeats):\n1\n" in errors
-    assert [wait(each).code for each in start_together(resume, cache, 2)] == [0, 0]
+    assert [wait(each).code for each in start_together(resume, cache, 2, main=NOT_FINITE)] == [0, 0]
     whole = tmp_path / "whole"
     assert saved(run) == saved(whole) and losses(run) == losses(whole)
+    assert losses(whole)[0] == (1, "reward of the second completion: got nan", 0)
     documents = [count for *_, count in losses(whole)]
     assert 0 < documents[-1] < 24 and sum(documents) % 2 == 1, "the data ends within a step, and on one rank first"
 

@@ -49,3 +49,9 @@ def tiny(out: Path, name: str, **changes) -> Config:
 def train_records(result) -> list[dict]:
     """The records of the optimizer steps."""
     return [record for record in result.metrics if record["kind"] == "train"]
+
+
+def contents(folder) -> dict[str, bytes | None]:
+    """All that is in a run folder, but for the lock, which says who has it: bytes of files, None of folders."""
+    found = {str(path.relative_to(folder.path)): path for path in folder.path.rglob("*") if path != folder.lock}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}

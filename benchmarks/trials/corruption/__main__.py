@@ -30,7 +30,6 @@ from benchmarks.trials.processes import tiny_config
 from experiments.command_line import run_command
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.config_file import save_config
-from experiments.runs.console import RunConsole
 from experiments.runs.environment import versions_text
 from experiments.runs.folder import RunFolder, Sample
 from experiments.runs.lock import RunLock
@@ -76,7 +75,7 @@ def small(parent: Path) -> Subject:
     table = jax.random.normal(jax.random.key(0), (64, 48))
     state = {"table": table, "half": table.astype(jnp.bfloat16), "count": jnp.int32(3), "key": jnp.zeros(2, jnp.uint32)}
     with RunLock(folder.lock), RunStore(folder, 2, trial.identity_here(folder)) as store:
-        store.begin(RunConsole())
+        store.begin()
         for step in (10, 20):
             for each in range(step - 9, step + 1):
                 store.metrics.write(each, "train", {"loss": 1.0 / each})

@@ -72,6 +72,7 @@ def attempt(path: Path, template: Any, saved: Saved) -> Outcome:
             folder = RunFolder.open(path)
             with RunLock(folder.lock), RunStore(folder, 2, identity_here(folder)) as store:
                 restored = store.restore(template)
+                restored = restored._replace(warnings=(*restored.warnings, *store.take_up()))
                 outcome = _judged(path, restored, saved)
                 _go_on(folder, store, restored)
         except Exception as error:
