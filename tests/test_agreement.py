@@ -71,10 +71,8 @@ def data():
     )
 
 
-def run_apart(path, targets, masks, gathered=False):
-    """Each rank has its own row of targets and masks; (log-probs, entropies), a row each rank, and d hidden."""
-    hidden, weight, _, _ = data()
-
+@functools.cache
+def program_apart(path, size, gathered):
     def local(hidden, weight, targets, mask):
         if gathered:
             targets, mask = (jax.lax.all_gather(x[0], "tensor")[0] for x in (targets, mask))
@@ -94,10 +92,15 @@ def run_apart(path, targets, masks, gathered=False):
             gradient, result = jax.grad(total, has_aux=True)(hidden)
         return result.log_probs[None], result.entropy[None], gradient
 
-    size = len(targets)
     specs = P(), P("tensor"), P("tensor"), P("tensor")
-    mapped = jax.shard_map(local, mesh=tensor_mesh(size), in_specs=specs, out_specs=(P("tensor"), P("tensor"), P()))
-    return [np.asarray(x) for x in jax.jit(mapped)(hidden, weight, jnp.asarray(targets), jnp.asarray(masks))]
+    outs = P("tensor"), P("tensor"), P()
+    return jax.jit(jax.shard_map(local, mesh=tensor_mesh(size), in_specs=specs, out_specs=outs))
+
+
+def run_apart(path, targets, masks, gathered=False):
+    """Each rank has its own row of targets and masks; (log-probs, entropies), a row each rank, and d hidden."""
+    run = program_apart(path, len(targets), gathered)
+    return [np.asarray(x) for x in run(*data()[:2], jnp.asarray(targets), jnp.asarray(masks))]
 
 
 def rows(size):

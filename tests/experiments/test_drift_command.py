@@ -1,14 +1,26 @@
 """The comparison of paths: the fixed order keeps every byte, the others do not, and changes not run are reported."""
 
+import jax
+import numpy as np
 import pytest
 
 from experiments.studies import drift
 from experiments.studies.drift import DriftConfig
+from jaxlogp.invariance import check
+
+
+def in_this_process(path, *arrays):
+    """The function of two processes on the devices of this one; test_process_split.py starts the processes."""
+    module, name = path.split(":")
+    assert module == drift.__name__
+    return np.asarray(jax.jit(getattr(drift, name))(*arrays))
 
 
 @pytest.fixture(scope="module")
 def result():
-    return drift.main(DriftConfig(tokens=24, hidden_size=32, vocab_size=264, num_shards=(3,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "run_in_processes", in_this_process)
+        return drift.main(DriftConfig(tokens=24, hidden_size=32, vocab_size=264, num_shards=(3,)))
 
 
 @pytest.mark.slow
@@ -18,6 +30,9 @@ def test_the_fixed_order_path_keeps_every_byte_and_the_others_do_not(result):
     for name, changes in broken.items():
         assert bool(changes) == ("fixed-order" not in name), (name, changes)
     assert all("vocabulary over 3 devices" in changes for name, changes in broken.items() if "fixed-order" not in name)
+    of_processes = [r.name for r in result.reports if any(d.change.startswith("two processes") for d in r.differences)]
+    assert of_processes == [r.name for r in result.reports if r.name.endswith("log-probs")]
+    assert "two processes of 4 devices" in broken["fast path (chunked), log-probs"]
     assert not any(report.not_run for report in result.reports)
 
 

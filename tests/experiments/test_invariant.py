@@ -1,5 +1,7 @@
 """`--invariant`: bitwise equal parameters on every mesh and micro-batch size, the same numbers in sampler and trainer."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -14,16 +16,13 @@ from tests.experiments.tiny import tiny, train_records
 # Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves
 # over.
 QUICK = [("data=2,tensor=3", 8)]
-# Every number of ranks of an axis, and every number of rows, at least once.
+# Every axis, ranks that are no power of two, and every number of rows. Every data rank compiles the programs once more.
+# Three of them, with two tensor ranks, are in the test of the document ratio; six tensor ranks in tests/invariance.
 SLOW = [
-    ("data=1,tensor=1", 64),
     ("data=2,tensor=4", 8),
-    ("data=1,tensor=6", 8),
-    ("data=1,tensor=8", 16),
-    ("data=3,tensor=2", 8),
+    ("data=1,tensor=8", 32),
     ("data=2,fsdp=2,tensor=2", 16),
-    ("data=5,tensor=1", 32),
-    ("data=8,tensor=1", 8),
+    ("data=5,tensor=1", 64),
 ]
 MESHES = [pytest.param(*each) for each in QUICK] + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 
@@ -46,7 +45,7 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def single(runs):
     """One device, two leaves a micro-batch."""
-    return run(runs, "data=1,tensor=1", 16)
+    return run(runs, "data=1,tensor=1", 16, checkpoint={"every": 1})
 
 
 def state_bytes(result):
@@ -97,9 +96,8 @@ def test_the_document_ratio_too(runs):
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(single, runs):
-    schedule = {"steps": 1, "rows": 16, "row_length": None}
-    broken = run(runs, "data=1,tensor=1", 16, schedule=schedule)
-    resumed = resume(str(broken.run.path), {"schedule.steps": 2, "quiet": True})
+    shutil.copytree(single.run.path, runs / "back")
+    resumed = resume(f"{runs / 'back'}@1", {"quiet": True})
     assert state_bytes(resumed) == state_bytes(single)
 
 

@@ -52,8 +52,8 @@ def check(entry, data, **options):
 @engines()
 @pytest.mark.parametrize(
     "with_entropy, options",
-    [(False, {}), (True, ALL_OPTIONS), pytest.param(False, ALL_OPTIONS, marks=SLOW)],
-    ids=["log-probs", "entropy, all options, bias", "log-probs, all options, bias"],
+    [(False, {}), (True, ALL_OPTIONS)],
+    ids=["log-probs", "entropy, all options, bias"],
 )
 def test_values_and_gradients_match_the_oracle(entry, with_entropy, options):
     data = entry.case(bias=bool(options))
@@ -64,12 +64,15 @@ def test_values_and_gradients_match_the_oracle(entry, with_entropy, options):
 
 @SLOW
 @engines()
-@pytest.mark.parametrize("option", [("temperature", 0.7), ("logit_scale", -1.3), ("softcap", 5.0)], ids=lambda o: o[0])
-def test_each_option_alone(entry, option):
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.7, "logit_scale": -1.3}, {"softcap": 5.0}], ids=["factors", "softcap"]
+)
+def test_factors_without_a_soft_cap_and_a_soft_cap_without_factors(entry, options):
     data = entry.case(bias=False, seed=1)
-    result, _ = check(entry, data, **dict([option]))
-    without = cases.expected(data)[0][0]
-    assert oracle.scaled_error(result.log_probs, without) > 1e-2, "the option must change the result"
+    result, _ = check(entry, data, **options)
+    for left_out in options:
+        without = cases.expected(data, **{name: options[name] for name in options if name != left_out})[0][0]
+        assert oracle.scaled_error(result.log_probs, without) > 1e-2, "every option must change the result"
 
 
 SIZES = [
@@ -343,10 +346,16 @@ def test_without_a_mask_no_bit_changes(entry):
     cases.same_bits(cases.run({**data, "mask": None}, entry.engine), cases.run(data, entry.engine))
 
 
-@engines(slow=("hopper", "triton"))
-@pytest.mark.parametrize(
-    "axis_type", [pytest.param(AxisType.Auto, marks=SLOW), AxisType.Explicit], ids=lambda kind: kind.name
-)
+# The Hopper kernels over Auto axes: test_hopper_one_pass_sharded.py.
+SHARDED = [
+    pytest.param(*each.values, kind, id=f"{kind.name}-{each.id}", marks=[*each.marks, *marks])
+    for kind, marks in ((AxisType.Auto, [SLOW]), (AxisType.Explicit, []))
+    for each in params(ENGINES, slow=("hopper", "triton"))
+    if kind == AxisType.Explicit or each.id != "hopper"
+]
+
+
+@pytest.mark.parametrize("entry, axis_type", SHARDED)
 def test_uneven_vocabulary_shards_and_data_ranks(entry, axis_type):
     mesh, shards = entry.make_mesh(axis_type), entry.shards(VOCAB, entry.mesh[1])
     data = entry.case((6, 4), seed=10)

@@ -50,9 +50,9 @@ def case(tokens, vocab, block=64, seed=0, bias=True):
     return data
 
 
-def check(data, block, run_with=None, with_entropy=True, **options):
+def check(data, block, run_with=None, **options):
     wanted, _, skipped = numpy_filter(data, options, chunk=block, tile=COLUMNS, near=1e-3)
-    _, gradients = cases.run(data, run_with or engine(), with_entropy=with_entropy, **options)
+    _, gradients = cases.run(data, run_with or engine(), **options)
     for name, gradient in zip(("hidden", "weight", "bias"), gradients, strict=True):
         if gradient is not None:
             error = oracle.relative_error(gradient, getattr(wanted, name))
@@ -64,15 +64,10 @@ def check(data, block, run_with=None, with_entropy=True, **options):
     return gradients, skipped
 
 
-@pytest.mark.parametrize(
-    "with_entropy", [pytest.param(False, marks=pytest.mark.slow), True], ids=["log-probs", "entropy"]
-)
-def test_the_filtered_gradient_is_the_oracles(with_entropy):
+def test_the_filtered_gradient_is_the_oracles():
     # Three blocks of tokens, the last one short; seven tiles in two chunks, the last of both short.
     data = case(150, 1544)
-    if not with_entropy:
-        data["g_entropy"] = jnp.zeros(150)
-    _, skipped = check(data, 64, with_entropy=with_entropy)
+    _, skipped = check(data, 64)
     assert skipped > 8
 
 

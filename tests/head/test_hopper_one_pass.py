@@ -46,12 +46,17 @@ def check(data, engine, loss, **options):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("chunk_rows, bias, coefficient", [(64, False, 0.1), (64, True, 0.0), (1024, True, 0.1)])
-def test_chunks_of_tokens(monkeypatch, chunk_rows, bias, coefficient):
+@pytest.mark.parametrize(
+    "tokens, chunk_rows, bias, coefficient", [(300, 64, False, 0.1), (150, 1024, True, 0.0)], ids=["three", "one"]
+)
+def test_chunks_of_tokens(monkeypatch, tokens, chunk_rows, bias, coefficient):
+    """Three of 128 tokens, the second short, the last without a label. Several without a bonus: the far sampler, below."""
     fp32_weight = 4 * 768 * 64
-    several = chunk_rows * 2 * 768 - (fp32_weight if chunk_rows > 300 else 0)
-    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", several)
-    data, options = bf16_problem(300, bias=bias, seed=1)
+    monkeypatch.setattr(
+        hopper_one_pass, "CHUNK_BYTES", chunk_rows * 2 * 768 - (fp32_weight if chunk_rows > tokens else 0)
+    )
+    data, options = bf16_problem(tokens, bias=bias, seed=1)
+    assert tokens == 150 or 128 < int(data["mask"].sum()) < 256
     # The windows of the vocabulary do not divide it.
     engine = hopper(chunk=512)
     (_, values, _), _ = check(data, engine, grpo(entropy_coefficient=coefficient), with_entropy=True, **options)
@@ -112,16 +117,19 @@ def test_a_weight_of_the_other_layout(monkeypatch):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("coefficient", [0.1, pytest.param(0.0, marks=pytest.mark.slow)], ids=["entropy bonus", "none"])
-def test_columns_of_minus_infinity(coefficient):
-    """The second tile of 256 columns, one more column, and a target there, which the policy never draws."""
+def test_columns_of_minus_infinity():
+    """The second tile of 256 columns, one more column, and a target there, which the policy never draws.
+
+    With a bonus, where p z is 0 times infinity.
+    """
     data, options = bf16_problem(20, bias=True, seed=7)
     gone = np.r_[256:512, 3]
     data["bias"] = data["bias"].at[gone].set(-jnp.inf)
     data["targets"] = jnp.where(jnp.isin(data["targets"], jnp.asarray(gone, jnp.int32)), 5, data["targets"])
-    check(data, hopper(), grpo(entropy_coefficient=coefficient), with_entropy=True, **options)
+    loss = grpo(entropy_coefficient=0.1)
+    check(data, hopper(), loss, with_entropy=True, **options)
     data["targets"] = data["targets"].at[0].set(300)
-    _, values, gradients = program(one_call, grpo(entropy_coefficient=coefficient), hopper(), options)(data)
+    _, values, gradients = program(one_call, loss, hopper(), options)(data)
     assert np.isneginf(values.log_probs[0])
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (*gradients, values.log_probs[1:]))
 
@@ -157,9 +165,8 @@ def test_no_label_at_all():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "temperature, scale, bias"])
-def test_on_policy(bias):
-    data, options = bf16_problem(300, bias=bias, seed=2)
+def test_on_policy():
+    data, options = bf16_problem(150, bias=True, seed=2)
     operands = data["hidden"], data["weight"], data["targets"]
     call = {"mask": data["mask"], "bias": data["bias"], "with_lse": True, "engine": hopper(), **options}
     values = linear_log_probs(*operands, **call)
@@ -180,7 +187,7 @@ def test_chunks_of_tokens_fill_the_blocks(hidden_size, parts, tokens, rows):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("tokens, coefficient", [(300, 0.0), (9000, 0.0), (9000, 0.1)])
+@pytest.mark.parametrize("tokens, coefficient", [(9000, 0.0), (9000, 0.1)])
 def test_the_kernels_of_one_pass_lower_for_cuda_without_a_gpu(tokens, coefficient):
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(tokens, 256), (129920, 256)]]
     per_token = [jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.bool_)]

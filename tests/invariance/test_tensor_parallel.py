@@ -14,13 +14,12 @@ from tests import oracle
 from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run, tensor_mesh
 
 TOKENS = 72  # one whole block of 64 rows and part of a second
-SIZES = (2, 3, 4, 6, 8)
 FAMILIES = ("normal", "confident", "shifted", "tiny")
 ALL_OPTIONS = (("temperature", 0.7), ("logit_scale", 1.3), ("softcap", 40.0))
 SETTINGS = {
     # name: setting, dtype of hidden and weight, numbers of shards to compare with one
-    "fp32 V=257": (Setting(FIXED, 257), jnp.float32, SIZES),
-    "bf16 V=4099": (Setting(FIXED, 4099), jnp.bfloat16, SIZES),
+    "fp32 V=257": (Setting(FIXED, 257), jnp.float32, (4, 6, 8)),
+    "bf16 V=4099": (Setting(FIXED, 4099), jnp.bfloat16, (2, 3, 8)),
     "fp32 V=1027, temperature, scale, soft cap": (Setting(FIXED, 1027, ALL_OPTIONS), jnp.float32, (3, 8)),
     "bf16 V=257, fp32 head, out of vocabulary is zero": (
         Setting(FIXED, 257, (("fp32_head", True), ("out_of_vocab", "zero"))),
@@ -32,8 +31,8 @@ SETTINGS = {
 }
 # Every program of the default run stands for others of its kind: those are slow.
 SLOW = {
-    *(("fp32 V=257", size) for size in (2, 3, 4, 6)),
-    *(("bf16 V=4099", size) for size in (2, 3, 4, 6, 8)),
+    *(("fp32 V=257", size) for size in (4, 6)),
+    *(("bf16 V=4099", size) for size in (2, 3, 8)),
     *(("fp32 V=1027, temperature, scale, soft cap", size) for size in (3, 8)),
     ("fp32 V=258, 8 granules", 2),
 }
@@ -54,7 +53,7 @@ def data_for(name, family):
 
 @pytest.mark.parametrize("name, size", PROGRAMS)
 def test_every_size_gives_the_bytes_of_one_shard(name, size):
-    """Four families of values on each of 15 programs: 60 configurations."""
+    """Four families of values on each of 11 programs: 44 configurations."""
     setting, _, _ = SETTINGS[name]
     for family in FAMILIES:
         data = data_for(name, family)
@@ -136,7 +135,7 @@ def normaliser_program(name, size):
         ("fp32 V=257", 8),
         *(
             pytest.param(name, size, marks=pytest.mark.slow)
-            for name, size in (("fp32 V=257", 3), ("bf16 V=4099", 6), ("fp32 V=258, 8 granules", 8))
+            for name, size in (("bf16 V=4099", 6), ("fp32 V=258, 8 granules", 8))
         ),
     ],
 )
