@@ -14,10 +14,10 @@ from jax import lax
 
 from benchmarks.beside_product import Timed, print_times, say
 from benchmarks.cases import Case
-from jaxlogp import HeadSpec
 from jaxlogp.head.projection import dot
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton import launch
+from jaxlogp.head.triton.operands import Launch, Operands
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig, window_columns
 
 # On compute capability 9.0 a program takes the shared memory of all of its stages, out of 227 KiB. The last three leave
@@ -40,7 +40,7 @@ def forward_kernel(case: Case, config: TileConfig):
 
     def run(hidden, weight, targets):
         bounds = jnp.asarray([0, weight.shape[0], hidden.shape[0]], jnp.int32)
-        return launch.forward_statistics(hidden, weight, None, targets, bounds, HeadSpec(), True, config, None)
+        return launch.forward_statistics(Operands(hidden, weight, None), targets, bounds, True, Launch(config))
 
     return jax.jit(run), (case.hidden, case.weight, case.targets)
 
@@ -55,7 +55,8 @@ def dz_kernel(case: Case, config: TileConfig):
         def step(index, _):
             start = jnp.minimum(index * window, weight.shape[0] - window)
             bounds = jnp.stack([start, jnp.int32(weight.shape[0]), jnp.int32(hidden.shape[0])]).astype(jnp.int32)
-            return launch.window_gradient(hidden, weight, None, scalars, bounds, window, HeadSpec(), True, config, None)
+            operands = Operands(hidden, weight, None)
+            return launch.window_gradient(operands, scalars, bounds, window, True, Launch(config))
 
         return windows(step, jnp.zeros((hidden.shape[0], window), weight.dtype), weight, window)
 

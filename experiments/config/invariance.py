@@ -52,10 +52,11 @@ class InvarianceConfig:
     """What determines the bits of a run with --invariant: leaves of rows and granules of the vocabulary, not the mesh."""
 
     leaf_rows: int = 8
-    """Rows (documents) that are computed together; schedule.rows is a multiple. A GPU wants many."""
+    """Rows (documents) that are computed together; schedule.rows is a multiple. A GPU wants many, best all completions of a
+    rank."""
     block: int = 16
     """Tokens of a row that the body reads at a time: the trainer block after block, the sampler all of the newest block for
-    each of its tokens. A GPU wants leaf-rows times block around 1024."""
+    each of its tokens. A GPU wants leaf-rows times block of 512 to 1024."""
     engine: str = "auto"
     """Engine of the head: fixed_order, hopper (NVIDIA's Hopper, bfloat16), or auto, hopper where it can run."""
     granules: int | None = None

@@ -67,7 +67,8 @@ class ModelConfig:
     """Tensor ranks hold different tokens of the residual stream (Megatron's sequence parallelism): less memory, more to
     send."""
     attention: str = "auto"
-    """Attention over packed rows: auto, einsum, chunked, hopper, tokamax or cudnn. With --invariant it is the einsum."""
+    """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, auto (the fastest that can run), or repeatable
+    (of those whose gradients are the same in every run: hopper, else einsum), which auto means with --invariant."""
     remat: str = "auto"
     """What layers keep for the backward pass: none (what the compiler wants), products, attention (the results of attention
     and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
@@ -110,10 +111,10 @@ class ModelConfig:
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
 
-        Invariant runs use einsum attention, whose order is known.
+        Invariant runs use attention of a fixed order.
         """
         dtype = dtype_here(self.dtype).dtype
-        attention = "einsum" if invariant and self.attention == "auto" else self.attention
+        attention = "repeatable" if invariant and self.attention == "auto" else self.attention
         spacious = jax.default_backend() == "cpu" or invariant
         remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)

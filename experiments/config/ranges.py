@@ -6,7 +6,7 @@ from experiments.config.invariance import ENGINES as INVARIANT_ENGINES
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.rollout import RolloutConfig
 from experiments.config.run import Config
-from experiments.models.attention import IMPLEMENTATIONS
+from experiments.models.attention import NAMES
 from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
@@ -107,7 +107,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec, completions: int) -> Non
     )
     engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
-    require(attention in ("auto", "einsum"), "--model.attention", "auto or einsum with --invariant", attention)
+    repeatable = attention in ("auto", "repeatable", "einsum")
+    require(repeatable, "--model.attention", "auto, repeatable or einsum with --invariant", attention)
     accumulate = config.schedule.accumulate
     require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
 
@@ -181,7 +182,7 @@ _CHOICES = {
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.residual_dtype": RESIDUAL_DTYPES,
-    "model.attention": ("auto", *IMPLEMENTATIONS),
+    "model.attention": NAMES,
     "model.remat": ("auto", *POLICIES),
     "schedule.accumulate": ("float32", "bfloat16"),
 }

@@ -211,13 +211,14 @@ class Decoder(nnx.Module):
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         full, sliding = self._rotations(positions)
         windows = [self.config.window_of(index) for index in range(len(layers))]
-        biases = {window: self._allowed(positions, cache[0].keys.shape[1], window) for window in set(windows)}
+        biases = {window: self._allowed(positions, cache[0].keys.shape[2], window) for window in set(windows)}
         x, held = self._embed(tokens), []
         for layer, window, before in zip(layers, windows, cache, strict=True):
             queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
             after = before.put(keys, values, starts)
             held.append(after)
-            x = layer.finish(x, attend(queries, *after, biases[window], **layer.attention_options))
+            attended = attend(queries, *after, biases[window], **layer.attention_options, by_head=True)
+            x = layer.finish(x, attended)
         return self._final_norm(x), tuple(held)
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from jax.sharding import Mesh
 
-from experiments.models.attention import IMPLEMENTATIONS, AttentionCall, AttentionRun, choose_attention, choose_cached
+from experiments.models.attention import NAMES, AttentionCall, AttentionRun, choose_attention, choose_cached
 from experiments.models.lora import LoraConfig
 from experiments.models.remat import POLICIES
 from experiments.models.rope import Llama3Scaling, RopeScaling
@@ -76,7 +76,7 @@ class DecoderConfig:
         residual_dtype: of the residual stream, "float32" or "auto": that of the activations.
         sequence_parallel: whether "tensor" ranks of a mesh hold different tokens of the residual stream.
         remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
-        attention: how whole rows are attended to: "auto" or one of `experiments.models.attention.IMPLEMENTATIONS`.
+        attention: how whole rows are attended to: one of `experiments.models.attention.NAMES`.
         lora: adapters of the projections.
 
     Raises:
@@ -146,7 +146,7 @@ class DecoderConfig:
         for name in ("dtype", "param_dtype"):
             require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
         choices_of = {
-            "attention": ("auto", *IMPLEMENTATIONS),
+            "attention": NAMES,
             "remat": tuple(POLICIES),
             "residual_dtype": RESIDUAL_DTYPES,
         }

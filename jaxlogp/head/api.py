@@ -83,7 +83,7 @@ def linear_log_probs(
       out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
       weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
-        transposed copy. Engine ``triton`` takes "vh" only.
+        transposed copy.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
         batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import beside_product, engines, module_text
+from benchmarks import beside_product, engines, layouts, module_text
 from benchmarks.beside_product import PRODUCT, Timed
 from benchmarks.cases import make_case
 from benchmarks.clock import Timing
-from benchmarks.hopper import layouts, train_head
+from benchmarks.hopper import train_head
 from jaxlogp import ChunkedEngine, linear_policy_loss
 from jaxlogp.mosaic_gpu import why_not_available
 

@@ -188,9 +188,11 @@ def call(**changes):
 
 
 def test_the_choice_says_why():
-    chosen = [choose_attention(*each) for each in [("auto", call(length=64)), ("auto", call()), ("einsum", call())]]
-    assert [run.implementation for run in chosen] == ["einsum", "chunked", "einsum"]
+    asked = [("auto", call(length=64)), ("auto", call()), ("einsum", call()), ("repeatable", call())]
+    chosen = [choose_attention(*each) for each in asked]
+    assert [run.implementation for run in chosen] == ["einsum", "chunked", "einsum", "einsum"]
     assert "64 tokens" in chosen[0].reason and chosen[2].reason == "named by the caller"
+    assert chosen[3].reason.startswith("repeatable; hopper not used: it needs")
 
 
 @pytest.mark.bad_input
@@ -205,8 +207,8 @@ def test_an_implementation_that_cannot_run_here_is_refused_with_the_reason(name)
     ("changes", "sentence"),
     [
         ({"model": {"attention": "cudnn"}}, "--model.attention: .*cudnn: .*NVIDIA GPU"),
-        ({"model": {"attention": "flash"}}, "--model.attention: expected one of auto, einsum, .*flash"),
-        ({"model": {"attention": "chunked"}, "invariant": True}, "--model.attention: expected auto or einsum"),
+        ({"model": {"attention": "flash"}}, "--model.attention: expected one of auto, repeatable, einsum, .*flash"),
+        ({"model": {"attention": "chunked"}, "invariant": True}, "--model.attention: expected auto, repeatable or"),
     ],
 )
 def test_the_trainer_refuses_an_implementation_before_it_makes_a_folder(tmp_path, changes, sentence):

@@ -180,7 +180,6 @@ class Entry:
       fp32_products: it can multiply fp32 operands, as ``fp32_head`` asks for.
       mesh: sizes of the data and the tensor axis over which it runs on simulated devices.
       shards: its vocabulary shards, from V and their number.
-      both_layouts: it takes a weight [H, V] too.
       missing: why it cannot run here, or None.
     """
 
@@ -190,7 +189,6 @@ class Entry:
     fp32_products: bool = True
     mesh: tuple[int, int] = (2, 3)
     shards: Callable[[int, int], VocabShards] = VocabShards.even
-    both_layouts: bool = True
     missing: str | None = None
 
     @property
@@ -239,7 +237,7 @@ ENGINES = [
     Entry("chunked", ChunkedEngine(token_chunk=7, vocab_tile=64), shards=_uneven),
     Entry("fixed_order", FixedOrderEngine(ORDER), shards=ORDER.shards),
     Entry("hopper", hopper(), (jnp.bfloat16,), False, (1, 2), _uneven, missing=why_not_available()),
-    Entry("triton", triton(), (jnp.bfloat16, jnp.float16), False, shards=_uneven, both_layouts=False),
+    Entry("triton", triton(), (jnp.bfloat16, jnp.float16), False, shards=_uneven),
 ]
 
 

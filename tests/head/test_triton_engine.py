@@ -4,6 +4,7 @@ By default the kernels' plain stand-in runs, so everything but the kernels is te
 kernels' source runs in Triton's interpreter (test_triton_kernels.py does so).
 """
 
+import math
 import re
 import types
 
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import HeadSpec, TritonEngine, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp import TritonEngine, linear_log_probs, linear_policy_loss, record_head_runs
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.registry import choose_engine
 from jaxlogp.head.triton import availability, launch, tiles
 from jaxlogp.head.triton import engine as engine_module
+from jaxlogp.head.triton.operands import Launch, Operands
 from jaxlogp.head.triton.tiles import TABLE
 from jaxlogp.targets import LocalTargets
 from tests.head import cases
@@ -70,15 +72,7 @@ def test_tile_statistics_are_bitwise_those_of_a_shard_and_of_a_part_of_the_batch
         bounds = jnp.asarray([0, weight.shape[0], hidden.shape[0]], jnp.int32)
         return np.asarray(
             launch.forward_statistics(
-                hidden,
-                weight,
-                None,
-                column,
-                bounds,
-                HeadSpec(),
-                True,
-                TRITON_TILES.forward,
-                None,
+                Operands(hidden, weight, None), column, bounds, True, Launch(TRITON_TILES.forward)
             )
         )
 
@@ -95,35 +89,37 @@ def test_tile_statistics_are_bitwise_those_of_a_shard_and_of_a_part_of_the_batch
 
 
 class NoKernels:
-    """Results of the kernels' shapes, so that what stands between them can be looked at."""
+    """Results of the kernels' shapes that read the weight, so that what stands between them can be looked at."""
 
     @staticmethod
-    def forward_statistics(hidden, weight, bias, column, bounds, spec, with_slope, config, capability):
-        return jnp.ones((-(-weight.shape[0] // config.columns), 4, hidden.shape[0]), jnp.float32)
+    def forward_statistics(operands, column, bounds, with_slope, launch):
+        tiles = -(-operands.num_columns // launch.config.columns)
+        return jnp.full((tiles, 4, operands.hidden.shape[0]), operands.weight[0, 0], jnp.float32)
 
     @staticmethod
-    def window_gradient(hidden, weight, bias, scalars, bounds, window, spec, with_slope, config, capability):
-        return jnp.zeros((hidden.shape[0], window), weight.dtype)
+    def window_gradient(operands, scalars, bounds, window, with_slope, launch):
+        return jnp.full((operands.hidden.shape[0], window), operands.weight[0, 0])
 
 
-def test_no_array_of_tokens_times_vocabulary():
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_no_array_of_tokens_times_vocabulary_and_no_turned_weight(layout):
     tokens, hidden_size, vocab = 8192, 1024, 151936
     fake = TritonEngine(tiles=TABLE[90], functions=NoKernels)
 
     def objective(hidden, weight, targets):
-        return jnp.sum(linear_log_probs(hidden, weight, targets, with_entropy=True, engine=fake).log_probs)
+        call = {"with_entropy": True, "engine": fake, "weight_layout": layout}
+        return jnp.sum(linear_log_probs(hidden, weight, targets, **call).log_probs)
 
-    shapes = [(tokens, hidden_size), (vocab, hidden_size)]
-    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    given, turned = ((vocab, hidden_size), (hidden_size, vocab))[:: 1 if layout == "vh" else -1]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(tokens, hidden_size), given]]
     operands.append(jax.ShapeDtypeStruct((tokens,), jnp.int32))
     text = jax.jit(jax.grad(objective, argnums=(0, 1))).lower(*operands).as_text()
-    sizes = [
-        np.prod([int(n) for n in shape.split("x")[:-1]])
-        for shape in set(re.findall(r"tensor<((?:\d+x)+[a-z0-9]+)>", text))
-    ]
+    found = set(re.findall(r"tensor<((?:\d+x)+)[a-z0-9]+>", text))
+    shapes = {tuple(int(n) for n in shape.split("x")[:-1]) for shape in found}
     window = tiles.window_columns(tokens, vocab)
     assert tokens * window * 2 <= 240 * 2**20 and vocab % window, "several windows, the last one overlapping"
-    assert max(sizes) == vocab * hidden_size, "the weight's gradient is the largest"
+    assert max(map(math.prod, shapes)) == vocab * hidden_size, "the weight's gradient is the largest"
+    assert given in shapes and turned not in shapes
 
 
 @pytest.mark.parametrize("tokens, vocab", [(128, 1), (8192, 151936), (32768, 151936), (131072, 262144)])
@@ -149,12 +145,21 @@ def test_row_parts():
         (32, 72, jnp.float32, {}, "float16 weight, got float32"),
         (32, 72, jnp.float16, {"fp32_head": True}, "fp32_head needs bfloat16 x float16"),
         (8, 2**18 + 8, jnp.bfloat16, {}, "vocabulary of at most 262144"),
+        (32, 76, jnp.bfloat16, {"weight_layout": "hv"}, "vocabulary columns that is a multiple of 8, got 76"),
     ],
 )
 def test_what_the_kernels_cannot_take_is_refused_with_the_reason(hidden_size, vocab, dtype, changes, word):
     data = cases.case((4,), hidden_size, vocab, dtypes=(jnp.bfloat16, dtype))
+    data["weight"] = data["weight"].T if "weight_layout" in changes else data["weight"]
     with pytest.raises(ValueError, match=f"engine: expected .*'triton' takes.*{word}"):
         cases.run(data, triton(), **changes)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("window", [0, -64, 100])
+def test_a_window_that_cuts_loads_is_refused(window):
+    with pytest.raises(ValueError, match=f"^window: expected None or a positive multiple of 64, got {window}"):
+        triton(window=window)
 
 
 @pytest.mark.bad_input

@@ -54,7 +54,7 @@ def test_every_test_of_the_engine_passes_with_the_kernels_in_the_interpreter(whi
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
 
 
-def compiled(name, config, capability, spec, hidden_size, bias, window=None, dtype="bf16"):
+def compiled(name, config, capability, spec, hidden_size, bias, window=None, dtype="bf16", vocab_dim=0):
     """(Triton's compiled kernel, what the assembler says of registers and spills)."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -64,7 +64,12 @@ def compiled(name, config, capability, spec, hidden_size, bias, window=None, dty
     operand = f"*{dtype}"
     types = {"hidden": operand, "weight": operand, "bias": "*fp32", "target": "*i32", "scalars": "*fp32"}
     types |= {"bounds": "*i32", "tokens": "i32", "vocab": "i32", "out": "*fp32" if window is None else operand}
-    constants = {**kernel_constants(spec, True, config), "HIDDEN": hidden_size, "HAS_BIAS": bias}
+    constants = {
+        **kernel_constants(spec, vocab_dim, config),
+        "HIDDEN": hidden_size,
+        "HAS_BIAS": bias,
+        "WITH_ENTROPY": True,
+    }
     if window is not None:
         constants["WINDOW"] = window
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
@@ -102,12 +107,13 @@ def assembled(ptx, capability):
 @pytest.mark.parametrize("capability", [80, 90, *(pytest.param(n, marks=pytest.mark.slow) for n in (86, 87, 89))])
 @pytest.mark.parametrize("name", ["forward_kernel", "gradient_kernel"])
 @pytest.mark.parametrize("all_options", [False, True], ids=["plain", "all options"])
-def test_kernels_compile_and_do_not_spill(tmp_path, monkeypatch, capability, name, all_options):
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+def test_kernels_compile_and_do_not_spill(tmp_path, monkeypatch, capability, name, all_options, vocab_dim):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = TABLE[capability].forward if name == "forward_kernel" else TABLE[capability].gradient
     window = None if name == "forward_kernel" else 15360
     spec = ALL if all_options else PLAIN
-    kernel, report = compiled(name, config, capability, spec, 4096, all_options, window)
+    kernel, report = compiled(name, config, capability, spec, 4096, all_options, window, vocab_dim=vocab_dim)
     registers = int(re.search(r"Used (\d+) registers", report).group(1))
     stored, loaded = (int(re.search(rf"(\d+) bytes spill {way}", report).group(1)) for way in ("stores", "loads"))
     print(f"{name} sm_{capability} registers {registers} spills {stored} {loaded} shared {kernel.metadata.shared}")
@@ -116,7 +122,9 @@ def test_kernels_compile_and_do_not_spill(tmp_path, monkeypatch, capability, nam
     assert "serialized" not in report
     assert kernel.metadata.shared <= SHARED[capability]
     product = "wgmma.mma_async" if capability == 90 else "mma.sync"
-    assert product in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"]
+    assert product in kernel.asm["ptx"]
+    loads = re.findall(r"cp\.async\.\w+\.shared\.global.*?, (0x\w+)", kernel.asm["ptx"])
+    assert set(loads) == {"0x10"}, "both operands are read 16 bytes at a time"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -7,37 +7,31 @@ tests.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxlogp.head.projection import HeadSpec, dot, finish_logits
+from jaxlogp.head.projection import dot, finish_logits
 from jaxlogp.head.row_scalars import RowScalars
-from jaxlogp.head.triton.tiles import TileConfig
+from jaxlogp.head.triton.operands import Launch, Operands
 
 LN_2 = 0.6931471805599453
 MASKED = -1e30
 
 
-def _logits(hidden: Array, weight: Array, bias: Array | None, columns: Array, spec: HeadSpec) -> Array:
-    """Final logits of some rows of the weight; rows past its end are its last one."""
-    sources = jnp.minimum(columns, weight.shape[0] - 1)
-    logits = finish_logits(dot(hidden, weight[sources], (1, 1)), None if bias is None else bias[sources], spec)
+def _logits(operands: Operands, columns: Array) -> Array:
+    """Final logits of some columns; those past the end are the last one."""
+    hidden, weight, bias, spec, vocab_dim = operands
+    sources = jnp.minimum(columns, operands.num_columns - 1)
+    products = dot(hidden, jnp.take(weight, sources, axis=vocab_dim), (1, 1 - vocab_dim))
+    logits = finish_logits(products, None if bias is None else bias[sources], spec)
     return jnp.where(logits < MASKED, MASKED, logits)
 
 
 def forward_statistics(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
-    column: Int[Array, " tokens"],
-    bounds: Int[Array, "3"],
-    spec: HeadSpec,
-    with_slope: bool,
-    config: TileConfig,
-    capability: int | None,
+    operands: Operands, column: Int[Array, " tokens"], bounds: Int[Array, "3"], with_slope: bool, launch: Launch
 ) -> Float[Array, "tiles 4 tokens"]:
     """As :func:`jaxlogp.head.triton.launch.forward_statistics`; NaN where the kernel leaves rows unwritten."""
-    del capability
-    tokens, tiles = hidden.shape[0], -(-weight.shape[0] // config.columns)
+    config, tokens = launch.config, operands.hidden.shape[0]
+    tiles = -(-operands.num_columns // config.columns)
     columns = jnp.arange(tiles * config.columns, dtype=jnp.int32)
-    logits = _logits(hidden, weight, bias, columns, spec)
+    logits = _logits(operands, columns)
     selected = jnp.where(columns[None, :] == column[:, None], logits, 0.0)
     selected = jnp.where(selected <= MASKED, -jnp.inf, selected)
     logits = jnp.where(columns[None, :] < bounds[1], logits, MASKED)
@@ -53,21 +47,18 @@ def forward_statistics(
 
 
 def window_gradient(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
+    operands: Operands,
     scalars: RowScalars,
     bounds: Int[Array, "3"],
     window: int,
-    spec: HeadSpec,
     with_slope: bool,
-    config: TileConfig,
-    capability: int | None,
+    launch: Launch,
 ) -> Float[Array, "tokens window"]:
     """As :func:`jaxlogp.head.triton.launch.window_gradient`."""
-    del config, capability
+    del launch
+    spec = operands.spec
     columns = bounds[0] + jnp.arange(window, dtype=jnp.int32)
-    logits = _logits(hidden, weight, bias, columns, spec)
+    logits = _logits(operands, columns)
     shift = logits - scalars.maximum[:, None]
     probs = jnp.exp(shift - scalars.log2_sum[:, None] * LN_2)
     slope = scalars.slope[:, None] * shift if with_slope else 0.0
@@ -78,6 +69,6 @@ def window_gradient(
         capped = logits * (spec.temperature / spec.softcap)
         gradient = gradient * (1.0 - capped * capped)
     alive = (scalars.constant != 0.0) | (scalars.slope != 0.0) | (scalars.onehot != 0.0)
-    alive &= jnp.arange(hidden.shape[0], dtype=jnp.int32) < bounds[2]
+    alive &= jnp.arange(operands.hidden.shape[0], dtype=jnp.int32) < bounds[2]
     gradient = jnp.where(alive[:, None] & (columns < bounds[1])[None, :], gradient, 0.0)
-    return gradient.astype(weight.dtype)
+    return gradient.astype(operands.weight.dtype)

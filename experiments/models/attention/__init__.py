@@ -16,7 +16,7 @@ from experiments.models.attention.cached import attend_cached as attend_cached
 from experiments.models.attention.cached import choose_cached as choose_cached
 from experiments.models.attention.cached import empty_cache as empty_cache
 from experiments.models.attention.call import AttentionCall as AttentionCall
-from experiments.models.attention.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
+from experiments.models.attention.choice import NAMES as NAMES
 from experiments.models.attention.choice import AttentionRun as AttentionRun
 from experiments.models.attention.choice import attend_packed as attend_packed
 from experiments.models.attention.choice import choose_attention as choose_attention

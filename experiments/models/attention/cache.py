@@ -27,15 +27,18 @@ class LayerCache(NamedTuple):
 
 
 class RowCache(NamedTuple):
-    """Keys (already rotated) and values of one layer, one slot a token of each row, in the activations' dtype."""
+    """Keys (already rotated) and values of one layer, one slot a token of each row, in the activations' dtype.
 
-    keys: Float[Array, "B S K D"]
-    values: Float[Array, "B S K D"]
+    Head by head, as products read them: no step turns the whole cache round.
+    """
+
+    keys: Float[Array, "B K S D"]
+    values: Float[Array, "B K S D"]
 
     def put(self, keys: Array, values: Array, starts: Int[Array, " B"]) -> "RowCache":
         """The same with a block of keys and values [B, C, K, D] from each row's slot `starts` on."""
-        put = jax.vmap(lambda x, new, start: lax.dynamic_update_slice_in_dim(x, new, start, axis=0))
-        return RowCache(put(self.keys, keys, starts), put(self.values, values, starts))
+        put = jax.vmap(lambda x, new, start: lax.dynamic_update_slice_in_dim(x, new, start, axis=1))
+        return RowCache(*(put(x, new.swapaxes(1, 2), starts) for x, new in zip(self, (keys, values), strict=True)))
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """Which implementation of attention runs over packed rows, and why.
 
 A named one is used or an error is raised; "auto" takes the first that can and is not slower here, and says why.
+"repeatable" does so among those whose gradients have the same bits in every run.
 """
 
 import functools
@@ -28,6 +29,8 @@ WHY_NOT: dict[str, Callable[[AttentionCall], str | None]] = {
     "cudnn": cudnn.why_not,
 }
 IMPLEMENTATIONS = tuple(WHY_NOT)
+NAMES = ("auto", "repeatable", *IMPLEMENTATIONS)
+"""What may be asked for."""
 FASTEST_FIRST = ("hopper", "tokamax", "cudnn")
 SHORT = 128
 """Up to this many tokens a row the einsum is the fastest form; at 256 the blocks are 4 times faster on a CPU."""
@@ -54,15 +57,17 @@ def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
     """The implementation to run and the reason.
 
     Args:
-        name: "auto" or one of IMPLEMENTATIONS.
+        name: one of NAMES.
         call: shapes and dtype.
 
     Raises:
         ValueError: an unknown name, or one that cannot take the call here; the sentence says why not.
     """
-    require(name in ("auto", *IMPLEMENTATIONS), "attention", f"auto or one of {', '.join(IMPLEMENTATIONS)}", repr(name))
+    require(name in NAMES, "attention", f"one of {', '.join(NAMES)}", repr(name))
     if name == "auto":
         return _automatic(call)
+    if name == "repeatable":
+        return _repeatable(call)
     refusal = WHY_NOT[name](call)
     require(refusal is None, "attention", f"a call that {name!r} takes", refusal)
     return AttentionRun(name, "named by the caller", call.mesh)
@@ -78,6 +83,14 @@ def _automatic(call: AttentionCall) -> AttentionRun:
             return AttentionRun(name, "; ".join(refusals), call.mesh)
         refusals.append(f"{name} not used: {refusal}")
     return AttentionRun("chunked", "; ".join(refusals), call.mesh)
+
+
+def _repeatable(call: AttentionCall) -> AttentionRun:
+    # Its kernels share no sum between blocks that run at the same time; those of tokamax and cudnn may.
+    refusal = WHY_NOT["hopper"](call)
+    if refusal is None:
+        return AttentionRun("hopper", "repeatable", call.mesh)
+    return AttentionRun("einsum", f"repeatable; hopper not used: {refusal}", call.mesh)
 
 
 @jax.named_scope("attention")

@@ -35,6 +35,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    by_head: bool = False,
 ) -> Float[Array, "B T N D"]:
     """softmax(cap(scale · q·k) + bias) · v, query head n reading key-value head n // G; cap(x) = c · tanh(x / c).
 
@@ -47,15 +48,19 @@ def attend(
         bias: fp32 [B, T, S] from `mask_bias`, with at least one allowed key for every query.
         scale: multiplier of the products, D^-½ in most models.
         softcap: bound c of the scaled products, or None.
+        by_head: keys and values are [B, K, S, D].
 
     Returns:
         [B, T, N, D] in the values' dtype.
     """
     rows, length, heads, head_dim = queries.shape
-    kv_heads = keys.shape[2]
+    kv_heads, slots = keys.shape[1 if by_head else 2], "bksd" if by_head else "bskd"
     grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     precision = precision_of(values.dtype)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
-    probabilities = jax.nn.softmax(capped(scores * scale, softcap) + bias[:, None, None], axis=-1)
-    mixed = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(values.dtype), values, precision=precision)
+    # In the order in which the product makes them; the scores are the largest array here.
+    products = jnp.einsum(
+        f"btkgd,{slots}->bktgs", grouped, keys, precision=precision, preferred_element_type=jnp.float32
+    )
+    probabilities = jax.nn.softmax(capped(products * scale, softcap) + bias[:, None, :, None], axis=-1)
+    mixed = jnp.einsum(f"bktgs,{slots}->btkgd", probabilities.astype(values.dtype), values, precision=precision)
     return mixed.reshape(rows, length, heads, head_dim)

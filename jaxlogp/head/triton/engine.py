@@ -3,6 +3,9 @@
 Forward: one product whose epilogue writes four numbers per token and vocabulary tile; these are added exactly, as
 integers (:mod:`jaxlogp.head.fold`). Backward: :mod:`jaxlogp.head.triton.gradients`.
 
+The weight is read, and its gradient written, as it lies, [V, H] or [H, V]; log-probs and entropies have the same bits
+in both, gradients the bits that XLA's products give.
+
 Operands enter the products in the weight's dtype, bf16 or fp16, and accumulate in fp32; dz is rounded to that dtype
 after the one-hot is subtracted in fp32. The range of fp16 is small: scaling the loss so that dz does not vanish is up
 to the caller, as in any fp16 training.
@@ -23,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.fold import MOST_TILES, block_tokens, fold_blocks
@@ -37,10 +41,13 @@ from jaxlogp.head.triton.availability import (
 )
 from jaxlogp.head.triton.gradients import Kernels, head_gradients
 from jaxlogp.head.triton.launch import TileFunctions
-from jaxlogp.head.triton.tiles import STATISTICS_BYTES, TABLE, HeadTiles
+from jaxlogp.head.triton.operands import Launch, Operands
+from jaxlogp.head.triton.tiles import STATISTICS_BYTES, TABLE, WINDOW_MULTIPLE, HeadTiles
 from jaxlogp.stats import Normaliser, TokenLogProbs
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+# Numbers of 16 bits in one load of 16 bytes: the last dimension of both operands is a multiple of it.
+LOADED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +56,8 @@ class TritonEngine(Engine):
 
     Attributes:
       tiles: tile shapes; None takes the table's entry for the device.
-      window: vocabulary columns per window of the backward; None derives it from the constants of the tile table.
+      window: vocabulary columns per window of the backward, a multiple of 64; None derives it from the constants of the
+        tile table.
       capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
       functions: stand-ins for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
         launches the kernels.
@@ -61,6 +69,11 @@ class TritonEngine(Engine):
     functions: TileFunctions | None = None
     name = "triton"
     masks_hidden = True
+
+    def __post_init__(self):
+        window, multiple = self.window, WINDOW_MULTIPLE
+        valid = window is None or (window > 0 and window % multiple == 0)
+        require(valid, "window", f"None or a positive multiple of {multiple}", repr(window))
 
     def why_not(self, call: HeadCall) -> str | None:
         """Checks the device, then the dtypes and sizes, then whether jax-triton can be imported."""
@@ -74,21 +87,19 @@ class TritonEngine(Engine):
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser]:
         """One product; hidden is cast to the weight's dtype for it."""
-        hidden, weight, targets = call.hidden, call.weight, call.targets
+        hidden, targets = call.hidden, call.targets
         tokens, config = hidden.shape[0], self.head_tiles().forward
         # Statistics take 16 bytes per token and vocabulary tile: many tokens are processed block by block.
-        blocks = -(-tokens * -(-weight.shape[0] // config.columns) * 16 // STATISTICS_BYTES)
+        blocks = -(-tokens * -(-call.num_columns // config.columns) * 16 // STATISTICS_BYTES)
         block = block_tokens(tokens, blocks, self.row_multiple())
         rows = live_rows(targets.mask, -(-tokens // block) * block, call.all_live)
-        packed = rows.pack(hidden.astype(weight.dtype), 0)
-        bias = None if call.bias is None else call.bias.astype(jnp.float32)
+        operands = Operands.of(call, rows.pack(hidden.astype(call.weight.dtype), 0))
 
         def statistics(start, column, live):
             bounds = jnp.stack([jnp.zeros_like(live), targets.width, live]).astype(jnp.int32)
-            here = lax.dynamic_slice_in_dim(packed, start, block)
-            return self._functions().forward_statistics(
-                here, weight, bias, column, bounds, call.spec, call.with_entropy, config, self.capability
-            )
+            here = operands._replace(hidden=lax.dynamic_slice_in_dim(operands.hidden, start, block))
+            launched = Launch(config, self.capability)
+            return self._functions().forward_statistics(here, column, bounds, call.with_entropy, launched)
 
         values, normaliser, _ = fold_blocks(call, statistics, rows, block)
         return values, normaliser
@@ -96,7 +107,8 @@ class TritonEngine(Engine):
     def backward(self, call: HeadCall, kept: Normaliser, g: TokenLogProbs) -> HeadGradients:
         """See :mod:`jaxlogp.head.triton.gradients`."""
         scalars = row_scalars(kept, g.log_probs, g.entropy, call.targets.column, call.spec)
-        kernels = Kernels(self._functions(), self.head_tiles().gradient, g.entropy is not None, self.capability)
+        launched = Launch(self.head_tiles().gradient, self.capability)
+        kernels = Kernels(self._functions(), launched, g.entropy is not None)
         # Not from the scalars, where a row of NaN logits has 0 * NaN. A NaN cotangent counts: its target is invalid.
         wanted = g.log_probs != 0.0 if g.entropy is None else (g.log_probs != 0.0) | (g.entropy != 0.0)
         return head_gradients(call, scalars, wanted, kernels, self.row_multiple(), self.window)
@@ -112,15 +124,15 @@ class TritonEngine(Engine):
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
         hidden, weight = call.hidden, call.weight
-        if call.weight_layout != "vh":
-            # Rows of a tile are read in 16-byte loads; columns of [H, V] are aligned for some V and windows alone.
-            return "it takes a weight [V, H], not [H, V]"
         if weight.dtype not in DTYPES:
             return f"it needs a bfloat16 or float16 weight, got {weight.dtype} (the kernels multiply 16-bit operands)"
         if call.spec.fp32_head and hidden.dtype != weight.dtype:
             return f"fp32_head needs {hidden.dtype} x {weight.dtype} in fp32, the kernels multiply 16-bit operands"
-        if weight.shape[1] % 8:
-            return f"it needs a hidden size that is a multiple of 8, got {weight.shape[1]}"
+        if hidden.shape[-1] % LOADED:
+            return f"it needs a hidden size that is a multiple of {LOADED}, got {hidden.shape[-1]}"
+        if call.weight_layout == "hv" and call.num_columns % LOADED:
+            columns = f"a number of vocabulary columns that is a multiple of {LOADED}"
+            return f"it needs, for a weight [H, V], {columns}, got {call.num_columns}"
         most = MOST_TILES * self.head_tiles().forward.columns
         return f"it needs a vocabulary of at most {most}, got {call.vocab_size}" if call.vocab_size > most else None
 

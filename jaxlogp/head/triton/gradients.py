@@ -1,8 +1,8 @@
 """Gradients of hidden states, weight and bias by windows of the vocabulary.
 
 For each window the kernel writes dz [tokens, columns] in the weight's dtype; then dH += dz · W_window in fp32, and
-dW_window = dzᵀ · H, which is complete and rounded once. Both products are XLA's own. A window is dropped before the
-next one: nothing of size [tokens, V] exists.
+dW_window = dzᵀ · H, or Hᵀ · dz for a weight [H, V], which is complete and rounded once. Both products are XLA's own. A
+window is dropped before the next one: nothing of size [tokens, V] exists.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import dot
 from jaxlogp.head.row_scalars import RowScalars
 from jaxlogp.head.triton.launch import TileFunctions
-from jaxlogp.head.triton.tiles import TileConfig, row_parts, window_columns
+from jaxlogp.head.triton.operands import Launch, Operands
+from jaxlogp.head.triton.tiles import row_parts, window_columns
 
 
 class Kernels(NamedTuple):
@@ -27,15 +28,13 @@ class Kernels(NamedTuple):
 
     Attributes:
       functions: the kernels' launches, or their stand-in.
-      config: tile shapes.
+      launch: tile shapes and device.
       with_slope: whether the entropy has a cotangent.
-      capability: compute capability times ten to compile for; None asks the device.
     """
 
     functions: TileFunctions
-    config: TileConfig
+    launch: Launch
     with_slope: bool
-    capability: int | None
 
 
 def head_gradients(
@@ -56,37 +55,26 @@ def head_gradients(
       multiple: tokens are padded to a multiple of it.
       window: columns of a window; None derives it from the constants of the tile table.
     """
-    weight, axes = call.weight, call.axes
-    tokens, vocab = call.hidden.shape[0], weight.shape[0]
+    tokens, vocab, axes = call.hidden.shape[0], call.num_columns, call.axes
     padded = -(-tokens // multiple) * multiple
     rows = live_rows(wanted, padded)
-    packed, filled = rows.pack(call.hidden.astype(weight.dtype), 0), scalars.pack(rows)
-    bias = None if call.bias is None else call.bias.astype(jnp.float32)
+    packed, filled = rows.pack(call.hidden.astype(call.weight.dtype), 0), scalars.pack(rows)
     window = min(window or window_columns(padded, vocab), vocab)
 
     def products_of(size: int):
         """The products over the first ``size`` rows, which include all rows with a gradient."""
 
         def branch(packed, filled, count):
-            here, scalars = packed[:size], RowScalars(*(x[:size] for x in filled))
+            operands, scalars = Operands.of(call, packed[:size]), RowScalars(*(x[:size] for x in filled))
 
             def gradient(start: Array) -> Array:
                 bounds = jnp.stack([start, call.targets.width, count]).astype(jnp.int32)
                 dz = kernels.functions.window_gradient(
-                    here,
-                    weight,
-                    bias,
-                    scalars,
-                    bounds,
-                    window,
-                    call.spec,
-                    kernels.with_slope,
-                    kernels.config,
-                    kernels.capability,
+                    operands, scalars, bounds, window, kernels.with_slope, kernels.launch
                 )
                 return vary_over(dz, axes)
 
-            d_hidden, d_weight, d_bias = _window_products(call, here, gradient, window)
+            d_hidden, d_weight, d_bias = _window_products(call, operands.hidden, gradient, window)
             d_hidden = d_hidden.astype(call.hidden_gradient_dtype)
             d_hidden = jnp.pad(d_hidden, ((0, padded - size), (0, 0))) if size < padded else d_hidden
             return d_hidden, d_weight, d_bias
@@ -110,7 +98,7 @@ def _window_products(
     window: int,
 ) -> HeadGradients:
     """fp32 dH, dW as the call wants it and fp32 db of all windows; gradient(first column) gives a window's dz."""
-    weight, vocab, has_bias = call.weight, call.weight.shape[0], call.bias is not None
+    weight, vocab, dim, has_bias = call.weight, call.num_columns, call.vocab_dim, call.bias is not None
 
     def add(index: Int[Array, ""], sums):
         d_hidden, d_weight, d_bias = sums
@@ -119,14 +107,16 @@ def _window_products(
         start = jnp.minimum(index * window, vocab - window)
         dz = gradient(start)
         own = start + jnp.arange(window, dtype=jnp.int32) >= index * window
-        rows = lax.dynamic_slice_in_dim(weight, start, window)
-        d_hidden = d_hidden + dot(dz, jnp.where(own[:, None], rows, jnp.zeros((), rows.dtype)), contract=(1, 0))
+        part = lax.dynamic_slice_in_dim(weight, start, window, axis=dim)
+        part = jnp.where(jnp.expand_dims(own, 1 - dim), part, jnp.zeros((), part.dtype))
+        d_hidden = d_hidden + dot(dz, part, contract=(1, dim))
         # 16-bit operands with a result of their dtype: summed in fp32 and rounded when written. An fp32 result and a
         # cast would give the same numbers and, where XLA does not fuse the two, take twice the memory.
+        left, right = (dz, hidden) if dim == 0 else (hidden, dz)
         rounded = lax.dot_general(
-            dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=call.weight_gradient_dtype
+            left, right, (((0,), (0,)), ((), ())), preferred_element_type=call.weight_gradient_dtype
         )
-        d_weight = lax.dynamic_update_slice_in_dim(d_weight, rounded, start, axis=0)
+        d_weight = lax.dynamic_update_slice_in_dim(d_weight, rounded, start, axis=dim)
         if has_bias:
             d_bias = lax.dynamic_update_slice_in_dim(d_bias, jnp.sum(dz, axis=0, dtype=jnp.float32), start, axis=0)
         return d_hidden, d_weight, d_bias

@@ -3,8 +3,12 @@
 In both, a program computes one [ROWS, COLUMNS] tile of hidden · weightᵀ and finishes it in registers; neither writes
 the logits. This is the only module that imports Triton, and it is imported when a kernel is launched.
 
-Shapes: hidden [tokens, HIDDEN], weight [vocab, HIDDEN], bias fp32 [vocab], target int32 [tokens] (a row of the weight,
-or -1). ``bounds`` is int32 [3]: first column, number of columns that are real ids, tokens that need work.
+Shapes: hidden [tokens, HIDDEN], weight [vocab, HIDDEN] where VOCAB_DIM is 0, [HIDDEN, vocab] where it is 1, bias fp32
+[vocab], target int32 [tokens] (a column of the logits, or -1). ``bounds`` is int32 [3]: first column, number of columns
+that are real ids, tokens that need work.
+
+A weight is read 16 bytes at a time: eight hidden units of a column, or eight columns of a hidden unit. For the latter,
+vocab and the first column are multiples of 8, and every eight columns stay together when they are moved.
 """
 
 import triton
@@ -26,13 +30,25 @@ def place(index, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def inside_of(columns, vocab, VOCAB_DIM: tl.constexpr):
+    """The columns, those beyond the end moved to the last one, or the last eight; they are read, and then masked."""
+    if VOCAB_DIM == 0:
+        return tl.minimum(columns, vocab - 1)
+    else:
+        moved = tl.minimum(columns, vocab - 8 + columns % 8)
+        return tl.max_contiguous(tl.multiple_of(moved, 8), 8)
+
+
+@triton.jit
 def tile_products(
     hidden,
     weight,
     rows,
     columns,
     steps,
+    vocab,
     HIDDEN: tl.constexpr,
+    VOCAB_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -41,7 +57,13 @@ def tile_products(
     depth = tl.arange(0, DEPTH)
     # Rows of a large head begin beyond 2^31 elements.
     left = hidden + (rows.to(tl.int64) * HIDDEN)[:, None] + depth[None, :]
-    right = weight + (columns.to(tl.int64) * HIDDEN)[None, :] + depth[:, None]
+    if VOCAB_DIM == 0:
+        stride = 1
+        right = weight + (columns.to(tl.int64) * HIDDEN)[None, :] + depth[:, None]
+    else:
+        # Rounded for the compiler, which is to see that every row begins at a multiple of 16 bytes.
+        stride = vocab // 8 * 8
+        right = weight + (depth * stride)[:, None] + columns[None, :]
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(0, steps):
         if HIDDEN % DEPTH == 0:
@@ -53,7 +75,7 @@ def tile_products(
             b = tl.load(right, mask=inside[:, None], other=0.0)
         products = tl.dot(a, b, products)
         left += DEPTH
-        right += DEPTH
+        right += DEPTH * stride
     return products
 
 
@@ -95,6 +117,7 @@ def forward_kernel(
     vocab,
     out,
     HIDDEN: tl.constexpr,
+    VOCAB_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     SCALE: tl.constexpr,
@@ -118,10 +141,9 @@ def forward_kernel(
     row, tile = place(index, row_tiles, column_tiles, GROUP)
     rows = row * ROWS + tl.arange(0, ROWS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    # Beyond the end the last row is read again, and its columns are masked.
-    sources = tl.minimum(columns, vocab - 1)
+    sources = inside_of(columns, vocab, VOCAB_DIM)
     steps: tl.constexpr = (HIDDEN + DEPTH - 1) // DEPTH
-    products = tile_products(hidden, weight, rows, sources, steps, HIDDEN, ROWS, COLUMNS, DEPTH)
+    products = tile_products(hidden, weight, rows, sources, steps, vocab, HIDDEN, VOCAB_DIM, ROWS, COLUMNS, DEPTH)
     logits = finish(products, bias, sources, HAS_BIAS, SCALE, SOFTCAP, TEMPERATURE)
     logits = tl.where((columns < width)[None, :], logits, MASKED)
 
@@ -152,6 +174,7 @@ def gradient_kernel(
     vocab,
     out,
     HIDDEN: tl.constexpr,
+    VOCAB_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
@@ -176,9 +199,9 @@ def gradient_kernel(
     rows = row * ROWS + tl.arange(0, ROWS)
     local = tile * COLUMNS + tl.arange(0, COLUMNS)
     columns = start + local
-    sources = tl.minimum(columns, vocab - 1)
+    sources = inside_of(columns, vocab, VOCAB_DIM)
     steps = tl.where(row * ROWS < live, (HIDDEN + DEPTH - 1) // DEPTH, 0)
-    products = tile_products(hidden, weight, rows, sources, steps, HIDDEN, ROWS, COLUMNS, DEPTH)
+    products = tile_products(hidden, weight, rows, sources, steps, vocab, HIDDEN, VOCAB_DIM, ROWS, COLUMNS, DEPTH)
     logits = finish(products, bias, sources, HAS_BIAS, SCALE, SOFTCAP, TEMPERATURE)
 
     wanted = tl.load(target + rows)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.row_scalars import RowScalars
+from jaxlogp.head.triton.operands import Launch, Operands
 from jaxlogp.head.triton.tiles import TileConfig
 
 
@@ -25,29 +26,17 @@ class TileFunctions(Protocol):
 
 
 def forward_statistics(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
-    column: Int[Array, " tokens"],
-    bounds: Int[Array, "3"],
-    spec: HeadSpec,
-    with_slope: bool,
-    config: TileConfig,
-    capability: int | None,
+    operands: Operands, column: Int[Array, " tokens"], bounds: Int[Array, "3"], with_slope: bool, launch: Launch
 ) -> Float[Array, "tiles 4 tokens"]:
     """Tile statistics of all columns; the logits are not written.
 
     Args:
-      hidden: [tokens, H] in the weight's dtype, tokens a multiple of config.rows.
-      weight: bf16 or fp16 [V, H].
-      bias: fp32 [V] or None.
-      column: int32 [tokens], the target's row of the weight, -1 where there is none.
-      bounds: int32: 0, number of rows of the weight that are real ids, number of tokens, from the first, that need
-        statistics. Row tiles after these are not computed, and their results may be anything.
-      spec: scale, soft cap and temperature.
-      with_slope: whether the entropy has a cotangent.
-      config: tile shapes.
-      capability: compute capability times ten to compile for; None asks the device.
+      operands: what is multiplied.
+      column: int32 [tokens], the target's column, -1 where there is none.
+      bounds: int32: 0, number of columns that are real ids, number of tokens, from the first, that need statistics. Row
+        tiles after these are not computed, and their results may be anything.
+      with_slope: whether the entropy is wanted.
+      launch: tile shapes and device.
 
     Returns:
       fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without entropy), target logit
@@ -55,70 +44,59 @@ def forward_statistics(
     """
     from jaxlogp.head.triton.kernels import forward_kernel
 
-    tokens, vocab = hidden.shape[0], weight.shape[0]
-    tiles = -(-vocab // config.columns)
+    tokens, config = operands.hidden.shape[0], launch.config
+    tiles = -(-operands.num_columns // config.columns)
     return _call(
-        (hidden, weight, _or_placeholder(bias), column, bounds, tokens, vocab),
         forward_kernel,
+        operands,
+        (column, bounds),
         jax.ShapeDtypeStruct((tiles, 4, tokens), jnp.float32),
         tokens // config.rows * tiles,
-        (spec, with_slope),
-        config,
-        capability,
-        HIDDEN=hidden.shape[1],
-        HAS_BIAS=bias is not None,
+        launch,
+        WITH_ENTROPY=with_slope,
     )
 
 
 def window_gradient(
-    hidden: Float[Array, "tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
-    bias: Float[Array, " vocab"] | None,
+    operands: Operands,
     scalars: RowScalars,
     bounds: Int[Array, "3"],
     window: int,
-    spec: HeadSpec,
     with_slope: bool,
-    config: TileConfig,
-    capability: int | None,
+    launch: Launch,
 ) -> Float[Array, "tokens window"]:
     """Gradient of hidden · weightᵀ + bias for a window of columns, in the weight's dtype, rounded once.
 
     Args:
-      hidden: [tokens, H] in the weight's dtype, tokens a multiple of config.rows.
-      weight: bf16 or fp16 [V, H].
-      bias: fp32 [V] or None.
+      operands: what is multiplied.
       scalars: the scalars of dz, one value per token; a row whose constant, slope and onehot are 0 gets 0.
-      bounds: int32: first column of the window, number of rows of the weight that are real ids (further columns get 0),
-        number of tokens, from the first, that have a gradient (row tiles after these get 0 without a product).
-      window: number of columns, all of them rows of the weight.
-      spec: scale, soft cap and temperature.
+      bounds: int32: first column of the window (for a weight [H, V] a multiple of 8), number of columns that are real
+        ids (further ones get 0), number of tokens, from the first, that have a gradient (row tiles after these get 0
+        without a product).
+      window: number of columns, all of them columns of the weight.
       with_slope: whether the entropy has a cotangent.
-      config: tile shapes.
-      capability: compute capability times ten to compile for; None asks the device.
+      launch: tile shapes and device.
     """
     from jaxlogp.head.triton.kernels import gradient_kernel
 
-    tokens, vocab = hidden.shape[0], weight.shape[0]
+    tokens, config = operands.hidden.shape[0], launch.config
     values = jnp.stack([scalars.maximum, scalars.log2_sum, scalars.constant, scalars.slope, scalars.onehot])
     return _call(
-        (hidden, weight, _or_placeholder(bias), scalars.target, values, bounds, tokens, vocab),
         gradient_kernel,
-        jax.ShapeDtypeStruct((tokens, window), weight.dtype),
+        operands,
+        (scalars.target, values, bounds),
+        jax.ShapeDtypeStruct((tokens, window), operands.weight.dtype),
         tokens // config.rows * -(-window // config.columns),
-        (spec, with_slope),
-        config,
-        capability,
-        HIDDEN=hidden.shape[1],
+        launch,
+        WITH_ENTROPY=with_slope,
         WINDOW=window,
-        HAS_BIAS=bias is not None,
     )
 
 
-def kernel_constants(spec: HeadSpec, with_entropy: bool, config: TileConfig) -> dict[str, Any]:
+def kernel_constants(spec: HeadSpec, vocab_dim: int, config: TileConfig) -> dict[str, Any]:
     """The compile-time arguments that both kernels share."""
     return {
-        "WITH_ENTROPY": with_entropy,
+        "VOCAB_DIM": vocab_dim,
         "SCALE": float(spec.logit_scale),
         "SOFTCAP": 0.0 if spec.softcap is None else float(spec.softcap),
         "TEMPERATURE": float(spec.temperature),
@@ -129,31 +107,30 @@ def kernel_constants(spec: HeadSpec, with_entropy: bool, config: TileConfig) -> 
     }
 
 
-def _or_placeholder(bias: Array | None) -> Array:
-    """A kernel's argument must be an array; without a bias it is not read."""
-    return jnp.zeros((1,), jnp.float32) if bias is None else bias
-
-
 def _call(
-    operands: tuple,
     kernel: Any,
+    operands: Operands,
+    per_token: tuple[Array, ...],
     out_shape: jax.ShapeDtypeStruct,
     programs: int,
-    arithmetic: tuple[HeadSpec, bool],
-    config: TileConfig,
-    capability: int | None,
+    launch: Launch,
     **constants: Any,
 ) -> Array:
     import jax_triton
 
+    hidden, weight, bias, spec, vocab_dim = operands
+    # A kernel's argument must be an array; without a bias it is not read.
+    placeholder = jnp.zeros((1,), jnp.float32) if bias is None else bias
     return jax_triton.triton_call(
-        *operands,
+        *(hidden, weight, placeholder, *per_token, hidden.shape[0], operands.num_columns),
         kernel=kernel,
         out_shape=out_shape,
         grid=(programs,),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        compute_capability=capability,
-        **kernel_constants(*arithmetic, config),
+        num_warps=launch.config.warps,
+        num_stages=launch.config.stages,
+        compute_capability=launch.capability,
+        HIDDEN=hidden.shape[1],
+        HAS_BIAS=bias is not None,
+        **kernel_constants(spec, vocab_dim, launch.config),
         **constants,
     )

@@ -1,6 +1,6 @@
-"""The hopper engine on a weight [V, H] and on [H, V], beside one product: times, memory, and whether the bits are the same.
+"""An engine on a weight [V, H] and on [H, V], beside one product: times, memory, and whether the bits are the same.
 
-    python -m benchmarks.hopper.layouts [H,V ...]
+    python -m benchmarks.layouts hopper|triton [H,V ...]
 
 Times are medians of interleaved turns, each at settled clocks; entropy included. One pass is that of a step whose policy is
 still the sampler's.
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from benchmarks.beside_product import Timed, cases, compiled_or_said, print_times, say
 from benchmarks.cases import Case
 from benchmarks.engines import operands
-from jaxlogp import Engine, HopperEngine, TokenLogProbs, linear_log_probs, linear_policy_loss
+from jaxlogp import Engine, HopperEngine, TokenLogProbs, TritonEngine, linear_log_probs, linear_policy_loss
 
+ENGINES = {"hopper": HopperEngine, "triton": TritonEngine}
 LAYOUTS = ("vh", "hv")
 
 
@@ -63,8 +64,9 @@ def _same(left: object, right: object) -> bool:
 
 
 def main() -> None:
-    for case in cases(sys.argv[1:]):
-        measure(case, HopperEngine())
+    engine = ENGINES[sys.argv[1]]()
+    for case in cases(sys.argv[2:]):
+        measure(case, engine)
 
 
 if __name__ == "__main__":
