@@ -79,8 +79,8 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
         require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
-    expected = "no value without tensor ranks (--mesh tensor=N), whose tokens it splits"
-    require(mesh.tensor > 1 or not model.sequence_parallel, "--model.sequence-parallel", expected, "it")
+    expected = "tensor ranks (--mesh tensor=N), over which it splits tokens, or --model.no-sequence-parallel"
+    require(mesh.tensor > 1 or not model.sequence_parallel, "--model.sequence-parallel", expected, config.mesh)
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
@@ -93,8 +93,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec, completions: int) -> Non
     require(count == 1, "--invariant", "one process, whose devices the leaves are copied between", f"{count} processes")
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
-    expected = "no value with --invariant, whose tensor ranks have the whole body each"
-    require(not config.model.sequence_parallel, "--model.sequence-parallel", expected, "it")
+    own = config.model.sequence_parallel
+    require(not own, "--model.sequence-parallel", "no --invariant, where each tensor rank has the whole body", "both")
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
     # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.

@@ -248,7 +248,7 @@ GRPO = [
     ),
     (
         "--model.sequence-parallel",
-        "--model.sequence-parallel: expected no value without tensor ranks (--mesh tensor=N)",
+        "--model.sequence-parallel: expected tensor ranks (--mesh tensor=N)",
     ),
     (
         "--model.sequence-parallel --mesh tensor=2 --schedule.row-length 33",
