@@ -299,8 +299,8 @@ def test_every_parameter_names_its_axes_and_flax_reads_the_same_table():
     _, state = decoder("llama3")
     with nnx.logical_axis_rules(RULES):
         theirs = nnx.to_flat_state(nnx.get_partition_spec(state))
-    # Two ranks divide every axis that has a rule, so that Flax places every parameter where this project does.
-    ours = nnx.to_flat_state(parameter_shardings(state, make_mesh(MeshSpec(fsdp=2, tensor=2))))
+    # Two and four ranks divide every axis that has a rule, so that Flax places every parameter where this project does.
+    ours = nnx.to_flat_state(parameter_shardings(state, make_mesh(MeshSpec(fsdp=2, sequence=2, tensor=2))))
     for (path, spec), (_, sharding) in zip(theirs, ours, strict=True):
         axes, trimmed = tuple(spec.get_value()), tuple(sharding.get_value().spec)
         assert axes == trimmed + (None,) * (len(axes) - len(trimmed)), path

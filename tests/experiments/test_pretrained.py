@@ -372,7 +372,7 @@ def test_a_bad_directory_ends_in_one_line_exit_code_2_and_no_run(name, tmp_path,
     spoil(path)
     with pytest.raises(SystemExit) as stopped:
         # Little to do, where it is not refused.
-        short = ["--schedule.steps", "0", "--evaluation.num-prompts", "1", "--rollout.max-new-tokens", "1"]
+        short = ["--schedule.steps", "0", "--evaluation.num-prompts", "1", "--rollout.max-new-tokens", "2"]
         grpo.run_cli(["--model.path", str(path), "--out", str(tmp_path / "runs"), *short])
     lines = capsys.readouterr().err.strip().splitlines()
     assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {words}"), lines

@@ -12,7 +12,7 @@ from experiments.training.replicas import Replicas, sum_of_bits
 
 
 def tree_on(mesh):
-    """Whole and sharded leaves of several dtypes; the axes of a mesh's devices are data, fsdp and tensor."""
+    """Whole and sharded leaves of several dtypes; the axes of a mesh's devices are data, fsdp, sequence and tensor."""
     random = np.random.default_rng(0)
     values = {
         "whole": (random.normal(size=(5, 3)).astype(np.float32), P()),
@@ -43,7 +43,7 @@ def four_by_two():
 
 @pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize(("name", "copies"), [("whole", 8), ("rows", 4), ("narrow", 8), ("count", 8)])
-@pytest.mark.parametrize("place", [(0, 0, 0), (2, 0, 1)])
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (2, 0, 0, 1)])
 def test_a_flipped_bit_is_found_with_its_device(four_by_two, name, copies, place, bit):
     mesh, tree, replicas = four_by_two
     assert replicas.differing(tree) is None
@@ -55,8 +55,8 @@ def test_a_flipped_bit_is_found_with_its_device(four_by_two, name, copies, place
 def test_of_two_copies_neither_is_right(four_by_two):
     mesh = make_mesh(MeshSpec(data=2, tensor=2))
     tree, replicas = tree_on(mesh), Replicas(mesh)
-    found = replicas.differing({**tree, "rows": flipped(tree["rows"], mesh.devices[1, 0, 1])})
-    names = ", ".join(f"device {device.id}" for device in mesh.devices[:, 0, 1])
+    found = replicas.differing({**tree, "rows": flipped(tree["rows"], mesh.devices[1, 0, 0, 1])})
+    names = ", ".join(f"device {device.id}" for device in mesh.devices[:, 0, 0, 1])
     assert found == f"rows on {names}, which hold different copies"
 
 

@@ -118,7 +118,7 @@ def normaliser_program(name, size):
     """What log Σ_v e^z is kept as for the backward: the largest logit, the logarithm of the rest, and Σ p z."""
     setting, _, _ = SETTINGS[name]
     order, vocab = setting.engine.order, setting.vocab
-    layout = {"axis_name": "tensor", "vocab": order.shards(vocab, size), "weight_layout": "vh"}
+    layout = {"axis_name": "tensor", "vocab": order.shards(vocab, size), "weight_layout": "vh", "sequence_dim": None}
     spec = HeadSpec(**{key: value for key, value in setting.options if key != "out_of_vocab"})
 
     def local(hidden, weight, bias, targets, mask):
