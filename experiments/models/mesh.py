@@ -23,7 +23,7 @@ FSDP_AXIS = "fsdp"
 SEQUENCE_AXIS = "sequence"
 """Splits the tokens of every row, and parameters, gradients and optimizer state as "fsdp" does."""
 TENSOR_AXIS = "tensor"
-"""Splits vocabulary, heads and SwiGLU features, and the tokens of the residual stream between them."""
+"""Splits vocabulary, heads and SwiGLU features; with sequence parallelism also the tokens of the residual stream."""
 AXIS_NAMES = (DATA_AXIS, FSDP_AXIS, SEQUENCE_AXIS, TENSOR_AXIS)
 ROW_AXES = (DATA_AXIS, FSDP_AXIS)
 """The axes that split documents."""

@@ -64,11 +64,8 @@ class MicroBatchSums:
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
         rows, sequence = token_axes(mesh)
-        self._row_spec, self._token_spec, self._split_spec = (
-            P(rows),
-            P(rows, sequence),
-            P(rows, (*sequence, TENSOR_AXIS)),
-        )
+        self._row_spec, self._token_spec = P(rows), P(rows, sequence)
+        self._split_spec = P(rows, (*sequence, TENSOR_AXIS))
         self._token_axes = rows + sequence
         self._sequence_parallel = sequence_parallel
         self._frozen = nnx.State({}) if frozen is None else frozen

@@ -1,6 +1,7 @@
 """Runs of two processes, a simulated device each, over gloo: their bits, and their end."""
 
 import json
+import re
 import signal
 import time
 
@@ -111,8 +112,8 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
     started = time.monotonic()
     _, errors = both[0].communicate(timeout=60)
     assert both[0].returncode != 0 and wait(both[1]).code == -9 and time.monotonic() - started < 30
-    # JAX names it, in the line after its sentence.
-    assert "unhealthy (stopped sending heartbeats):\n1\n" in errors
+    # JAX names it, in a line after its sentence; on a busy machine others may be late too.
+    assert re.search(r"unhealthy \(stopped sending heartbeats\):\n(\d+\n)*1\n", errors), errors[:2000]
     assert [wait(each).code for each in start_together(resume, cache, 2, main=NOT_FINITE)] == [0, 0]
     whole = tmp_path / "whole"
     assert saved(run) == saved(whole) and losses(run) == losses(whole)
