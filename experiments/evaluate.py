@@ -71,7 +71,11 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
     if config.max_new_tokens is not None:
         rollout = dataclasses.replace(stored.rollout, max_new_tokens=config.max_new_tokens)
         stored = dataclasses.replace(stored, rollout=rollout)
-    return stored if config.mesh is None else dataclasses.replace(stored, mesh=config.mesh)
+    if config.mesh is None:
+        return stored
+    # How tensor ranks hold tokens is a matter of training, and the mesh may have none.
+    model = dataclasses.replace(stored.model, sequence_parallel=False)
+    return dataclasses.replace(stored, mesh=config.mesh, model=model)
 
 
 def main(config: EvaluateConfig) -> Scores:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import evaluate
+from experiments.config import validate
 from experiments.models.mesh import parse_mesh
 from experiments.tasks.rewards import rewards_of
 from experiments.training.trainer import Trainer
@@ -144,6 +146,14 @@ def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_
         for leaf, place in zip(jax.tree.leaves(trainer.state.params), gradients, strict=True)
     ]
     assert sorted(set(split)) == [1, 4, 8] or sorted(set(split)) == [4, 8], split
+
+
+def test_a_run_with_sequence_parallelism_is_evaluated_on_a_mesh_without_tensor_ranks():
+    model = replace(TINY.model, sequence_parallel=True)
+    config = tiny("unused", "unused", mesh="tensor=2", model=model)
+    for mesh, wanted in ((None, 2), ("", 1)):
+        changed = evaluate._changed(config, evaluate.EvaluateConfig(run="unused", mesh=mesh))
+        assert validate(changed).tensor == wanted
 
 
 def test_the_rest_of_the_devices():
