@@ -136,7 +136,8 @@ def num_ranks(mesh: Mesh) -> int:
 
 def token_axes(mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of the mesh that split rows, and those that split the tokens of each row."""
-    return row_axes(mesh), (SEQUENCE_AXIS,) if size_of(mesh, SEQUENCE_AXIS) > 1 else ()
+    sequence = document_axis(mesh)
+    return row_axes(mesh), () if sequence is None else (sequence,)
 
 
 def document_axis(mesh: Mesh) -> str | None:

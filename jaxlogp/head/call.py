@@ -48,22 +48,24 @@ class SequenceSplit(NamedTuple):
     """Hidden states of which each rank of the vocabulary axis has a part of the tokens: sequence parallelism.
 
     Attributes:
-      tokens: shape of this rank's tokens.
-      dim: the dimension of it that is split.
+      part: shape of this rank's tokens.
+      whole: shape of all tokens.
+      dim: the dimension in which they differ.
     """
 
-    tokens: tuple[int, ...]
+    part: tuple[int, ...]
+    whole: tuple[int, ...]
     dim: int
 
     def gathered(self, hidden: Float[Array, "part hidden"], axis_name: AxisName) -> Float[Array, "tokens hidden"]:
         """The hidden states of all tokens, on every rank."""
-        whole = lax.all_gather(hidden.reshape(*self.tokens, -1), axis_name, axis=self.dim, tiled=True)
+        whole = lax.all_gather(hidden.reshape(*self.part, -1), axis_name, axis=self.dim, tiled=True)
         return whole.reshape(-1, hidden.shape[-1])
 
     def scattered(self, gradient: Float[Array, "tokens hidden"], axis_name: AxisName) -> Float[Array, "part hidden"]:
         """The gradients of all ranks, summed: each rank's own part of the tokens."""
-        whole = [size * (lax.axis_size(axis_name) if dim == self.dim else 1) for dim, size in enumerate(self.tokens)]
-        part = lax.psum_scatter(gradient.reshape(*whole, -1), axis_name, scatter_dimension=self.dim, tiled=True)
+        whole = gradient.reshape(*self.whole, -1)
+        part = lax.psum_scatter(whole, axis_name, scatter_dimension=self.dim, tiled=True)
         return part.reshape(-1, gradient.shape[-1])
 
 
@@ -226,11 +228,8 @@ def head_call(
     shard = local_shard(columns, axis_name, vocab, "weight")
     require_varying(weight, axis_name, "weight")
     all_live = mask is None
-    split = _sequence_split(hidden, axis_name, sequence_dim)
-    tokens = hidden.shape[:-1]
-    if split is not None:
-        tokens = tuple(size * (shard.num_shards if dim == split.dim else 1) for dim, size in enumerate(tokens))
-    mask = check_targets(targets, mask, tokens, shard.vocab_size)
+    split = _sequence_split(hidden, axis_name, sequence_dim, shard.num_shards)
+    mask = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
     hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, mask))
@@ -241,14 +240,17 @@ def head_call(
     return HeadCall(flat, weight, bias, local, spec, *layout)
 
 
-def _sequence_split(hidden: Array, axis_name: AxisName | None, dim: int | None) -> SequenceSplit | None:
+def _sequence_split(
+    hidden: Array, axis_name: AxisName | None, dim: int | None, num_shards: int
+) -> SequenceSplit | None:
     if dim is None:
         return None
     require(axis_name is not None, "axis_name", "the mesh axis that splits hidden along sequence_dim", None)
     inside = isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < hidden.ndim - 1
     require(inside, "sequence_dim", f"a dimension of the tokens {hidden.shape[:-1]}", repr(dim))
     require_varying(hidden, axis_name, "hidden")
-    return SequenceSplit(hidden.shape[:-1], dim)
+    part = hidden.shape[:-1]
+    return SequenceSplit(part, (*part[:dim], part[dim] * num_shards, *part[dim + 1 :]), dim)
 
 
 def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh") -> None:
