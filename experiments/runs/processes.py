@@ -37,8 +37,10 @@ HEARTBEAT_TIMEOUT_SECONDS = 20
 START_TIMEOUT_SECONDS = 300
 SLOW_SECONDS = 30.0
 """A process that the others have waited for this long is named."""
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 5.0
 """A process in which nothing has failed has this long to arrive at the end by itself."""
+LEAVE_SECONDS = 15.0
+"""A process that ends for a fault waits at most so long for the others, to leave with them."""
 _POLL_MS = 1000
 
 
@@ -213,19 +215,21 @@ class Processes:
         return failure
 
     def _leave(self, code: int) -> None:
-        """Ends the process at once: the interpreter's end would wait for the others, and they for it."""
+        """Ends the process without the interpreter's own end, which would wait for the others, and they for it."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._store.key_value_set(f"{ROOM}/left/{self.index}", "left")
+        # JAX aborts all others once it misses one, which may be half a heartbeat's timeout after that one has gone: all go
+        # together.
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for process in range(self.count):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                while self._read(f"{ROOM}/left/{process}") is None and time.monotonic() < deadline:
+                    pass
         if self.first:
-            # It has the store that the others read the reason from, and without which JAX aborts them.
-            deadline = time.monotonic() + GRACE_SECONDS + 5.0
-            for process in range(1, self.count):
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    while self._read(f"{ROOM}/left/{process}") is None and time.monotonic() < deadline:
-                        pass
+            # It has the store that the others read this from, and without which JAX aborts them.
             time.sleep(1.0)
         os._exit(code)
 

@@ -49,6 +49,8 @@ def three(monkeypatch):
     said = []
     monkeypatch.setattr(module, "_say", said.append)
     monkeypatch.setattr(module, "_POLL_MS", 20)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.1)
 
     def leave(code):
         raise Left(code)
@@ -118,14 +120,29 @@ def test_a_slow_process_is_named_once(three, monkeypatch):
     assert line.startswith("WARNING: process 1 keeps the others waiting at rewards")
 
 
-def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(three, monkeypatch):
+def test_all_end_with_the_reason_and_the_code_of_the_first_that_failed(three):
     store, here, said = three
     ends = in_each(here[1:2], lambda each: each.end(3, "/x: No space left on device", caused_here=True))
     assert [error.args for error in ends] == [(3,)] and json.loads(store.values[FAILURE])[0] == 1
-    # One that waits in a collective is ended by its thread; in another the collective has broken.
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+    # Those that wait in a collective are ended by their threads.
     assert in_each(here[:1] + here[2:], lambda each: each._watch())[1].args == (3,)
     assert said == [f"error: process 1{word}: /x: No space left on device" for word in ("", " ended", " ended")]
+
+
+def test_a_process_at_fault_stays_until_the_others_leave(three, monkeypatch):
+    """JAX misses its heartbeats otherwise, and aborts the others before they have said anything."""
+    _, here, _ = three
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 30.0)
+    order, leave = [], module.os._exit
+    monkeypatch.setattr(module.os, "_exit", lambda code: (order.append("left"), leave(code)))
+
+    def fail(each):
+        if each.index == 1:
+            each.end(1, "a bug", caused_here=True)
+        assert order == [] and not threading.Event().wait(0.2) and order == []
+        each._watch()
+
+    assert [error.args for error in in_each(here, fail)] == [(1,)] * 3
 
 
 def test_a_broken_connection_is_no_reason_while_there_is_one(three):

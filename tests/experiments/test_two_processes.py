@@ -94,7 +94,7 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
     # A fault of one of two, which both report.
     both = start_together([*options, "--out", str(tmp_path), "--name", "run"], cache, 2, main=FAULT)
     ends = [wait(each) for each in both]
-    assert [end.code for end in ends] == [3, 3]
+    assert [end.code for end in ends] == [3, 3], ends
     assert ends[0].last == "error: process 1 ended: /x: No space left on device"
     assert ends[1].last == "error: process 1: /x: No space left on device"
     # One goes on.
@@ -104,7 +104,7 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
     both = start_together(resume, cache, 2, main=NOT_FINITE)
     assert stop_when(both[1], further(), 0.0, signal.SIGTERM)
     ends = [wait(each) for each in both]
-    assert [end.code for end in ends] == [143, 143]
+    assert [end.code for end in ends] == [143, 143], ends
     assert ends[0].last.startswith("error: SIGTERM to process 1: step ") and "--resume" in ends[0].last
     # One that is killed does not leave the other waiting.
     both = start_together(resume, cache, 2, main=NOT_FINITE)
@@ -125,7 +125,7 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
 def test_processes_with_different_options_are_refused(options, cache, tmp_path):
     main = f"import sys; sys.argv += ['--seed', sys.argv[sys.argv.index('--process-id') + 1]]; {MAIN}"
     ends = [wait(each) for each in start_together([*options, "--out", str(tmp_path)], cache, 2, main=main)]
-    assert [end.code for end in ends] == [2, 2]
+    assert [end.code for end in ends] == [2, 2], ends
     here = "--seed: expected in process 1 that of process 0, 0, got 1"
     there = "process 1 ended: --seed: expected in process 0 that of process 1, 1, got 0"
     assert ends[0].last in (f"error: {here}", f"error: {there}")
