@@ -18,8 +18,9 @@ import tyro
 
 from experiments.command_line import run_command
 from experiments.config import Config, DataConfig, ModelConfig
+from experiments.training.evaluation import ExactMatch
 from experiments.training.loaded import restored
-from experiments.training.trainer import Scores, Trainer
+from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
@@ -78,7 +79,7 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
     return dataclasses.replace(stored, mesh=config.mesh, model=model)
 
 
-def main(config: EvaluateConfig) -> Scores:
+def main(config: EvaluateConfig) -> ExactMatch:
     """Loads and scores a run. Raises ValueError where :func:`load` does."""
     trainer = load(config)
     scores, prompts, asked = trainer.evaluate(), trainer.num_held_out, trainer.config.evaluation.num_prompts
@@ -89,6 +90,6 @@ def main(config: EvaluateConfig) -> Scores:
     return scores
 
 
-def run_cli(arguments: list[str] | None = None) -> Scores:
+def run_cli(arguments: list[str] | None = None) -> ExactMatch:
     """The command line; see `experiments.command_line` for how it ends."""
     return run_command(EvaluateConfig, main, program="experiments.evaluate", description=__doc__, arguments=arguments)

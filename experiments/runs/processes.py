@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 # The key-value store has no public name.
 from jax._src import distributed
+from jaxtyping import Int
 
 from jaxlogp.errors import require
 
@@ -115,6 +117,20 @@ class Processes:
                 require(
                     found == mine, name, f"in process {process} that of process {self.index}, {mine!r}", repr(found)
                 )
+
+    def require_equal_counts(self, counts: Int[np.ndarray, " values"]) -> Int[np.ndarray, " values"]:
+        """Counts of a round, which holds the documents of all ranks in every process.
+
+        Raises:
+            RuntimeError: they are not the same in all processes.
+        """
+        told = self.gather("documents of a round", counts.tolist())
+        different = [process for process, theirs in enumerate(told) if theirs != told[0]]
+        if different:
+            raise RuntimeError(
+                f"process {different[0]} has other documents than process 0: {told[different[0]]}, {told[0]}"
+            )
+        return counts
 
     def _value_of(self, process: int, what: str) -> Any:
         key, started, said = f"{ROOM}/{self._gathers}/{process}", time.monotonic(), False

@@ -18,7 +18,8 @@ from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.runs.store import FollowedStore, RunStore, open_store
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
-from experiments.training.trainer import Scores, Trainer
+from experiments.training.evaluation import ExactMatch
+from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
@@ -30,7 +31,7 @@ def run_to_end(
     resumed: bool,
     step: int | None = None,
     on_resume: Callable[[Trainer], None] = lambda trainer: None,
-) -> tuple[Scores, Scores]:
+) -> tuple[ExactMatch, ExactMatch]:
     """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
 
     SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
@@ -102,18 +103,18 @@ class Loop:
     ) -> None:
         self._trainer, self._folder, self._console = trainer, folder, console
         self._metrics, self._store, self._signals = store.metrics, store, signals
-        self._before: Scores | None = None
+        self._before: ExactMatch | None = None
         self._saved_step = store.latest_step()
         # Not the time of day, which jumps.
         self._saved_at = time.monotonic()
         self._exhausted = False
 
-    def run(self, before: Scores | None) -> tuple[Scores, Scores]:
+    def run(self, before: ExactMatch | None) -> tuple[ExactMatch, ExactMatch]:
         """To the end; without scores from before the first step, from the warm start on."""
         self._before = self._warm_start() if before is None else before
         return self._before, self._train()
 
-    def _warm_start(self) -> Scores:
+    def _warm_start(self) -> ExactMatch:
         self._answer_signals()
         self._with_rewards(lambda: self._trainer.warm_start(self._console, self._metrics, self._answer_signals))
         before = self._before = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
@@ -123,7 +124,7 @@ class Loop:
         self._console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
         return before
 
-    def _train(self) -> Scores:
+    def _train(self) -> ExactMatch:
         progress, config = self._trainer.progress, self._trainer.config
         self._answer_signals()
         # Of a run that was interrupted between a step and its evaluation.
@@ -177,7 +178,7 @@ class Loop:
         if options.replica_every and step % options.replica_every == 0:
             self._require(step, "copies differ", trainer.differing_copies())
 
-    def _evaluate_if_due(self) -> Scores | None:
+    def _evaluate_if_due(self) -> ExactMatch | None:
         """An evaluation where this step has one that is not made yet."""
         progress, every = self._trainer.progress, self._trainer.config.evaluation.every
         due = self._ended or (every and progress.step % every == 0)
@@ -265,7 +266,7 @@ def _say_resumed(
     trainer: Trainer,
     store: RunStore | FollowedStore,
     console: RunConsole,
-    before: Scores | None,
+    before: ExactMatch | None,
     folder: RunFolder,
 ) -> None:
     store.record_resume(trainer.progress.step)

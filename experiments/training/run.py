@@ -30,11 +30,12 @@ from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
+from experiments.training.evaluation import ExactMatch
 from experiments.training.introduction import introduce
 from experiments.training.loop import kept, run_to_end
 from experiments.training.memory import say_memory
 from experiments.training.origin import Origin, origin_of, with_own_model
-from experiments.training.trainer import Scores, Trainer
+from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 RewardPairs = Sequence[tuple[Reward, float]]
@@ -53,8 +54,8 @@ class Result:
       trainer: the trainer, with parameters and optimizer state.
     """
 
-    before: Scores
-    after: Scores
+    before: ExactMatch
+    after: ExactMatch
     run: RunFolder
     metrics: list[dict[str, Any]]
     trainer: Trainer
@@ -243,7 +244,7 @@ def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None)
     return rewards_of(reward)
 
 
-def _finish(run: Run, console: RunConsole, before: Scores, after: Scores, seconds: float) -> Result:
+def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch, seconds: float) -> Result:
     trainer = run.trainer
     head = trainer.sums.head_run
     assert head is not None, "traced at the start"

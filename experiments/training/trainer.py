@@ -1,16 +1,16 @@
 """The trainer: one state, fed by rollouts, updated once per step; evaluation, checkpoints and resuming."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
 
 from experiments.config import Config, validate
 from experiments.config.schedule import MICRO_BATCHES
@@ -20,20 +20,20 @@ from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.processes import processes
 from experiments.runs.store import FollowedStore, RunStore, SavedRun
-from experiments.sampling.completer import Completer, Completions, readable
+from experiments.sampling.completer import Completer, Completions
 from experiments.sampling.finite import NotFinite
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
+from experiments.sampling.prompts import PromptOrder, sizes_for
 from experiments.sampling.rollout import RolloutCounts, Rollouts
-from experiments.sampling.scorer import Scorer
 from experiments.sampling.stream import Packing, RoundStream
-from experiments.tasks import Example, Rewards, RewardTerm, Task
+from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
-from experiments.tasks.rewards import CORRECT, RewardFailed, RewardNotFinite
+from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import scoring
 from experiments.training.ahead import Ahead
 from experiments.training.diagnosis import require_finite_inputs, why_refused
 from experiments.training.drift import DriftWatch, StepDrift
+from experiments.training.evaluation import Evaluation, ExactMatch
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.origin import Origin, fingerprint, origin_of
@@ -45,15 +45,7 @@ from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
 from jaxlogp.errors import require
 
 CHECK_PROMPTS = 512
-SHOWN_SAMPLES = 16
 FASTEST_ON_GPU = ("hopper", "triton")
-
-
-class Scores(NamedTuple):
-    """Exact match on held-out prompts, the task's verdict, in [0, 1]."""
-
-    sampled: float
-    greedy: float
 
 
 @dataclass
@@ -114,7 +106,6 @@ class Trainer:
         self.config = config = config.resolved()
         self.task = task_for(config) if task is None else task
         self.rewards = configured_rewards(config.reward, self.task) if rewards is None else rewards
-        self._verdict = Scorer(Rewards((RewardTerm(CORRECT, self.task.verify),)))
         self.origin = origin = origin or origin_of(config, self.task, model, restored=restored)
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
@@ -153,11 +144,7 @@ class Trainer:
             config.loss.advantages,
             jax.random.fold_in(self.key, 1),
         )
-        self._judges = {
-            "sampled": self._completer(DrawOptions()),
-            "greedy": self._completer(DrawOptions(greedy=True)),
-        }
-        self._held_out = held_out_examples(self.task, config.evaluation.num_prompts)
+        self._evaluation = Evaluation(self.task, self.rewards, config.evaluation.num_prompts, self._completer, self.key)
         self.progress = Progress()
         self.drift: StepDrift | None = None
         self.alerts: list[str] = []
@@ -190,7 +177,7 @@ class Trainer:
     @property
     def num_held_out(self) -> int:
         """Number of prompts of an evaluation, which is that of the options unless the task has fewer."""
-        return len(self._held_out)
+        return self._evaluation.num_prompts
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -231,7 +218,7 @@ class Trainer:
             self._mode.sums(CrossEntropy(), 1.0),
             examples,
             self._packing,
-            lambda params, step: self._score("sampled", params, checks, step),
+            functools.partial(self._evaluation.exact_match_on, checks),
         )
         params = phase.run(self.state.params, console, metrics, between)
         self.state = self.update.init(params)
@@ -275,7 +262,9 @@ class Trainer:
         source = (self.rollouts.made, self.prompts.cursor, [deque(queue) for queue in self.stream.queues])
         try:
             padding = self._stream_packing.padding()
-            collected = self._schedule.collect([self.stream], padding=padding, all_reduce=_same_everywhere)
+            collected = self._schedule.collect(
+                [self.stream], padding=padding, all_reduce=processes().require_equal_counts
+            )
             require_finite_inputs([batch for (batch,) in collected.micro_batches])
         except RewardFailed:
             self.rollouts.made, self.prompts.cursor, self.stream.queues = source
@@ -367,37 +356,24 @@ class Trainer:
 
     # Evaluation
 
-    def _score(self, judge: str, params: nnx.State, examples: list[Example], salt: int) -> float:
-        key = jax.random.fold_in(jax.random.fold_in(self.key, 2), salt)
-        return self._exact_match(examples, self._judges[judge].complete(params, examples, key))
-
-    def _exact_match(self, examples: list[Example], drawn: Completions) -> float:
-        return float(np.mean(self._verdict.score(examples, drawn.texts).rewards, dtype=np.float64))
-
-    def evaluate(self, metrics: MetricsWriter | None = None) -> Scores:
+    def evaluate(self, metrics: MetricsWriter | None = None) -> ExactMatch:
         """Exact match on the held-out prompts with the current parameters; the same random numbers every time.
 
         Raises:
           RewardFailed: a reward function, or the task's verdict, is broken.
           RewardNotFinite: of one of them.
         """
-        started, key = time.perf_counter(), jax.random.fold_in(self.key, 3)
-        drawn = {name: judge.complete(self.state.params, self._held_out, key) for name, judge in self._judges.items()}
-        scores = Scores(*(self._exact_match(self._held_out, drawn[name]) for name in Scores._fields))
+        started = time.perf_counter()
+        evaluated = self._evaluation.of(self.state.params)
         if metrics is not None:
-            values = {f"exact_match_{name}": score for name, score in scores._asdict().items()}
-            for name, each in drawn.items():
-                values[f"reward_{name}"] = float(each.rewards.mean())
-                values[f"completion_length_{name}"] = each.mean_length
-                values[f"truncated_share_{name}"] = each.truncated_share
+            values = evaluated.metrics()
             if self.config.evaluation.kl:
-                values["kl_reference"] = self._kl_to_reference(drawn["sampled"])
+                values["kl_reference"] = self._kl_to_reference(evaluated.sampled)
             values["seconds"] = time.perf_counter() - started
             metrics.write(self.progress.step, "eval", values)
-            shown = readable(self._held_out, drawn["sampled"], self.rewards.names)[:SHOWN_SAMPLES]
-            metrics.write_samples(self.progress.step, "held_out", shown)
+            metrics.write_samples(self.progress.step, "held_out", evaluated.samples)
             self.progress.evaluated = self.progress.step
-        return scores
+        return evaluated.exact_match
 
     def _kl_to_reference(self, drawn: Completions) -> float:
         """KL(policy ‖ reference) at temperature 1, in nats per token of completions that the policy has sampled."""
@@ -418,7 +394,7 @@ class Trainer:
             arrays["reference"] = nnx.to_pure_dict(self.reference)
         return arrays
 
-    def save(self, store: RunStore | FollowedStore, before: Scores) -> None:
+    def save(self, store: RunStore | FollowedStore, before: ExactMatch) -> None:
         """Saves parameters, optimizer state, reference, counters, prompt order and queued documents; see `RunStore.save`."""
         extra = {
             "progress": dict(vars(self.progress)),
@@ -432,7 +408,7 @@ class Trainer:
 
     def restore(
         self, store: RunStore | FollowedStore | SavedRun, console: RunConsole, step: int | None = None
-    ) -> Scores:
+    ) -> ExactMatch:
         """Restores the newest intact checkpoint, or that of a step, on this mesh; returns the scores from before training.
 
         Raises:
@@ -460,18 +436,7 @@ class Trainer:
         self.progress = Progress(**extra["progress"])
         self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
         self.stream.restore(extra["queued"])
-        return Scores(**extra["before"])
-
-
-def _same_everywhere(counts: Int[np.ndarray, " values"]) -> Int[np.ndarray, " values"]:
-    """Counts of a round, which holds the documents of all ranks in every process."""
-    told = processes().gather("documents of a round", counts.tolist())
-    different = [process for process, theirs in enumerate(told) if theirs != told[0]]
-    if different:
-        raise RuntimeError(
-            f"process {different[0]} has other documents than process 0: {told[different[0]]}, {told[0]}"
-        )
-    return counts
+        return ExactMatch(**extra["before"])
 
 
 def slower_head(head_run: HeadRun | None) -> str | None:

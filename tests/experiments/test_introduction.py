@@ -28,9 +28,9 @@ from experiments.tasks.rewards import rewards_of
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import introduction
 from experiments.training.answers import warn_of_long_answers
+from experiments.training.evaluation import ExactMatch
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
-from experiments.training.trainer import Scores
 
 
 def lines(tmp_path, capsys, **changes):
@@ -133,7 +133,7 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
 
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     config = SimpleNamespace(evaluation=SimpleNamespace(num_prompts=500))
-    scores, progress = Scores(0.5, 0.25), SimpleNamespace(step=3)
+    scores, progress = ExactMatch(0.5, 0.25), SimpleNamespace(step=3)
     trainer = SimpleNamespace(evaluate=lambda: scores, num_held_out=21, config=config, progress=progress)
     monkeypatch.setattr(evaluate, "load", lambda options: trainer)
     assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores

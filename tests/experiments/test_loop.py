@@ -17,7 +17,8 @@ from experiments.runs.signals import caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import loop
-from experiments.training.trainer import Progress, Scores
+from experiments.training.evaluation import ExactMatch
+from experiments.training.trainer import Progress
 from tests.experiments.tiny import contents, tiny
 
 
@@ -52,7 +53,7 @@ class Counter:
         if metrics is not None:
             metrics.write(self.progress.step, "eval", {"exact_match_sampled": float(self.state)})
             self.progress.evaluated = self.progress.step
-        return Scores(float(self.state), 0.0)
+        return ExactMatch(float(self.state), 0.0)
 
     def train_step(self):
         step = self.progress.step + 1
@@ -80,7 +81,7 @@ class Counter:
         restored = checkpoints.restore({"state": self.state}, step)
         self.state, self.progress = restored.arrays["state"], Progress(**restored.extra["progress"])
         self._now("restored")
-        return Scores(**restored.extra["before"])
+        return ExactMatch(**restored.extra["before"])
 
 
 def start(out, at=(), **options):
@@ -106,7 +107,7 @@ def evaluations(folder):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     trainer, folder, run = start(tmp_path_factory.mktemp("whole"))
-    assert run() == (Scores(0.0, 0.0), Scores(63.0, 0.0))
+    assert run() == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
     assert evaluations(folder) == [0, 2, 4, 6]
     return float(trainer.state), read_metrics(folder.metrics).records
 
@@ -141,7 +142,7 @@ def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(t
     assert "\n" not in str(raised.value)
     assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     resumed, folder, run = start(tmp_path)
-    assert run()[0] == Scores(0.0, 0.0)
+    assert run()[0] == ExactMatch(0.0, 0.0)
     assert (float(resumed.state), read_metrics(folder.metrics).records) == whole
     words = "the warm start begins again" if saved < 0 else f"at step {saved}"
     assert words in capsys.readouterr().out
@@ -238,7 +239,7 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_again(tmp_path):
 def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, whole):
     start(tmp_path)[2]()
     trainer, folder, run = start(tmp_path)
-    assert run() == (Scores(0.0, 0.0), Scores(63.0, 0.0))
+    assert run() == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
     assert (float(trainer.state), read_metrics(folder.metrics).records) == whole
     assert Config().checkpoint.every_minutes == 10.0
 
