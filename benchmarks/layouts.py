@@ -6,7 +6,7 @@ Times are medians of interleaved turns, each at settled clocks; entropy included
 still the sampler's.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 
 import jax
@@ -64,8 +64,15 @@ def _same(left: object, right: object) -> bool:
 
 
 def main() -> None:
-    engine = ENGINES[sys.argv[1]]()
-    for case in cases(sys.argv[2:]):
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument(
+        "shapes", nargs="*", metavar="H,V", help="sizes of the head; those of all models where left out"
+    )
+    given = parser.parse_args()
+    engine = ENGINES[given.engine]()
+    for case in cases(given.shapes):
         measure(case, engine)
 
 
