@@ -1,12 +1,13 @@
 """A run of many steps that must not grow: memory, file descriptors, threads, time of a step, with the errors of the slopes.
 
     python -m benchmarks.trials.long_run --steps 2000
+    python -m benchmarks.trials.long_run --steps 10000 --left-out 5000
     python -m benchmarks.trials.long_run --steps 2000 --checkpoint-every 0
 
 The whole loop of a tiny run, with its logs, evaluations, drift reports and checkpoints. Before every step the process is
 measured: what is resident, and what of it is in use; the rest is what the allocator keeps of memory that the threads of a
-save have freed, and differs from run to run. The first tenth of the steps is left out; the rest is cut into blocks of which
-the medians are fitted by a line, and the error of its slope is that of the medians around it.
+save have freed, and differs from run to run. The first steps are left out; the rest is cut into blocks of which the medians
+are fitted by a line, and the error of its slope is that of the medians around it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.trials.processes import tiny_config
+from experiments.config.reports import CheckpointConfig
 from experiments.runs.environment import versions_text
 from experiments.training.run import set_up
 
@@ -115,18 +117,22 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints; 0 for none")
+    parser.add_argument("--left-out", type=int, help="steps that the slopes leave out; a tenth of --steps")
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=CheckpointConfig().every, help="steps between checkpoints; 0 for none"
+    )
     given = parser.parse_args()
     steps, every = given.steps, given.checkpoint_every
+    left_out = steps // 10 if given.left_out is None else given.left_out
+    if steps - left_out < BLOCKS:
+        parser.error(f"--left-out: expected at most {steps - BLOCKS} of {steps} steps, got {left_out}")
     with tempfile.TemporaryDirectory() as folder:
         measured = measured_run(Path(folder), steps, every)
     print(f"\n{versions_text()}; {steps} steps, an evaluation and a drift report every 50,")
-    print(
-        f"{f'a checkpoint every {every}' if every else 'no checkpoint'}; the first {steps // 10} steps are left out.\n"
-    )
+    print(f"{f'a checkpoint every {every}' if every else 'no checkpoint'}; the first {left_out} steps are left out.\n")
     print("| | level | growth per 1000 steps | standard error | share of the level |\n|---|---|---|---|---|")
     for name, values in measured.items():
-        level, per_step, error = slope_of(values[steps // 10 :])
+        level, per_step, error = slope_of(values[left_out:])
         share = 1000 * per_step / level
         print(f"| {name} | {level:.4g} | {1000 * per_step:+.3g} | {1000 * error:.2g} | {share:+.2%} |")
 
