@@ -22,6 +22,7 @@ from experiments.sampling.sampler import Samples
 from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
+from experiments.training.leaf_ranks import LeafRanks
 from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
@@ -154,7 +155,7 @@ class InvariantMode:
         self.sampler = f"a cache, by {by}; head {self._order.engine} ({reason})"
         self.vocab = self._order.shards(decoder.vocab_size, spec.tensor)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
-        self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
+        self._graph, self.params, self.frozen = origin.parts(on_one_device(LeafRanks(self.mesh).home), None)
         self._decoder = decoder
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
 
