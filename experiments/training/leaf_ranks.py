@@ -6,6 +6,7 @@ nothing has to be sent. Lists hold one item for each of these ranks, on its devi
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ class LeafRanks:
       count: how many ranks there are in all processes.
       numbers: of the ranks that this process computes, in the order in which documents are dealt.
       devices: where it computes them.
-      home: the device with this process's copy of the parameters and of the optimizer's state.
+      homes: one device of each process, with its copy of the parameters and of the optimizer's state.
+      home: that of this process.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -39,7 +41,8 @@ class LeafRanks:
         self.mesh, self.axes, self.count = mesh, row_axes(mesh), len(grid)
         self.numbers = list(self._devices)
         self.devices: list[jax.Device] = [devices[0] for devices in self._devices.values()]
-        self.home = self.devices[0]
+        self.homes = _first_of_processes(grid)
+        (self.home,) = self.homes.local_devices
         self.split = NamedSharding(mesh, P(self.axes))
 
     def join(self, pieces: Sequence[Array]) -> Array:
@@ -58,9 +61,22 @@ class LeafRanks:
         """The pieces of all ranks, joined, in every process; all of them have to call it."""
         return whole_on_host(self.join(pieces))
 
+    def over_homes(self, tree: Any) -> Any:
+        """Arrays of the home device, as copies of one array over those of all processes; nothing is compared or sent."""
+        place = NamedSharding(self.homes, P())
+        return jax.tree.map(lambda x: jax.make_array_from_single_device_arrays(x.shape, place, [x]), tree)
+
     def over_tensor(self, rows: Float[Array, "blocks H"]) -> Float[Array, "blocks H"]:
         """An array of this process, the same in all of them, split over the tensor ranks."""
         place = NamedSharding(self.mesh, P(TENSOR_AXIS))
         parts = place.addressable_devices_indices_map(rows.shape).items()
         copies = [jax.device_put(rows[index], device) for device, index in parts]
         return jax.make_array_from_single_device_arrays(rows.shape, place, copies)
+
+
+def _first_of_processes(devices: np.ndarray) -> Mesh:
+    first: dict[int, jax.Device] = {}
+    for device in devices.flat:
+        first.setdefault(device.process_index, device)
+    grid = np.array(list(first.values()), dtype=object)
+    return Mesh(grid, ("process",), axis_types=(jax.sharding.AxisType.Auto,))
