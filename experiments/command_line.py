@@ -33,6 +33,8 @@ permission, memory that ran out); 4 a guard refused to go on; 130 and 143 ended 
 """
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""
+_OF_A_COLLECTIVE = re.compile(r"[A-Z_]+: Gloo ")
+"""As JAX writes, into a ValueError too, that a process of the run has gone."""
 _BOX = "╭╮╰╯─+- "
 """Drawn with the second half where the stream has no other letters."""
 
@@ -95,9 +97,8 @@ def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> I
         if debug:
             traceback.print_exc()
         sentence, here = _sentence(error, code, {} if options is None else names_as_typed(options)), processes()
-        of_runtime = isinstance(error, jax.errors.JaxRuntimeError)
         if not isinstance(error, Stopped):
-            here.end(code, sentence, caused_here=not of_runtime or _is_fault(error))
+            here.end(code, sentence, caused_here=not _may_come_from_elsewhere(error))
         if here.first:
             _report(code, sentence)
         raise SystemExit(code) from None
@@ -114,9 +115,18 @@ def exit_code(error: BaseException) -> int:
     return int(ExitCode.BAD_INPUT if isinstance(error, ValueError) else ExitCode.BUG)
 
 
+def _may_come_from_elsewhere(error: BaseException) -> bool:
+    """Whether it may follow from what happened to another process."""
+    if _OF_A_COLLECTIVE.match(str(error)):
+        return True
+    return isinstance(error, jax.errors.JaxRuntimeError) and not _is_fault(error)
+
+
 def _is_fault(error: BaseException) -> bool:
     """Whether the environment failed, and not an option or the program."""
     if isinstance(error, MemoryError | OSError) or _ERRNO_IN_TEXT.search(str(error)):
+        return True
+    if _OF_A_COLLECTIVE.match(str(error)):
         return True
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()

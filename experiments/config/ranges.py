@@ -12,7 +12,6 @@ from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
 from experiments.options import flat_fields, option_name, refused_as, value_of
-from experiments.runs.processes import processes
 from jaxlogp.errors import require
 
 
@@ -89,8 +88,6 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
 
 
 def _validate_invariant(config: Config, mesh: MeshSpec, completions: int) -> None:
-    count = processes().count
-    require(count == 1, "--invariant", "one process, whose devices the leaves are copied between", f"{count} processes")
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
     own = config.model.sequence_parallel

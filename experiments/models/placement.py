@@ -35,6 +35,15 @@ def _placed(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def on_device(tree: Any, device: jax.Device) -> Any:
+    """Whole arrays on a device of this process; those over all processes have to be whole on one of its devices."""
+    return jax.device_put(jax.tree.map(_of_this_process, tree), device)
+
+
+def _of_this_process(x: Any) -> Any:
+    return x if not isinstance(x, jax.Array) or x.is_fully_addressable else x.addressable_data(0)
+
+
 def whole_on_host(tree: Any) -> Any:
     """Whole NumPy arrays, in every process; all of them have to call it."""
     if jax.process_count() == 1:

@@ -57,7 +57,7 @@ class LeafDraw:
     ) -> None:
         self._programs, self._tokenizer, self._sizes = programs, tokenizer, sizes
         self._greedy, self._leaf_rows = greedy, leaf_rows
-        self._group = leaf_rows * len(programs.devices)
+        self._group = leaf_rows * programs.ranks.count
         options = {"donate_argnums": 2, "compiler_options": programs.compiler_options}
         self._advance = jax.jit(self._one_token, **options)
 
@@ -89,7 +89,7 @@ class LeafDraw:
             ranks, flags = zip(*(self._advance(*each, key, step) for each in operands), strict=True)
             ended.append(list(flags))
         columns = [rows.lengths for rows in ranks], [rows.drawn for rows in ranks]
-        ends, drawn = (np.concatenate(jax.device_get(column)) for column in columns)
+        ends, drawn = map(self._programs.ranks.on_host, columns)
         return drawn, self._log_probs(loaded, ranks, ends - begin), ends
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,7 +111,7 @@ class LeafDraw:
     def _read_prompts(self, loaded: Loaded, tokens: np.ndarray, lengths: np.ndarray) -> list[tuple[RowCache, ...]]:
         """Each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
         reader, size = self._programs.reader, self._leaf_rows
-        caches = [reader.empty_cache(size, self._sizes.row, device) for device in self._programs.devices]
+        caches = [reader.empty_cache(size, self._sizes.row, device) for device in self._programs.ranks.devices]
         last = (lengths - 1) // reader.block
         for block in range(last.max()):
             self._read(loaded, self._deal(tokens, np.minimum(block, last) * reader.block), caches)
@@ -131,14 +131,14 @@ class LeafDraw:
         """Log-probs [B, N] of the tokens drawn, 0 after the end."""
         live = [mask for (mask,) in self._deal(np.arange(self._sizes.completion) < counts[:, None])]
         results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)
-        return np.concatenate(jax.device_get([result.log_probs for result in results]))
+        return self._programs.ranks.on_host([result.log_probs for result in results])
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
-        """Each data rank's rows of the arrays, on the rank's device."""
-        size = self._leaf_rows
+        """Each data rank's rows of the arrays, of which there are those of all ranks, on the rank's device."""
+        size, ranks = self._leaf_rows, self._programs.ranks
         return [
             tuple(jax.device_put(array[rank * size : (rank + 1) * size], device) for array in arrays)
-            for rank, device in enumerate(self._programs.devices)
+            for rank, device in zip(ranks.numbers, ranks.devices, strict=True)
         ]
 
     def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:

@@ -111,8 +111,8 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
     take is said once they are compiled; see `experiments.training.memory`."""
     trained = _trained_part(params)
     state = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
-    # Leaves are added up, and the state updated, on one device.
-    copies = 1 if config.invariant else mesh.data
+    # With --invariant one device of each process has the state, and updates it.
+    copies = jax.process_count() if config.invariant else mesh.data
     parts = {
         "parameters": _bytes(params) * copies,
         "optimizer": _bytes(state) * copies,

@@ -1,25 +1,25 @@
 """The compiled programs of one leaf, which trainer and sampler of `--invariant` share.
 
 The same computation may give different bits in another program, or in the same program compiled for another number of
-devices. So everything that needs no other rank runs as a program for one device, on the first device of each rank;
-only the head runs over the tensor axis, and its engine makes the results independent of that axis. The body of the model
-is not split in this mode, over "tensor" or over "fsdp".
+devices. So everything that needs no other rank runs as a program for one device, on one device of each rank
+(`experiments.training.leaf_ranks`); only the head runs over the tensor axis, and its engine makes the results independent
+of that axis. The body of the model is not split in this mode, over "tensor" or over "fsdp".
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, row_axes
+from experiments.models.mesh import TENSOR_AXIS
 from experiments.training.block_reader import BlockReader, Weights
+from experiments.training.leaf_ranks import LeafRanks
 from jaxlogp import (
     FixedOrderEngine,
     FixedOrderHopperEngine,
@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
 class LeafPrograms:
     """The compiled programs of one leaf on every rank; trainer and sampler share them.
 
-    Lists hold one item per rank, arrays on the first device of that rank.
+    Lists are those of `LeafRanks`.
 
     Args:
       graph: graph definition of a decoder without a mesh.
@@ -67,7 +67,7 @@ class LeafPrograms:
       temperature: divisor of the logits.
 
     Attributes:
-      devices: the first device of each rank.
+      ranks: where leaves are computed.
       reader: the body.
       compiler_options: of every program here.
       spec: the head's arithmetic.
@@ -84,24 +84,22 @@ class LeafPrograms:
         block: int,
         temperature: float,
     ) -> None:
-        self.graph, self.config, self.mesh, self.devices = graph, config, mesh, list(devices_by_rank(mesh)[:, 0])
+        self.graph, self.config, self.ranks = graph, config, LeafRanks(mesh)
         self.head_run: HeadRun | None = None
-        self._row_axes = row_axes(mesh)
         self._engine, self.spec = engine, dataclasses.replace(config.head_spec, temperature=temperature)
-        self.compiler_options = options = compiler_options(self.devices[0].platform)
+        self.compiler_options = options = compiler_options(self.ranks.home.platform)
         self.reader = BlockReader(graph, config, block, options)
         self._weight = jax.jit(self.weight_of)
         self._head = jax.jit(self._all_log_probs, compiler_options=options)
-        self._head_vjp = jax.jit(self._all_gradients, compiler_options=options)
+        self._head_vjp = jax.jit(self._all_gradients, out_shardings=self.ranks.split, compiler_options=options)
 
     def load(self, params: nnx.State) -> Loaded:
         """Copies the parameters to where leaves need them, once for many leaves."""
-        weight = self._weight(params)
-        rows = self._shards().shard_rows(weight)
-        ranks = [jax.device_put(params, device) for device in self.devices]
-        weights = [self.reader.load(params) for params in ranks]
-        heads = [jax.device_put(weight, device) for device in self.devices]
-        return Loaded(ranks, weights, heads, jax.device_put(rows, NamedSharding(self.mesh, P(TENSOR_AXIS))))
+        weight, devices = self._weight(params), self.ranks.devices
+        rows = self.ranks.over_tensor(self._shards().shard_rows(weight))
+        copies = [jax.device_put(params, device) for device in devices]
+        weights = [self.reader.load(params) for params in copies]
+        return Loaded(copies, weights, [jax.device_put(weight, device) for device in devices], rows)
 
     def trace(self, rows: int, length: int) -> None:
         """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.
@@ -109,7 +107,7 @@ class LeafPrograms:
         Raises:
           ValueError: operands that the engine does not take.
         """
-        config, shards, tokens = self.config, self._shards(), (len(self.devices) * rows, length)
+        config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
         blocks = shards.num_shards * shards.max_width
         hidden, weight = ((*tokens, config.hidden_size), config.dtype), ((blocks, config.hidden_size), config.dtype)
         operands = (jax.ShapeDtypeStruct(*each) for each in (hidden, weight, (tokens, "int32"), (tokens, "bool")))
@@ -130,20 +128,22 @@ class LeafPrograms:
 
     def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
         """Log-probs and entropies of each rank's tokens."""
-        operands = (self._join(hidden), loaded.rows, self._join(targets), self._join(mask))
+        join = self.ranks.join
+        operands = (join(hidden), loaded.rows, join(targets), join(mask))
         # Only one program with collectives in flight at a time, as in MicroBatchSums.
         result = jax.block_until_ready(self._head(*operands))
-        return [TokenLogProbs(*each) for each in zip(*map(self._split, result), strict=True)]
+        return [TokenLogProbs(*each) for each in zip(*map(self.ranks.pieces, result), strict=True)]
 
     def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
         """Gradients of each rank's hidden states, and of the head [1, V, H] from that rank alone.
 
         Cotangents are those of log-probs and entropies.
         """
-        joined = tuple(map(self._join, zip(*cotangents, strict=True)))
-        operands = (self._join(hidden), loaded.rows, self._join(targets), self._join(mask), joined)
+        join, pieces = self.ranks.join, self.ranks.pieces
+        joined = tuple(map(join, zip(*cotangents, strict=True)))
+        operands = (join(hidden), loaded.rows, join(targets), join(mask), joined)
         d_hidden, d_weight = jax.block_until_ready(self._head_vjp(*operands))
-        return list(zip(self._split(d_hidden), self._split(d_weight), strict=True))
+        return list(zip(pieces(d_hidden), pieces(d_weight), strict=True))
 
     def body_vjp(self, params, inputs: tuple, d_hidden):
         """Gradients of the parameters for one rank's (tokens, positions, segment_ids); to be compiled by the caller.
@@ -158,7 +158,7 @@ class LeafPrograms:
         return pull_back(d_hidden)[0]
 
     def _shards(self) -> VocabShards:
-        return self._engine.shards(self.config.vocab_size, self.mesh.shape[TENSOR_AXIS])
+        return self._engine.shards(self.config.vocab_size, self.ranks.mesh.shape[TENSOR_AXIS])
 
     def _local_log_probs(self, hidden, rows, targets, mask) -> TokenLogProbs:
         layout = {"axis_name": TENSOR_AXIS, "vocab": self._shards(), "engine": self._engine}
@@ -169,15 +169,15 @@ class LeafPrograms:
         return result
 
     def _all_log_probs(self, hidden, rows, targets, mask):
-        own = P(self._row_axes)
+        own = P(self.ranks.axes)
         specs = (own, P(TENSOR_AXIS), own, own)
-        mapped = jax.shard_map(self._local_log_probs, mesh=self.mesh, in_specs=specs, out_specs=own)
+        mapped = jax.shard_map(self._local_log_probs, mesh=self.ranks.mesh, in_specs=specs, out_specs=own)
         return mapped(hidden, rows, targets, mask)
 
     def _all_gradients(self, hidden, rows, targets, mask, cotangents):
         def local(hidden, rows, targets, mask, cotangents):
             # Typed as varying over the ranks, so that each keeps its own gradient of the head.
-            rows = jax.lax.pcast(rows, self._row_axes, to="varying")
+            rows = jax.lax.pcast(rows, self.ranks.axes, to="varying")
 
             def values(hidden, rows):
                 return self._local_log_probs(hidden, rows, targets, mask)[:2]
@@ -186,24 +186,8 @@ class LeafPrograms:
             d_hidden, d_rows = pull_back(cotangents)
             return d_hidden, d_rows[None]
 
-        own = P(self._row_axes)
-        specs, out_specs = (own, P(TENSOR_AXIS), own, own, own), (own, P(self._row_axes, TENSOR_AXIS))
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+        own = P(self.ranks.axes)
+        specs, out_specs = (own, P(TENSOR_AXIS), own, own, own), (own, P(self.ranks.axes, TENSOR_AXIS))
+        mapped = jax.shard_map(local, mesh=self.ranks.mesh, in_specs=specs, out_specs=out_specs)
         d_hidden, d_rows = mapped(hidden, rows, targets, mask, cotangents)
         return d_hidden, jax.vmap(self._shards().unshard_rows)(d_rows)
-
-    def _join(self, pieces: Sequence[Array]) -> Array:
-        """One array over the mesh, split over the ranks and replicated on the tensor ranks; copies only."""
-        copies = [
-            jax.device_put(piece, device)
-            for piece, row in zip(pieces, devices_by_rank(self.mesh), strict=True)
-            for device in row
-        ]
-        shape = (len(pieces) * copies[0].shape[0], *copies[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, P(self._row_axes)), copies)
-
-    def _split(self, joined: Array) -> list[Array]:
-        """Each rank's part, on its first device; copies only."""
-        whole = jax.device_put(joined, NamedSharding(self.mesh, P(self._row_axes)))
-        parts = {shard.device: shard.data for shard in whole.addressable_shards}
-        return [parts[device] for device in self.devices]

@@ -10,8 +10,8 @@ from successive micro-batches or from different data ranks.
     d_hidden, d_weight = head_vjp(hidden, weight, g)   data, tensor
     leaf = body_vjp(params, d_hidden), d_weight, sums  each data rank
 
-The results are then copied to the first device, where they are added and the update is made; see
-`experiments.training.leaf_programs` for why the programs are separate.
+The ranks share the additions (`experiments.training.leaf_exchange`); the update is made of the whole sums, by every process
+on one of its devices. See `experiments.training.leaf_programs` for why the programs are separate.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,6 +23,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from experiments.models.placement import on_device
+from experiments.training.leaf_exchange import LeafExchange
 from experiments.training.leaf_programs import LeafPrograms, Loaded
 from experiments.training.objectives import Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
@@ -41,11 +43,11 @@ class LeafSums:
 
     def __init__(self, programs: LeafPrograms, objective: Objective, leaf_rows: int) -> None:
         self._programs, self._objective, self._leaf_rows = programs, objective, leaf_rows
-        self._home = programs.devices[0]
+        self._exchange = LeafExchange(programs.ranks)
         self.compiler_options = options = programs.compiler_options
         self._loss = jax.jit(self._one_loss, compiler_options=options)
         self._leaf = jax.jit(self._one_leaf, compiler_options=options)
-        self._add = jax.jit(add_sums, compiler_options=options)
+        self._add = jax.jit(add_sums, donate_argnums=0, compiler_options=options)
 
     @property
     def head_run(self) -> HeadRun | None:
@@ -59,8 +61,8 @@ class LeafSums:
         return compiled._cache_size()
 
     def place(self, tree: Any) -> Any:
-        """Unsharded, on the first device."""
-        return jax.device_put(tree, self._home)
+        """Unsharded, on one device of each process."""
+        return on_device(tree, self._programs.ranks.home)
 
     def trace(self, params: nnx.State, padding: MicroBatch) -> None:
         """See `GradientSums`."""
@@ -74,9 +76,10 @@ class LeafSums:
         tree, loaded = TreeFold(self._add), self._programs.load(params)
         for batch in rounds:
             for leaves in self._leaves(batch):
-                for leaf in self._sums_of_leaves(loaded, leaves, documents_seen):
-                    tree.push(jax.device_put(leaf, self._home))
-        return tree.total()
+                for leaf in self._exchange.deal(self._sums_of_leaves(loaded, leaves, documents_seen)):
+                    tree.push(leaf)
+        total = tree.total()
+        return None if total is None else self._exchange.whole(total)
 
     def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
         """See `GradientSums`. The order of the leaves does not matter: nothing is added."""
@@ -86,16 +89,19 @@ class LeafSums:
         return Scores(log_probs, entropy, lse)
 
     def _leaves(self, batch: MicroBatch) -> Iterable[tuple[MicroBatch, ...]]:
-        """One leaf of each data rank at a time."""
-        ranks = [jax.tree.map(lambda x, rank=rank: x[rank], batch) for rank in range(batch.tokens.shape[0])]
+        """One leaf of each data rank at a time, of those that this process computes."""
+        ranks = [jax.tree.map(lambda x, rank=rank: x[rank], batch) for rank in self._programs.ranks.numbers]
         return zip(*(split_rows(rank, self._leaf_rows) for rank in ranks), strict=True)
 
     def _scores_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...]) -> tuple[np.ndarray, ...]:
+        """Values [ranks, leaf rows, T] of one leaf of all data ranks, in every process."""
         _, _, values = self._values_of_leaves(loaded, self._placed(leaves))
-        return tuple(np.stack(jax.device_get(column)) for column in zip(*values, strict=True))
+        ranks = self._programs.ranks
+        columns = (ranks.on_host(column) for column in zip(*values, strict=True))
+        return tuple(column.reshape(ranks.count, self._leaf_rows, -1) for column in columns)
 
     def _placed(self, leaves: tuple[MicroBatch, ...]) -> list[MicroBatch]:
-        return [jax.device_put(leaf, device) for leaf, device in zip(leaves, self._programs.devices, strict=True)]
+        return [jax.device_put(leaf, device) for leaf, device in zip(leaves, self._programs.ranks.devices, strict=True)]
 
     def _values_of_leaves(self, loaded: Loaded, batches: list[MicroBatch]) -> tuple[list, list, list[TokenLogProbs]]:
         """Inputs of the body, hidden states and head values of each rank's leaf."""
@@ -105,7 +111,7 @@ class LeafSums:
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 
     def _sums_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...], documents_seen: int) -> list[MicroSums]:
-        """The sums of one leaf of each data rank."""
+        """The sums of one leaf of each data rank; every array has a first dimension of 1."""
         batches = self._placed(leaves)
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
         seen = np.int32(documents_seen)
@@ -134,7 +140,7 @@ class LeafSums:
         d_params = add_to(d_params, self._programs.config.head_name, d_weight[0])
         sums = MicroSums(StepSums.of(d_params, loss, terms), drift)
         # A leaf of padding is neutral in the tree only if no sum is -0.0.
-        return jax.tree.map(_no_negative_zero, sums)
+        return jax.tree.map(lambda x: _no_negative_zero(x)[None], sums)
 
 
 def _no_negative_zero(x: Array) -> Array:

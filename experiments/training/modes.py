@@ -22,10 +22,12 @@ from experiments.sampling.sampler import Samples
 from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
+from experiments.training.leaf_ranks import LeafRanks
 from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import Objective
 from experiments.training.origin import Origin
+from experiments.training.replicas import Replicas
 from experiments.training.sums import GradientSums
 from jaxlogp import FixedOrderEngine, FixedOrderHopperEngine, VocabShards
 from jaxlogp.errors import require
@@ -42,6 +44,7 @@ class Mode(Protocol):
       consecutive: documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
       vocab: the shards of the head's vocabulary over the tensor ranks.
+      replicas: compares copies of the training's state.
       sampler: how completions are drawn, and why so.
     """
 
@@ -51,6 +54,7 @@ class Mode(Protocol):
     consecutive: int
     share_rows: bool
     vocab: VocabShards
+    replicas: Replicas
     sampler: str
 
     def sums(self, objective: Objective, temperature: float) -> GradientSums:
@@ -68,6 +72,7 @@ class PlainMode:
 
     def __init__(self, config: Config, origin: Origin) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
+        self.replicas = Replicas(self.mesh)
         self._rollout_mesh = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         with refused_as("loss"):
@@ -153,8 +158,10 @@ class InvariantMode:
         by = f"the trainer's program for blocks of {self._block} tokens"
         self.sampler = f"a cache, by {by}; head {self._order.engine} ({reason})"
         self.vocab = self._order.shards(decoder.vocab_size, spec.tensor)
+        ranks = LeafRanks(self.mesh)
+        self.replicas = Replicas(ranks.homes, ranks.over_homes)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
-        self._graph, self.params, self.frozen = origin.parts(on_one_device(self.mesh.devices.flat[0]), None)
+        self._graph, self.params, self.frozen = origin.parts(on_one_device(ranks.home), None)
         self._decoder = decoder
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
 

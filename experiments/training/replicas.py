@@ -7,6 +7,7 @@ element always changes it, by a power of two.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,17 +26,18 @@ class Replicas:
 
     Args:
         mesh: where the trees are; leaves that are not sharded over it are not compared.
+        over_mesh: makes such a tree of what every process has by itself.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, over_mesh: Callable[[PyTree], PyTree] = lambda tree: tree) -> None:
+        self._mesh, self._over_mesh = mesh, over_mesh
         self._sums = None
 
     def differing(self, tree: PyTree) -> str | None:
         """A phrase that names a leaf and the devices whose copy of it differs from the most; None where all are equal."""
         named = [
             (leaf_name(path), leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self._over_mesh(tree))
             if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self._mesh
         ]
         if self._mesh.size == 1 or not named:

@@ -37,7 +37,6 @@ from experiments.training.evaluation import Evaluation, ExactMatch
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.origin import Origin, fingerprint, origin_of
-from experiments.training.replicas import Replicas
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WarmStart, WorkedExamples
 from experiments.training.watch import Watch, over_median, with_norm
@@ -149,7 +148,6 @@ class Trainer:
         self.drift: StepDrift | None = None
         self.alerts: list[str] = []
         self._step_watch = Watch(config.guards, self.sizes.completion)
-        self._replicas = Replicas(self.mesh)
         self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {config.mesh}")
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
@@ -323,7 +321,7 @@ class Trainer:
 
     def differing_copies(self) -> str | None:
         """A phrase that names a parameter, or a part of the optimizer state, of which devices hold different copies."""
-        return self._replicas.differing(self.state._asdict())
+        return self._mode.replicas.differing(self.state._asdict())
 
     def _drift(self, rounds: list[MicroBatch]) -> StepDrift | None:
         """The drift report of the next step, where one is due and the step has tokens for it."""

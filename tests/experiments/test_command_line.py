@@ -14,6 +14,7 @@ import pytest
 from experiments import grpo
 from experiments.command_line import run_command
 from experiments.config import CheckpointConfig
+from experiments.runs.processes import Processes
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,11 @@ ENDS = {
         3,
         "error: RESOURCE_EXHAUSTED: writing [OS error 28: ENOSPC No space]",
     ),
+    "a process that has gone": (
+        ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"),
+        3,
+        "error: UNKNOWN: Gloo all-reduce failed: Connection closed by peer",
+    ),
     "no memory": (MemoryError(), 3, "error: MemoryError"),
     "no memory of a device": (
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out"),
@@ -88,6 +94,17 @@ def test_one_line_and_its_exit_code(name, capsys):
     error, code, line = ENDS[name]
     assert end(error) == code
     assert capsys.readouterr() == ("", line + "\n")
+
+
+FROM_ELSEWHERE = ("a process that has gone", "a bug of JAX")
+
+
+@pytest.mark.parametrize("name", ["a bug", "a full disk", "no memory of a device", *FROM_ELSEWHERE])
+def test_what_may_come_from_another_process_is_not_told_as_this_ones_fault(name, capsys, monkeypatch):
+    told = []
+    monkeypatch.setattr(Processes, "end", lambda here, code, sentence, *, caused_here: told.append(caused_here))
+    end(ENDS[name][0])
+    assert told == [name not in FROM_ELSEWHERE]
 
 
 @pytest.mark.parametrize("name", ["bad input", "a full disk", "a bug", "Ctrl-C"])

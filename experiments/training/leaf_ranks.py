@@ -1,0 +1,82 @@
+"""The ranks of a mesh as one process sees them, for programs that run on one device of each.
+
+A process computes for every rank that has a device of its own, on the first of these devices. A rank whose tensor ranks
+belong to several processes is computed in all of them: the same program on the same numbers gives the same bits, and
+nothing has to be sent. Lists hold one item for each of these ranks, on its device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, row_axes
+from experiments.models.placement import whole_on_host
+
+
+class LeafRanks:
+    """Where leaves are computed, and how they become arrays over the mesh; copies only.
+
+    Args:
+      mesh: axes "data", "fsdp" and "tensor", of type Auto.
+
+    Attributes:
+      mesh: the mesh.
+      axes: its axes that split documents.
+      count: how many ranks there are in all processes.
+      numbers: of the ranks that this process computes, in the order in which documents are dealt.
+      devices: where it computes them.
+      homes: one device of each process, with its copy of the parameters and of the optimizer's state.
+      home: that of this process.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        grid, here = devices_by_rank(mesh), jax.process_index()
+        own = {number: [device for device in row if device.process_index == here] for number, row in enumerate(grid)}
+        self._devices = {number: devices for number, devices in own.items() if devices}
+        self.mesh, self.axes, self.count = mesh, row_axes(mesh), len(grid)
+        self.numbers = list(self._devices)
+        self.devices: list[jax.Device] = [devices[0] for devices in self._devices.values()]
+        self.homes = _first_of_processes(grid)
+        (self.home,) = self.homes.local_devices
+        self.split = NamedSharding(mesh, P(self.axes))
+
+    def join(self, pieces: Sequence[Array]) -> Array:
+        """One array over the mesh, split over the ranks and replicated on the tensor ranks."""
+        ranks = zip(pieces, self._devices.values(), strict=True)
+        copies = [jax.device_put(piece, device) for piece, devices in ranks for device in devices]
+        shape = (self.count * copies[0].shape[0], *copies[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.split, copies)
+
+    def pieces(self, joined: Array) -> list[Array]:
+        """Undoes `join`."""
+        parts = {shard.device: shard.data for shard in joined.addressable_shards}
+        return [parts[device] for device in self.devices]
+
+    def on_host(self, pieces: Sequence[Array]) -> np.ndarray:
+        """The pieces of all ranks, joined, in every process; all of them have to call it."""
+        return whole_on_host(self.join(pieces))
+
+    def over_homes(self, tree: Any) -> Any:
+        """Arrays of the home device, as copies of one array over those of all processes; nothing is compared or sent."""
+        place = NamedSharding(self.homes, P())
+        return jax.tree.map(lambda x: jax.make_array_from_single_device_arrays(x.shape, place, [x]), tree)
+
+    def over_tensor(self, rows: Float[Array, "blocks H"]) -> Float[Array, "blocks H"]:
+        """An array of this process, the same in all of them, split over the tensor ranks."""
+        place = NamedSharding(self.mesh, P(TENSOR_AXIS))
+        parts = place.addressable_devices_indices_map(rows.shape).items()
+        copies = [jax.device_put(rows[index], device) for device, index in parts]
+        return jax.make_array_from_single_device_arrays(rows.shape, place, copies)
+
+
+def _first_of_processes(devices: np.ndarray) -> Mesh:
+    first: dict[int, jax.Device] = {}
+    for device in devices.flat:
+        first.setdefault(device.process_index, device)
+    grid = np.array(list(first.values()), dtype=object)
+    return Mesh(grid, ("process",), axis_types=(jax.sharding.AxisType.Auto,))
