@@ -162,6 +162,16 @@ def split_rows(arrays: Any, mesh: Mesh) -> Any:
     return placed(arrays, NamedSharding(mesh, spec))
 
 
+def settled(result: Any, mesh: Mesh) -> Any:
+    """The results of a program with collectives over a mesh; waited for where its devices are simulated.
+
+    Those share one pool of threads: the collectives of several programs in flight can wait for each other's threads until
+    XLA aborts the process.
+    """
+    simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return jax.block_until_ready(result) if simulated else result
+
+
 def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     """Lays the first `data * fsdp * sequence * tensor` devices out as a mesh, neighbours along the tensor axis.
 

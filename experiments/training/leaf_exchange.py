@@ -6,6 +6,8 @@ get the whole:
     parts_k = all_to_all(leaf_k)      for every rank k
     total   = all_gather(tree over parts)
 
+One rank has all leaves itself: nothing is dealt or copied.
+
 As each element is added on its own, the bits are those of a tree over whole leaves. A device holds no more than before for
 more ranks, or more processes: what it receives of all leaves together is as large as one.
 """
@@ -21,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
+from experiments.models.mesh import settled
 from experiments.training.leaf_ranks import LeafRanks
 
 
@@ -34,6 +37,7 @@ class LeafExchange:
     def __init__(self, ranks: LeafRanks) -> None:
         self._ranks = ranks
         self._shapes: list[tuple[int, ...]] = []
+        self._only = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
         self._deal = jax.jit(self._dealt)
         self._gather = jax.jit(self._gathered, out_shardings=NamedSharding(ranks.mesh, P()))
 
@@ -43,16 +47,19 @@ class LeafExchange:
         Args:
           trees: of the ranks of this process; every array has a first dimension of 1.
         """
+        if self._ranks.count == 1:
+            return list(trees)
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         arrays = [self._ranks.join(column) for column in columns]
         self._shapes = [array.shape[1:] for array in arrays]
-        # Only one program with collectives in flight at a time, as in MicroBatchSums.
-        dealt = jax.block_until_ready(self._deal(arrays))
+        dealt = settled(self._deal(arrays), self._ranks.mesh)
         return [jax.tree.unflatten(jax.tree.structure(trees[0]), each) for each in dealt]
 
     def whole(self, tree: Any) -> Any:
         """The tree that was made of dealt ones, whole, on the home device of every process."""
-        arrays = jax.block_until_ready(self._gather(jax.tree.leaves(tree)))
+        if self._ranks.count == 1:
+            return self._only(tree)
+        arrays = settled(self._gather(jax.tree.leaves(tree)), self._ranks.mesh)
         home = [next(part.data for part in x.addressable_shards if part.device == self._ranks.home) for x in arrays]
         return jax.tree.unflatten(jax.tree.structure(tree), home)
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.mesh import TENSOR_AXIS, token_axes
+from experiments.models.mesh import TENSOR_AXIS, settled, token_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
 from experiments.training.ahead import Ahead, compiled_ahead
@@ -70,7 +70,6 @@ class MicroBatchSums:
         self._sequence_parallel = sequence_parallel
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
-        self._simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
         self._add = jax.jit(add_sums, donate_argnums=0)
@@ -105,14 +104,14 @@ class MicroBatchSums:
         """See `GradientSums`."""
         total = None
         for batch in rounds:
-            part = self._settled(self._sums(params, self._frozen, self._placed(batch), np.int32(documents_seen)))
+            part = settled(self._sums(params, self._frozen, self._placed(batch), np.int32(documents_seen)), self._mesh)
             self.head_run = self._head_runs[frozenset(batch.per_token)]
             total = part if total is None else self._add(total, part)
         return total
 
     def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
         """See `GradientSums`."""
-        scores = self._settled(self._score(params, self._frozen, self._placed(batch)))
+        scores = settled(self._score(params, self._frozen, self._placed(batch)), self._mesh)
         return Scores(*(None if x is None else whole_on_host(x).reshape(batch.mask.shape) for x in scores))
 
     def _placed(self, batch: MicroBatch) -> MicroBatch:
@@ -123,11 +122,6 @@ class MicroBatchSums:
     def _spec_of(self, x: Array) -> P:
         """Of what there is for each token, or for each document."""
         return self._token_spec if x.ndim > 1 else self._row_spec
-
-    def _settled(self, result: Any) -> Any:
-        # Simulated devices share one pool of threads: the collectives of several programs in flight can wait for each
-        # other's threads until XLA aborts the process.
-        return jax.block_until_ready(result) if self._simulated else result
 
     def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> MicroSums:
         def global_sum(params):

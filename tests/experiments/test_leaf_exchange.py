@@ -24,7 +24,7 @@ def trees_of(count):
     ]
 
 
-@pytest.mark.parametrize("spec", [MeshSpec(data=3, tensor=2), MeshSpec(data=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("spec", [MeshSpec(data=3, tensor=2), MeshSpec(data=2, fsdp=2), MeshSpec(tensor=2)], ids=str)
 def test_what_ranks_add_up_in_shares_has_the_bits_of_a_sum_of_whole_leaves(spec):
     ranks = LeafRanks(make_mesh(spec))
     exchange, trees = LeafExchange(ranks), trees_of(ranks.count)
