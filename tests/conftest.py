@@ -3,6 +3,7 @@
 JAXLOGP_TEST_GPU=1 leaves a GPU visible, for `pytest -m gpu`.
 """
 
+import gc
 import os
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
@@ -15,8 +16,12 @@ import chex
 import hypothesis
 import jax
 import pytest
+from jax._src import cache_key
+from jax.experimental.compilation_cache import compilation_cache
 
 chex.set_n_cpu_devices(8)
+# JAX holds hundreds of thousands of objects: looking through all of them took 0.04 of the CPU time.
+gc.set_threshold(20_000, 10, 10)
 
 for name, derandomize in (("the same cases", True), ("random", False)):
     hypothesis.settings.register_profile(name, derandomize=derandomize, database=None, deadline=None, print_blob=True)
@@ -29,7 +34,7 @@ def pytest_configure(config):
 
 
 OPTIMIZE_ALL = {"JAXLOGP_TEST_OPTIMIZED", "JAXLOGP_TEST_GPU"}
-OPTIMIZED = {"invariance", "test_invariant.py", "test_learning.py", "test_chunked_memory.py"}
+OPTIMIZED = {"invariance", "test_invariant.py", "test_chunked_memory.py"}
 """Folders and files whose tests look at bits or at memory, or run for long: compiled as users compile."""
 
 
@@ -41,6 +46,34 @@ def compile_effort(request):
     """
     optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
     jax.config.update("jax_disable_most_optimizations", not optimized)
+
+
+SHARING = {"test_invariant.py"}
+"""Files whose runs compile the same programs, once more on every data rank and in every run: there each is compiled once.
+
+Runs that compile all of their programs themselves, and have the same bits, are in test_reliability_trials.py.
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs(request, tmp_path_factory):
+    """A compilation cache for the tests of one file, for programs on any devices, as JAX has it on GPUs."""
+    if request.path.name not in SHARING:
+        yield
+        return
+    of_jax = cache_key._hash_serialized_compile_options
+    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: of_jax(hashed, options, True)
+    folder = str(tmp_path_factory.mktemp("programs"))
+    use_programs_of(jax_compilation_cache_dir=folder, jax_persistent_cache_min_compile_time_secs=0.1)
+    yield
+    use_programs_of(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=1.0)
+    cache_key._hash_serialized_compile_options = of_jax
+
+
+def use_programs_of(**settings):
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 if jax.__version_info__ < (0, 11):

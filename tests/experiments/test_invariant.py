@@ -79,8 +79,16 @@ def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
     assert {record["drift_max"] for record in train_records(result)} == {0.0}
 
 
+@pytest.fixture
+def few_optimizations():
+    """What a control shows does not depend on them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.mark.slow
-def test_the_plain_run_does_break(runs):
+def test_the_plain_run_does_break(runs, few_optimizations):
     """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
     results = [run(runs, mesh, 16, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
     assert state_bytes(results[0]) != state_bytes(results[1])
