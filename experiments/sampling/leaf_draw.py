@@ -135,10 +135,10 @@ class LeafDraw:
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
         """Each data rank's rows of the arrays, of which there are those of all ranks, on the rank's device."""
-        size, ranks = self._leaf_rows, self._programs.ranks
+        ranks = self._programs.ranks
+        parts = (ranks.own(array.reshape(ranks.count, self._leaf_rows, *array.shape[1:])) for array in arrays)
         return [
-            tuple(jax.device_put(array[rank * size : (rank + 1) * size], device) for array in arrays)
-            for rank, device in zip(ranks.numbers, ranks.devices, strict=True)
+            jax.device_put(each, device) for each, device in zip(zip(*parts, strict=True), ranks.devices, strict=True)
         ]
 
     def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:

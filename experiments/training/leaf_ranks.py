@@ -6,7 +6,7 @@ nothing has to be sent. Lists hold one item for each of these ranks, on its devi
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,8 @@ from jaxtyping import Array, Float
 
 from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, row_axes
 from experiments.models.placement import whole_on_host
+
+T = TypeVar("T")
 
 
 class LeafRanks:
@@ -28,8 +30,7 @@ class LeafRanks:
       mesh: the mesh.
       axes: its axes that split documents.
       count: how many ranks there are in all processes.
-      numbers: of the ranks that this process computes, in the order in which documents are dealt.
-      devices: where it computes them.
+      devices: where this process computes its ranks, in the order in which documents are dealt.
       homes: one device of each process, with its copy of the parameters and of the optimizer's state.
       home: that of this process.
     """
@@ -39,11 +40,14 @@ class LeafRanks:
         own = {number: [device for device in row if device.process_index == here] for number, row in enumerate(grid)}
         self._devices = {number: devices for number, devices in own.items() if devices}
         self.mesh, self.axes, self.count = mesh, row_axes(mesh), len(grid)
-        self.numbers = list(self._devices)
         self.devices: list[jax.Device] = [devices[0] for devices in self._devices.values()]
         self.homes = _first_of_processes(grid)
         (self.home,) = self.homes.local_devices
         self.split = NamedSharding(mesh, P(self.axes))
+
+    def own(self, items: Sequence[T]) -> list[T]:
+        """Of the items of all ranks, those of the ranks that this process computes."""
+        return [items[number] for number in self._devices]
 
     def join(self, pieces: Sequence[Array]) -> Array:
         """One array over the mesh, split over the ranks and replicated on the tensor ranks."""

@@ -90,8 +90,9 @@ class LeafSums:
 
     def _leaves(self, batch: MicroBatch) -> Iterable[tuple[MicroBatch, ...]]:
         """One leaf of each data rank at a time, of those that this process computes."""
-        ranks = [jax.tree.map(lambda x, rank=rank: x[rank], batch) for rank in self._programs.ranks.numbers]
-        return zip(*(split_rows(rank, self._leaf_rows) for rank in ranks), strict=True)
+        ranks = [jax.tree.map(lambda x, rank=rank: x[rank], batch) for rank in range(batch.tokens.shape[0])]
+        own = self._programs.ranks.own(ranks)
+        return zip(*(split_rows(rank, self._leaf_rows) for rank in own), strict=True)
 
     def _scores_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...]) -> tuple[np.ndarray, ...]:
         """Values [ranks, leaf rows, T] of one leaf of all data ranks, in every process."""

@@ -17,9 +17,9 @@ from tests.experiments.tiny import tiny, train_records
 # over.
 QUICK = [("data=2,tensor=3", 8)]
 # Every axis, ranks that are no power of two, and every number of rows. Every data rank compiles the programs once more.
-# Three of them, with two tensor ranks, are in the test of the document ratio; six tensor ranks in tests/invariance.
+# Three of them, with two tensor ranks, are in the test of the document ratio; six tensor ranks in tests/invariance; two
+# processes in test_two_processes.py.
 SLOW = [
-    ("data=2,tensor=4", 8),
     ("data=1,tensor=8", 32),
     ("data=2,fsdp=2,tensor=2", 16),
     ("data=5,tensor=1", 64),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import time
 
@@ -120,6 +121,26 @@ def test_a_run_goes_from_one_to_two_processes_and_back_through_faults_and_signal
     assert losses(whole)[0] == (1, "reward of the second completion: got nan", 0)
     documents = [count for *_, count in losses(whole)]
     assert 0 < documents[-1] < 24 and sum(documents) % 2 == 1, "the data ends within a step, and on one rank first"
+
+
+def test_two_processes_go_on_with_an_invariant_run_of_one_to_the_same_bits(cache, tmp_path):
+    """Ranks of both processes in the training, tensor ranks of both in the rollouts."""
+    sizes = (
+        "--invariant --invariance.block 4 --schedule.steps 2 --schedule.row-length 8 --rollout.prompts-per-rollout 8 "
+        "--warm-start.max-steps 3 --warm-start.learning-rate 1e-2 --drift.every 0 --evaluation.every 0 --evaluation.no-kl "
+        f"--evaluation.num-prompts 4 --out {tmp_path}"
+    )
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert wait(start([*TINY, *sizes.split(), "--name", "whole"], cache, devices=1)).code == 0
+    shutil.copytree(whole, run)
+    resume = ["--resume", f"{run}@1", "--mesh", "data=2", "--rollout.mesh", "tensor=2", "--quiet"]
+    assert [wait(each).code for each in start_together(resume, cache, 2)] == [0, 0]
+    (step, digests, counters), (wanted_step, wanted_digests, wanted_counters) = saved(run), saved(whole)
+    assert step == wanted_step == 2 and digests == wanted_digests and losses(run) == losses(whole)
+    # A queue for each rank; all of them are empty, as a step takes a whole rollout.
+    assert counters | {"queued": [[]]} == wanted_counters and counters["queued"] == [[], []]
+    steps = [each for each in read_metrics(run / "metrics.jsonl").records if each["kind"] == "train"]
+    assert [each["drift_max"] for each in steps] == [0.0, 0.0] and all(each["grad_norm"] > 0.0 for each in steps)
 
 
 def test_processes_with_different_options_are_refused(options, cache, tmp_path):
