@@ -4,7 +4,7 @@ import pytest
 
 from experiments.runs import plots
 
-DRAWN = {"test_grpo.py", "test_plots.py"}
+DRAWN = {"test_grpo.py", "test_page.py", "test_plots.py"}
 
 
 class Undrawn(plots.Figure):
