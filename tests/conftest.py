@@ -12,6 +12,10 @@ else:
     # Several processes of a test run share the GPU: none may keep what it has freed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
+# Products of NumPy are small here: further threads of OpenBLAS only wait for work, for 0.17 of the CPU time of the Hopper
+# kernels' interpreter. For workers and commands: a plugin of pytest has imported NumPy in this process.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import chex
 import hypothesis
 import jax
@@ -76,12 +80,12 @@ def use_programs_of(**settings):
     compilation_cache.reset_cache()
 
 
+# XLA's fusion emitters take half of the time that is left, and later versions cannot do without them; modules in one part
+# take a tenth less. No public setting of JAX changes an option of XLA within a process.
+CHEAP = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):
-    # XLA's fusion emitters take half of the time that is left, and later versions cannot do without them; modules in one
-    # part take a tenth less. No public setting of JAX changes an option of XLA within a process.
     from jax._src import compiler
 
-    CHEAP = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
     of_jax = compiler.get_compile_options
 
     def get_compile_options(*args, **kwargs):
@@ -91,6 +95,15 @@ if jax.__version_info__ < (0, 11):
         return options
 
     compiler.get_compile_options = get_compile_options
+
+
+@pytest.fixture
+def cheap_processes(monkeypatch):
+    """Processes that a test starts compile as cheaply."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if jax.__version_info__ < (0, 11):
+        flags = [f"--{name}={int(value)}" for name, value in CHEAP.items()]
+        monkeypatch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
 
 
 @pytest.fixture(autouse=True)

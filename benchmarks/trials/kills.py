@@ -12,6 +12,7 @@ With several processes one of them gets the signal, and the others have to end t
 """
 
 import argparse
+import functools
 import json
 import random
 import signal
@@ -135,9 +136,11 @@ class Run:
         }
 
 
-def moment_of(kind: str, run: Run, chance: random.Random, seconds: float) -> tuple[Callable[[], bool], float]:
+def moment_of(
+    kind: str, run: Run, chance: random.Random, usual: Callable[[], float]
+) -> tuple[Callable[[], bool], float]:
     """When a process is stopped: a condition, and seconds after it."""
-    started, old = time.monotonic(), run.being_saved()
+    old = run.being_saved()
     if kind == "saving":
         # Not the first one that comes: up to three checkpoints are let pass.
         wanted = run.saved() + chance.randint(1, 3)
@@ -145,17 +148,18 @@ def moment_of(kind: str, run: Run, chance: random.Random, seconds: float) -> tup
     if kind == "warm start":
         lines = chance.randint(0, 11)
         return lambda: run.path.exists() and run.warm_start_lines() >= lines, chance.uniform(0.0, 0.02)
-    after = chance.uniform(0.0, seconds)
+    after = chance.uniform(0.0, usual())
+    started = time.monotonic()
     return lambda: time.monotonic() - started >= after, 0.0
 
 
-def stop(trial: Trial, run: Run, chance: random.Random, seconds: float) -> Ended:
-    """Starts or resumes the run, stops it once, and notes how it took that."""
+def stop(trial: Trial, run: Run, chance: random.Random, usual: Callable[[], float]) -> Ended:
+    """Starts or resumes the run, stops it once, and notes how it took that; `usual` says how many seconds one takes."""
     kind = chance.choice([each for each in MOMENTS if each != "warm start" or run.saved() < 0])
     if trial.number != signal.SIGKILL and kind == "any" and run.saved() < 0:
         kind = "warm start"
     old = run.being_saved()
-    moment, delay = moment_of(kind, run, chance, seconds)
+    moment, delay = moment_of(kind, run, chance, usual)
     processes = run.start()
     victim = chance.choice(processes)
     sent = stop_when(victim, moment, delay, trial.number)
@@ -223,19 +227,23 @@ def trials(
     """
     chance, cache = random.Random(seed), out / "cache"
     whole = Run(out, "whole", steps, cache, processes)
-    # The second has compiled programs, and shows how long a run takes then.
-    for run in (whole, Run(out, "again", steps, cache, processes)):
+
+    def to_end(run: Run) -> float:
         started = time.monotonic()
         for ended in map(wait, run.start()):
             assert ended.code == 0, ended.last
-        seconds = time.monotonic() - started
+        return time.monotonic() - started
+
+    to_end(whole)
+    # The second has compiled programs. It is run where its time is asked for.
+    usual = functools.cache(lambda: to_end(Run(out, "again", steps, cache, processes)))
     done = []
     unstopped = 0
     for number, wanted in ((signal.SIGKILL, kills), (signal.SIGTERM, terms), (signal.SIGINT, terms)):
         while wanted > 0:
             trial = Trial(f"{len(done) + 1}", number)
             run = Run(out, f"run-{trial.name}", steps, cache, processes)
-            while len(trial.moments) < min(wanted, per_run) and stop(trial, run, chance, seconds).code != 0:
+            while len(trial.moments) < min(wanted, per_run) and stop(trial, run, chance, usual).code != 0:
                 pass
             if run.saved() < steps or not (run.path / "summary.json").exists():
                 to_the_end(trial, run)

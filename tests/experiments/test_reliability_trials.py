@@ -10,8 +10,7 @@ from experiments.training.run import train
 
 
 @pytest.mark.slow
-def test_runs_that_are_stopped_end_as_if_they_had_not_been(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+def test_runs_that_are_stopped_end_as_if_they_had_not_been(tmp_path, cheap_processes):
     done = trials(tmp_path, kills=1, terms=1, steps=3, seed=1)
     assert sum(len(trial.moments) for trial in done) == 3
     assert [trial.faults for trial in done] == [[]] * len(done)

@@ -454,11 +454,16 @@ def test_the_table_is_long():
     [
         ("--seed -1", 2, "error: --seed: expected at least 0, got -1"),
         ("--seed -1 --debug", 2, "Traceback"),
-        ("--out /proc/nothing", 2, "error: run folder: expected a path in an existing folder, got /proc/nothing/"),
+        # Refused once the programs are compiled.
+        (
+            "--out /proc/nothing --model.num-layers 1 --model.hidden-size 32",
+            2,
+            "error: run folder: expected a path in an existing folder, got /proc/nothing/",
+        ),
         ("--no-such-option", 2, "error: unrecognized options"),
     ],
 )
-def test_a_process_of_its_own(arguments, code, words, tmp_path):
+def test_a_process_of_its_own(arguments, code, words, cheap_processes):
     command = [sys.executable, "-m", "experiments.grpo", *shlex.split(arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}
