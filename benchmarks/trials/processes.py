@@ -52,11 +52,12 @@ class Ended:
 
 def start(arguments: list[str], cache: Path, *, main: str = MAIN, devices: int | None = None) -> subprocess.Popen:
     """The command line as a process, whose compiled programs are kept in `cache`, on as many simulated devices; None leaves
-    XLA_FLAGS as they are."""
+    their number as XLA_FLAGS say it."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     if devices is not None:
-        settings["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        others = os.environ.get("XLA_FLAGS", "")
+        settings["XLA_FLAGS"] = f"{others} --xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-c", main, *arguments]
     environment = {**os.environ, **settings}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

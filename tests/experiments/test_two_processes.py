@@ -48,9 +48,8 @@ Trainer.train_step = train_step
 
 
 @pytest.fixture
-def cache(tmp_path_factory, monkeypatch):
+def cache(tmp_path_factory, cheap_processes):
     """Of what the processes compile, cheaply: all of them alike."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     return tmp_path_factory.mktemp("compiled")
 
 
