@@ -38,8 +38,10 @@ def pytest_configure(config):
 
 
 OPTIMIZE_ALL = {"JAXLOGP_TEST_OPTIMIZED", "JAXLOGP_TEST_GPU"}
-OPTIMIZED = {"invariance", "test_invariant.py", "test_chunked_memory.py"}
-"""Folders and files whose tests look at bits or at memory, or run for long: compiled as users compile."""
+OPTIMIZED = {"invariance", "test_chunked_memory.py"}
+"""Folders and files whose tests look at bits or at memory: compiled as users compile."""
+SLOW_OPTIMIZED = {"test_invariant.py"}
+"""Files whose slow tests are compiled as users compile. The quick ones alone, in every test run, are not."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,6 +51,9 @@ def compile_effort(request):
     `JAXLOGP_TEST_OPTIMIZED=1`, as in the lane of the library's tests on the newest JAX, compiles all of them as users do.
     """
     optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
+    if request.path.name in SLOW_OPTIMIZED:
+        here = (item for item in request.session.items if item.path == request.path)
+        optimized |= any(item.get_closest_marker("slow") for item in here)
     jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
@@ -104,6 +109,25 @@ def cheap_processes(monkeypatch):
     if jax.__version_info__ < (0, 11):
         flags = [f"--{name}={int(value)}" for name, value in CHEAP.items()]
         monkeypatch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
+
+
+DRAWN = {"test_grpo.py", "test_page.py", "test_plots.py"}
+"""Files of experiments that look at the curves of their runs."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pictures(request):
+    """Other runs prepare every panel, from their own metrics, but make no picture: that takes 1.3 CPU s a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name == "experiments" and request.path.name not in DRAWN:
+            from experiments.runs import plots
+
+            class Undrawn(plots.Figure):
+                def savefig(self, file, **_):
+                    file.write(b"PNG")
+
+            patch.setattr(plots, "Figure", Undrawn)
+        yield
 
 
 @pytest.fixture(autouse=True)
