@@ -38,10 +38,8 @@ def pytest_configure(config):
 
 
 OPTIMIZE_ALL = {"JAXLOGP_TEST_OPTIMIZED", "JAXLOGP_TEST_GPU"}
-OPTIMIZED = {"invariance", "test_chunked_memory.py"}
+OPTIMIZED = {"invariance", "test_invariant.py", "test_chunked_memory.py"}
 """Folders and files whose tests look at bits or at memory: compiled as users compile."""
-SLOW_OPTIMIZED = {"test_invariant.py"}
-"""Files whose slow tests are compiled as users compile. The quick ones alone, in every test run, are not."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,9 +49,6 @@ def compile_effort(request):
     `JAXLOGP_TEST_OPTIMIZED=1`, as in the lane of the library's tests on the newest JAX, compiles all of them as users do.
     """
     optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
-    if request.path.name in SLOW_OPTIMIZED:
-        here = (item for item in request.session.items if item.path == request.path)
-        optimized |= any(item.get_closest_marker("slow") for item in here)
     jax.config.update("jax_disable_most_optimizations", not optimized)
 
 

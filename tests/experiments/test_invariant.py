@@ -15,7 +15,7 @@ from tests.experiments.tiny import tiny, train_records
 
 # Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves
 # over.
-QUICK = [("data=2,tensor=3", 8)]
+BOTH_ENDS = [("data=2,tensor=3", 8)]
 # Every axis, ranks that are no power of two, and every number of rows. Every data rank compiles the programs once more.
 # Three of them, with two tensor ranks, are in the test of the document ratio; six tensor ranks in tests/invariance; two
 # processes in test_two_processes.py.
@@ -24,7 +24,8 @@ SLOW = [
     ("data=2,fsdp=2,tensor=2", 16),
     ("data=5,tensor=1", 64),
 ]
-MESHES = [pytest.param(*each) for each in QUICK] + [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+MESHES = [pytest.param(*each, marks=(pytest.mark.slow, pytest.mark.both_ends)) for each in BOTH_ENDS]
+MESHES += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 
 
 def run(out, mesh, rows, **changes):

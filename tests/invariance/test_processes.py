@@ -10,6 +10,8 @@ import pytest
 
 from tests.invariance import two_processes
 
+pytestmark = [pytest.mark.slow, pytest.mark.both_ends]
+
 SECONDS = 120  # a few are needed; a process that waits for a dead one must not wait for ever
 
 
