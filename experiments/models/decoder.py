@@ -29,7 +29,6 @@ from experiments.models.attention import (
     KVCache,
     RowCache,
     attend,
-    attend_cached,
     empty_cache,
     first_keys,
     mask_bias,
@@ -174,13 +173,10 @@ class Decoder(nnx.Module):
         full, sliding = self._rotations(positions[:, None])
         x, held = self._embed(tokens[:, None]), []
         for index, layer in enumerate(self.layers_apart() if layers is None else layers):
-            window = self.config.window_of(index)
-            queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
-            attended, after = attend_cached(
-                queries[:, 0], keys[:, 0], values[:, 0], cache, index, window=window, **layer.attention_options
-            )
+            tables = full if self.config.window_of(index) is None else sliding
+            attended, after = layer.attend_new(x, tables, cache, index)
             held.append(after)
-            x = layer.finish(x, attended[:, None])
+            x = layer.finish(x, attended)
         return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
 
     @staticmethod

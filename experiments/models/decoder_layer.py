@@ -8,10 +8,20 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from experiments.models.attention import AllowedKeys, attend_packed
+from experiments.models.attention import (
+    AllowedKeys,
+    KVCache,
+    LayerCache,
+    Rotation,
+    attend_cached,
+    attend_packed,
+    attend_triton,
+    first_readable,
+)
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.layers import Projection, RMSNorm
 from experiments.models.remat import named
@@ -84,6 +94,40 @@ class DecoderLayer(nnx.Module):
     def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
         """What the queries [B, T, N, D] read of the keys and values [B, T, K, D]."""
         return attend_packed(queries, keys, values, view.keys, **self.attention_options)
+
+    def attend_new(
+        self, x: Float[Array, "B 1 H"], tables: tuple[Array, Array], cache: KVCache, index: int
+    ) -> tuple[Float[Array, "B 1 N D"], LayerCache]:
+        """What the new token of every row reads of the cache and itself, and the cache of this layer with it.
+
+        Args:
+            x: the residual stream at the new tokens.
+            tables: cosine and sine of their angles.
+            cache: without them.
+            index: of the layer.
+        """
+        window = self.config.window_of(index)
+        if cache.implementation == "triton":
+            first, rotation = first_readable(cache, window), self._rotation(tables)
+            attended, held = attend_triton(
+                self._projections(x), rotation, cache, index, first, **self.attention_options
+            )
+        else:
+            new = (each[:, 0] for each in self.queries_keys_values(x, tables))
+            attended, held = attend_cached(*new, cache, index, window=window, **self.attention_options)
+        return attended[:, None], held
+
+    @jax.named_scope("projections")
+    def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B heads D"]:
+        """Queries, keys and values of the normed residual stream, side by side; neither normed nor rotated."""
+        x = self.input_layernorm(x)
+        return jnp.concatenate([each(x)[:, 0] for each in (self.q_proj, self.k_proj, self.v_proj)], axis=1)
+
+    def _rotation(self, tables: tuple[Array, Array]) -> Rotation:
+        cos, sin = (table[:, 0, 0] for table in tables)
+        if not self.config.qk_norm:
+            return Rotation(cos, sin)
+        return Rotation(cos, sin, self.q_norm.multiplier, self.k_norm.multiplier, self.config.rms_norm_eps)
 
     @property
     def attention_options(self) -> dict[str, float | None]:

@@ -109,9 +109,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens F"]) -> Float[Array, "*tokens F"]:
         """The normed features."""
-        wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        wide = x.astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (normed * (1.0 + scale if self.plus_one else scale)).astype(self.dtype)
+        return (normed * self.multiplier).astype(self.dtype)
+
+    @property
+    def multiplier(self) -> Float[Array, " F"]:
+        """What multiplies features of mean square 1, in fp32."""
+        scale = self.scale[...].astype(jnp.float32)
+        return 1.0 + scale if self.plus_one else scale
 
 
 class Head(nnx.Module):

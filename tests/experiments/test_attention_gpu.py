@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from experiments.models.attention import AttentionCall, attend_packed, choose_attention, first_keys
-from experiments.models.attention.cached import attend_cached
 from experiments.models.attention.choice import WHY_NOT
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -77,8 +76,8 @@ def test_the_repeatable_choice_gives_the_same_bits_again():
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, 2.0)])
 @pytest.mark.parametrize("steps", [1, cached_cases.NEW])
 def test_the_kernel_for_caches_is_near_float64(steps, window, softcap):
-    options = {"window": window, "scale": cached_cases.SCALE, "softcap": softcap}
-    out = cached_cases.generated("triton", functools.partial(attend_cached, **options), steps, "bfloat16")
+    attend = functools.partial(cached_cases.by_kernel, window=window, softcap=softcap, interpret=False)
+    out = cached_cases.generated("triton", attend, steps, "bfloat16")
     # As where the kernel is interpreted.
     np.testing.assert_allclose(out, cached_cases.wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 

@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from experiments.models.attention.cache import KVCache
-from experiments.models.attention.cached import attend_cached, choose_cached, empty_cache
-from experiments.models.attention.triton_cached import BLOCK, attend_triton
+from experiments.models import decoder_layer
+from experiments.models.attention import AttentionRun, KVCache
+from experiments.models.attention.cached import attend_cached, choose_cached, empty_cache, first_readable
+from experiments.models.attention.triton_cached import BLOCK, Rotation, attend_triton
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 2
 SCALE, SOFTCAP = 0.2, 2.0
@@ -80,19 +84,51 @@ def test_every_row_reads_its_prompt_and_what_it_has_generated(steps, window, sof
     np.testing.assert_allclose(out, wanted(steps - 1, window, softcap), atol=2e-6, rtol=0)
 
 
-def interpreted(queries, keys, values, cache, layer, *, window, softcap):
-    first = jnp.maximum(cache.prompt_lengths + cache.filled + 1 - (window or 10**6), 0)
-    options = {"scale": SCALE, "softcap": softcap, "interpret": True}
-    return attend_triton(queries, keys, values, cache, layer, first, **options)
+def by_kernel(queries, keys, values, cache, layer, *, window, softcap, interpret=True):
+    """With queries and keys that are to stay as they are: an angle of 0, and no norm."""
+    first = first_readable(cache, window)
+    ones = jnp.ones((3, HEAD_DIM // 2))
+    projections = jnp.concatenate([queries, keys, values], axis=1)
+    options = {"scale": SCALE, "softcap": softcap, "interpret": interpret}
+    return attend_triton(projections, Rotation(ones, 0 * ones), cache, layer, first, **options)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, SOFTCAP), (BLOCK + 1, None)])
 @pytest.mark.parametrize("steps", [1, 3, NEW])
 def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap):
-    attend = functools.partial(interpreted, window=window, softcap=softcap)
+    attend = functools.partial(by_kernel, window=window, softcap=softcap)
     out = generated("triton", attend, steps, "bfloat16")
     # The probabilities and the result are rounded to bf16, 2^-9 each; values are below 4.
     np.testing.assert_allclose(out, wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
+
+
+def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+    options = {"qk_norm": True, "norm_plus_one": True, "attention_bias": True, "dtype": "bfloat16"}
+    sliding = SlidingLayers(window=4, layers=(True,), rope_theta=10.0)
+    config = DecoderConfig(vocab_size=32, head_dim=64, sliding=sliding, **sizes, **options)
+    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    # As initialised, norms multiply by 1 and biases are 0.
+    key = jax.random.key(1)
+    state = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.fold_in(key, x.size), x.shape), state)
+    ids = np.random.default_rng(0).integers(0, 32, (2, 6), np.int32)
+
+    def read():
+        model = nnx.merge(graph, state)
+        _, cache = model.prefill(ids, jnp.asarray([3, 6]), slots=2)
+        _, cache = model.decode_step(jnp.asarray([1, 2]), cache)
+        hidden, cache = model.decode_step(jnp.asarray([3, 4]), cache)
+        return hidden, cache.layers[0].keys[:, :, :2]
+
+    wanted = jax.jit(read)()
+    monkeypatch.setattr(DecoderConfig, "cached_attention_run", lambda *_: AttentionRun("triton", "interpreted"))
+    monkeypatch.setattr(decoder_layer, "attend_triton", functools.partial(attend_triton, interpret=True))
+    seen = jax.jit(lambda: read())()
+    for got, exact in zip(seen, wanted, strict=True):
+        got, exact = (np.asarray(x, np.float32) for x in (got, exact))
+        # Compilers may leave out roundings between the product and the result: three of 2^-9, of numbers whose pairs
+        # are as large as the largest.
+        np.testing.assert_allclose(got, exact, atol=3 * 2**-9 * 2**0.5 * np.abs(exact).max(), rtol=0)
 
 
 def test_the_choice_says_why():

@@ -11,10 +11,12 @@ heads that share a key-value head, D features of a head, L layers.
 from experiments.models.attention.allowed import AllowedKeys as AllowedKeys
 from experiments.models.attention.allowed import first_keys as first_keys
 from experiments.models.attention.cache import KVCache as KVCache
+from experiments.models.attention.cache import LayerCache as LayerCache
 from experiments.models.attention.cache import RowCache as RowCache
 from experiments.models.attention.cached import attend_cached as attend_cached
 from experiments.models.attention.cached import choose_cached as choose_cached
 from experiments.models.attention.cached import empty_cache as empty_cache
+from experiments.models.attention.cached import first_readable as first_readable
 from experiments.models.attention.call import AttentionCall as AttentionCall
 from experiments.models.attention.choice import NAMES as NAMES
 from experiments.models.attention.choice import AttentionRun as AttentionRun
@@ -23,3 +25,5 @@ from experiments.models.attention.choice import choose_attention as choose_atten
 from experiments.models.attention.einsum import attend as attend
 from experiments.models.attention.einsum import mask_bias as mask_bias
 from experiments.models.attention.einsum import precision_of as precision_of
+from experiments.models.attention.triton_cached import Rotation as Rotation
+from experiments.models.attention.triton_cached import attend_triton as attend_triton

@@ -15,7 +15,7 @@ from experiments.models.attention.cache import KVCache, LayerCache
 from experiments.models.attention.call import NARROW_DTYPES, needs_nvidia_gpu
 from experiments.models.attention.choice import AttentionRun
 from experiments.models.attention.einsum import capped, mask_bias, precision_of
-from experiments.models.attention.triton_cached import BLOCK, attend_triton
+from experiments.models.attention.triton_cached import BLOCK
 
 IMPLEMENTATIONS = ("einsum", "triton")
 
@@ -77,6 +77,12 @@ def empty_cache(
     return KVCache(layers, lengths.astype(jnp.int32), rows, jnp.zeros((), jnp.int32), implementation)
 
 
+def first_readable(cache: KVCache, window: int | None) -> Int[Array, " B"]:
+    """The first position that the new token of each row reads; a window counts the token itself."""
+    positions = cache.prompt_lengths + cache.filled
+    return jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
+
+
 @jax.named_scope("cached_attention")
 def attend_cached(
     queries: Float[Array, "B N D"],
@@ -91,24 +97,22 @@ def attend_cached(
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
     """softmax of cap(scale · q·k) over prompt, generated tokens and the new one, times v; and the layer with the new token.
 
+    By einsum. The kernel, `attend_triton`, begins with what is not yet normed or rotated.
+
     Args:
         queries: [B, N, D], of the new tokens, rotated.
         new_keys: [B, K, D], likewise; query head n reads key-value head n // (N / K).
         new_values: [B, K, D].
-        cache: before this token.
+        cache: before this token, each row with its own prompt.
         layer: which one.
         window: how many tokens a query reads at most, itself included, or None.
         scale: multiplier of the products.
         softcap: c of cap(x) = c · tanh(x / c), or None.
     """
-    positions = cache.prompt_lengths + cache.filled
-    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
-    if cache.implementation == "triton":
-        return attend_triton(queries, new_keys, new_values, cache, layer, first, scale=scale, softcap=softcap)
     held = cache.layers[layer]
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, :, None], cache.filled, axis=2)  # noqa: E731
     held = held._replace(keys=put(held.keys, new_keys), values=put(held.values, new_values))
-    return _attend_einsum(queries, held, _biases(cache, held, first), scale, softcap), held
+    return _attend_einsum(queries, held, _biases(cache, held, first_readable(cache, window)), scale, softcap), held
 
 
 def _biases(cache: KVCache, held: LayerCache, first: Int[Array, " B"]) -> tuple[Array, Array]:
