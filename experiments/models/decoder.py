@@ -144,7 +144,11 @@ class Decoder(nnx.Module):
         return self.config.cached_attention_run(self.mesh)
 
     def layers_apart(self) -> tuple[DecoderLayer, ...]:
-        """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`."""
+        """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`.
+
+        On a single GPU, products of the same features are joined. On a mesh, a joint kernel would be split elsewhere than
+        its parts are; on a CPU nothing is gained.
+        """
         graph, stacked = nnx.split(self.layers)
 
         def narrowed(leaf: Array) -> Array:
@@ -154,7 +158,11 @@ class Decoder(nnx.Module):
         def layer(index: int) -> DecoderLayer:
             return gathered(nnx.merge(graph, jax.tree.map(lambda x: narrowed(x[index]), stacked)), self.mesh)
 
-        return tuple(layer(index) for index in range(self.config.num_layers))
+        layers = tuple(layer(index) for index in range(self.config.num_layers))
+        if jax.default_backend() == "gpu" and (self.mesh is None or self.mesh.size == 1):
+            for each in layers:
+                each.join_projections()
+        return layers
 
     def decode_step(
         self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None

@@ -23,10 +23,13 @@ from experiments.models.attention import (
     first_readable,
 )
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.layers import Projection, RMSNorm
+from experiments.models.layers import JoinedProjections, Projection, RMSNorm
 from experiments.models.remat import named
 from experiments.models.rope import rotate
 from experiments.models.token_split import UNSPLIT, TokenSplit
+
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections that read the same features, and the name of their joint product."""
 
 
 class View(NamedTuple):
@@ -78,15 +81,26 @@ class DecoderLayer(nnx.Module):
         for name in config.lora.modules if config.lora.rank else ():
             getattr(self, name).adapt(config.lora.rank, config.lora.scale, rngs)
 
+    def join_projections(self) -> None:
+        """Computes products of the same features as one, from now on."""
+        for name, parts in JOINED.items():
+            setattr(self, name, JoinedProjections([getattr(self, part) for part in parts]))
+            for part in parts:
+                delattr(self, part)
+
+    def products(self, name: str, x: Float[Array, "B T H"]) -> tuple[Array, ...]:
+        """Those of the projections that `name` joins."""
+        if hasattr(self, name):
+            return getattr(self, name)(x)
+        return tuple(getattr(self, part)(x) for part in JOINED[name])
+
     @jax.named_scope("projections")
     def queries_keys_values(
         self, x: Float[Array, "B T H"], tables: tuple[Array, Array], tokens: TokenSplit = UNSPLIT
     ) -> tuple[Array, Array, Array]:
         """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
         x = tokens.gather(self.input_layernorm(x))
-        queries = named("queries", self.q_proj(x))
-        keys = named("keys", self.k_proj(x))
-        values = named("values", self.v_proj(x))
+        queries, keys, values = map(named, ("queries", "keys", "values"), self.products("qkv_proj", x))
         if self.config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         return rotate(queries, tables), rotate(keys, tables), values
@@ -120,8 +134,10 @@ class DecoderLayer(nnx.Module):
     @jax.named_scope("projections")
     def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B heads D"]:
         """Queries, keys and values of the normed residual stream, side by side; neither normed nor rotated."""
-        x = self.input_layernorm(x)
-        return jnp.concatenate([each(x)[:, 0] for each in (self.q_proj, self.k_proj, self.v_proj)], axis=1)
+        x = self.input_layernorm(x)[:, 0]
+        if hasattr(self, "qkv_proj"):
+            return self.qkv_proj.side_by_side(x).reshape(len(x), -1, self.config.head_dim)
+        return jnp.concatenate(self.products("qkv_proj", x), axis=1)
 
     def _rotation(self, tables: tuple[Array, Array]) -> Rotation:
         cos, sin = (table[:, 0, 0] for table in tables)
@@ -146,7 +162,7 @@ class DecoderLayer(nnx.Module):
             added, before = self.post_attention_layernorm(added), self.pre_feedforward_layernorm
         x = named("after_attention", x + added.astype(x.dtype))
         normed = tokens.gather(before(x))
-        gate, up = named("gate", self.gate_proj(normed)), named("up", self.up_proj(normed))
+        gate, up = map(named, ("gate", "up"), self.products("gate_up_proj", normed))
         gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
         added = tokens.scatter(self.down_proj(gate * up))
         added = self.post_feedforward_layernorm(added) if self.config.post_norms else added

@@ -6,10 +6,11 @@ The names are Flax's `out_sharding` metadata: `vocab`, `layers`, `embed` (featur
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
@@ -58,7 +59,7 @@ class Projection(nnx.Module):
         split_tokens: bool = False,
     ) -> None:
         names, shape = tuple(sizes), tuple(sizes.values())
-        self.inputs, self.split_tokens = inputs, split_tokens
+        self.inputs, self.out_shape, self.split_tokens = inputs, shape[inputs:], split_tokens
         init = matrix_init(math.prod(shape[:inputs]), scale)
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)), **named_axes(*names))
         if bias:
@@ -72,18 +73,62 @@ class Projection(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens_and_inputs"]) -> Float[Array, "*tokens_and_outputs"]:
         """The product."""
-        kernel = self.kernel[...]
-        out_shape = kernel.shape[self.inputs :]
-        matrix = kernel.reshape(-1, math.prod(out_shape))
+        matrix = self.matrix
         # Merged into one axis with their rows, tokens that a mesh splits would have to be gathered. One product of two
         # matrices has much the faster gradient on a CPU.
         leading = x.shape[: -self.inputs] if self.split_tokens else (-1,)
         rows = x.reshape(*leading, matrix.shape[0])
-        flat = _product(rows, matrix)
+        flat = self.with_adapters(_product(rows, matrix), rows)
+        return flat.reshape(*x.shape[: -self.inputs], *self.out_shape)
+
+    @property
+    def matrix(self) -> Float[Array, "I O"]:
+        """The kernel, inputs and outputs merged into one axis each."""
+        return self.kernel[...].reshape(-1, math.prod(self.out_shape))
+
+    def with_adapters(self, product: Float[Array, "*N O"], rows: Float[Array, "*N I"]) -> Float[Array, "*N O"]:
+        """The product of rows and kernel, with what LoRA and the bias add to it."""
         if hasattr(self, "lora"):
-            flat = flat + self.lora_scale * _product(_product(rows, self.lora.lora_a[...]), self.lora.lora_b[...])
-        product = flat.reshape(*x.shape[: -self.inputs], *out_shape)
-        return product + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else product
+            product = product + self.lora_scale * _product(_product(rows, self.lora.lora_a[...]), self.lora.lora_b[...])
+        return product + self.bias[...].reshape(-1).astype(rows.dtype) if hasattr(self, "bias") else product
+
+
+class JoinedProjections(nnx.Module):
+    """Projections of the same features as one product, their kernels side by side. The modules give theirs up.
+
+    Made before a loop: a GPU's compiler joins such products, but puts the kernels side by side again in every step.
+
+    Args:
+        modules: each with one axis of inputs.
+
+    Example:
+        >>> joined = JoinedProjections([Projection({"embed": 32, "mlp": 8}, "float32", nnx.Rngs(0)) for _ in range(2)])
+        >>> [part.shape for part in joined(jnp.ones((5, 32)))]
+        [(5, 8), (5, 8)]
+    """
+
+    def __init__(self, modules: Sequence[Projection]) -> None:
+        self.modules = nnx.List(modules)
+        self.kernel = nnx.Param(jnp.concatenate([module.matrix for module in modules], axis=1))
+        for module in modules:
+            del module.kernel
+
+    def __call__(self, x: Float[Array, "*tokens I"]) -> tuple[Float[Array, "*tokens_and_outputs"], ...]:
+        """What each of the modules gives."""
+        leading = x.shape[:-1]
+        return tuple(
+            part.reshape(*leading, *module.out_shape) for part, module in zip(self._parts(x), self.modules, strict=True)
+        )
+
+    def side_by_side(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens O"]:
+        """The same, the outputs of all modules along one axis."""
+        plain = not any(hasattr(module, name) for module in self.modules for name in ("lora", "bias"))
+        return _product(x, self.kernel[...]) if plain else jnp.concatenate(self._parts(x), axis=-1)
+
+    def _parts(self, x):
+        edges = np.cumsum([math.prod(module.out_shape) for module in self.modules])[:-1]
+        parts = jnp.split(_product(x, self.kernel[...]), edges, axis=-1)
+        return [module.with_adapters(part, x) for module, part in zip(self.modules, parts, strict=True)]
 
 
 def _product(rows: Float[Array, "*N I"], matrix: Float[Array, "I O"]) -> Float[Array, "*N O"]:

@@ -157,9 +157,10 @@ class RoundedLayer(DecoderLayer):
         del tokens
         x = rounded(self.input_layernorm(x), "norms" in self.places)
         narrow = "attention" in self.places
-        queries, keys = (rounded(each(x), "unrotated" in self.places) for each in (self.q_proj, self.k_proj))
+        queries, keys, values = self.products("qkv_proj", x)
+        queries, keys = (rounded(each, "unrotated" in self.places) for each in (queries, keys))
         queries, keys = (rounded(rotate(each, tables), narrow) for each in (queries, keys))
-        values = rounded(self.v_proj(x), narrow)
+        values = rounded(values, narrow)
         # Attention rounds probabilities to the dtype of the values.
         dtype = jnp.bfloat16 if narrow and "probabilities" in self.places else jnp.float32
         return queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
@@ -173,7 +174,7 @@ class RoundedLayer(DecoderLayer):
         attended = rounded(attended.astype(jnp.float32), "attention" in self.places)
         x = rounded(x + rounded(self.o_proj(attended), added), residual)
         normed = rounded(self.post_attention_layernorm(x), norms)
-        gate, up = (rounded(each(normed), "gates" in self.places) for each in (self.gate_proj, self.up_proj))
+        gate, up = (rounded(each, "gates" in self.places) for each in self.products("gate_up_proj", normed))
         product = rounded(jax.nn.silu(gate) * up, gated)
         return rounded(x + rounded(self.down_proj(product), added), residual)
 

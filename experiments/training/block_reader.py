@@ -6,7 +6,6 @@ the same bits in both. It depends on no later token, because a masked key has a 
 rows do not depend on each other.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -20,14 +19,9 @@ from jaxtyping import Array, Float, Int
 from experiments.models.attention import RowCache
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.decoder_layer import DecoderLayer
 
 Weights = tuple[Array, ...]
 """What the program reads of the parameters, matrices in the activations' dtype; flat, as it is passed for every token."""
-
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections of a layer that read the same vectors. A GPU computes them as one product, for which it would put their
-kernels side by side again for every token."""
 
 
 class BlockReader:
@@ -46,7 +40,6 @@ class BlockReader:
         self.block, self._graph, self._config = block, graph, config
         self._graphs: Any = None
         self._tree: Any = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._load = jax.jit(self._narrowed)
         self._step = jax.jit(self._read, donate_argnums=3, compiler_options=compiler_options)
         put = lambda whole, part, start: lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)  # noqa: E731
@@ -97,9 +90,6 @@ class BlockReader:
     def _narrowed(self, params: nnx.State) -> Weights:
         model = nnx.merge(self._graph, params)
         layers = model.layers_apart()
-        self._shapes = {name: getattr(layers[0], name).kernel.shape for names in SAME_INPUT for name in names}
-        for layer in layers:
-            _join_kernels(layer)
         table = model.embed_tokens.embedding[...]
         model.embed_tokens.embedding = nnx.Param(table.astype(self._config.dtype))
         # What is left is embedding and norm; the head is no part of this program.
@@ -114,26 +104,5 @@ class BlockReader:
     def _read(self, weights, tokens, starts, cache):
         states = jax.tree.unflatten(self._tree, weights)
         model, *layers = map(nnx.merge, self._graphs, states)
-        for layer in layers:
-            _split_kernels(layer, self._shapes)
         block = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, self.block))(tokens, starts)
         return model.read_block(block, starts, cache, layers)
-
-
-def _join_kernels(layer: DecoderLayer) -> None:
-    """Puts the kernels of SAME_INPUT side by side, [inputs, all outputs], in the place of the first of them."""
-    for names in SAME_INPUT:
-        modules = [getattr(layer, name) for name in names]
-        kernels = [module.kernel[...] for module in modules]
-        for module in modules:
-            del module.kernel
-        modules[0].kernel = nnx.Param(jnp.concatenate([x.reshape(len(x), -1) for x in kernels], axis=1))
-
-
-def _split_kernels(layer: DecoderLayer, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Undoes `_join_kernels`."""
-    for names in SAME_INPUT:
-        joined = getattr(layer, names[0]).kernel[...]
-        edges = np.cumsum([math.prod(shapes[name][1:]) for name in names])[:-1]
-        for name, part in zip(names, jnp.split(joined, edges, axis=1), strict=True):
-            getattr(layer, name).kernel = nnx.Param(part.reshape(shapes[name]))

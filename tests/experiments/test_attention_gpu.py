@@ -19,6 +19,7 @@ from tests.experiments import test_cached_attention as cached_cases
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 LENGTH = 700
 

@@ -22,6 +22,8 @@ from experiments.models.attention.einsum import MASKED_SCORE, capped
 
 BLOCK = 64
 """Slots of a block. Prompts and generated tokens have whole blocks of them."""
+WARPS = 4
+STAGES = 3
 SMALLEST_PRODUCT = 16
 """Rows of the smallest matrix that the matrix units multiply."""
 LOG2_E = 1.4426950408889634
@@ -85,7 +87,7 @@ def attend_triton(
         out_specs=list(map(whole, results)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         input_output_aliases={LayerCache._fields.index("keys"): 1, LayerCache._fields.index("values"): 2},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="cached_attention",
     )(*operands)
