@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import (
@@ -164,6 +165,13 @@ class Decoder(nnx.Module):
                 each.join_projections()
         return layers
 
+    def head_apart(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
+        """The head for a loop of `decode_step`: a table that tensor ranks split by features is put together once."""
+        spec, weight = self.head()
+        if self.config.vocab_size % size_of(self.mesh, TENSOR_AXIS):
+            weight = lax.with_sharding_constraint(weight, NamedSharding(self.mesh, P()))
+        return spec, weight
+
     def decode_step(
         self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None
     ) -> tuple[Float[Array, "B H"], KVCache]:
@@ -279,17 +287,22 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens):
         table = gathered(self.embed_tokens, self.mesh).embedding[...]
-        tensor = size_of(self.mesh, TENSOR_AXIS)
-        if tensor > 1 and self.config.vocab_size % tensor == 0:
-            axes = {"token_axes": row_axes(self.mesh), "sequence_axis": document_axis(self.mesh)}
-            embedded = sharded_embedding_lookup(table, tokens, mesh=self.mesh, **axes)
-        else:
-            embedded = embedding_lookup(table, tokens)
-        embedded = embedded.astype(self.config.dtype)
+        embedded = self._lookup(table, tokens).astype(self.config.dtype)
         # In the embeddings' dtype, as the models were trained: √hidden_size is rounded to it.
         scale = self.config.embed_scale
         embedded = embedded if scale == 1.0 else embedded * jnp.asarray(scale, embedded.dtype)
         return embedded.astype(self.config.stream_dtype)
+
+    def _lookup(self, table, tokens):
+        tensor = size_of(self.mesh, TENSOR_AXIS)
+        if tensor == 1:
+            return embedding_lookup(table, tokens)
+        if self.config.vocab_size % tensor == 0:
+            axes = {"token_axes": row_axes(self.mesh), "sequence_axis": document_axis(self.mesh)}
+            return sharded_embedding_lookup(table, tokens, mesh=self.mesh, **axes)
+        # Each rank looks its features up; what follows reads all of them, and is not to be split as the table is.
+        whole = P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)
+        return lax.with_sharding_constraint(embedding_lookup(table, tokens), NamedSharding(self.mesh, whole))
 
     def _final_norm(self, x):
         return gathered(self.norm, self.mesh)(x)

@@ -135,8 +135,9 @@ class DecoderLayer(nnx.Module):
     def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B heads D"]:
         """Queries, keys and values of the normed residual stream, side by side; neither normed nor rotated."""
         x = self.input_layernorm(x)[:, 0]
-        if hasattr(self, "qkv_proj"):
-            return self.qkv_proj.side_by_side(x).reshape(len(x), -1, self.config.head_dim)
+        joined = getattr(self, "qkv_proj", None)
+        if joined is not None:
+            return joined.side_by_side(x).reshape(len(x), -1, self.config.head_dim)
         return jnp.concatenate(self.products("qkv_proj", x), axis=1)
 
     def _rotation(self, tables: tuple[Array, Array]) -> Rotation:

@@ -38,7 +38,8 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
 
     Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor",
     features of the residual stream over "fsdp" and "sequence"; an axis that they do not divide, and a parameter that does
-    not name its axes, is whole on every device. The mesh axes have to be of type Auto.
+    not name its axes, is whole on every device. A table of vocabulary rows that "tensor" does not divide is split over it
+    by features. The mesh axes have to be of type Auto.
 
     Args:
         state: a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
@@ -49,7 +50,8 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
         The tree's structure with a `NamedSharding` for every array, fit for `jax.device_put` and `jax.jit`.
 
     Raises:
-        ValueError: a mesh axis is not of type Auto, or an axis of a parameter has a name without a rule.
+        ValueError: a mesh axis is not of type Auto, an axis of a parameter has a name without a rule, or "tensor" divides
+            neither the rows nor the features of a table.
     """
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
@@ -73,19 +75,44 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
 
 
 def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
-    rules, axes = dict(RULES), []
-    for name, size in zip(names, shape, strict=True):
+    rules, where = dict(RULES), jax.tree_util.keystr(path, simple=True, separator=".")
+    for name in names:
         known = name is None or name in rules
-        expected = f"axes named {', '.join(rules)}"
-        require(known, f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')}", expected, repr(name))
-        rule = None if name is None else rules[name]
-        wanted = rule if isinstance(rule, tuple) else (rule,)
-        split = tuple(axis for axis in wanted if axis is not None and size_of(mesh, axis) > 1)
-        divides = size % size_of(mesh, *split) == 0
-        axes.append((split if len(split) > 1 else split[0]) if split and divides else None)
+        require(known, f"parameter {where}", f"axes named {', '.join(rules)}", repr(name))
+    sizes = dict(zip(names, shape, strict=True))
+    if sizes.get("vocab", 0) % size_of(mesh, TENSOR_AXIS) and "embed" in sizes:
+        axes = [_features_over_all(where, sizes, mesh) if name == "embed" else None for name in names]
+    else:
+        axes = [
+            None if name is None else _split(size, rules[name], mesh) for name, size in zip(names, shape, strict=True)
+        ]
     while axes and axes[-1] is None:
         axes.pop()
     return P(*axes)
+
+
+def _features_over_all(where: str, sizes: dict[str | None, int], mesh: Mesh) -> tuple[str, ...] | str:
+    """The axes that split the features of a table whose rows tensor ranks do not divide.
+
+    Raises:
+        ValueError: they do not divide the features either, and every device would hold all of the table.
+    """
+    rows, features = sizes["vocab"], sizes["embed"]
+    # Tensor ranks first: what the others then give to each of them lies side by side.
+    axes = _split(features, (TENSOR_AXIS, *PARAMETER_AXES), mesh) or _split(features, TENSOR_AXIS, mesh)
+    expected = f"tensor ranks that divide the {rows} rows or the {features} features of {where}"
+    require(axes is not None, "mesh", expected, size_of(mesh, TENSOR_AXIS))
+    assert axes is not None
+    return axes
+
+
+def _split(size: int, wanted: str | tuple[str, ...] | None, mesh: Mesh) -> tuple[str, ...] | str | None:
+    """Those of the wanted mesh axes that have ranks, where these divide the size."""
+    wanted = wanted if isinstance(wanted, tuple) else () if wanted is None else (wanted,)
+    axes = tuple(axis for axis in wanted if size_of(mesh, axis) > 1)
+    if not axes or size % size_of(mesh, *axes):
+        return None
+    return axes if len(axes) > 1 else axes[0]
 
 
 def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
@@ -108,7 +135,7 @@ def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
         shape = jnp.shape(leaf.get_value())
         names = names[len(names) - len(shape) :]
         split = _spec(path, names, shape, mesh) if names else P()
-        rest = P(*(axis if axis in (None, TENSOR_AXIS) else None for axis in split))
+        rest = P(*(TENSOR_AXIS if axes == TENSOR_AXIS or TENSOR_AXIS in (axes or ()) else None for axes in split))
         if rest == split:
             return leaf
         return leaf.replace(resharded(leaf.get_value(), NamedSharding(mesh, rest), NamedSharding(mesh, split)))

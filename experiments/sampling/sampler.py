@@ -219,7 +219,7 @@ def _advance(graph, options, state, rows: _Rows, size) -> _Rows:
     """Draws until no more than `size` rows are unfinished, or all have their longest completion."""
     model = nnx.merge(graph, state)
     # Before the loop, which would do it in every step.
-    head, layers = model.head(), model.layers_apart()
+    head, layers = model.head_apart(), model.layers_apart()
 
     def unfinished(rows: _Rows):
         return (rows.step < options.max_new_tokens) & (jnp.sum(~rows.done) > size)

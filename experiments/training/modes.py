@@ -1,5 +1,6 @@
 """What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -85,7 +86,10 @@ class PlainMode:
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self.params, self.frozen = parts
         self._sampled_graph = origin.graph(self._rollout_mesh)
-        self._sampled_frozen = self._resharded(self.frozen)
+        with refused_as("rollout"):
+            places = [parameter_shardings(state, self._rollout_mesh) for state in (self.params, self.frozen)]
+        self._sampled_params, sampled_frozen = places
+        self._sampled_frozen = self._resharded(self.frozen, sampled_frozen)
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
@@ -97,13 +101,12 @@ class PlainMode:
         """See `Mode`."""
         kind = CachedDraw if self._cached else UncachedDraw
         draw = kind(self._sampled_graph, self._rollout_mesh, tokenizer, sizes, options)
-        return WholeModelDraw(draw, self._sampled_frozen, self._resharded)
+        place = functools.partial(self._resharded, places=self._sampled_params)
+        return WholeModelDraw(draw, self._sampled_frozen, place)
 
-    def _resharded(self, state: nnx.State) -> nnx.State:
+    def _resharded(self, state: nnx.State, places: nnx.State) -> nnx.State:
         """Parameters as the mesh of the rollouts splits them."""
-        if self._rollout_mesh == self.mesh:
-            return state
-        return placed(state, parameter_shardings(state, self._rollout_mesh))
+        return state if self._rollout_mesh == self.mesh else placed(state, places)
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:

@@ -50,12 +50,14 @@ class Origin(Protocol):
         vocab_size: V, rows of its head.
         decoder: sizes and options, where it is a `Decoder`.
         pretrained: where it is on disk.
+        warning: what the console should say of this model, or None.
     """
 
     tokenizer: Tokenizer
     vocab_size: int
     decoder: DecoderConfig | None
     pretrained: Pretrained | None
+    warning: str | None
 
     def parts(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
         """The model, parameters in their places or still to be placed.
@@ -70,9 +72,6 @@ class Origin(Protocol):
 
     def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
         """How micro-batches attend; one that was named and cannot run here is refused."""
-
-    def warnings(self, mesh: Mesh) -> list[str]:
-        """What the console should say of this model on this mesh."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class DecoderOrigin:
     seed: int
     pretrained: Pretrained | None = None
     restored: bool = False
+    warning = None
 
     @property
     def vocab_size(self) -> int:
@@ -141,11 +141,6 @@ class DecoderOrigin:
             require(False, "--model.attention", "an implementation that can run here", seen)
             raise
 
-    def warnings(self, mesh: Mesh) -> list[str]:
-        """See `Origin`."""
-        text = replicated_embedding(self.vocab_size, mesh)
-        return [] if text is None else [text]
-
 
 @dataclass(frozen=True)
 class OwnOrigin:
@@ -189,12 +184,11 @@ class OwnOrigin:
         """See `Origin`."""
         return AttentionRun("own", f"{type(self.model).__name__} computes hidden states by itself")
 
-    def warnings(self, mesh: Mesh) -> list[str]:
+    @property
+    def warning(self) -> str:
         """See `Origin`."""
-        return [
-            f"{type(self.model).__name__} has no key-value cache: for every token of a completion its whole row is computed "
-            "again"
-        ]
+        name = type(self.model).__name__
+        return f"{name} has no key-value cache: for every token of a completion its whole row is computed again"
 
 
 def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored: bool) -> Origin:
@@ -256,14 +250,3 @@ def _sums_of_bits(state: nnx.State) -> list[jax.Array]:
 def fingerprint(frozen: nnx.State) -> list[int]:
     """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
     return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]
-
-
-def replicated_embedding(vocab_size: int, mesh: Mesh) -> str | None:
-    """A warning where tensor ranks do not divide the vocabulary, or None."""
-    ranks = mesh.shape[TENSOR_AXIS]
-    if vocab_size % ranks == 0:
-        return None
-    return (
-        f"{ranks} tensor ranks do not divide the vocabulary of {vocab_size}: the embedding table "
-        "is replicated on every rank, and the head's shards are uneven"
-    )

@@ -156,8 +156,8 @@ class Trainer:
             options.docs_per_step, options.micro_batches or MICRO_BATCHES, options.max_empty_micro_batches
         )
         self._trace()
-        slow = slower_head(self.sums.head_run)
-        self.warnings = [*origin.warnings(self.mesh), *([] if slow is None else [slow])]
+        found = (origin.warning, slower_head(self.sums.head_run))
+        self.warnings = [text for text in found if text is not None]
 
     def _completer(self, options: DrawOptions) -> Completer:
         draw = self._mode.draw(self.tokenizer, self.sizes, options)

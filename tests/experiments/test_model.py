@@ -286,7 +286,10 @@ def test_shardings_split_what_the_tensor_axis_divides_and_nothing_else():
     assert specs["k_proj"] == specs["v_proj"] == P()  # 2 key-value heads on 4 devices
     assert specs["gate_proj"] == specs["up_proj"] == P(None, None, "tensor") and specs["down_proj"] == P(None, "tensor")
     assert specs["input_layernorm"] == specs["q_norm"] == P()
-    assert nnx.to_pure_dict(shardings)["embed_tokens"]["embedding"].spec == P()  # 26 rows on 4 devices
+    # 26 rows on 4 devices.
+    assert nnx.to_pure_dict(shardings)["embed_tokens"]["embedding"].spec == P(None, "tensor")
+    three_axes = parameter_shardings(model, make_mesh(MeshSpec(fsdp=2, tensor=4)))
+    assert nnx.to_pure_dict(three_axes)["embed_tokens"]["embedding"].spec == P(None, ("tensor", "fsdp"))
     divisible = nnx.to_pure_dict(parameter_shardings(decoder("llama3")[1], mesh))
     assert divisible["embed_tokens"]["embedding"].spec == divisible["lm_head"]["weight"].spec == P("tensor")
 

@@ -32,7 +32,9 @@ def of_length(example, completion):
 
 def trainer_on(mesh, **changes):
     mesh, *parallel = mesh.split("+")
-    model = replace(TINY.model, num_heads=4, num_kv_heads=4, head_dim=8, sequence_parallel=bool(parallel))
+    # Of 24 rows of the table and 40 features five ranks divide only the features.
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8}
+    model = replace(TINY.model, hidden_size=40, **heads, sequence_parallel=bool(parallel))
     options = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.01}, "evaluation": {"kl": False}}
     config = tiny("unused", "unused", mesh=mesh, model=model, **options | changes)
     return Trainer(config, rewards=rewards_of(of_length))
@@ -119,8 +121,8 @@ def test_sequence_ranks_exchange_tokens_for_heads_and_gather_no_activations():
 def test_tensor_ranks_may_hold_different_tokens_of_the_residual_stream():
     (split, found), (whole, _) = program_on("tensor=2" + SPLIT), program_on("tensor=2")
     # Before attention, gated products and head, and the gradients of what the first two add.
-    assert sum(found == ("all-gather", "f32[16,32,32]") for found in found) >= 5
-    assert [shape for kind, shape in found if kind == "reduce-scatter"] == ["f32[16,16,32]"], "of the head's gradient"
+    assert sum(found == ("all-gather", "f32[16,32,40]") for found in found) >= 5
+    assert [shape for kind, shape in found if kind == "reduce-scatter"] == ["f32[16,16,40]"], "of the head's gradient"
     sizes = [program.memory_analysis().temp_size_in_bytes for program in (split, whole)]
     assert sizes[0] < 0.95 * sizes[1]
 
@@ -146,6 +148,19 @@ def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_
         for leaf, place in zip(jax.tree.leaves(trainer.state.params), gradients, strict=True)
     ]
     assert sorted(set(split)) == [1, 4, 8] or sorted(set(split)) == [4, 8], split
+
+
+def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
+    trainer = trainer_on("tensor=5", optimizer={"name": "adamw"})
+    table = trainer.state.params["embed_tokens"]["embedding"].get_value()
+    assert table.shape == (24, 40) and table.sharding.shard_shape(table.shape) == (24, 8)
+    program, found = program_on("tensor=5")
+    # Looked up by features, which are put together; exchanged for rows before the head, never the whole table.
+    assert not [shape for kind, shape in found if kind == "all-gather" and shape.startswith("f32[24,")]
+    with pytest.raises(
+        ValueError, match="mesh: expected tensor ranks that divide the 24 rows or the 40 features of embed_"
+    ):
+        trainer_on("tensor=7")
 
 
 def test_a_run_with_sequence_parallelism_is_evaluated_on_a_mesh_without_tensor_ranks():

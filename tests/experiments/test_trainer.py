@@ -12,13 +12,12 @@ import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig
-from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.mesh import MeshSpec
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training.optimizers import Optimizer, adamw
-from experiments.training.origin import replicated_embedding
 from experiments.training.resume import resume
 from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
@@ -212,14 +211,6 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
     assert "hopper not used: JAX 0.10.2" in text and "use JAX 0.11 or newer" in text and "\n" not in text
     assert slower_head(replace(slow, engine="hopper")) is None
     assert slower_head(replace(slow, reason="named by the caller")) is None
-
-
-def test_an_embedding_that_is_not_split_is_said(tmp_path):
-    assert replicated_embedding(24, make_mesh(MeshSpec(tensor=4))) is None
-    text = replicated_embedding(24, make_mesh(MeshSpec(tensor=5)))
-    assert "5 tensor ranks do not divide the vocabulary of 24" in text
-    run = set_up(short(tmp_path, "five", mesh="tensor=5"))
-    assert any("5 tensor ranks do not divide" in warning for warning in run.trainer.warnings)
 
 
 def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():

@@ -13,7 +13,7 @@ from experiments.training.objectives import CrossEntropy
 from jaxlogp import Document, HeadSpec
 
 # On four ranks a table of 480 rows each, where the head wants 512, 512, 512 and 384.
-VOCAB, HIDDEN = 1920, 16
+VOCAB, HIDDEN = 1920, 28
 
 
 class Waves(nnx.Module):
