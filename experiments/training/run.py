@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -282,7 +283,8 @@ def _new_path(config: Config) -> Path:
     """Where the run folder will be.
 
     Raises:
-      ValueError: a name that is not one of a folder, a path that exists already, or one below something else than a folder.
+      ValueError: a name that is not one of a folder, a path that exists already, or one where no folder can be made.
+      OSError: no permission, or a file system that is read-only or full.
     """
     name = _default_name(config) if config.name is None else config.name
     require(is_folder_name(name), "--name", "the name of a folder", repr(name))
@@ -297,6 +299,11 @@ def _new_path(config: Config) -> Path:
         raise ValueError(
             f"--out: expected a path that can be made, got {config.out[:80]}…: {error.strerror}"
         ) from error
+    try:
+        # Tried now: the run folder is made when all programs are compiled.
+        os.rmdir(tempfile.mkdtemp(dir=there))
+    except FileNotFoundError:
+        require(False, "--out", "a folder, or where one can be made", f"{there}, where none can be made")
     return path
 
 
