@@ -35,12 +35,12 @@ class HeadGradients(NamedTuple):
 
     Attributes:
       hidden: [tokens, H] in ``HeadCall.hidden_gradient_dtype``.
-      weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``.
-      bias: [V_local], or None without a bias.
+      weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``; may be None where ``HeadCall.frozen``.
+      bias: [V_local], or None without a bias; likewise.
     """
 
     hidden: Float[Array, "tokens hidden"]
-    weight: HeadWeight
+    weight: HeadWeight | None
     bias: Float[Array, " vocab"] | None
 
 
@@ -84,6 +84,7 @@ class SequenceSplit(NamedTuple):
         "all_live",
         "weight_layout",
         "split",
+        "frozen",
     ],
 )
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,7 @@ class HeadCall:
       all_live: whether every token counts because no mask was given.
       weight_layout: "vh" for [V, H], "hv" for [H, V].
       split: how the hidden states are split over ``axis_name``; None where each rank has all of them.
+      frozen: whether nobody asks for the gradients of weight and bias, so that an engine need not compute them.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -119,6 +121,7 @@ class HeadCall:
     all_live: bool = False
     weight_layout: str = "vh"
     split: SequenceSplit | None = None
+    frozen: bool = False
 
     @property
     def vocab_dim(self) -> int:
@@ -282,7 +285,7 @@ def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
         gradients = gradients._replace(hidden=d_hidden)
 
     def summed(gradient: Array | None, operand: Array | None) -> Array | None:
-        if operand is None:
+        if operand is None or gradient is None:
             return None
         same_over = tuple(sorted(axes - varying_axes(operand), key=str))
         if same_over:

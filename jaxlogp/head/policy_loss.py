@@ -1,5 +1,6 @@
 """``linear_policy_loss``: a policy loss of linear log-probs, with its gradient computed in the forward pass."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -229,8 +230,12 @@ def _loss_forward(
     static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
     """Values and loss, with this rank's gradients of the loss sum, computed while the logits are at hand."""
+    primals: tuple[Any, ...] = (call.weight, call.bias)
+    frozen = not any(primal.perturbed for primal in primals if primal is not None)
+    call, tokens, lse = jax.custom_derivatives.custom_vjp_primal_tree_values((call, tokens, lse))
     require_checked_axes(call.axis_name)
-    engine, loss, operands = static.engine, static.loss, operands_of(static.engine, call)
+    engine, loss = static.engine, static.loss
+    operands = operands_of(engine, dataclasses.replace(call, frozen=frozen))
     if lse is None:
         # Without an entropy bonus the sampler's log-probs give an estimate of log Σ e^z.
         near = tokens.old_log_probs if loss.entropy_coefficient == 0.0 else None
@@ -254,4 +259,6 @@ def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogPr
     return cotangents_of(call, owned_gradients(static.engine, call, scaled)), None, None
 
 
-_loss_sum.defvjp(_loss_forward, _loss_backward)
+# With symbolic zeros the forward rule is told which operands are differentiated: the head of a model that only has its
+# adapters trained is not, and a kernel's result that nobody uses is computed all the same.
+_loss_sum.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)

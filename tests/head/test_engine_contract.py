@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,9 @@ from jaxlogp import (
 from jaxlogp.head.registry import ENGINES
 
 N, H, V = 12, 16, 48
+# Logits are sums of 16 products, in an order that CPUs choose by layout and program: two of them differ by at most
+# 2 · 16 · 2^-24 · Σ|h w| / 0.7 < 5e-5, the softmax by that share, and gradients by that share of 48 terms below 3.
+ORDER = 1e-4
 
 
 def normal(seed, *shape):
@@ -81,7 +85,7 @@ def test_an_engine_of_ones_own_gives_values_and_gradients():
     (value, gradients), (wanted, wanted_gradients) = mean(PlainEngine()), mean("reference")
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     for gradient, other in zip(gradients, wanted_gradients, strict=True):
-        np.testing.assert_allclose(gradient, other, atol=2e-6)
+        np.testing.assert_allclose(gradient, other, atol=ORDER)
 
 
 def test_an_engine_of_ones_own_serves_the_policy_loss_in_two_steps():
@@ -187,7 +191,7 @@ FIXED_ORDER = FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=64, row_blo
 
 @pytest.mark.parametrize("engine", ["reference", "chunked", ChunkedEngine(5, 16), FIXED_ORDER], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_both_layouts_of_the_weight_give_the_same_bits(engine, dtype):
+def test_both_layouts_of_the_weight_give_the_same(engine, dtype):
     def both(weight, layout):
         options = {"mask": MASK, "weight_layout": layout, "engine": engine}
         values = linear_log_probs(HIDDEN, weight, TARGETS, with_entropy=True, **options)
@@ -198,10 +202,13 @@ def test_both_layouts_of_the_weight_give_the_same_bits(engine, dtype):
 
     weight = WEIGHT.astype(dtype)
     gradients = jax.jit(jax.value_and_grad(both), static_argnums=1)
-    value, gradient = gradients(weight, "vh")
-    other, transposed = gradients(weight.T, "hv")
-    np.testing.assert_array_equal(value, other)
-    np.testing.assert_array_equal(gradient, transposed.T)
+    one, other = gradients(weight, "vh"), gradients(weight.T, "hv")
+    other = other[0], other[1].T
+    if engine == FIXED_ORDER:
+        chex.assert_trees_all_equal(one, other)
+    else:
+        # The gradient of a bf16 weight is rounded to bf16.
+        chex.assert_trees_all_close(one, other, atol=ORDER, rtol=1e-6 if dtype == jnp.float32 else 2**-7)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -72,6 +72,27 @@ def test_chunks_of_tokens(monkeypatch, tokens, chunk_rows, bias, coefficient):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("known_lse", [False, True])
+def test_a_head_that_is_not_differentiated_has_no_weight_gradient(monkeypatch, known_lse):
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 64 * 2 * 768)
+    data, options = bf16_problem(300, bias=True, seed=1)
+    if known_lse:
+        operands, known = (data[x] for x in ("hidden", "weight", "targets")), {x: data[x] for x in ("mask", "bias")}
+        options = options | {"lse": linear_log_probs(*operands, **known, with_lse=True, **options).lse}
+
+    def total(hidden, weight, bias):
+        return one_call(
+            {**data, "hidden": hidden, "weight": weight, "bias": bias}, grpo(), hopper(chunk=512), **options
+        )[0].sum
+
+    alone, all_three = (jax.grad(total, argnums) for argnums in (0, (0, 1, 2)))
+    operands = [data[name] for name in HEAD]
+    programs = [str(jax.make_jaxpr(function)(*operands)) for function in (alone, all_three)]
+    assert ["head_weight_gradient" in program for program in programs] == [False, True]
+    same_bits(jax.jit(alone)(*operands), jax.jit(all_three)(*operands)[0])
+
+
+@needs_interpreter
 def test_windows_of_the_vocabulary_that_are_summed_apart(monkeypatch):
     # Three windows of 384 columns, and 128 more that make no step of each. Chunks of 256 tokens; the last one is short.
     monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 256 * (2 * 1280 + 4 * 64 * 3))

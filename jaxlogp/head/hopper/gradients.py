@@ -130,7 +130,7 @@ def head_gradients(
       kept: which blocks of dz count; None means all. Not with chunks apart.
       chunks_apart: return the hidden gradient of every chunk, fp32 [chunks, tokens, H], instead of their sum.
     """
-    axes, bias = call.axes, call.bias
+    axes, bias = call.axes, None if call.frozen else call.bias
     (tokens, hidden_size), vocab = call.hidden.shape, call.num_columns
     tiles, interpret = engine.head_tiles(hidden_size), engine.interpret
     multiple = row_multiple(tiles, interpret)
@@ -144,11 +144,14 @@ def head_gradients(
     parts = tiles.d_hidden_parts if kept is None else 1
     d_hidden = hidden_gradient_sums(padded, hidden_size, tiles.d_hidden, parts)
     plans, shape = None, None
-    if kept is None:
+    if call.frozen:
+        d_weight = None
+    elif kept is None:
         d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
     else:
         # Vocabulary tiles of which no block counts are never written.
         d_weight = jax.new_ref(jnp.zeros(call.weight.shape, call.weight.dtype))
+    if kept is not None:
         plans = _plans(kept, tiles, chunks, chunk, hidden_size, interpret)
         shape = block_shape(tiles, multiple, interpret)
     launches = [engine.launch(config) for config in (tiles.logit_gradient, tiles.d_hidden, tiles.d_weight)]
@@ -163,7 +166,8 @@ def head_gradients(
         add_hidden_gradient(d_hidden, gradient, operands, index, launches[1], **how)
         if nodes is not None:
             nodes = nodes.at[index].set(rows.unpack(part_sums(d_hidden[...], hidden_size, parts)))
-        write_weight_gradient(d_weight, gradient, operands, index, launches[2], work=work.d_weight)
+        if d_weight is not None:
+            write_weight_gradient(d_weight, gradient, operands, index, launches[2], work=work.d_weight)
         if bias is None:
             return None, nodes
         if work.written is not None:
@@ -177,4 +181,4 @@ def head_gradients(
     if nodes is None:
         summed = finish_hidden_gradient(d_hidden, hidden_size, parts).astype(call.hidden_gradient_dtype)
         nodes = vary_over(rows.unpack(summed), axes)
-    return HeadGradients(nodes, vary_over(jax.freeze(d_weight), axes), d_bias)
+    return HeadGradients(nodes, None if d_weight is None else vary_over(jax.freeze(d_weight), axes), d_bias)

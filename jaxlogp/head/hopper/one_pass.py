@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlogp._compat import vary_over, varying_axes
 from jaxlogp.agreement import id_codes
-from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.call import HeadCall, HeadGradients, HeadWeight
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
 from jaxlogp.head.hopper.exponentials import (
@@ -234,7 +234,7 @@ class _OnePass:
         return estimate if axis_name is None else lax.psum(estimate, axis_name)
 
     def run(self) -> tuple[TokenLogProbs, HeadGradients]:
-        call, interpret = self.call, self.engine.interpret
+        call = self.call
         hidden_size, filled = call.hidden.shape[1], self.chunks * self.size
 
         def zeros(shape, dtype=jnp.float32, axes=call.axes):
@@ -244,7 +244,22 @@ class _OnePass:
         # The all-reduces make values the same on all vocabulary shards.
         self.results = zeros((3, filled), axes=call.value_axes)
         self.d_bias = zeros((self.columns,))
-        d_weight = jax.new_ref(uninitialised(call.weight.shape, call.weight.dtype, interpret))
+        d_weight = self._chunks_alone() if call.frozen else vary_over(self._chunks_and_d_weight(), call.axes)
+        log_probs, entropy, lse = (self.rows.unpack(x) for x in jax.freeze(self.results))
+        values = TokenLogProbs(log_probs, entropy if call.with_entropy else None, lse)
+        without_bias = call.bias is None or call.frozen
+        d_bias = None if without_bias else jax.freeze(self.d_bias)[: call.num_columns]
+        return values, HeadGradients(self.rows.unpack(jax.freeze(self.d_hidden)), d_weight, d_bias)
+
+    def _chunks_alone(self) -> None:
+        """All chunks, without gradients of weight and bias."""
+        self._chunk(0, None, None)
+        lax.fori_loop(1, self.chunks, lambda index, _: self._chunk(index, None, None, may_skip=True), None)
+
+    def _chunks_and_d_weight(self) -> HeadWeight:
+        """All chunks, and the gradient of the weight."""
+        weight, interpret = self.call.weight, self.engine.interpret
+        d_weight = jax.new_ref(uninitialised(weight.shape, weight.dtype, interpret))
         # Python numbers: outside of jit a reference takes no other as the begin of a slice.
         if self.chunks == 1:
             self._chunk(0, d_weight, None)
@@ -255,22 +270,18 @@ class _OnePass:
             # All of them, however many tokens are live: the host would wait for a number that it does not know.
             lax.fori_loop(1, self.chunks - 1, lambda index, _: self._chunk(index, total, total, may_skip=True), None)
             self._chunk(self.chunks - 1, d_weight, total)
-        log_probs, entropy, lse = (self.rows.unpack(x) for x in jax.freeze(self.results))
-        values = TokenLogProbs(log_probs, entropy if call.with_entropy else None, lse)
-        d_bias = None if call.bias is None else jax.freeze(self.d_bias)[: call.num_columns]
-        d_weight = vary_over(jax.freeze(d_weight), call.axes)
-        return values, HeadGradients(self.rows.unpack(jax.freeze(self.d_hidden)), d_weight, d_bias)
+        return jax.freeze(d_weight)
 
     def _chunk(self, index: Any, out: Any, addend: Any, may_skip: bool = False) -> None:
-        """Values and hidden gradient of a chunk of tokens; its part of dW, plus ``addend``, goes to ``out``."""
+        """Values and hidden gradient of a chunk of tokens; its part of dW, plus ``addend``, goes to ``out``, or None."""
         start, place = index * self.size, pl.ds(index * self.size, self.size)
         count = jnp.clip(self.rows.count - start, 0, self.size)
         live = whole_rows(count, self.multiple)
         if may_skip:
             live = jnp.where(count > 0, live, 0)
-        if addend is not None:
-            # After both products of the chunk before, whose exponentials would otherwise still be there.
-            live = _after(live, addend[0, 0], self.d_hidden[0, 0])
+        if addend is not None or out is None:
+            # After the products of the chunk before, whose exponentials would otherwise still be there.
+            live = _after(live, self.d_hidden[0, 0], *(() if addend is None else (addend[0, 0],)))
 
         def part(x):
             return lax.dynamic_slice_in_dim(x, start, self.size)
@@ -280,9 +291,10 @@ class _OnePass:
         chunk = _Chunk(operands, targets, *jax.tree.map(part, (self.estimate, self.origin)), live)
         values, dz = self._logit_gradient(chunk, jax.tree.map(part, self.tokens))
         d_here = _hidden_gradient(dz, operands, self.engine, live)
-        launch = self.engine.launch(self.tiles.one_pass_d_weight)
-        _add_weight_gradient(out, dz, operands, launch, live, addend)
-        if self.call.bias is not None:
+        if out is not None:
+            launch = self.engine.launch(self.tiles.one_pass_d_weight)
+            _add_weight_gradient(out, dz, operands, launch, live, addend)
+        if self.call.bias is not None and out is not None:
             of_rows = select_live(dz.values, live).astype(jnp.float32)
             d_bias = jnp.sum(of_rows if dz.scale is None else of_rows * dz.scale[:, None], axis=0)
             self.d_bias[...] += vary_over(d_bias, self.call.axes)
