@@ -70,6 +70,8 @@ class Engine(Protocol):
     ) -> tuple[TokenLogProbs, HeadGradients]:
         """Values and gradients with the logits computed once: three products instead of four.
 
+        Where ``call.frozen``, gradients of weight and bias may be None, which saves one of them.
+
         Args:
           call: the call.
           cotangents: gives the loss's cotangents, a few tokens at a time.
