@@ -3,8 +3,10 @@
 JAXLOGP_TEST_GPU=1 leaves a GPU visible, for `pytest -m gpu`.
 """
 
+import functools
 import gc
 import os
+import threading
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,6 +23,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src import cache_key
+from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
 
 chex.set_n_cpu_devices(8)
@@ -50,6 +53,21 @@ def compile_effort(request):
     """
     optimized = not OPTIMIZE_ALL.isdisjoint(os.environ) or not OPTIMIZED.isdisjoint(request.path.parts)
     jax.config.update("jax_disable_most_optimizations", not optimized)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lowering_contexts():
+    """A file's programs are lowered in one MLIR context a thread; newer versions of JAX share contexts themselves.
+
+    Otherwise every program has its own, which takes 5 ms to make and stays in memory for as long as the program.
+    """
+    if jax.__version_info__ >= (0, 12):
+        yield
+        return
+    made = functools.cache(lambda thread, of_jax=mlir.make_ir_context: of_jax())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", lambda: made(threading.get_ident()))
+        yield
 
 
 SHARING = {"test_invariant.py"}
