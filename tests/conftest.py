@@ -128,19 +128,30 @@ DRAWN = {"test_grpo.py", "test_page.py", "test_plots.py"}
 """Files of experiments that look at the curves of their runs."""
 
 
+def draw_nothing(patch):
+    """Runs prepare every panel, from their own metrics, but make no picture: that takes 1.3 CPU s a run."""
+    from experiments.runs import plots
+
+    class Undrawn(plots.Figure):
+        def savefig(self, file, **_):
+            file.write(b"PNG")
+
+    patch.setattr(plots, "Figure", Undrawn)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def pictures(request):
-    """Other runs prepare every panel, from their own metrics, but make no picture: that takes 1.3 CPU s a run."""
+    """Only files that look at pictures have some."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name == "experiments" and request.path.name not in DRAWN:
-            from experiments.runs import plots
-
-            class Undrawn(plots.Figure):
-                def savefig(self, file, **_):
-                    file.write(b"PNG")
-
-            patch.setattr(plots, "Figure", Undrawn)
+            draw_nothing(patch)
         yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """For a test whose file has some."""
+    draw_nothing(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
