@@ -3,8 +3,10 @@
 JAXLOGP_TEST_GPU=1 leaves a GPU visible, for `pytest -m gpu`.
 """
 
+import functools
 import gc
 import os
+import threading
 
 if os.environ.get("JAXLOGP_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,6 +23,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src import cache_key
+from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
 
 chex.set_n_cpu_devices(8)
@@ -52,7 +55,22 @@ def compile_effort(request):
     jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
-SHARING = {"test_invariant.py"}
+@pytest.fixture(autouse=True, scope="module")
+def lowering_contexts():
+    """A file's programs are lowered in one MLIR context a thread; newer versions of JAX share contexts themselves.
+
+    Otherwise every program has its own, which takes 5 ms to make and stays in memory for as long as the program.
+    """
+    if jax.__version_info__ >= (0, 12):
+        yield
+        return
+    made = functools.cache(lambda thread, of_jax=mlir.make_ir_context: of_jax())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", lambda: made(threading.get_ident()))
+        yield
+
+
+SHARING = {"test_grpo.py", "test_invariant.py", "test_trainer.py"}
 """Files whose runs compile the same programs, once more on every data rank and in every run: there each is compiled once.
 
 Runs that compile all of their programs themselves, and have the same bits, are in test_reliability_trials.py.
@@ -110,19 +128,30 @@ DRAWN = {"test_grpo.py", "test_page.py", "test_plots.py"}
 """Files of experiments that look at the curves of their runs."""
 
 
+def draw_nothing(patch):
+    """Runs prepare every panel, from their own metrics, but make no picture: that takes 1.3 CPU s a run."""
+    from experiments.runs import plots
+
+    class Undrawn(plots.Figure):
+        def savefig(self, file, **_):
+            file.write(b"PNG")
+
+    patch.setattr(plots, "Figure", Undrawn)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def pictures(request):
-    """Other runs prepare every panel, from their own metrics, but make no picture: that takes 1.3 CPU s a run."""
+    """Only files that look at pictures have some."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name == "experiments" and request.path.name not in DRAWN:
-            from experiments.runs import plots
-
-            class Undrawn(plots.Figure):
-                def savefig(self, file, **_):
-                    file.write(b"PNG")
-
-            patch.setattr(plots, "Figure", Undrawn)
+            draw_nothing(patch)
         yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """For a test whose file has some."""
+    draw_nothing(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def test_the_run_folder_is_complete(plain):
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 
-def test_resume_equals_the_run_without_a_break(plain, runs):
+def test_resume_equals_the_run_without_a_break(plain, runs, no_pictures):
     train(tiny(runs, "broken", schedule={"steps": 2}))
     resumed = resume(str(runs / "broken"), {"schedule.steps": 4, "quiet": True})
     for mine, whole in zip(leaves(resumed), leaves(plain), strict=True):
@@ -159,7 +159,7 @@ def test_a_second_resume_ends_with_one_sentence(plain, capsys):
     assert plain.run.metrics.read_bytes() == before and load_config(plain.run.config, Config).schedule.steps == 4
 
 
-def test_a_run_goes_on_from_an_older_checkpoint_to_the_same_bits(plain, runs):
+def test_a_run_goes_on_from_an_older_checkpoint_to_the_same_bits(plain, runs, no_pictures):
     shutil.copytree(plain.run.path, runs / "back")
     again = resume(f"{runs / 'back'}@0", {"quiet": True})
     for mine, first in zip(leaves(again), leaves(plain), strict=True):

@@ -47,6 +47,14 @@ def trainer_log_probs(state, row, positions, document_ids, temperature=1.0):
     return linear_log_probs(hidden[:-1], model.head()[1], row[1:], temperature=temperature).log_probs
 
 
+@jax.jit
+def logits_of(state, row):
+    """Of every token of one document, by the path that the trainer takes."""
+    model = nnx.merge(nnx.split(decoder())[0], state)
+    hidden = model.hidden_states(row[None], jnp.arange(len(row))[None], jnp.zeros_like(row)[None])[0]
+    return hidden @ model.head()[1].T
+
+
 def packed(prompt_ids, lengths, samples):
     """All rows as documents of one packed row; also, for each, where its completion starts."""
     documents = [
@@ -104,14 +112,9 @@ def test_greedy_takes_the_likeliest_token_whatever_the_key():
     samples = sample(decoder(), ids, lengths, jax.random.key(1), options)
     other = sample(decoder(), ids, lengths, jax.random.key(2), options)
     jax.tree.map(np.testing.assert_array_equal, samples, other)
-    model = decoder()
-    row = np.concatenate([ids[2, : lengths[2]], np.asarray(samples.tokens)[2, : samples.lengths[2]]])[None]
-    document_ids = np.zeros_like(row)
-    hidden = np.asarray(
-        model.hidden_states(jnp.asarray(row), jnp.arange(row.shape[1])[None], jnp.asarray(document_ids))
-    )[0]
-    likeliest = (hidden @ np.asarray(model.head()[1]).T).argmax(axis=-1)
-    np.testing.assert_array_equal(row[0, lengths[2] :], likeliest[lengths[2] - 1 : -1])
+    row = np.concatenate([ids[2, : lengths[2]], np.asarray(samples.tokens)[2, : samples.lengths[2]]])
+    likeliest = logits_of(nnx.state(decoder()), row).argmax(axis=-1)
+    np.testing.assert_array_equal(row[lengths[2] :], likeliest[lengths[2] - 1 : -1])
 
 
 def test_a_row_is_the_same_in_any_batch_and_with_any_padding():
@@ -151,19 +154,12 @@ def test_frequencies_follow_the_distribution():
     followers = samples.tokens[samples.tokens[:, 0] == 4]  # the second draw, given one value of the first
     for place, drawn in ((0, samples.tokens), (1, followers)):
         context = [2, 5, 3, 4][: 3 + place]
-        logits = next_logits(context)
+        logits = np.asarray(logits_of(nnx.state(decoder()), np.array(context, np.int32)))[-1]
         counts = np.bincount(drawn[:, place], minlength=VOCAB)
         assert counts.sum() > 100
         # 7 degrees of freedom: a right sampler exceeds 29.9 once in 10,000 keys; at temperature 1 it is far above.
         assert chi_square(counts, softmax(logits / temperature)) < 29.9
         assert chi_square(counts, softmax(logits)) > 29.9
-
-
-def next_logits(context):
-    model = decoder()
-    row = jnp.asarray([context], jnp.int32)
-    hidden = model.hidden_states(row, jnp.arange(len(context))[None], jnp.zeros_like(row))
-    return np.asarray(hidden)[0, -1] @ np.asarray(model.head()[1]).T
 
 
 def softmax(logits):

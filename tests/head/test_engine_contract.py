@@ -78,7 +78,7 @@ def mean(engine, temperature=0.7):
         result = linear_log_probs(hidden, weight, TARGETS, mask=MASK, temperature=temperature, engine=engine)
         return jnp.sum(result.log_probs)
 
-    return jax.value_and_grad(function, (0, 1))(HIDDEN, WEIGHT)
+    return jax.jit(jax.value_and_grad(function, (0, 1)))(HIDDEN, WEIGHT)
 
 
 def test_an_engine_of_ones_own_gives_values_and_gradients():
@@ -89,10 +89,13 @@ def test_an_engine_of_ones_own_gives_values_and_gradients():
 
 
 def test_an_engine_of_ones_own_serves_the_policy_loss_in_two_steps():
-    arguments = TARGETS, jnp.full(N, -3.0), jnp.ones(N), MASK
+    @functools.partial(jax.jit, static_argnames="engine")
+    def run(hidden, weight, engine):
+        return linear_policy_loss(hidden, weight, TARGETS, jnp.full(N, -3.0), jnp.ones(N), MASK, engine=engine)
+
     with record_head_runs() as runs:
-        loss, _ = linear_policy_loss(HIDDEN, WEIGHT, *arguments, engine=PlainEngine())
-    wanted, _ = linear_policy_loss(HIDDEN, WEIGHT, *arguments, engine="chunked")
+        loss, _ = run(HIDDEN, WEIGHT, engine=PlainEngine())
+    wanted, _ = run(HIDDEN, WEIGHT, engine="chunked")
     np.testing.assert_allclose(loss.sum, wanted.sum, rtol=1e-6)
     assert runs[0].gradient == "in two steps: it has no one-pass gradient"
 
@@ -303,7 +306,7 @@ def test_a_weight_that_is_the_same_on_all_shards_is_refused(function):
     """It gave log-probs that were low by the logarithm of the number of shards, without a word."""
     mapped = jax.shard_map(function, mesh=mesh(1, 2), in_specs=(P(), P(), P()), out_specs=P())
     with pytest.raises(ValueError, match="^weight: expected the local shard of each rank of axis 'tensor'"):
-        mapped(HIDDEN, WEIGHT, TARGETS)
+        jax.eval_shape(mapped, HIDDEN, WEIGHT, TARGETS)
 
 
 def test_over_an_axis_of_one_rank_a_whole_weight_is_right():

@@ -99,7 +99,7 @@ def sum_and_gradient(loss, given, document_ids=None):
         result = policy_loss(new, given.old, given.advantages, given.mask, loss=loss, **options)
         return result.mean(), result.sum
 
-    (mean, total), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(given.new))
+    (mean, total), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(jnp.asarray(given.new))
     return float(mean), total, np.asarray(gradient)
 
 
