@@ -58,7 +58,7 @@ class Decoder(nnx.Module):
     Args:
         config: sizes and options.
         rngs: stream `params` draws the initial weights.
-        mesh: device mesh; with a "tensor" axis that divides the vocabulary the embedding lookup runs sharded over it.
+        mesh: device mesh; over its "tensor" axis the embedding lookup runs sharded, by rows or by features.
 
     Example:
         >>> model = Decoder(DecoderConfig.qwen3(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2,

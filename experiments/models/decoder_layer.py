@@ -8,7 +8,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -52,6 +51,9 @@ class DecoderLayer(nnx.Module):
         rngs: stream `params` draws the projections.
         split_tokens: whether a mesh splits the tokens of every row.
     """
+
+    qkv_proj: JoinedProjections
+    gate_up_proj: JoinedProjections
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, split_tokens: bool = False) -> None:
         self.config = config
@@ -114,6 +116,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B 1 N D"], LayerCache]:
         """What the new token of every row reads of the cache and itself, and the cache of this layer with it.
 
+        The kernel takes joined projections and norms and rotates them itself, without `queries_keys_values`.
+
         Args:
             x: the residual stream at the new tokens.
             tables: cosine and sine of their angles.
@@ -135,10 +139,7 @@ class DecoderLayer(nnx.Module):
     def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B heads D"]:
         """Queries, keys and values of the normed residual stream, side by side; neither normed nor rotated."""
         x = self.input_layernorm(x)[:, 0]
-        joined = getattr(self, "qkv_proj", None)
-        if joined is not None:
-            return joined.side_by_side(x).reshape(len(x), -1, self.config.head_dim)
-        return jnp.concatenate(self.products("qkv_proj", x), axis=1)
+        return self.qkv_proj.concatenated(x).reshape(len(x), -1, self.config.head_dim)
 
     def _rotation(self, tables: tuple[Array, Array]) -> Rotation:
         cos, sin = (table[:, 0, 0] for table in tables)

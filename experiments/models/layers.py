@@ -87,14 +87,14 @@ class Projection(nnx.Module):
         return self.kernel[...].reshape(-1, math.prod(self.out_shape))
 
     def with_adapters(self, product: Float[Array, "*N O"], rows: Float[Array, "*N I"]) -> Float[Array, "*N O"]:
-        """The product of rows and kernel, with what LoRA and the bias add to it."""
+        """A product of rows and kernel, with what LoRA and the bias add to it."""
         if hasattr(self, "lora"):
             product = product + self.lora_scale * _product(_product(rows, self.lora.lora_a[...]), self.lora.lora_b[...])
         return product + self.bias[...].reshape(-1).astype(rows.dtype) if hasattr(self, "bias") else product
 
 
 class JoinedProjections(nnx.Module):
-    """Projections of the same features as one product, their kernels side by side. The modules give theirs up.
+    """Projections of the same features as one product, their kernels side by side, and removed from the modules.
 
     Made before a loop: a GPU's compiler joins such products, but puts the kernels side by side again in every step.
 
@@ -120,8 +120,9 @@ class JoinedProjections(nnx.Module):
             part.reshape(*leading, *module.out_shape) for part, module in zip(self._parts(x), self.modules, strict=True)
         )
 
-    def side_by_side(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens O"]:
+    def concatenated(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens O"]:
         """The same, the outputs of all modules along one axis."""
+        # A compiler may cut a product and concatenate its parts again.
         plain = not any(hasattr(module, name) for module in self.modules for name in ("lora", "bias"))
         return _product(x, self.kernel[...]) if plain else jnp.concatenate(self._parts(x), axis=-1)
 

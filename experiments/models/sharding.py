@@ -1,4 +1,4 @@
-"""Where the parameters of a model live on a device mesh: one rule for every name of an axis."""
+"""Where the parameters of a model live on a device mesh: a rule for every name of an axis."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,8 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )
 """The mesh axis, or axes, that split an axis of parameters, by its name (Flax's `out_sharding` metadata), or None.
 
-`nnx.logical_axis_rules` takes the same table. Nothing is split over "data". Whoever computes with parameters that are
+`nnx.logical_axis_rules` takes the same table. The one exception is a table of vocabulary rows that "tensor" does not
+divide, see `parameter_shardings`. Nothing is split over "data". Whoever computes with parameters that are
 split over "fsdp" or "sequence" asks `gathered` for them.
 """
 
@@ -81,7 +82,7 @@ def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], me
         require(known, f"parameter {where}", f"axes named {', '.join(rules)}", repr(name))
     sizes = dict(zip(names, shape, strict=True))
     if sizes.get("vocab", 0) % size_of(mesh, TENSOR_AXIS) and "embed" in sizes:
-        axes = [_features_over_all(where, sizes, mesh) if name == "embed" else None for name in names]
+        axes = [_feature_axes(where, sizes, mesh) if name == "embed" else None for name in names]
     else:
         axes = [
             None if name is None else _split(size, rules[name], mesh) for name, size in zip(names, shape, strict=True)
@@ -91,7 +92,7 @@ def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], me
     return P(*axes)
 
 
-def _features_over_all(where: str, sizes: dict[str | None, int], mesh: Mesh) -> tuple[str, ...] | str:
+def _feature_axes(where: str, sizes: dict[str | None, int], mesh: Mesh) -> tuple[str, ...] | str:
     """The axes that split the features of a table whose rows tensor ranks do not divide.
 
     Raises:
@@ -99,7 +100,8 @@ def _features_over_all(where: str, sizes: dict[str | None, int], mesh: Mesh) -> 
     """
     rows, features = sizes["vocab"], sizes["embed"]
     # Tensor ranks first: what the others then give to each of them lies side by side.
-    axes = _split(features, (TENSOR_AXIS, *PARAMETER_AXES), mesh) or _split(features, TENSOR_AXIS, mesh)
+    with_tensor = ((TENSOR_AXIS, *PARAMETER_AXES), *((TENSOR_AXIS, axis) for axis in PARAMETER_AXES), TENSOR_AXIS)
+    axes = next((axes for axes in (_split(features, wanted, mesh) for wanted in with_tensor) if axes is not None), None)
     expected = f"tensor ranks that divide the {rows} rows or the {features} features of {where}"
     require(axes is not None, "mesh", expected, size_of(mesh, TENSOR_AXIS))
     assert axes is not None
@@ -108,11 +110,14 @@ def _features_over_all(where: str, sizes: dict[str | None, int], mesh: Mesh) -> 
 
 def _split(size: int, wanted: str | tuple[str, ...] | None, mesh: Mesh) -> tuple[str, ...] | str | None:
     """Those of the wanted mesh axes that have ranks, where these divide the size."""
-    wanted = wanted if isinstance(wanted, tuple) else () if wanted is None else (wanted,)
-    axes = tuple(axis for axis in wanted if size_of(mesh, axis) > 1)
+    axes = tuple(axis for axis in _as_tuple(wanted) if size_of(mesh, axis) > 1)
     if not axes or size % size_of(mesh, *axes):
         return None
     return axes if len(axes) > 1 else axes[0]
+
+
+def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
 def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
@@ -135,7 +140,7 @@ def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
         shape = jnp.shape(leaf.get_value())
         names = names[len(names) - len(shape) :]
         split = _spec(path, names, shape, mesh) if names else P()
-        rest = P(*(TENSOR_AXIS if axes == TENSOR_AXIS or TENSOR_AXIS in (axes or ()) else None for axes in split))
+        rest = P(*(TENSOR_AXIS if TENSOR_AXIS in _as_tuple(axes) else None for axes in split))
         if rest == split:
             return leaf
         return leaf.replace(resharded(leaf.get_value(), NamedSharding(mesh, rest), NamedSharding(mesh, split)))

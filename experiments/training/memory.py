@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments.config import Config
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.mesh import TENSOR_AXIS, MeshSpec, parse_mesh, size_of
 from experiments.models.sharding import parameter_shardings
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import processes
@@ -135,11 +135,16 @@ def _may_have_several(config: Config, sizes: Sizes) -> bool:
 
 def _rollout(trainer: Trainer) -> int:
     decoder, mesh = trainer.origin.decoder, rollout_mesh(trainer.config, trainer.mesh)
-    cache = 0 if decoder is None else cache_bytes(decoder, trainer.sizes, trainer.config) // mesh.size
+    held = 0
+    if decoder is not None:
+        held = cache_bytes(decoder, trainer.sizes, trainer.config) // mesh.size
+        if decoder.vocab_size % size_of(mesh, TENSOR_AXIS):
+            # The head, put together from its features: see `Decoder.head_apart`.
+            held += decoder.vocab_size * decoder.hidden_size * jnp.dtype(decoder.dtype).itemsize
     if mesh == trainer.mesh:
-        return cache
+        return held
     copies = (trainer.state.params, trainer.frozen)
-    return cache + sum(bytes_a_device(tree, parameter_shardings(tree, mesh)) for tree in copies)
+    return held + sum(bytes_a_device(tree, parameter_shardings(tree, mesh)) for tree in copies)
 
 
 def remedies(memory: StepMemory, limit: int, config: Config, rows: int, remat: str | None) -> list[str]:

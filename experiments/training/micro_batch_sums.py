@@ -41,6 +41,7 @@ class MicroBatchSums:
       engine: engine of the head.
       accumulate: dtype of the gradient's sums over micro-batches.
       frozen: what of the model is not trained.
+      frozen_head: whether the head is part of it.
       sequence_parallel: whether the tensor ranks hold different tokens of the hidden states.
 
     Attributes:
@@ -60,6 +61,7 @@ class MicroBatchSums:
         engine: str,
         accumulate: str = "float32",
         frozen: nnx.State | None = None,
+        frozen_head: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
@@ -68,7 +70,7 @@ class MicroBatchSums:
         self._split_spec = P(rows, (*sequence, TENSOR_AXIS))
         self._token_axes = rows + sequence
         self._sequence_parallel = sequence_parallel
-        self._frozen = nnx.State({}) if frozen is None else frozen
+        self._frozen, self._frozen_head = nnx.State({}) if frozen is None else frozen, frozen_head
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
@@ -145,6 +147,7 @@ class MicroBatchSums:
         shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
+        head["frozen_head"] = self._frozen_head
         hidden_spec = self._token_spec
         if self._sequence_parallel:
             hidden_spec, head["sequence_dim"] = self._split_spec, 1

@@ -1,5 +1,6 @@
 """What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -83,10 +84,12 @@ class PlainMode:
         if origin.decoder is not None:
             run = origin.decoder.cached_attention_run(self._rollout_mesh)
             self.sampler = f"a cache, attention {run.implementation} ({run.reason})"
+        # Adapters are of projections.
+        self._frozen_head = origin.decoder is not None and origin.decoder.lora.rank > 0
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self.params, self.frozen = parts
         self._sampled_graph = origin.graph(self._rollout_mesh)
-        with refused_as("rollout"):
+        with refused_as("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
             places = [parameter_shardings(state, self._rollout_mesh) for state in (self.params, self.frozen)]
         self._sampled_params, sampled_frozen = places
         self._sampled_frozen = self._resharded(self.frozen, sampled_frozen)
@@ -94,7 +97,7 @@ class PlainMode:
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
-        options |= {"sequence_parallel": self._sequence_parallel}
+        options |= {"frozen_head": self._frozen_head, "sequence_parallel": self._sequence_parallel}
         return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:

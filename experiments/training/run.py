@@ -304,6 +304,9 @@ def _new_path(config: Config) -> Path:
         os.rmdir(tempfile.mkdtemp(dir=there))
     except FileNotFoundError:
         require(False, "--out", "a folder, or where one can be made", f"{there}, where none can be made")
+    except OSError as error:
+        # Not the name that was tried, which nobody has given.
+        raise OSError(error.errno, error.strerror, str(there)) from error
     return path
 
 

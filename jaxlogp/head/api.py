@@ -46,6 +46,7 @@ def linear_log_probs(
     out_of_vocab: str = "error",
     fp32_head: bool = False,
     weight_layout: str = "vh",
+    frozen_head: bool = False,
     engine: EngineChoice = "auto",
 ) -> TokenLogProbs:
     """Log-probs of the targets, and entropies, from hidden states and head weight, without storing [tokens, V] logits.
@@ -84,6 +85,8 @@ def linear_log_probs(
       fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
       weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
         transposed copy.
+      frozen_head: treat weight and bias as constants, as those of a model of which only adapters are trained: their
+        gradients are not computed, and 0.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
         batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of
@@ -111,7 +114,7 @@ def linear_log_probs(
     """
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": sequence_dim}
-    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy}
+    layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy, "frozen": frozen_head}
 
     def run(hidden, weight, bias, targets, mask):
         call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
@@ -161,11 +164,12 @@ def owned_gradients(engine: Engine, call: HeadCall, gradients: HeadGradients) ->
     if not (engine.masks_hidden or call.all_live):
         # Selected, because a zero row of dz times a non-finite weight is NaN.
         hidden = jnp.where(call.targets.mask[:, None], hidden, jnp.zeros((), hidden.dtype))
-    gradients = gradients._replace(hidden=hidden)
+    gradients = HeadGradients(hidden, None, None) if call.frozen else gradients._replace(hidden=hidden)
     if not engine.reduces_gradients:
         return sum_gradients(call, gradients)
     operands = (call.hidden, call.weight, call.bias)
-    return HeadGradients(*(None if x is None else g.astype(x.dtype) for g, x in zip(gradients, operands, strict=True)))
+    given = zip(gradients, operands, strict=True)
+    return HeadGradients(*(None if g is None or x is None else g.astype(x.dtype) for g, x in given))
 
 
 def cotangents_of(call: HeadCall, gradients: HeadGradients) -> HeadCall:

@@ -105,7 +105,7 @@ class HeadCall:
       all_live: whether every token counts because no mask was given.
       weight_layout: "vh" for [V, H], "hv" for [H, V].
       split: how the hidden states are split over ``axis_name``; None where each rank has all of them.
-      frozen: whether nobody asks for the gradients of weight and bias, so that an engine need not compute them.
+      frozen: whether weight and bias are constants, so that an engine need not compute their gradients.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -218,6 +218,7 @@ def head_call(
     with_entropy: bool,
     weight_layout: str,
     sequence_dim: int | None,
+    frozen: bool = False,
 ) -> HeadCall:
     """Checks the operands of a public function and makes a call of them.
 
@@ -239,7 +240,17 @@ def head_call(
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)
-    layout = (shard.vocab_size, vocab, axis_name, shard.num_shards, with_entropy, all_live, weight_layout, split)
+    layout = (
+        shard.vocab_size,
+        vocab,
+        axis_name,
+        shard.num_shards,
+        with_entropy,
+        all_live,
+        weight_layout,
+        split,
+        frozen,
+    )
     return HeadCall(flat, weight, bias, local, spec, *layout)
 
 

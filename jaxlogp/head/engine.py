@@ -21,7 +21,8 @@ class Engine(Protocol):
     An engine of your own subclasses this, defines ``name``, :meth:`forward` and :meth:`backward`, and is given as
     ``engine=`` or registered under a name (:func:`jaxlogp.register_engine`). It sees operands that are typed as varying
     over every mesh axis in use, reduces its statistics over ``call.axis_name``, and returns the gradients of its own
-    tokens and columns; psums of gradients over mesh axes are left to the caller.
+    tokens and columns; psums of gradients over mesh axes are left to the caller. Where ``call.frozen``, the gradients of
+    weight and bias may be None, which saves a product.
 
     Attributes:
       name: the name by which callers ask for it, and which records show.
@@ -69,8 +70,6 @@ class Engine(Protocol):
         self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None
     ) -> tuple[TokenLogProbs, HeadGradients]:
         """Values and gradients with the logits computed once: three products instead of four.
-
-        Where ``call.frozen``, gradients of weight and bias may be None, which saves one of them.
 
         Args:
           call: the call.

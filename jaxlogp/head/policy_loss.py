@@ -1,6 +1,5 @@
 """``linear_policy_loss``: a policy loss of linear log-probs, with its gradient computed in the forward pass."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -59,6 +58,7 @@ def linear_policy_loss(
     out_of_vocab: str = "error",
     fp32_head: bool = False,
     weight_layout: str = "vh",
+    frozen_head: bool = False,
     engine: EngineChoice = "auto",
 ) -> tuple[WeightedSum, TokenLogProbs]:
     """A policy loss of linear log-probs that stores no [tokens, V] logits and, differentiated, computes them only once.
@@ -101,6 +101,7 @@ def linear_policy_loss(
       out_of_vocab: "error" or "zero".
       fp32_head: multiply in fp32 whatever the dtypes.
       weight_layout: "vh" or "hv".
+      frozen_head: treat weight and bias as constants.
       engine: a name, an engine object, or a sequence of these.
 
     Returns:
@@ -125,7 +126,7 @@ def linear_policy_loss(
     loss = grpo() if loss is None else loss
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
-    layout |= {"sequence_dim": sequence_dim}
+    layout |= {"sequence_dim": sequence_dim, "frozen": frozen_head}
 
     def run(hidden, weight, bias, targets, mask, lse, given):
         tokens, count = loss_tokens(loss, mask=mask, document_axis_name=document_axis_name, **given)
@@ -230,12 +231,8 @@ def _loss_forward(
     static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
     """Values and loss, with this rank's gradients of the loss sum, computed while the logits are at hand."""
-    primals: tuple[Any, ...] = (call.weight, call.bias)
-    frozen = not any(primal.perturbed for primal in primals if primal is not None)
-    call, tokens, lse = jax.custom_derivatives.custom_vjp_primal_tree_values((call, tokens, lse))
     require_checked_axes(call.axis_name)
-    engine, loss = static.engine, static.loss
-    operands = operands_of(engine, dataclasses.replace(call, frozen=frozen))
+    engine, loss, operands = static.engine, static.loss, operands_of(static.engine, call)
     if lse is None:
         # Without an entropy bonus the sampler's log-probs give an estimate of log Σ e^z.
         near = tokens.old_log_probs if loss.entropy_coefficient == 0.0 else None
@@ -259,6 +256,4 @@ def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogPr
     return cotangents_of(call, owned_gradients(static.engine, call, scaled)), None, None
 
 
-# With symbolic zeros the forward rule is told which operands are differentiated: the head of a model that only has its
-# adapters trained is not, and a kernel's result that nobody uses is computed all the same.
-_loss_sum.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+_loss_sum.defvjp(_loss_forward, _loss_backward)

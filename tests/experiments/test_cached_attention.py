@@ -109,8 +109,10 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):
     config = DecoderConfig(vocab_size=32, head_dim=64, sliding=sliding, **sizes, **options)
     graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     # As initialised, norms multiply by 1 and biases are 0.
-    key = jax.random.key(1)
-    state = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.fold_in(key, x.size), x.shape), state)
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = (0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True))
+    state = jax.tree.unflatten(tree, [leaf + more for leaf, more in zip(leaves, noise, strict=True)])
     ids = np.random.default_rng(0).integers(0, 32, (2, 6), np.int32)
 
     def read(join):

@@ -26,4 +26,4 @@ def test_joined_projections_give_what_each_gives(adapted):
     for part, exact in zip(joined(x), wanted, strict=True):
         np.testing.assert_allclose(part, exact, atol=1e-5)
     together = jnp.concatenate([each.reshape(5, -1) for each in wanted], axis=1)
-    np.testing.assert_allclose(joined.side_by_side(x), together, atol=1e-5)
+    np.testing.assert_allclose(joined.concatenated(x), together, atol=1e-5)

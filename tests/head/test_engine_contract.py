@@ -205,13 +205,14 @@ def test_both_layouts_of_the_weight_give_the_same(engine, dtype):
 
     weight = WEIGHT.astype(dtype)
     gradients = jax.jit(jax.value_and_grad(both), static_argnums=1)
-    one, other = gradients(weight, "vh"), gradients(weight.T, "hv")
-    other = other[0], other[1].T
+    (value, gradient), (other, transposed) = gradients(weight, "vh"), gradients(weight.T, "hv")
     if engine == FIXED_ORDER:
-        chex.assert_trees_all_equal(one, other)
-    else:
-        # The gradient of a bf16 weight is rounded to bf16.
-        chex.assert_trees_all_close(one, other, atol=ORDER, rtol=1e-6 if dtype == jnp.float32 else 2**-7)
+        chex.assert_trees_all_equal((value, gradient), (other, transposed.T))
+        return
+    np.testing.assert_allclose(value, other, rtol=1e-6, atol=ORDER)
+    # The gradient of a bf16 weight is rounded to bf16.
+    wide = (np.asarray(each, np.float32) for each in (gradient, transposed.T))
+    np.testing.assert_allclose(*wide, atol=ORDER, rtol=1e-6 if dtype == jnp.float32 else 2**-7)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -72,24 +72,26 @@ def test_chunks_of_tokens(monkeypatch, tokens, chunk_rows, bias, coefficient):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("known_lse", [False, True])
-def test_a_head_that_is_not_differentiated_has_no_weight_gradient(monkeypatch, known_lse):
+@pytest.mark.parametrize("way", ["one pass", "known lse", "two steps"])
+def test_a_frozen_head_has_no_weight_gradient(monkeypatch, way):
     monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 64 * 2 * 768)
     data, options = bf16_problem(300, bias=True, seed=1)
-    if known_lse:
+    if way == "known lse":
         operands, known = (data[x] for x in ("hidden", "weight", "targets")), {x: data[x] for x in ("mask", "bias")}
         options = options | {"lse": linear_log_probs(*operands, **known, with_lse=True, **options).lse}
 
-    def total(hidden, weight, bias):
-        return one_call(
-            {**data, "hidden": hidden, "weight": weight, "bias": bias}, grpo(), hopper(chunk=512), **options
-        )[0].sum
+    def total(hidden, weight, bias, frozen_head):
+        given = {**data, "hidden": hidden, "weight": weight, "bias": bias}
+        call = two_calls if way == "two steps" else one_call
+        return call(given, grpo(), hopper(chunk=512), frozen_head=frozen_head, **options)[0].sum
 
-    alone, all_three = (jax.grad(total, argnums) for argnums in (0, (0, 1, 2)))
+    gradients = jax.grad(total, (0, 1, 2))
     operands = [data[name] for name in HEAD]
-    programs = [str(jax.make_jaxpr(function)(*operands)) for function in (alone, all_three)]
+    programs = [str(jax.make_jaxpr(gradients, static_argnums=3)(*operands, frozen)) for frozen in (True, False)]
     assert ["head_weight_gradient" in program for program in programs] == [False, True]
-    same_bits(jax.jit(alone)(*operands), jax.jit(all_three)(*operands)[0])
+    alone, with_weight = (jax.jit(gradients, static_argnums=3)(*operands, frozen) for frozen in (True, False))
+    same_bits(alone[0], with_weight[0])
+    assert not np.any(alone[1]) and not np.any(alone[2]) and np.any(with_weight[1])
 
 
 @needs_interpreter

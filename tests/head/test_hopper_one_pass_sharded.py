@@ -83,9 +83,14 @@ def expected(data, old, advantages, coefficient):
     return loss.loss + float((g_entropy * entropy).sum()), values, gradients
 
 
-def run(mesh, data, old, advantages, engine, coefficient):
+def run(mesh, data, old, advantages, engine, coefficient, **more):
     """Values and gradients of the whole vocabulary by the kernels, and how they were made."""
-    options = {"loss": grpo(entropy_coefficient=coefficient), "vocab": SHARDS, "with_entropy": True, **ARITHMETIC}
+    options = more | {
+        "loss": grpo(entropy_coefficient=coefficient),
+        "vocab": SHARDS,
+        "with_entropy": True,
+        **ARITHMETIC,
+    }
     operands = data["hidden"], SHARDS.shard_rows(data["weight"]), SHARDS.shard_rows(data["bias"])
     # Hidden states without a label may hold anything.
     hidden = jnp.where(data["mask"][:, None], operands[0], jnp.nan)
@@ -115,6 +120,16 @@ def test_one_pass_with_a_bonus_over_vocabulary_shards():
 def test_the_weights_gradient_is_summed_over_the_data_axis():
     data, old, advantages = problem()
     check(run(mesh_of(2, 2), data, old, advantages, cases.hopper(), 0.0), expected(data, old, advantages, 0.0))
+
+
+def test_a_frozen_head_over_shards(monkeypatch):
+    data, old, advantages = problem(tokens=250)
+    monkeypatch.setattr(hopper_one_pass, "CHUNK_BYTES", 128 * (2 * 512 + 4 * HIDDEN * 2))
+    one, other = (
+        run(mesh_of(1, 2), data, old, advantages, cases.hopper(), 0.0, frozen_head=frozen) for frozen in (True, False)
+    )
+    cases.same_bits(one[:2] + (one[2].hidden,), other[:2] + (other[2].hidden,))
+    assert not np.any(one[2].weight) and not np.any(one[2].bias)
 
 
 def test_chunks_over_shards_and_an_estimate_that_is_far_off(monkeypatch):

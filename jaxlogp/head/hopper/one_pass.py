@@ -254,7 +254,8 @@ class _OnePass:
     def _chunks_alone(self) -> None:
         """All chunks, without gradients of weight and bias."""
         self._chunk(0, None, None)
-        lax.fori_loop(1, self.chunks, lambda index, _: self._chunk(index, None, None, may_skip=True), None)
+        if self.chunks > 1:
+            lax.fori_loop(1, self.chunks, lambda index, _: self._chunk(index, None, None, may_skip=True), None)
 
     def _chunks_and_d_weight(self) -> HeadWeight:
         """All chunks, and the gradient of the weight."""
