@@ -37,10 +37,12 @@ class Measured:
 
     def set_speed(self, shape: DecoderConfig, rows: Rows, num_parameters: int, seconds: float, peak: float) -> None:
         """Time, tokens per second and device, and MFU of a step of `seconds` on devices of `peak` operations per second."""
-        tensor = parse_mesh(self.mesh).tensor
-        self.milliseconds, self.tokens_per_second = seconds * 1e3, rows.tokens / seconds / tensor
+        # Devices that share the rows of a rank.
+        mesh = parse_mesh(self.mesh)
+        sharing = mesh.tensor * mesh.sequence
+        self.milliseconds, self.tokens_per_second = seconds * 1e3, rows.tokens / seconds / sharing
         self.mfu, self.mfu_documents = (
-            model_flops(shape, rows, num_parameters, context) / seconds / peak / tensor
+            model_flops(shape, rows, num_parameters, context) / seconds / peak / sharing
             for context in (rows.length, rows.document)
         )
 

@@ -7,6 +7,7 @@ from benchmarks.step_speed import __main__ as step_speed
 from benchmarks.step_speed import transformers_step
 from benchmarks.step_speed.parts import OPTIMIZER, OTHER, SCOPES, instruction_scopes, milliseconds_by_part
 from benchmarks.step_speed.step import Rows, model_flops, packed_rounds
+from benchmarks.step_speed.table import Measured
 from experiments.models.named_shapes import NAMED_SHAPES
 
 MODULE = """HloModule jit__of_micro_batch, entry_computation_layout={()}
@@ -65,6 +66,14 @@ def test_what_is_not_installed_is_a_line_of_the_table(monkeypatch, capsys, tmp_p
         line.startswith("transformers ") and "torch is not installed" in line for line in lines
     )
     assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("mesh", "sharing"), [("data=2", 1), ("fsdp=2", 1), ("sequence=2,tensor=3", 6)])
+def test_speed_is_that_of_each_device(mesh, sharing):
+    measured = Measured(*["p"] * 3, 1, *["q"] * 6, mesh=mesh)
+    measured.set_speed(NAMED_SHAPES["qwen3-0.6b"], Rows(4, 512, 100, 1), 1000, 0.5, 989e12)
+    # Ranks of data and fsdp have rows of their own, others share them.
+    assert measured.tokens_per_second == 4 * 512 / 0.5 / sharing
 
 
 def test_a_peer_is_counted_with_its_own_parameters_and_whole_rows(monkeypatch):
