@@ -1,6 +1,7 @@
 """Attention over the sampler's cache against a float64 softmax of a row's tokens, written here from the definition."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,22 @@ import pytest
 from flax import nnx
 
 from experiments.models import decoder_layer
-from experiments.models.attention import AttentionRun, KVCache
+from experiments.models.attention import AttentionRun, triton_cached
 from experiments.models.attention.cached import attend_cached, choose_cached, empty_cache, first_readable
-from experiments.models.attention.triton_cached import BLOCK, Rotation, attend_triton
+from experiments.models.attention.triton_cached import (
+    BLOCK,
+    FEWEST_PROGRAMS,
+    Rotation,
+    attend_triton,
+    rows_of_program,
+)
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 2
 SCALE, SOFTCAP = 0.2, 2.0
-# One prompt shorter than a block, one longer; two rows continue the first.
-PROMPT_LENGTHS, WIDTH, OF_ROW = (5, BLOCK + 3), BLOCK + 6, (0, 0, 1)
+# One prompt shorter than a block, one longer; two rows continue each.
+PROMPT_LENGTHS, WIDTH, OF_ROW = (5, BLOCK + 3), BLOCK + 6, (0, 0, 1, 1)
 NEW = BLOCK + 2
 
 
@@ -31,14 +38,14 @@ def numbers(rng, *shape):
 def case(dtype="float32"):
     rng = np.random.default_rng(0)
     prompts = [numbers(rng, LAYERS, 2, WIDTH, KV_HEADS, HEAD_DIM) for _ in range(2)]
-    queries, *news = (numbers(rng, NEW, 3, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
+    queries, *news = (numbers(rng, NEW, len(OF_ROW), n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
     return tuple(x.astype(dtype) for x in (*prompts, queries, *news))
 
 
 def wanted(step, window, softcap):
     """[rows, heads, head_dim] of the last layer, after `step` generated tokens before this one."""
     prompt_keys, prompt_values, queries, keys, values = (np.asarray(x, np.float64) for x in case())
-    out = np.zeros((3, HEADS, HEAD_DIM))
+    out = np.zeros((len(OF_ROW), HEADS, HEAD_DIM))
     for row, prompt in enumerate(OF_ROW):
         for head in range(HEADS):
             mine = head // (HEADS // KV_HEADS)
@@ -59,7 +66,7 @@ def generated(implementation, attend, steps, dtype):
     """What the last layer attends to in the last step, every step before it having been cached."""
     prompt_keys, prompt_values, queries, keys, values = map(jnp.asarray, case(dtype))
     cache = empty_cache(prompt_keys, prompt_values, jnp.asarray(PROMPT_LENGTHS), NEW, implementation)
-    cache = cache.take_rows(jnp.asarray(OF_ROW))
+    cache = cache.repeat_rows(2)
     assert cache.shared == (implementation == "triton")
     layers = list(cache.layers)
     # All tokens but the last in one go: what single steps would have stored.
@@ -69,7 +76,7 @@ def generated(implementation, attend, steps, dtype):
         values=layers[-1].values.at[:, :, : steps - 1].set(stored[1]),
     )
     filled = jnp.asarray(steps - 1, jnp.int32)
-    cache = KVCache(tuple(layers), cache.prompt_lengths, cache.prompt_of_row, filled, implementation)
+    cache = replace(cache, layers=tuple(layers), filled=filled)
     out, held = attend(queries[steps - 1], keys[steps - 1], values[steps - 1], cache, LAYERS - 1)
     np.testing.assert_array_equal(held.keys[:, :, steps - 1], keys[steps - 1])
     np.testing.assert_array_equal(held.values[:, :, : steps - 1], stored[1])
@@ -87,19 +94,31 @@ def test_every_row_reads_its_prompt_and_what_it_has_generated(steps, window, sof
 def by_kernel(queries, keys, values, cache, layer, *, window, softcap, interpret=True):
     """With queries and keys that are to stay as they are: an angle of 0, and no norm."""
     first = first_readable(cache, window)
-    ones = jnp.ones((3, HEAD_DIM // 2))
+    ones = jnp.ones((len(OF_ROW), HEAD_DIM // 2))
     projections = jnp.concatenate([queries, keys, values], axis=1)
     options = {"scale": SCALE, "softcap": softcap, "interpret": interpret}
     return attend_triton(projections, Rotation(ones, 0 * ones), cache, layer, first, **options)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, SOFTCAP), (BLOCK + 1, None)])
 @pytest.mark.parametrize("steps", [1, 3, NEW])
-def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap):
+def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap, rows, monkeypatch):
+    monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", len(OF_ROW) * KV_HEADS // rows)
     attend = functools.partial(by_kernel, window=window, softcap=softcap)
     out = generated("triton", attend, steps, "bfloat16")
     # The probabilities and the result are rounded to bf16, 2^-9 each; values are below 4.
     np.testing.assert_allclose(out, wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
+
+
+def test_rows_share_a_program_where_they_share_a_prompt_and_leave_enough_programs():
+    many = 16 * FEWEST_PROGRAMS
+    assert rows_of_program(copies=8, group=2, pairs=many) == 8
+    assert rows_of_program(copies=8, group=2, pairs=2 * FEWEST_PROGRAMS) == 2
+    # No more queries than the smallest matrix has rows.
+    assert rows_of_program(copies=8, group=3, pairs=many) == 4
+    assert rows_of_program(copies=6, group=1, pairs=many) == 2
+    assert rows_of_program(copies=1, group=1, pairs=many) == 1
 
 
 def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):

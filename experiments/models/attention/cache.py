@@ -1,6 +1,7 @@
 """Key-value caches: the sampler's, with a prompt's keys and values once and the generated tokens of every row; and that of
 rows that are read block by block."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ class KVCache:
         prompt_of_row: int32 [B] in [0, Q) where rows share prompts, else None: row b continues prompt b.
         filled: int32 scalar, slots of generated tokens that hold one.
         implementation: how these are attended to, of `experiments.models.attention.cached.IMPLEMENTATIONS`.
+        copies: each run of so many rows, from row 0 on, surely continues one prompt.
     """
 
     layers: tuple[LayerCache, ...]
@@ -62,6 +64,7 @@ class KVCache:
     prompt_of_row: Int[Array, " B"] | None
     filled: Int[Array, ""]
     implementation: str = field(metadata={"static": True})
+    copies: int = field(default=1, metadata={"static": True})
 
     @property
     def shared(self) -> bool:
@@ -70,19 +73,20 @@ class KVCache:
 
     def repeat_rows(self, copies: int) -> "KVCache":
         """Every row `copies` times, side by side."""
-        rows = jnp.arange(len(self.prompt_lengths), dtype=jnp.int32)
-        return self.take_rows(jnp.repeat(rows, copies))
+        return replace(self._of_rows(lambda x: jnp.repeat(x, copies, axis=0)), copies=copies * self.copies)
 
     def take_rows(self, rows: Int[Array, " C"]) -> "KVCache":
         """The rows with these indices, in this order. Prompts that are shared stay where they are."""
+        return replace(self._of_rows(lambda x: x[rows]), copies=1)
 
+    def _of_rows(self, moved: Callable[[Array], Array]) -> "KVCache":
         def of_layer(layer: LayerCache) -> LayerCache:
-            own = LayerCache(*(x[rows] for x in layer)) if not self.shared else layer
-            return own._replace(keys=layer.keys[rows], values=layer.values[rows])
+            own = LayerCache(*map(moved, layer)) if not self.shared else layer
+            return own._replace(keys=moved(layer.keys), values=moved(layer.values))
 
         return replace(
             self,
             layers=tuple(map(of_layer, self.layers)),
-            prompt_lengths=self.prompt_lengths[rows],
-            prompt_of_row=None if self.prompt_of_row is None else self.prompt_of_row[rows],
+            prompt_lengths=moved(self.prompt_lengths),
+            prompt_of_row=None if self.prompt_of_row is None else moved(self.prompt_of_row),
         )

@@ -1,10 +1,11 @@
-"""A kernel for the attention of one new token a row, from its projections on: a program for each row and key-value head.
+"""A kernel for the attention of one new token a row, from its projections on: a program for each key-value head of a few rows.
 
-It norms and rotates its queries and its key, which as kernels of their own would each cost several memory latencies.
-Softmax is online over blocks of slots (Milakov and Gimelshein 2018; Flash-Decoding, Dao et al. 2023). The program begins
-with the new token, which it holds in registers and stores in the cache, then reads the row's prompt, then the generated
-tokens; blocks without a visible slot are not read. Programs of rows that share a prompt run side by side, so that most of
-them find it in the second-level cache of the GPU.
+It norms and rotates its queries and keys, which as kernels of their own would each cost several memory latencies. Softmax
+is online over blocks of slots (Milakov and Gimelshein 2018; Flash-Decoding, Dao et al. 2023). The program begins with the
+new tokens, which it holds in registers and stores in the cache, then reads the prompt that its rows share, once for all of
+them (Hydragen, Juravsky et al. 2024), then what one row after the other has generated; blocks without a visible slot are
+not read. All queries of the program are in one matrix, in every product: the matrix units have no smaller one, and what a
+row's block gives to the queries of other rows is masked.
 """
 
 import functools
@@ -23,9 +24,10 @@ from experiments.models.attention.einsum import MASKED_SCORE, capped
 BLOCK = 64
 """Slots of a block. Prompts and generated tokens have whole blocks of them."""
 WARPS = 4
-MANY_PROGRAMS = 1024
-"""From here on programs wait for each other anyway, and three blocks in flight are best. Fewer programs take two, which
-leaves room for more of them on a multiprocessor (64 rows of 8 heads: 40 instead of 48 microseconds)."""
+STAGES = 2
+"""Blocks in flight. More of them leave room for fewer programs on a multiprocessor, and were slower or no faster."""
+FEWEST_PROGRAMS = 512
+"""Rows that share a prompt have programs of their own rather than leave fewer programs than this."""
 SMALLEST_PRODUCT = 16
 """Rows of the smallest matrix that the matrix units multiply."""
 LOG2_E = 1.4426950408889634
@@ -47,6 +49,15 @@ class Rotation(NamedTuple):
     query_norm: Float[Array, " D"] | None = None
     key_norm: Float[Array, " D"] | None = None
     epsilon: float = 0.0
+
+
+class _Options(NamedTuple):
+    """What is compiled into a kernel: rows of a program, and arithmetic as of `attend_triton`."""
+
+    rows: int
+    epsilon: float
+    scale: float
+    softcap: float | None
 
 
 def attend_triton(
@@ -82,25 +93,48 @@ def attend_triton(
     out_shape = jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, head_dim), projections.dtype)
     results = (out_shape, held.keys, held.values)
     whole = lambda x: pl.BlockSpec(x.shape, lambda b, k: (0,) * x.ndim)  # noqa: E731
+    together = rows_of_program(cache.copies, out_shape.shape[1] // kv_heads, rows * kv_heads)
     out, keys, values = pl.pallas_call(
-        functools.partial(_kernel, epsilon=rotation.epsilon, scale=scale, softcap=softcap),
-        grid=(rows, kv_heads),
+        functools.partial(_kernel, options=_Options(together, rotation.epsilon, scale, softcap)),
+        grid=(rows // together, kv_heads),
         in_specs=list(map(whole, operands)),
         out_specs=list(map(whole, results)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         input_output_aliases={LayerCache._fields.index("keys"): 1, LayerCache._fields.index("values"): 2},
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=3 if rows * kv_heads >= MANY_PROGRAMS else 2),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="cached_attention",
     )(*operands)
     return out, held._replace(keys=keys, values=values)
 
 
-def _rotated(load, norm_ref, cos, sin, epsilon):
-    """One query a row, or one key, after norm and rotation; fp32 inside, each step rounded to the dtype of what is loaded.
+def rows_of_program(copies: int, group: int, pairs: int) -> int:
+    """How many rows that share a prompt a program takes.
 
     Args:
-        load: from indices of features [D] to the projection's.
+        copies: adjacent rows that surely share one.
+        group: query heads of a key-value head.
+        pairs: rows times key-value heads.
+    """
+    rows = 1
+    while copies % (2 * rows) == 0 and 2 * rows * group <= SMALLEST_PRODUCT and pairs // (2 * rows) >= FEWEST_PROGRAMS:
+        rows *= 2
+    return rows
+
+
+def _queries(options: _Options, group: int, kv_head) -> tuple[Array, Array]:
+    """Rows of the batch and heads, int32 [M], of the queries of a program: those of its rows, one row after the other, and the
+    last one again where the matrix is larger."""
+    number = options.rows * group
+    place = jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
+    return pl.program_id(0) * options.rows + place // group, kv_head * group + place % group
+
+
+def _rotated(load, norm_ref, cos, sin, epsilon):
+    """Queries or keys [M, D] after norm and rotation; fp32 inside, each step rounded to the dtype of what is loaded.
+
+    Args:
+        load: from indices of features [D] to the projections'.
         norm_ref: [D], or None.
         cos: [D], of both features of each pair.
         sin: likewise, negative for the first of each pair.
@@ -113,8 +147,7 @@ def _rotated(load, norm_ref, cos, sin, epsilon):
     dtype = pairs[0].dtype
     own, other = (x.astype(jnp.float32) for x in pairs)
     if norm_ref is not None:
-        inverse = lax.rsqrt(jnp.sum(own * own, axis=-1) / size + epsilon)
-        inverse = inverse[:, None] if own.ndim == 2 else inverse
+        inverse = lax.rsqrt(jnp.sum(own * own, axis=-1) / size + epsilon)[:, None]
         own = (own * inverse * norm_ref[features]).astype(dtype).astype(jnp.float32)
         other = (other * inverse * norm_ref[(features + size // 2) % size]).astype(dtype).astype(jnp.float32)
     return (own * cos + other * sin).astype(dtype)
@@ -122,63 +155,62 @@ def _rotated(load, norm_ref, cos, sin, epsilon):
 
 def _kernel(
     prompt_k_ref, prompt_v_ref, k_ref, v_ref, prompt_ref, length_ref, first_ref, filled_ref, projected_ref, cos_ref,
-    sin_ref, *norm_and_result_refs, epsilon: float, scale: float, softcap: float | None,
+    sin_ref, *norm_and_result_refs, options: _Options,
 ):  # fmt: skip
     """All refs are whole arrays in the GPU's memory."""
     *norms, out_ref, k_out_ref, v_out_ref = norm_and_result_refs
     query_norm, key_norm = norms or (None, None)
-    row, head = pl.program_id(0), pl.program_id(1)
+    row, head = pl.program_id(0) * options.rows, pl.program_id(1)
     prompt, length, first, filled = prompt_ref[row], length_ref[row], first_ref[row], filled_ref[0]
     num_heads, size, kv_heads = out_ref.shape[1], out_ref.shape[2], k_ref.shape[1]
     group = num_heads // kv_heads
-    # Repeated up to a matrix that the matrix units can multiply.
-    padded = lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(group)))
-    heads = head * group + jnp.minimum(padded, group - 1)
+    rows, heads = _queries(options, group, head)
     features = lax.iota(jnp.int32, size)
+    # Rows that share a prompt are at one position.
     cos = cos_ref[row, features % (size // 2)]
     sin = sin_ref[row, features % (size // 2)] * jnp.where(features < size // 2, -1.0, 1.0)
-    of_queries = lambda index: projected_ref[row, heads[:, None], index[None, :]]  # noqa: E731
-    of_key = lambda index: projected_ref[row, num_heads + head, index]  # noqa: E731
-    queries = _rotated(of_queries, query_norm, cos, sin, epsilon)
-    new_key = _rotated(of_key, key_norm, cos, sin, epsilon)
-    new_value = projected_ref[row, num_heads + kv_heads + head, :]
-    k_out_ref[row, head, filled, :] = new_key
-    v_out_ref[row, head, filled, :] = new_value
+
+    def projected(of_query):
+        return lambda index: projected_ref[rows[:, None], of_query[:, None], index[None, :]]
+
+    queries = _rotated(projected(heads), query_norm, cos, sin, options.epsilon)
+    new_keys = _rotated(projected(jnp.full_like(heads, num_heads + head)), key_norm, cos, sin, options.epsilon)
+    new_values = projected(jnp.full_like(heads, num_heads + kv_heads + head))(features)
+    # Queries of one row store the same key and value.
+    k_out_ref[rows[:, None], head, filled, features[None, :]] = new_keys
+    v_out_ref[rows[:, None], head, filled, features[None, :]] = new_values
 
     def in_bits(products):
-        return capped(products * scale, softcap) * LOG2_E
+        return capped(products * options.scale, options.softcap) * LOG2_E
 
-    def visit(keys_ref, values_ref, index, begin, end):
-        """A step over the visible slots [begin, end) of one row of the arrays."""
+    def read(keys_ref, values_ref, index, block, seen, carry):
+        """The state after a block of one row of the arrays, of which `seen` tells what each query reads."""
+        largest, total, mixed = carry
+        here = (index, head, pl.ds(block * BLOCK, BLOCK), slice(None))
+        scores = in_bits(plgpu.dot(queries, keys_ref[here], trans_b=True))
+        visible = seen(block * BLOCK + lax.broadcasted_iota(jnp.int32, scores.shape, 1))
+        scores = jnp.where(visible, scores, MASKED_SCORE)
+        larger = jnp.maximum(largest, scores.max(axis=1))
+        kept = jnp.exp2(largest - larger)
+        exponentials = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
+        part = plgpu.dot(exponentials.astype(queries.dtype), values_ref[here])
+        return larger, total * kept + exponentials.sum(axis=1), mixed * kept[:, None] + part
 
-        def step(block, carry):
-            largest, total, mixed = carry
-            here = (index, head, pl.ds(block * BLOCK, BLOCK), slice(None))
-            scores = in_bits(plgpu.dot(queries, keys_ref[here], trans_b=True))
-            slots = block * BLOCK + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            visible = (slots >= begin) & (slots < end)
-            scores = jnp.where(visible, scores, MASKED_SCORE)
-            larger = jnp.maximum(largest, scores.max(axis=1))
-            kept = jnp.exp2(largest - larger)
-            exponentials = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
-            part = plgpu.dot(exponentials.astype(queries.dtype), values_ref[here])
-            return larger, total * kept + exponentials.sum(axis=1), mixed * kept[:, None] + part
+    def of_prompt(block, carry):
+        seen = lambda slots: (slots >= first) & (slots < length)  # noqa: E731
+        return read(prompt_k_ref, prompt_v_ref, prompt, block, seen, carry)
 
-        return step
-
-    scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_key.astype(jnp.float32)[None], axis=1))
-    mixed = jnp.broadcast_to(new_value.astype(jnp.float32)[None], queries.shape)
-    carry = (scores, jnp.ones_like(scores), mixed)
     own_first = jnp.maximum(first - length, 0)
-    for refs, index, begin, end in (
-        ((prompt_k_ref, prompt_v_ref), prompt, first, length),
-        ((k_ref, v_ref), row, own_first, filled),
-    ):
-        blocks = (begin // BLOCK, pl.cdiv(end, BLOCK))
-        carry = lax.fori_loop(*blocks, visit(*refs, index, begin, end), carry)
-    _, total, mixed = carry
-    result = (mixed / total[:, None]).astype(out_ref.dtype)
-    own = (head * group + padded)[:, None]
-    features = lax.broadcasted_iota(jnp.int32, result.shape, 1)
-    visible = jnp.broadcast_to((padded < group)[:, None], result.shape)
-    plgpu.store(out_ref.at[row, own, features], result, mask=visible)
+    begin, end = own_first // BLOCK, pl.cdiv(filled, BLOCK)
+
+    def of_generated(step, carry):
+        # One loop over the blocks of all rows: the next block is on its way before the last one of a row is done with.
+        owner, block = row + step // (end - begin), begin + step % (end - begin)
+        seen = lambda slots: (slots >= own_first) & (slots < filled) & (rows == owner)[:, None]  # noqa: E731
+        return read(k_ref, v_ref, owner, block, seen, carry)
+
+    scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_keys.astype(jnp.float32), axis=1))
+    carry = (scores, jnp.ones_like(scores), new_values.astype(jnp.float32))
+    carry = lax.fori_loop(first // BLOCK, pl.cdiv(length, BLOCK), of_prompt, carry)
+    _, total, mixed = lax.fori_loop(0, options.rows * (end - begin), of_generated, carry)
+    out_ref[rows[:, None], heads[:, None], features[None, :]] = (mixed / total[:, None]).astype(out_ref.dtype)
