@@ -37,7 +37,7 @@ from experiments.models.attention import (
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
 from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
-from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, document_axis, row_axes, size_of
+from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, axes_of_rows, document_axis, size_of
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
 from experiments.models.sharding import gathered
@@ -138,7 +138,8 @@ class Decoder(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
         within = positions < lengths[:, None]
         hidden, keys, values = self._forward(tokens, positions, within.astype(jnp.int32), keep_keys_values=True)
-        return hidden, empty_cache(keys, values, lengths, slots, self.cached_attention_run().implementation)
+        implementation = self.cached_attention_run().implementation
+        return hidden, empty_cache(keys, values, lengths, slots, implementation, self.mesh)
 
     def cached_attention_run(self) -> AttentionRun:
         """How the cache is attended to, and why."""
@@ -147,8 +148,7 @@ class Decoder(nnx.Module):
     def layers_apart(self) -> tuple[DecoderLayer, ...]:
         """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`.
 
-        On a single GPU, products of the same features are joined. On a mesh, a joint kernel would be split elsewhere than
-        its parts are; on a CPU nothing is gained.
+        On GPUs, products of the same features are joined. On a CPU nothing is gained.
         """
         graph, stacked = nnx.split(self.layers)
 
@@ -160,9 +160,9 @@ class Decoder(nnx.Module):
             return gathered(nnx.merge(graph, jax.tree.map(lambda x: narrowed(x[index]), stacked)), self.mesh)
 
         layers = tuple(layer(index) for index in range(self.config.num_layers))
-        if jax.default_backend() == "gpu" and (self.mesh is None or self.mesh.size == 1):
+        if jax.default_backend() == "gpu":
             for each in layers:
-                each.join_projections()
+                each.join_projections(size_of(self.mesh, TENSOR_AXIS))
         return layers
 
     def head_apart(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
@@ -190,7 +190,7 @@ class Decoder(nnx.Module):
         x, held = self._embed(tokens[:, None]), []
         for index, layer in enumerate(self.layers_apart() if layers is None else layers):
             tables = full if self.config.window_of(index) is None else sliding
-            attended, after = layer.attend_new(x, tables, cache, index)
+            attended, after = layer.attend_new(x, tables, cache, index, self.mesh)
             held.append(after)
             x = layer.finish(x, attended)
         return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
@@ -298,7 +298,8 @@ class Decoder(nnx.Module):
         if tensor == 1:
             return embedding_lookup(table, tokens)
         if self.config.vocab_size % tensor == 0:
-            axes = {"token_axes": row_axes(self.mesh), "sequence_axis": document_axis(self.mesh)}
+            rows = axes_of_rows(len(tokens), self.mesh) or ()
+            axes = {"token_axes": rows, "sequence_axis": document_axis(self.mesh)}
             return sharded_embedding_lookup(table, tokens, mesh=self.mesh, **axes)
         # Each rank looks its features up; what follows reads all of them, and is not to be split as the table is.
         whole = P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)

@@ -180,7 +180,7 @@ class DecoderConfig:
 
     def cached_attention_run(self, mesh: Mesh | None = None) -> AttentionRun:
         """How the sampler's cache is attended to here, and why."""
-        return choose_cached(self.attention, self.head_dim, self.dtype, mesh)
+        return choose_cached(self.attention, self.num_kv_heads, self.head_dim, self.dtype, mesh)
 
     @property
     def head_spec(self) -> HeadSpec:

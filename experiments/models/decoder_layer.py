@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from experiments.models.attention import (
@@ -83,12 +84,14 @@ class DecoderLayer(nnx.Module):
         for name in config.lora.modules if config.lora.rank else ():
             getattr(self, name).adapt(config.lora.rank, config.lora.scale, rngs)
 
-    def join_projections(self) -> None:
-        """Computes products of the same features as one, from now on."""
+    def join_projections(self, shards: int = 1) -> None:
+        """Computes products of the same features as one from now on, where so many tensor ranks divide them."""
         for name, parts in JOINED.items():
-            setattr(self, name, JoinedProjections([getattr(self, part) for part in parts]))
-            for part in parts:
-                delattr(self, part)
+            modules = [getattr(self, part) for part in parts]
+            if JoinedProjections.can_join(modules, shards):
+                setattr(self, name, JoinedProjections(modules, shards))
+                for part in parts:
+                    delattr(self, part)
 
     def products(self, name: str, x: Float[Array, "B T H"]) -> tuple[Array, ...]:
         """Those of the projections that `name` joins."""
@@ -112,7 +115,12 @@ class DecoderLayer(nnx.Module):
         return attend_packed(queries, keys, values, view.keys, **self.attention_options)
 
     def attend_new(
-        self, x: Float[Array, "B 1 H"], tables: tuple[Array, Array], cache: KVCache, index: int
+        self,
+        x: Float[Array, "B 1 H"],
+        tables: tuple[Array, Array],
+        cache: KVCache,
+        index: int,
+        mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B 1 N D"], LayerCache]:
         """What the new token of every row reads of the cache and itself, and the cache of this layer with it.
 
@@ -123,23 +131,23 @@ class DecoderLayer(nnx.Module):
             tables: cosine and sine of their angles.
             cache: without them.
             index: of the layer.
+            mesh: what rows and heads are split over, or None.
         """
         window = self.config.window_of(index)
         if cache.implementation == "triton":
             first, rotation = first_readable(cache, window), self._rotation(tables)
-            attended, held = attend_triton(
-                self._projections(x), rotation, cache, index, first, **self.attention_options
-            )
+            options = {"mesh": mesh, **self.attention_options}
+            attended, held = attend_triton(self._projections(x), rotation, cache, index, first, **options)
         else:
             new = (each[:, 0] for each in self.queries_keys_values(x, tables))
             attended, held = attend_cached(*new, cache, index, window=window, **self.attention_options)
         return attended[:, None], held
 
     @jax.named_scope("projections")
-    def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B heads D"]:
-        """Queries, keys and values of the normed residual stream, side by side; neither normed nor rotated."""
-        x = self.input_layernorm(x)[:, 0]
-        return self.qkv_proj.concatenated(x).reshape(len(x), -1, self.config.head_dim)
+    def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B shards heads D"]:
+        """Each tensor rank's queries, keys and values of the normed residual stream; neither normed nor rotated."""
+        joined = self.qkv_proj.concatenated(self.input_layernorm(x)[:, 0])
+        return joined.reshape(*joined.shape[:2], -1, self.config.head_dim)
 
     def _rotation(self, tables: tuple[Array, Array]) -> Rotation:
         cos, sin = (table[:, 0, 0] for table in tables)

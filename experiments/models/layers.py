@@ -100,6 +100,7 @@ class JoinedProjections(nnx.Module):
 
     Args:
         modules: each with one axis of inputs.
+        shards: how many tensor ranks split the outputs of every module; the parts of a rank are side by side.
 
     Example:
         >>> joined = JoinedProjections([Projection({"embed": 32, "mlp": 8}, "float32", nnx.Rngs(0)) for _ in range(2)])
@@ -107,11 +108,16 @@ class JoinedProjections(nnx.Module):
         [(5, 8), (5, 8)]
     """
 
-    def __init__(self, modules: Sequence[Projection]) -> None:
-        self.modules = nnx.List(modules)
-        self.kernel = nnx.Param(jnp.concatenate([module.matrix for module in modules], axis=1))
+    def __init__(self, modules: Sequence[Projection], shards: int = 1) -> None:
+        self.modules, self.shards = nnx.List(modules), shards
+        self.kernel = nnx.Param(self._side_by_side([module.matrix for module in modules]))
         for module in modules:
             del module.kernel
+
+    @staticmethod
+    def can_join(modules: Sequence[Projection], shards: int) -> bool:
+        """Whether so many ranks divide the heads, or features, of every module."""
+        return all(module.out_shape[0] % shards == 0 for module in modules)
 
     def __call__(self, x: Float[Array, "*tokens I"]) -> tuple[Float[Array, "*tokens_and_outputs"], ...]:
         """What each of the modules gives."""
@@ -120,20 +126,24 @@ class JoinedProjections(nnx.Module):
             part.reshape(*leading, *module.out_shape) for part, module in zip(self._parts(x), self.modules, strict=True)
         )
 
-    def concatenated(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens O"]:
-        """The same, the outputs of all modules along one axis."""
+    def concatenated(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens shards O"]:
+        """The same, each rank's outputs of all modules along one axis."""
         # A compiler may cut a product and concatenate its parts again.
         plain = not any(hasattr(module, name) for module in self.modules for name in ("lora", "bias"))
-        return _product(x, self.kernel[...]) if plain else jnp.concatenate(self._parts(x), axis=-1)
+        return _product(x, self.kernel[...]) if plain else self._side_by_side(self._parts(x))
+
+    def _side_by_side(self, parts: Sequence[Array]) -> Float[Array, "*tokens shards O"]:
+        return jnp.concatenate([part.reshape(*part.shape[:-1], self.shards, -1) for part in parts], axis=-1)
 
     def _parts(self, x):
-        edges = np.cumsum([math.prod(module.out_shape) for module in self.modules])[:-1]
+        edges = np.cumsum([math.prod(module.out_shape) // self.shards for module in self.modules])[:-1]
         parts = jnp.split(_product(x, self.kernel[...]), edges, axis=-1)
+        parts = [part.reshape(*x.shape[:-1], -1) for part in parts]
         return [module.with_adapters(part, x) for module, part in zip(self.modules, parts, strict=True)]
 
 
-def _product(rows: Float[Array, "*N I"], matrix: Float[Array, "I O"]) -> Float[Array, "*N O"]:
-    return jnp.dot(rows, matrix.astype(rows.dtype), precision=precision_of(rows.dtype))
+def _product(rows: Float[Array, "*tokens inputs"], kernel: Float[Array, "inputs ..."]) -> Float[Array, "..."]:
+    return jnp.tensordot(rows, kernel.astype(rows.dtype), 1, precision=precision_of(rows.dtype))
 
 
 class RMSNorm(nnx.Module):

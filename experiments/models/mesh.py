@@ -129,6 +129,11 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if axis in mesh.shape)
 
 
+def axes_of_rows(rows: int, mesh: Mesh) -> tuple[str, ...] | None:
+    """What so many rows are split over: the axes that split documents, or None where their ranks do not divide the rows."""
+    return row_axes(mesh) if rows % num_ranks(mesh) == 0 else None
+
+
 def num_ranks(mesh: Mesh) -> int:
     """How many groups of devices hold different documents."""
     return size_of(mesh, *ROW_AXES)
@@ -156,10 +161,12 @@ def devices_by_rank(mesh: Mesh) -> np.ndarray:
 
 
 def split_rows(arrays: Any, mesh: Mesh) -> Any:
-    """Host arrays, placed with their rows split over the ranks where those divide them, else whole on every device."""
+    """Host arrays, placed with their rows split over the ranks; the last row once more, or several times, until these divide
+    them."""
     (rows,) = {len(array) for array in jax.tree.leaves(arrays)}
-    spec = P(row_axes(mesh)) if rows % num_ranks(mesh) == 0 else P()
-    return placed(arrays, NamedSharding(mesh, spec))
+    more = -rows % num_ranks(mesh)
+    padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, axis=0)]), arrays)
+    return placed(padded, NamedSharding(mesh, P(row_axes(mesh))))
 
 
 def settled(result: Any, mesh: Mesh) -> Any:

@@ -20,7 +20,7 @@ class CachedDraw:
 
     Args:
       graph: graph definition of the decoder.
-      mesh: prompts are split over its data axis where it divides them.
+      mesh: prompts are split over its ranks.
       tokenizer: end and padding token.
       sizes: bound of completions.
       options: how tokens are drawn.
@@ -37,4 +37,5 @@ class CachedDraw:
     ) -> Samples:
         """See `Draw`."""
         draw = make_sampler(self._graph, replace(self._options, copies=copies))
-        return whole_on_host(draw(params, *split_rows((prompts, lengths), self._mesh), key))
+        drawn = whole_on_host(draw(params, *split_rows((prompts, lengths), self._mesh), key))
+        return Samples(*(x[: len(prompts) * copies] for x in drawn))

@@ -20,7 +20,7 @@ class UncachedDraw:
 
     Args:
       graph: graph definition of a `Model`.
-      mesh: rows are split over its data axis where it divides them.
+      mesh: rows are split over its ranks.
       tokenizer: end and padding token.
       sizes: bound of completions.
       options: how tokens are drawn.
@@ -40,7 +40,7 @@ class UncachedDraw:
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         room = np.full((len(prompts), self._options.max_new_tokens), self._options.pad_id, np.int32)
         placed = split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)
-        return whole_on_host(self._run(params, *placed, key))
+        return Samples(*(x[: len(prompts)] for x in whole_on_host(self._run(params, *placed, key))))
 
     def _completed(self, params, rows, prompt_lengths, key) -> Samples:
         model = nnx.merge(self._graph, params)

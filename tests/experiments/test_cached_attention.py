@@ -21,6 +21,8 @@ from experiments.models.attention.triton_cached import (
 )
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
+from experiments.models.mesh import MeshSpec, make_mesh
+from experiments.models.sharding import parameter_shardings
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 2
 SCALE, SOFTCAP = 0.2, 2.0
@@ -95,7 +97,7 @@ def by_kernel(queries, keys, values, cache, layer, *, window, softcap, interpret
     """With queries and keys that are to stay as they are: an angle of 0, and no norm."""
     first = first_readable(cache, window)
     ones = jnp.ones((len(OF_ROW), HEAD_DIM // 2))
-    projections = jnp.concatenate([queries, keys, values], axis=1)
+    projections = jnp.concatenate([queries, keys, values], axis=1)[:, None]
     options = {"scale": SCALE, "softcap": softcap, "interpret": interpret}
     return attend_triton(projections, Rotation(ones, 0 * ones), cache, layer, first, **options)
 
@@ -121,35 +123,43 @@ def test_rows_share_a_program_where_they_share_a_prompt_and_leave_enough_program
     assert rows_of_program(copies=1, group=1, pairs=many) == 1
 
 
-def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):
+@pytest.mark.parametrize("spec", [None, MeshSpec(data=2, tensor=2), MeshSpec(fsdp=4)])
+def test_the_kernel_norms_and_rotates_as_the_model_does(spec, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
     options = {"qk_norm": True, "norm_plus_one": True, "attention_bias": True, "dtype": "bfloat16"}
     sliding = SlidingLayers(window=4, layers=(True,), rope_theta=10.0)
     config = DecoderConfig(vocab_size=32, head_dim=64, sliding=sliding, **sizes, **options)
-    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    mesh = None if spec is None else make_mesh(spec)
+    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0), mesh=mesh))
     # As initialised, norms multiply by 1 and biases are 0.
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     noise = (0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True))
     state = jax.tree.unflatten(tree, [leaf + more for leaf, more in zip(leaves, noise, strict=True)])
-    ids = np.random.default_rng(0).integers(0, 32, (2, 6), np.int32)
+    if mesh is not None:
+        state = jax.device_put(state, parameter_shardings(state, mesh))
+    ids = np.random.default_rng(0).integers(0, 32, (4, 6), np.int32)
 
     def read(join):
         model = nnx.merge(graph, state)
         layers = model.layers_apart()
         if join:
-            layers[0].join_projections()
-        _, cache = model.prefill(ids, jnp.asarray([3, 6]), slots=2)
-        _, cache = model.decode_step(jnp.asarray([1, 2]), cache, layers)
-        hidden, cache = model.decode_step(jnp.asarray([3, 4]), cache, layers)
-        return hidden, cache.layers[0].keys[:, :, :2]
+            layers[0].join_projections(1 if spec is None else spec.tensor)
+        _, cache = model.prefill(ids, jnp.asarray([3, 6, 4, 5]), slots=2)
+        cache = cache.repeat_rows(2)
+        _, cache = model.decode_step(jnp.arange(8), cache, layers)
+        hidden, cache = model.decode_step(jnp.arange(8, 16), cache, layers)
+        return hidden, cache.layers[0].keys
 
     wanted = jax.jit(lambda: read(join=False))()
     monkeypatch.setattr(DecoderConfig, "cached_attention_run", lambda *_: AttentionRun("triton", "interpreted"))
     monkeypatch.setattr(decoder_layer, "attend_triton", functools.partial(attend_triton, interpret=True))
     seen = jax.jit(lambda: read(join=True))()
+    if mesh is not None:
+        assert seen[1].addressable_shards[0].data.size == seen[1].size // mesh.size
     for got, exact in zip(seen, wanted, strict=True):
         got, exact = (np.asarray(x, np.float32) for x in (got, exact))
+        got = got if got.ndim == 2 else got[:, :, : exact.shape[2]]
         # Compilers may leave out roundings between the product and the result: three of 2^-9, of numbers whose pairs
         # are as large as the largest.
         np.testing.assert_allclose(got, exact, atol=3 * 2**-9 * 2**0.5 * np.abs(exact).max(), rtol=0)
@@ -157,10 +167,10 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(monkeypatch):
 
 def test_the_choice_says_why():
     reasons = [
-        choose_cached("auto", 64, "float32").reason,
-        choose_cached("einsum", 64, "bfloat16").reason,
-        choose_cached("auto", 96, "bfloat16").reason,
-        choose_cached("auto", 64, "bfloat16", jax.make_mesh((2, 1), ("data", "tensor"))).reason,
+        choose_cached("auto", 2, 64, "float32").reason,
+        choose_cached("einsum", 2, 64, "bfloat16").reason,
+        choose_cached("auto", 2, 96, "bfloat16").reason,
+        choose_cached("auto", 3, 64, "bfloat16", make_mesh(MeshSpec(tensor=2))).reason,
     ]
-    for reason, part in zip(reasons, ("float32", "asked for", "96", "one device"), strict=True):
+    for reason, part in zip(reasons, ("float32", "asked for", "96", "tensor ranks"), strict=True):
         assert part in reason

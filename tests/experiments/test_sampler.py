@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
 from experiments.sampling import sampler as sampler_module
+from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.pick import DrawOptions
+from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, make_sampler, sample
+from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp import linear_log_probs
 
 VOCAB, PAD, EOS = 8, 0, 1
@@ -190,14 +192,16 @@ def test_new_parameters_keys_and_prompts_do_not_trace_again(monkeypatch):
     assert (np.asarray(first.log_probs) != np.asarray(second.log_probs)).any()
 
 
-def test_the_sharded_sampler_draws_the_same_tokens():
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    model = Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh)
-    graph, state = nnx.split(model)
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
+def test_a_mesh_draws_the_same_tokens_also_of_rows_that_its_ranks_do_not_divide(rows):
+    mesh = make_mesh(MeshSpec(data=2, tensor=4))
+    graph, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh))
     state = jax.device_put(state, parameter_shardings(state, mesh))
-    placed = jax.device_put(prompts(), NamedSharding(mesh, P("data")))
-    sharded = make_sampler(graph, OPTIONS)(state, *placed, jax.random.key(5))
-    whole = sample(decoder(), *prompts(), jax.random.key(5), OPTIONS)
+    tokenizer, sizes = CharTokenizer("012345"), Sizes(WIDTH, NEW, WIDTH + NEW, rows)
+    options = replace(OPTIONS, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+    few = [x[:rows] for x in prompts()]
+    sharded = CachedDraw(graph, mesh, tokenizer, sizes, options.draw)(state, *few, 1, jax.random.key(5))
+    whole = sample(decoder(), *few, jax.random.key(5), options)
     np.testing.assert_array_equal(sharded.tokens, whole.tokens)
     np.testing.assert_allclose(sharded.log_probs, whole.log_probs, atol=2e-5)
 

@@ -8,7 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
+
+from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
 
 
 class LayerCache(NamedTuple):
@@ -25,6 +29,12 @@ class LayerCache(NamedTuple):
     prompt_values: Float[Array, "Q K P D"]
     keys: Float[Array, "B K S D"]
     values: Float[Array, "B K S D"]
+
+
+def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How rows and heads, the first two axes of this shape, are split: where the mesh divides them."""
+    heads = TENSOR_AXIS if shape[1] % size_of(mesh, TENSOR_AXIS) == 0 else None
+    return P(axes_of_rows(shape[0], mesh), heads if TENSOR_AXIS in mesh.shape else None)
 
 
 class RowCache(NamedTuple):
@@ -53,7 +63,8 @@ class KVCache:
     Attributes:
         layers: one for each layer.
         prompt_lengths: int32 [B], tokens of each row's prompt; the slots after them are empty.
-        prompt_of_row: int32 [B] in [0, Q) where rows share prompts, else None: row b continues prompt b.
+        prompt_of_row: int32 [B] in [0, Q) where rows share prompts, counted on each device among those that it has; else
+            None: row b continues prompt b.
         filled: int32 scalar, slots of generated tokens that hold one.
         implementation: how these are attended to, of `experiments.models.attention.cached.IMPLEMENTATIONS`.
         copies: each run of so many rows, from row 0 on, surely continues one prompt.

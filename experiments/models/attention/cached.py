@@ -8,42 +8,44 @@ prompt, and every slot is read.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention.cache import KVCache, LayerCache
+from experiments.models.attention.cache import KVCache, LayerCache, cache_spec
 from experiments.models.attention.call import NARROW_DTYPES, needs_nvidia_gpu
 from experiments.models.attention.choice import AttentionRun
 from experiments.models.attention.einsum import capped, mask_bias, precision_of
 from experiments.models.attention.triton_cached import BLOCK
+from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, num_ranks, size_of
 
 IMPLEMENTATIONS = ("einsum", "triton")
 
 
-def choose_cached(packed: str, head_dim: int, dtype: str, mesh: Mesh | None = None) -> AttentionRun:
+def choose_cached(packed: str, kv_heads: int, head_dim: int, dtype: str, mesh: Mesh | None = None) -> AttentionRun:
     """How the cache is attended to here, and why.
 
     Args:
         packed: what is asked for packed rows: with "einsum" or "chunked" no kernel runs here either.
+        kv_heads: K.
         head_dim: D.
         dtype: of queries, keys and values.
         mesh: the mesh that rows and heads are split over, or None.
     """
-    refusal = _why_not_triton(packed, head_dim, dtype, mesh)
+    refusal = _why_not_triton(packed, kv_heads, head_dim, dtype, mesh)
     if refusal is None:
         return AttentionRun("triton", "the kernel for caches can run here")
     return AttentionRun("einsum", f"triton not used: {refusal}")
 
 
-def _why_not_triton(packed: str, head_dim: int, dtype: str, mesh: Mesh | None) -> str | None:
+def _why_not_triton(packed: str, kv_heads: int, head_dim: int, dtype: str, mesh: Mesh | None) -> str | None:
     if packed in ("einsum", "chunked"):
         return f"attention {packed} was asked for"
     if dtype not in NARROW_DTYPES:
         return f"it takes bfloat16 and float16, not {dtype}"
     if head_dim not in (64, 128, 256):
         return f"it takes head sizes of 64, 128 and 256, not {head_dim}"
-    if mesh is not None and mesh.size > 1:
-        return f"it runs on one device, and the mesh has {mesh.size}"
+    if kv_heads % size_of(mesh, TENSOR_AXIS):
+        return f"{size_of(mesh, TENSOR_AXIS)} tensor ranks do not divide {kv_heads} key-value heads"
     return needs_nvidia_gpu(8)
 
 
@@ -53,6 +55,7 @@ def empty_cache(
     lengths: Int[Array, " Q"],
     slots: int,
     implementation: str,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """A cache of Q rows, each with its prompt and room for `slots` generated tokens; zeros, never a source of NaN.
 
@@ -62,18 +65,24 @@ def empty_cache(
         lengths: int32 [Q], tokens of each prompt.
         slots: at least 1.
         implementation: one of IMPLEMENTATIONS; the kernel's blocks are whole, so it may get some slots more.
+        mesh: rows and heads are split over it where it divides them; None for one device.
     """
     kernel = implementation == "triton"
     multiple = BLOCK if kernel else 1
     slots += -slots % multiple
     num_layers, prompts, width, kv_heads, head_dim = keys.shape
-    empty = jnp.zeros((prompts, kv_heads, slots, head_dim), keys.dtype)
+    ranks = 1 if mesh is None or axes_of_rows(prompts, mesh) is None else num_ranks(mesh)
+
+    def split(x: Array) -> Array:
+        return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, cache_spec(x.shape, mesh)))
 
     def prompt(x: Array) -> Array:
-        return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, -width % multiple), (0, 0)))
+        return split(jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, -width % multiple), (0, 0))))
 
+    empty = split(jnp.zeros((prompts, kv_heads, slots, head_dim), keys.dtype))
     layers = tuple(LayerCache(prompt(keys[layer]), prompt(values[layer]), empty, empty) for layer in range(num_layers))
-    rows = jnp.arange(prompts, dtype=jnp.int32) if kernel else None
+    # Each rank counts the prompts that it has.
+    rows = jnp.arange(prompts, dtype=jnp.int32) % (prompts // ranks) if kernel else None
     return KVCache(layers, lengths.astype(jnp.int32), rows, jnp.zeros((), jnp.int32), implementation)
 
 

@@ -1,11 +1,11 @@
-"""A kernel for the attention of one new token a row, from its projections on: a program for each key-value head of a few rows.
+"""A kernel for the attention of one new token a row, from its projections on.
 
-It norms and rotates its queries and keys, which as kernels of their own would each cost several memory latencies. Softmax
-is online over blocks of slots (Milakov and Gimelshein 2018; Flash-Decoding, Dao et al. 2023). The program begins with the
-new tokens, which it holds in registers and stores in the cache, then reads the prompt that its rows share, once for all of
-them (Hydragen, Juravsky et al. 2024), then what one row after the other has generated; blocks without a visible slot are
-not read. All queries of the program are in one matrix, in every product: the matrix units have no smaller one, and what a
-row's block gives to the queries of other rows is masked.
+A program has one key-value head of a few rows. It norms and rotates their queries and keys, which as kernels of their own
+would each cost several memory latencies. Softmax is online over blocks of slots (Milakov and Gimelshein 2018;
+Flash-Decoding, Dao et al. 2023). The program begins with the new tokens, which it holds in registers and stores in the
+cache, then reads the prompt that its rows share, once for all of them (Hydragen, Juravsky et al. 2024), then what one row
+after the other has generated; blocks without a visible slot are not read. All queries of the program are in one matrix, in
+every product: the matrix units have no smaller one, and what a row's block gives to the queries of other rows is masked.
 """
 
 import functools
@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from experiments.models.attention.cache import KVCache, LayerCache
+from experiments.models.attention.cache import KVCache, LayerCache, cache_spec
 from experiments.models.attention.einsum import MASKED_SCORE, capped
 
 BLOCK = 64
@@ -51,22 +53,22 @@ class Rotation(NamedTuple):
     epsilon: float = 0.0
 
 
-class _Options(NamedTuple):
-    """What is compiled into a kernel: rows of a program, and arithmetic as of `attend_triton`."""
+class _Arithmetic(NamedTuple):
+    """Numbers that are compiled into a kernel."""
 
-    rows: int
     epsilon: float
     scale: float
     softcap: float | None
 
 
 def attend_triton(
-    projections: Float[Array, "B heads D"],
+    projections: Float[Array, "B shards heads D"],
     rotation: Rotation,
     cache: KVCache,
     layer: int,
     first: Int[Array, " B"],
     *,
+    mesh: Mesh | None = None,
     scale: float,
     softcap: float | None = None,
     interpret: bool = False,
@@ -74,28 +76,44 @@ def attend_triton(
     """What `experiments.models.attention.cached.attend_cached` computes, of queries and keys that it norms and rotates.
 
     Args:
-        projections: [B, N + 2 K, D] of the new tokens: queries, then keys, then values.
+        projections: [B, shards, (N + 2 K) / shards, D] of the new tokens: for each tensor rank its queries, then its keys,
+            then its values.
         rotation: of queries and keys; each of its two steps rounds to the dtype of `projections`, as the trainer's do.
         cache: before this token, its slots multiples of BLOCK.
         layer: which one.
         first: int32 [B], the first position that each row may read.
+        mesh: what rows and heads are split over, or None; each device runs the kernel on its own.
         scale: multiplier of the products.
         softcap: bound of the scaled products, or None.
         interpret: run the kernel in Pallas' interpreter.
     """
     held = cache.layers[layer]
-    rows, heads, head_dim = projections.shape
-    kv_heads = held.keys.shape[1]
     assert cache.prompt_of_row is not None
-    scalars = (cache.prompt_of_row, cache.prompt_lengths, first, cache.filled[None])
+    own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, rotation.cos, rotation.sin)
     norms = () if rotation.query_norm is None else (rotation.query_norm, rotation.key_norm)
-    operands = (*held, *scalars, projections, rotation.cos, rotation.sin, *norms)
+    arithmetic = _Arithmetic(rotation.epsilon, scale, softcap)
+    call = functools.partial(_on_one_device, arithmetic, cache.copies, interpret)
+    operands = (held, projections, own_rows, (cache.filled[None], *norms))
+    if mesh is None or mesh.size == 1:
+        return call(*operands)
+    split = cache_spec(held.prompt_keys.shape, mesh)
+    in_specs = (split, split, P(split[0]), P())
+    return jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False)(*operands)
+
+
+def _on_one_device(
+    arithmetic: _Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, shared
+):
+    """The kernel on the rows and heads that one device has."""
+    rows, _, heads, head_dim = projections.shape
+    kv_heads = held.keys.shape[1]
+    operands = (*held, projections[:, 0], *own_rows, *shared)
     out_shape = jax.ShapeDtypeStruct((rows, heads - 2 * kv_heads, head_dim), projections.dtype)
     results = (out_shape, held.keys, held.values)
     whole = lambda x: pl.BlockSpec(x.shape, lambda b, k: (0,) * x.ndim)  # noqa: E731
-    together = rows_of_program(cache.copies, out_shape.shape[1] // kv_heads, rows * kv_heads)
+    together = rows_of_program(copies, out_shape.shape[1] // kv_heads, rows * kv_heads)
     out, keys, values = pl.pallas_call(
-        functools.partial(_kernel, options=_Options(together, rotation.epsilon, scale, softcap)),
+        functools.partial(_kernel, together=together, arithmetic=arithmetic),
         grid=(rows // together, kv_heads),
         in_specs=list(map(whole, operands)),
         out_specs=list(map(whole, results)),
@@ -122,12 +140,12 @@ def rows_of_program(copies: int, group: int, pairs: int) -> int:
     return rows
 
 
-def _queries(options: _Options, group: int, kv_head) -> tuple[Array, Array]:
-    """Rows of the batch and heads, int32 [M], of the queries of a program: those of its rows, one row after the other, and the
-    last one again where the matrix is larger."""
-    number = options.rows * group
+def _queries(together: int, group: int, kv_head) -> tuple[Array, Array]:
+    """Rows of the batch and heads, int32 [M], of a program's queries: one row after the other, and the last query again
+    where the matrix is larger."""
+    number = together * group
     place = jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
-    return pl.program_id(0) * options.rows + place // group, kv_head * group + place % group
+    return pl.program_id(0) * together + place // group, kv_head * group + place % group
 
 
 def _rotated(load, norm_ref, cos, sin, epsilon):
@@ -154,17 +172,17 @@ def _rotated(load, norm_ref, cos, sin, epsilon):
 
 
 def _kernel(
-    prompt_k_ref, prompt_v_ref, k_ref, v_ref, prompt_ref, length_ref, first_ref, filled_ref, projected_ref, cos_ref,
-    sin_ref, *norm_and_result_refs, options: _Options,
+    prompt_k_ref, prompt_v_ref, k_ref, v_ref, projected_ref, prompt_ref, length_ref, first_ref, cos_ref, sin_ref,
+    filled_ref, *norm_and_result_refs, together: int, arithmetic: _Arithmetic,
 ):  # fmt: skip
     """All refs are whole arrays in the GPU's memory."""
     *norms, out_ref, k_out_ref, v_out_ref = norm_and_result_refs
     query_norm, key_norm = norms or (None, None)
-    row, head = pl.program_id(0) * options.rows, pl.program_id(1)
+    row, head = pl.program_id(0) * together, pl.program_id(1)
     prompt, length, first, filled = prompt_ref[row], length_ref[row], first_ref[row], filled_ref[0]
     num_heads, size, kv_heads = out_ref.shape[1], out_ref.shape[2], k_ref.shape[1]
     group = num_heads // kv_heads
-    rows, heads = _queries(options, group, head)
+    rows, heads = _queries(together, group, head)
     features = lax.iota(jnp.int32, size)
     # Rows that share a prompt are at one position.
     cos = cos_ref[row, features % (size // 2)]
@@ -173,15 +191,15 @@ def _kernel(
     def projected(of_query):
         return lambda index: projected_ref[rows[:, None], of_query[:, None], index[None, :]]
 
-    queries = _rotated(projected(heads), query_norm, cos, sin, options.epsilon)
-    new_keys = _rotated(projected(jnp.full_like(heads, num_heads + head)), key_norm, cos, sin, options.epsilon)
+    queries = _rotated(projected(heads), query_norm, cos, sin, arithmetic.epsilon)
+    new_keys = _rotated(projected(jnp.full_like(heads, num_heads + head)), key_norm, cos, sin, arithmetic.epsilon)
     new_values = projected(jnp.full_like(heads, num_heads + kv_heads + head))(features)
     # Queries of one row store the same key and value.
     k_out_ref[rows[:, None], head, filled, features[None, :]] = new_keys
     v_out_ref[rows[:, None], head, filled, features[None, :]] = new_values
 
     def in_bits(products):
-        return capped(products * options.scale, options.softcap) * LOG2_E
+        return capped(products * arithmetic.scale, arithmetic.softcap) * LOG2_E
 
     def read(keys_ref, values_ref, index, block, seen, carry):
         """The state after a block of one row of the arrays, of which `seen` tells what each query reads."""
@@ -212,5 +230,5 @@ def _kernel(
     scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_keys.astype(jnp.float32), axis=1))
     carry = (scores, jnp.ones_like(scores), new_values.astype(jnp.float32))
     carry = lax.fori_loop(first // BLOCK, pl.cdiv(length, BLOCK), of_prompt, carry)
-    _, total, mixed = lax.fori_loop(0, options.rows * (end - begin), of_generated, carry)
+    _, total, mixed = lax.fori_loop(0, together * (end - begin), of_generated, carry)
     out_ref[rows[:, None], heads[:, None], features[None, :]] = (mixed / total[:, None]).astype(out_ref.dtype)
