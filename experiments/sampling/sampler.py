@@ -22,16 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from experiments.models.attention import KVCache
+from experiments.models.attention import KVCache, rows_of_ranks
 from experiments.models.decoder import Decoder
+from experiments.models.mesh import axes_of_rows, num_ranks
+from experiments.models.placement import placed, whole_on_host
 from experiments.sampling.pick import DrawOptions, Picked, pick
 from jaxlogp import HeadSpec, head_logits
 from jaxlogp.errors import require
 
 FEWEST_ROWS = 16
-"""No batch is narrowed to fewer rows."""
+"""No rank's batch is narrowed to fewer rows."""
 SHORTEST_NARROWED = 256
 """Nor is one whose completions are shorter: a program for each size would have to be compiled."""
 
@@ -139,9 +143,7 @@ def make_sampler(graph: nnx.GraphDef[Decoder], options: SamplerOptions) -> Calla
             row_ids = jnp.arange(rows, dtype=jnp.int32)
         require(row_ids.shape == (rows,), "row_ids", f"shape ({rows},)", row_ids.shape)
         begun = _begin(graph, options, state, prompts, prompt_lengths, key, row_ids)
-        # Rows that are split over devices stay where they are.
-        one_device = model.mesh is None or model.mesh.size == 1
-        return _complete(graph, options, state, begun, _narrower(rows, options.max_new_tokens) if one_device else [])
+        return _complete(graph, options, state, begun)
 
     return draw
 
@@ -168,28 +170,34 @@ class _Rows:
     cache: KVCache
 
 
-def _complete(graph, options, state, rows: _Rows, sizes: list[int]) -> Samples:
-    """Draws until all rows are done. Finished rows leave: when no more than one of `sizes` are left, these go on alone."""
+def _complete(graph, options, state, rows: _Rows) -> Samples:
+    """Draws until all rows are done. Finished rows leave: when few enough are left on every rank, these go on alone."""
+    mesh, count = nnx.merge(graph, state).mesh, len(rows.done)
+    # Rows stay on their rank.
+    axes = None if mesh is None else axes_of_rows(count // options.copies, mesh)
+    ranks = 1 if axes is None else num_ranks(mesh)
+    sizes = _narrower(count // ranks, options.max_new_tokens)
     if not sizes:
-        return _advance(graph, options, state, rows, 0).samples
-    places = np.arange(len(rows.done))
-    whole = Samples(*(np.array(x) for x in rows.samples))
+        return _advance(graph, options, state, rows, 0, ranks).samples
+    places = np.arange(count).reshape(ranks, -1)
+    whole = Samples(*(np.array(x) for x in whole_on_host(rows.samples)))
     for size in (*sizes, 0):
-        rows = _advance(graph, options, state, rows, size)
-        for drawn, new in zip(whole, rows.samples, strict=True):
-            np.asarray(drawn)[places] = np.asarray(new)
-        done = np.asarray(rows.done)
-        if int(rows.step) == options.max_new_tokens or done.all():
+        rows = _advance(graph, options, state, rows, size, ranks)
+        samples, done, step = whole_on_host((rows.samples, rows.done, rows.step))
+        for drawn, new in zip(whole, samples, strict=True):
+            np.asarray(drawn)[places.ravel()] = new
+        if step == options.max_new_tokens or done.all():
             break
-        # The unfinished ones first; finished ones fill the new size.
-        kept = np.argsort(done, kind="stable")[:size].astype(np.int32)
-        rows, places = _kept(rows, kept), places[kept]
+        # The unfinished ones of each rank first; finished ones fill the new size.
+        kept = np.argsort(done.reshape(ranks, -1), axis=1, kind="stable")[:, :size].astype(np.int32)
+        places = np.take_along_axis(places, kept, axis=1)
+        rows = _kept(rows, kept if mesh is None else placed(kept, NamedSharding(mesh, P(axes))))
     return whole
 
 
 def _narrower(rows: int, max_new_tokens: int) -> list[int]:
-    """Numbers of unfinished rows to which a batch of `rows` is narrowed. Each is a program to compile: a few, and none where
-    completions are short."""
+    """Numbers of unfinished rows to which a rank's batch of `rows` is narrowed. Each is a program to compile: a few, and
+    none where completions are short."""
     sizes = [rows >> halvings for halvings in range(1, 4)] if max_new_tokens >= SHORTEST_NARROWED else []
     return [size for size in sizes if size >= FEWEST_ROWS]
 
@@ -214,15 +222,16 @@ def _begin(graph, options, state, prompts, prompt_lengths, key, row_ids) -> _Row
     return _drawn(options, rows, hidden, model.head())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _advance(graph, options, state, rows: _Rows, size) -> _Rows:
-    """Draws until no more than `size` rows are unfinished, or all have their longest completion."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
+def _advance(graph, options, state, rows: _Rows, size, ranks) -> _Rows:
+    """Draws until no rank has more than `size` unfinished rows, or all have their longest completion."""
     model = nnx.merge(graph, state)
     # Before the loop, which would do it in every step.
     head, layers = model.head_apart(), model.layers_apart()
 
     def unfinished(rows: _Rows):
-        return (rows.step < options.max_new_tokens) & (jnp.sum(~rows.done) > size)
+        left = jnp.sum(~rows.done.reshape(ranks, -1), axis=1)
+        return (rows.step < options.max_new_tokens) & (jnp.max(left) > size)
 
     def extend(rows: _Rows) -> _Rows:
         hidden, cache = model.decode_step(rows.tokens, rows.cache, layers)
@@ -233,9 +242,9 @@ def _advance(graph, options, state, rows: _Rows, size) -> _Rows:
 
 @jax.jit
 def _kept(rows: _Rows, kept) -> _Rows:
-    """The rows with these indices."""
-    samples = Samples(*(x[kept] for x in rows.samples))
-    own = {name: getattr(rows, name)[kept] for name in ("tokens", "done", "keys")}
+    """The rows with these indices, int32 [ranks, C], among those of each rank."""
+    samples = Samples(*(rows_of_ranks(x, kept) for x in rows.samples))
+    own = {name: rows_of_ranks(getattr(rows, name), kept) for name in ("tokens", "done", "keys")}
     return replace(rows, samples=samples, cache=rows.cache.take_rows(kept), **own)
 
 

@@ -244,7 +244,8 @@ def test_bad_input_is_named(argument, value):
             sample(decoder(), **given | {argument: value}, options=OPTIONS)
 
 
-def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(monkeypatch):
+@pytest.mark.parametrize("spec", [None, MeshSpec(data=2, tensor=2)])
+def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(spec, monkeypatch):
     repeated = [np.repeat(array, 3, axis=0) for array in prompts()]
     options = replace(OPTIONS, max_new_tokens=4 * NEW)
     whole = sample(decoder(), *repeated, jax.random.key(2), options)
@@ -253,9 +254,12 @@ def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(monkeypatch):
     kept = sampler_module._kept
     monkeypatch.setattr(sampler_module, "SHORTEST_NARROWED", 1)
     monkeypatch.setattr(sampler_module, "FEWEST_ROWS", 2)
-    monkeypatch.setattr(sampler_module, "_kept", lambda rows, some: sizes.append(len(some)) or kept(rows, some))
-    narrowed = sample(decoder(), *repeated, jax.random.key(2), options)
-    assert len(sizes) > 1 and set(sizes) <= {9, 4, 2}
+    monkeypatch.setattr(sampler_module, "_kept", lambda rows, some: sizes.append(some.shape) or kept(rows, some))
+    mesh = None if spec is None else make_mesh(spec)
+    graph, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh))
+    state = state if mesh is None else jax.device_put(state, parameter_shardings(state, mesh))
+    narrowed = make_sampler(graph, options)(state, *repeated, jax.random.key(2))
+    assert sizes[:2] == [(1, 9), (1, 4)] if mesh is None else sizes[0] == (2, 4)
     np.testing.assert_array_equal(narrowed.tokens, whole.tokens)
     np.testing.assert_array_equal(narrowed.lengths, whole.lengths)
     # Products of fewer rows may be rounded otherwise.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
 
@@ -35,6 +35,18 @@ def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     """How rows and heads, the first two axes of this shape, are split: where the mesh divides them."""
     heads = TENSOR_AXIS if shape[1] % size_of(mesh, TENSOR_AXIS) == 0 else None
     return P(axes_of_rows(shape[0], mesh), heads if TENSOR_AXIS in mesh.shape else None)
+
+
+def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Shaped[Array, "ranks*C ..."]:
+    """The rows with these indices among those of each rank, in this order; nothing is sent between ranks.
+
+    Args:
+        x: rows, equally many on every rank.
+        kept: indices, split over the ranks as the rows are.
+    """
+    ranks = len(kept)
+    taken = jax.vmap(lambda own, indices: own[indices])(x.reshape(ranks, -1, *x.shape[1:]), kept)
+    return taken.reshape(-1, *x.shape[1:])
 
 
 class RowCache(NamedTuple):
@@ -86,9 +98,9 @@ class KVCache:
         """Every row `copies` times, side by side."""
         return replace(self._of_rows(lambda x: jnp.repeat(x, copies, axis=0)), copies=copies * self.copies)
 
-    def take_rows(self, rows: Int[Array, " C"]) -> "KVCache":
-        """The rows with these indices, in this order. Prompts that are shared stay where they are."""
-        return replace(self._of_rows(lambda x: x[rows]), copies=1)
+    def take_rows(self, kept: Int[Array, "ranks C"]) -> "KVCache":
+        """See `rows_of_ranks`. Prompts that are shared stay where they are."""
+        return replace(self._of_rows(lambda x: rows_of_ranks(x, kept)), copies=1)
 
     def _of_rows(self, moved: Callable[[Array], Array]) -> "KVCache":
         def of_layer(layer: LayerCache) -> LayerCache:
