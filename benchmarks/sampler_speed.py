@@ -1,14 +1,16 @@
 """Tokens per second of the sampler, and how near it is to the memory bound, at the shapes of real models, random weights.
 
     python -m benchmarks.sampler_speed                                    # Qwen3-0.6B, 64 and 256 rows
-    python -m benchmarks.sampler_speed --model qwen3-1.7b --rows 128 --copies 16 --profile
+    python -m benchmarks.sampler_speed --model qwen3-1.7b --rows 128 --copies 16 --profile 20
+    python -m benchmarks.sampler_speed --mesh data=1 data=2 tensor=2      # rows are those of a data and fsdp rank
 
 All rows draw all their tokens (there is no end token). The time of a step is that of a whole run less that of reading the
 prompts and drawing one token, by the number of steps in between. Its bound is the time to read, at the bandwidth that a
 copy of 4 GiB reaches in the same run, all matrices once, the head's among them, every row's own keys and values, and each
-prompt's once, as the rows of a group share it.
+prompt's once, as the rows of a group share it; on a mesh, what one device has of them.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -24,7 +26,9 @@ from benchmarks.profiler import gpu_events
 from experiments.command_line import run_command
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.mesh import make_mesh, parse_mesh, split_rows
 from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.models.sharding import parameter_shardings
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, make_sampler
 from jaxlogp.errors import require
@@ -37,7 +41,7 @@ class SamplerSpeedConfig:
     model: tuple[str, ...] = ("qwen3-0.6b",)
     """Shapes, as in benchmarks.step_speed."""
     rows: tuple[int, ...] = (64, 256)
-    """Completions drawn at a time."""
+    """Completions drawn at a time by every data and fsdp rank."""
     copies: int = 8
     """Completions of a prompt."""
     prompt: int = 128
@@ -48,6 +52,8 @@ class SamplerSpeedConfig:
     """auto, or einsum for the cache without a kernel."""
     param_dtype: str = "float32"
     """Dtype of the parameters; activations are bfloat16 on a GPU, float32 elsewhere."""
+    mesh: tuple[str, ...] = ("data=1",)
+    """Device meshes."""
     top_p: float = 1.0
     """Draw among the likeliest tokens of this probability only."""
     layers: int | None = None
@@ -65,6 +71,7 @@ class Measured:
     """One line of the table; milliseconds are those of a step of all rows."""
 
     model: str
+    mesh: str
     rows: int
     attention: str
     milliseconds: float
@@ -76,8 +83,8 @@ class Measured:
     peak_gib: float
 
 
-def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int) -> float:
-    """What a step in the middle of a completion has to read, in bytes."""
+def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int = 1) -> float:
+    """What a device has to read in a step in the middle of a completion, in bytes, one of so many tensor ranks."""
     width = jnp.dtype(shape.dtype).itemsize
     per_layer = shape.hidden_size * (
         2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
@@ -85,7 +92,7 @@ def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int) -
     matrices = shape.num_layers * per_layer + shape.vocab_size * shape.hidden_size
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     tokens = rows * config.new_tokens / 2 + rows / config.copies * config.prompt
-    return width * (matrices + per_token * tokens)
+    return width * (matrices + per_token * tokens) / tensor
 
 
 def bandwidth() -> float:
@@ -102,21 +109,27 @@ def bandwidth() -> float:
     return 2 * x.nbytes / statistics.median(seconds)
 
 
-def measure(config: SamplerSpeedConfig, name: str, rows: int, bytes_per_second: float) -> Measured:
-    """Compiles and times one combination."""
+def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_second: float) -> Measured:
+    """Compiles and times one combination of model, mesh and rows."""
+    name, mesh_text, rows = choice
+    spec = parse_mesh(mesh_text)
+    mesh = make_mesh(spec)
     require(rows % config.copies == 0, "--rows", f"a multiple of --copies {config.copies}", rows)
     changes = {} if config.layers is None else {"num_layers": config.layers}
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     dtypes = {"dtype": dtype, "param_dtype": config.param_dtype}
     shape = replace(NAMED_SHAPES[name], attention=config.attention, **dtypes, **changes)
-    graph, state = nnx.split(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))())
-    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (rows // config.copies, config.prompt), np.int32)
+    graph, state = nnx.split(nnx.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), mesh=mesh))())
+    state = jax.device_put(state, parameter_shardings(state, mesh))
+    count = spec.ranks * rows // config.copies
+    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (count, config.prompt), np.int32)
     lengths = np.full(len(prompts), config.prompt, np.int32)
+    placed = split_rows((prompts, lengths), mesh)
     draw_options = DrawOptions(top_p=config.top_p)
 
     def run(new_tokens: int):
         options = SamplerOptions(new_tokens, eos_ids=(), pad_id=0, draw=draw_options, copies=config.copies)
-        return jax.block_until_ready(make_sampler(graph, options)(state, prompts, lengths, jax.random.key(0)))
+        return jax.block_until_ready(make_sampler(graph, options)(state, *placed, jax.random.key(0)))
 
     def seconds(new_tokens: int) -> tuple[float, float]:
         """Median of a run, and the first one."""
@@ -129,16 +142,17 @@ def measure(config: SamplerSpeedConfig, name: str, rows: int, bytes_per_second: 
 
     (whole, first), (prefill, first_prefill) = seconds(config.new_tokens), seconds(1)
     step = (whole - prefill) / (config.new_tokens - 1)
-    bound = bytes_of_step(shape, config, rows) / bytes_per_second
+    bound = bytes_of_step(shape, config, rows, spec.tensor) / bytes_per_second
     if config.profile:
         _print_kernels(gpu_events(lambda: run(33), 1), config.profile, 32)
     return Measured(
         name,
+        mesh_text,
         rows,
         nnx.merge(graph, state).cached_attention_run().implementation,
         step * 1e3,
         bound * 1e3,
-        rows / step,
+        spec.ranks * rows / step,
         bound / step,
         prefill * 1e3,
         first + first_prefill,
@@ -165,22 +179,23 @@ def main(config: SamplerSpeedConfig) -> list[Measured]:
     bytes_per_second = bandwidth()
     device = jax.devices()[0].device_kind
     print(f"{device}, JAX {jax.__version__}, {bytes_per_second / 1e12:.2f} TB/s measured", flush=True)
-    print("| model | rows | attention | ms a step | bound | of the bound | tokens/s | prompts, ms | peak | compiling |")
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| model | mesh | rows a rank | attention | ms a step | bound | of it | tokens/s | prompts, ms | peak | compiling |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
-    for name in config.model:
-        for rows in config.rows:
-            got = measure(config, name, rows, bytes_per_second)
-            results.append(got)
-            print(
-                f"| {name} | {rows} | {got.attention} | {got.milliseconds:.2f} | {got.bound_milliseconds:.2f} "
-                f"| {got.share_of_bound:.0%} | {got.tokens_per_second:,.0f} | {got.prefill_milliseconds:.0f} "
-                f"| {got.peak_gib:.1f} GiB | {got.compile_seconds:.0f} s |",
-                flush=True,
-            )
-            if config.out:
-                with open(config.out, "a") as file:
-                    file.write(json.dumps(asdict(got)) + "\n")
+    for choice in itertools.product(config.model, config.mesh, config.rows):
+        got = measure(config, choice, bytes_per_second)
+        results.append(got)
+        print(
+            f"| {got.model} | {got.mesh} | {got.rows} | {got.attention} | {got.milliseconds:.2f} "
+            f"| {got.bound_milliseconds:.2f} | {got.share_of_bound:.0%} | {got.tokens_per_second:,.0f} "
+            f"| {got.prefill_milliseconds:.0f} | {got.peak_gib:.1f} GiB | {got.compile_seconds:.0f} s |",
+            flush=True,
+        )
+        if config.out:
+            with open(config.out, "a") as file:
+                file.write(json.dumps(asdict(got)) + "\n")
     return results
 
 

@@ -16,7 +16,7 @@ from experiments.models.attention import (
     AllowedKeys,
     KVCache,
     LayerCache,
-    Rotation,
+    NormAndRotation,
     attend_cached,
     attend_packed,
     attend_triton,
@@ -135,9 +135,9 @@ class DecoderLayer(nnx.Module):
         """
         window = self.config.window_of(index)
         if cache.implementation == "triton":
-            first, rotation = first_readable(cache, window), self._rotation(tables)
+            first, preparation = first_readable(cache, window), self._preparation(tables)
             options = {"mesh": mesh, **self.attention_options}
-            attended, held = attend_triton(self._projections(x), rotation, cache, index, first, **options)
+            attended, held = attend_triton(self._projections(x), preparation, cache, index, first, **options)
         else:
             new = (each[:, 0] for each in self.queries_keys_values(x, tables))
             attended, held = attend_cached(*new, cache, index, window=window, **self.attention_options)
@@ -149,11 +149,11 @@ class DecoderLayer(nnx.Module):
         joined = self.qkv_proj.concatenated(self.input_layernorm(x)[:, 0])
         return joined.reshape(*joined.shape[:2], -1, self.config.head_dim)
 
-    def _rotation(self, tables: tuple[Array, Array]) -> Rotation:
+    def _preparation(self, tables: tuple[Array, Array]) -> NormAndRotation:
         cos, sin = (table[:, 0, 0] for table in tables)
         if not self.config.qk_norm:
-            return Rotation(cos, sin)
-        return Rotation(cos, sin, self.q_norm.multiplier, self.k_norm.multiplier, self.config.rms_norm_eps)
+            return NormAndRotation(cos, sin)
+        return NormAndRotation(cos, sin, self.q_norm.multiplier, self.k_norm.multiplier, self.config.rms_norm_eps)
 
     @property
     def attention_options(self) -> dict[str, float | None]:

@@ -15,7 +15,7 @@ from experiments.models.attention.cached import attend_cached, choose_cached, em
 from experiments.models.attention.triton_cached import (
     BLOCK,
     FEWEST_PROGRAMS,
-    Rotation,
+    NormAndRotation,
     attend_triton,
     rows_of_program,
 )
@@ -99,7 +99,7 @@ def by_kernel(queries, keys, values, cache, layer, *, window, softcap, interpret
     ones = jnp.ones((len(OF_ROW), HEAD_DIM // 2))
     projections = jnp.concatenate([queries, keys, values], axis=1)[:, None]
     options = {"scale": SCALE, "softcap": softcap, "interpret": interpret}
-    return attend_triton(projections, Rotation(ones, 0 * ones), cache, layer, first, **options)
+    return attend_triton(projections, NormAndRotation(ones, 0 * ones), cache, layer, first, **options)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -35,7 +35,7 @@ SMALLEST_PRODUCT = 16
 LOG2_E = 1.4426950408889634
 
 
-class Rotation(NamedTuple):
+class NormAndRotation(NamedTuple):
     """What becomes of a projection before it is a query or a key: the norm of each head, if there is one, then the rotation.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Arithmetic(NamedTuple):
 
 def attend_triton(
     projections: Float[Array, "B shards heads D"],
-    rotation: Rotation,
+    preparation: NormAndRotation,
     cache: KVCache,
     layer: int,
     first: Int[Array, " B"],
@@ -78,7 +78,7 @@ def attend_triton(
     Args:
         projections: [B, shards, (N + 2 K) / shards, D] of the new tokens: for each tensor rank its queries, then its keys,
             then its values.
-        rotation: of queries and keys; each of its two steps rounds to the dtype of `projections`, as the trainer's do.
+        preparation: of queries and keys; each of its two steps rounds to the dtype of `projections`, as the trainer's do.
         cache: before this token, its slots multiples of BLOCK.
         layer: which one.
         first: int32 [B], the first position that each row may read.
@@ -89,9 +89,9 @@ def attend_triton(
     """
     held = cache.layers[layer]
     assert cache.prompt_of_row is not None
-    own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, rotation.cos, rotation.sin)
-    norms = () if rotation.query_norm is None else (rotation.query_norm, rotation.key_norm)
-    arithmetic = _Arithmetic(rotation.epsilon, scale, softcap)
+    own_rows = (cache.prompt_of_row, cache.prompt_lengths, first, preparation.cos, preparation.sin)
+    norms = () if preparation.query_norm is None else (preparation.query_norm, preparation.key_norm)
+    arithmetic = _Arithmetic(preparation.epsilon, scale, softcap)
     call = functools.partial(_on_one_device, arithmetic, cache.copies, interpret)
     operands = (held, projections, own_rows, (cache.filled[None], *norms))
     if mesh is None or mesh.size == 1:
