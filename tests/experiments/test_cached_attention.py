@@ -113,6 +113,21 @@ def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap, r
     np.testing.assert_allclose(out, wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 
 
+def test_rows_that_were_taken_apart_read_their_own_prompts(monkeypatch):
+    monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", 1)
+    # Neighbours have different prompts; the order is its own inverse.
+    order = jnp.asarray([0, 2, 1, 3])
+
+    def attend(queries, keys, values, cache, layer):
+        moved = (x[order] for x in (queries, keys, values))
+        out, held = by_kernel(*moved, cache.take_rows(order[None]), layer, window=None, softcap=None)
+        return out[order], held._replace(keys=held.keys[order], values=held.values[order])
+
+    np.testing.assert_allclose(
+        generated("triton", attend, 3, "bfloat16"), wanted(2, None, None), atol=2**-9 * 4 * 2, rtol=0
+    )
+
+
 def test_rows_share_a_program_where_they_share_a_prompt_and_leave_enough_programs():
     many = 16 * FEWEST_PROGRAMS
     assert rows_of_program(copies=8, group=2, pairs=many) == 8
