@@ -36,7 +36,7 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class SamplerSpeedConfig:
-    """Options of the benchmark; every combination of models and rows is measured."""
+    """Options of the benchmark; every combination of models, meshes and rows is measured."""
 
     model: tuple[str, ...] = ("qwen3-0.6b",)
     """Shapes, as in benchmarks.step_speed."""
@@ -53,7 +53,7 @@ class SamplerSpeedConfig:
     param_dtype: str = "float32"
     """Dtype of the parameters; activations are bfloat16 on a GPU, float32 elsewhere."""
     mesh: tuple[str, ...] = ("data=1",)
-    """Device meshes."""
+    """Device meshes, without sequence ranks."""
     top_p: float = 1.0
     """Draw among the likeliest tokens of this probability only."""
     layers: int | None = None
@@ -84,15 +84,17 @@ class Measured:
 
 
 def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int = 1) -> float:
-    """What a device has to read in a step in the middle of a completion, in bytes, one of so many tensor ranks."""
+    """What a device, one of so many tensor ranks, has to read in a step in the middle of a completion, in bytes."""
+    # Whole where the ranks do not divide it.
+    of_vocab, of_heads = (tensor if size % tensor == 0 else 1 for size in (shape.vocab_size, shape.num_kv_heads))
     width = jnp.dtype(shape.dtype).itemsize
     per_layer = shape.hidden_size * (
         2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size
     )
-    matrices = shape.num_layers * per_layer + shape.vocab_size * shape.hidden_size
+    matrices = shape.num_layers * per_layer / tensor + shape.vocab_size * shape.hidden_size / of_vocab
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     tokens = rows * config.new_tokens / 2 + rows / config.copies * config.prompt
-    return width * (matrices + per_token * tokens) / tensor
+    return width * (matrices + per_token / of_heads * tokens)
 
 
 def bandwidth() -> float:
@@ -113,6 +115,7 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     """Compiles and times one combination of model, mesh and rows."""
     name, mesh_text, rows = choice
     spec = parse_mesh(mesh_text)
+    require(spec.sequence == 1, "--mesh", "no sequence ranks: a step has one token of a row", mesh_text)
     mesh = make_mesh(spec)
     require(rows % config.copies == 0, "--rows", f"a multiple of --copies {config.copies}", rows)
     changes = {} if config.layers is None else {"num_layers": config.layers}
@@ -144,7 +147,7 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     step = (whole - prefill) / (config.new_tokens - 1)
     bound = bytes_of_step(shape, config, rows, spec.tensor) / bytes_per_second
     if config.profile:
-        _print_kernels(gpu_events(lambda: run(33), 1), config.profile, 32)
+        _print_kernels(gpu_events(lambda: run(33), 1), config.profile, 32 * spec.num_devices)
     return Measured(
         name,
         mesh_text,

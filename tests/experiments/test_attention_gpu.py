@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.models.attention import AttentionCall, attend_packed, choose_attention, first_keys
+from experiments.models.attention import AttentionCall, attend_packed, choose_attention, first_keys, triton_cached
 from experiments.models.attention.choice import WHY_NOT
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -76,7 +76,9 @@ def test_the_repeatable_choice_gives_the_same_bits_again():
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, 2.0)])
 @pytest.mark.parametrize("steps", [1, cached_cases.NEW])
-def test_the_kernel_for_caches_is_near_float64(steps, window, softcap):
+@pytest.mark.parametrize("fewest", [1, triton_cached.FEWEST_PROGRAMS])
+def test_the_kernel_for_caches_is_near_float64(fewest, steps, window, softcap, monkeypatch):
+    monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", fewest)
     attend = functools.partial(cached_cases.by_kernel, window=window, softcap=softcap, interpret=False)
     out = cached_cases.generated("triton", attend, steps, "bfloat16")
     # As where the kernel is interpreted.

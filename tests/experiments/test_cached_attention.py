@@ -113,6 +113,20 @@ def test_the_kernel_reads_the_same_from_shared_prompts(steps, window, softcap, r
     np.testing.assert_allclose(out, wanted(steps - 1, window, softcap), atol=2**-9 * 4 * 2, rtol=0)
 
 
+def test_what_is_not_finite_in_a_row_stays_there(monkeypatch):
+    monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", 1)
+
+    def attend(queries, keys, values, cache, layer):
+        held = cache.layers[layer]
+        spoiled = held._replace(values=held.values.at[1, :, 0].set(jnp.nan), keys=held.keys.at[1, :, 1].set(jnp.inf))
+        layers = (*cache.layers[:layer], spoiled)
+        out, _ = by_kernel(queries, keys, values, replace(cache, layers=layers), layer, window=None, softcap=None)
+        return out, held._replace(keys=held.keys.at[:, :, 2].set(keys))
+
+    out = generated("triton", attend, 3, "bfloat16")
+    assert np.isfinite(out[[0, 2, 3]]).all() and not np.isfinite(out[1]).any()
+
+
 def test_rows_that_were_taken_apart_read_their_own_prompts(monkeypatch):
     monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", 1)
     # Neighbours have different prompts; the order is its own inverse.
@@ -168,6 +182,7 @@ def test_the_kernel_norms_and_rotates_as_the_model_does(spec, monkeypatch):
 
     wanted = jax.jit(lambda: read(join=False))()
     monkeypatch.setattr(DecoderConfig, "cached_attention_run", lambda *_: AttentionRun("triton", "interpreted"))
+    monkeypatch.setattr(triton_cached, "FEWEST_PROGRAMS", 1)
     monkeypatch.setattr(decoder_layer, "attend_triton", functools.partial(attend_triton, interpret=True))
     seen = jax.jit(lambda: read(join=True))()
     if mesh is not None:

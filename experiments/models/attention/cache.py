@@ -79,7 +79,7 @@ class KVCache:
             None: row b continues prompt b.
         filled: int32 scalar, slots of generated tokens that hold one.
         implementation: how these are attended to, of `experiments.models.attention.cached.IMPLEMENTATIONS`.
-        copies: each run of so many rows, from row 0 on, surely continues one prompt.
+        copies: the rows of each run of this many, counted from a device's first row, are known to continue one prompt.
     """
 
     layers: tuple[LayerCache, ...]

@@ -27,7 +27,7 @@ BLOCK = 64
 """Slots of a block. Prompts and generated tokens have whole blocks of them."""
 WARPS = 4
 STAGES = 2
-"""Blocks in flight. More of them leave room for fewer programs on a multiprocessor, and were slower or no faster."""
+"""Blocks in flight. More of them leave room for fewer programs on a multiprocessor, and are no faster with FEWEST_PROGRAMS."""
 FEWEST_PROGRAMS = 512
 """Rows that share a prompt have programs of their own rather than leave fewer programs than this."""
 SMALLEST_PRODUCT = 16
@@ -201,31 +201,32 @@ def _kernel(
     def in_bits(products):
         return capped(products * arithmetic.scale, arithmetic.softcap) * LOG2_E
 
-    def read(keys_ref, values_ref, index, block, seen, carry):
-        """The state after a block of one row of the arrays, of which `seen` tells what each query reads."""
+    def read(keys_ref, values_ref, index, block, seen, readers, carry):
+        """The state after a block of one row of the arrays: `seen` says which slots are read, `readers` [M] by whom."""
         largest, total, mixed = carry
         here = (index, head, pl.ds(block * BLOCK, BLOCK), slice(None))
         scores = in_bits(plgpu.dot(queries, keys_ref[here], trans_b=True))
-        visible = seen(block * BLOCK + lax.broadcasted_iota(jnp.int32, scores.shape, 1))
+        visible = seen(block * BLOCK + lax.broadcasted_iota(jnp.int32, scores.shape, 1)) & readers[:, None]
         scores = jnp.where(visible, scores, MASKED_SCORE)
         larger = jnp.maximum(largest, scores.max(axis=1))
         kept = jnp.exp2(largest - larger)
         exponentials = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
-        part = plgpu.dot(exponentials.astype(queries.dtype), values_ref[here])
+        # Zeros times what is not finite would spoil other rows' queries.
+        part = jnp.where(readers[:, None], plgpu.dot(exponentials.astype(queries.dtype), values_ref[here]), 0.0)
         return larger, total * kept + exponentials.sum(axis=1), mixed * kept[:, None] + part
 
     def of_prompt(block, carry):
         seen = lambda slots: (slots >= first) & (slots < length)  # noqa: E731
-        return read(prompt_k_ref, prompt_v_ref, prompt, block, seen, carry)
+        return read(prompt_k_ref, prompt_v_ref, prompt, block, seen, rows >= row, carry)
 
     own_first = jnp.maximum(first - length, 0)
     begin, end = own_first // BLOCK, pl.cdiv(filled, BLOCK)
 
     def of_generated(step, carry):
-        # One loop over the blocks of all rows: the next block is on its way before the last one of a row is done with.
+        # One loop over the blocks of all rows: a row's first block is fetched while the previous row's last is in use.
         owner, block = row + step // (end - begin), begin + step % (end - begin)
-        seen = lambda slots: (slots >= own_first) & (slots < filled) & (rows == owner)[:, None]  # noqa: E731
-        return read(k_ref, v_ref, owner, block, seen, carry)
+        seen = lambda slots: (slots >= own_first) & (slots < filled)  # noqa: E731
+        return read(k_ref, v_ref, owner, block, seen, rows == owner, carry)
 
     scores = in_bits(jnp.sum(queries.astype(jnp.float32) * new_keys.astype(jnp.float32), axis=1))
     carry = (scores, jnp.ones_like(scores), new_values.astype(jnp.float32))
