@@ -27,7 +27,7 @@ BLOCK = 64
 """Slots of a block. Prompts and generated tokens have whole blocks of them."""
 WARPS = 4
 STAGES = 2
-"""Blocks in flight. More of them leave room for fewer programs on a multiprocessor, and are no faster with FEWEST_PROGRAMS."""
+"""Blocks in flight. More of them leave room for fewer programs on a multiprocessor; FEWEST_PROGRAMS need no more."""
 FEWEST_PROGRAMS = 512
 """Rows that share a prompt have programs of their own rather than leave fewer programs than this."""
 SMALLEST_PRODUCT = 16
