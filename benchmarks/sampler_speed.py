@@ -83,7 +83,7 @@ class Measured:
     peak_gib: float
 
 
-def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int = 1) -> float:
+def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, tensor: int) -> float:
     """What a device, one of so many tensor ranks, has to read in a step in the middle of a completion, in bytes."""
     # Whole where the ranks do not divide it.
     of_vocab, of_heads = (tensor if size % tensor == 0 else 1 for size in (shape.vocab_size, shape.num_kv_heads))

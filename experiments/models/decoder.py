@@ -298,8 +298,7 @@ class Decoder(nnx.Module):
         if tensor == 1:
             return embedding_lookup(table, tokens)
         if self.config.vocab_size % tensor == 0:
-            rows = axes_of_rows(len(tokens), self.mesh) or ()
-            axes = {"token_axes": rows, "sequence_axis": document_axis(self.mesh)}
+            axes = {"token_axes": axes_of_rows(len(tokens), self.mesh), "sequence_axis": document_axis(self.mesh)}
             return sharded_embedding_lookup(table, tokens, mesh=self.mesh, **axes)
         # Each rank looks its features up; what follows reads all of them, and is not to be split as the table is.
         whole = P(P.UNCONSTRAINED, P.UNCONSTRAINED, None)

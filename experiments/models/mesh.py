@@ -129,9 +129,9 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in ROW_AXES if axis in mesh.shape)
 
 
-def axes_of_rows(rows: int, mesh: Mesh) -> tuple[str, ...] | None:
-    """What so many rows are split over: the axes that split documents, or None where their ranks do not divide the rows."""
-    return row_axes(mesh) if rows % num_ranks(mesh) == 0 else None
+def axes_of_rows(rows: int, mesh: Mesh | None) -> tuple[str, ...]:
+    """What so many rows are split over: the axes that split documents, or none where their ranks do not divide the rows."""
+    return () if mesh is None or rows % num_ranks(mesh) else row_axes(mesh)
 
 
 def num_ranks(mesh: Mesh) -> int:

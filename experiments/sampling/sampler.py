@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from experiments.models.attention import KVCache, rows_of_ranks
 from experiments.models.decoder import Decoder
-from experiments.models.mesh import axes_of_rows, num_ranks
+from experiments.models.mesh import axes_of_rows, size_of
 from experiments.models.placement import placed, whole_on_host
 from experiments.sampling.pick import DrawOptions, Picked, pick
 from jaxlogp import HeadSpec, head_logits
@@ -174,8 +174,8 @@ def _complete(graph, options, state, rows: _Rows) -> Samples:
     """Draws until all rows are done. Finished rows leave: when few enough are left on every rank, these go on alone."""
     mesh, count = nnx.merge(graph, state).mesh, len(rows.done)
     # Rows stay on their rank.
-    axes = None if mesh is None else axes_of_rows(count // options.copies, mesh)
-    ranks = 1 if axes is None else num_ranks(mesh)
+    axes = axes_of_rows(count // options.copies, mesh)
+    ranks = size_of(mesh, *axes)
     sizes = _narrower(count // ranks, options.max_new_tokens)
     if not sizes:
         return _advance(graph, options, state, rows, 0, ranks).samples

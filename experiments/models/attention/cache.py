@@ -33,8 +33,8 @@ class LayerCache(NamedTuple):
 
 def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     """How rows and heads, the first two axes of this shape, are split: where the mesh divides them."""
-    heads = TENSOR_AXIS if shape[1] % size_of(mesh, TENSOR_AXIS) == 0 else None
-    return P(axes_of_rows(shape[0], mesh), heads if TENSOR_AXIS in mesh.shape else None)
+    tensor = size_of(mesh, TENSOR_AXIS)
+    return P(axes_of_rows(shape[0], mesh), TENSOR_AXIS if tensor > 1 and shape[1] % tensor == 0 else None)
 
 
 def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Shaped[Array, "ranks*C ..."]:

@@ -16,7 +16,7 @@ from experiments.models.attention.call import NARROW_DTYPES, needs_nvidia_gpu
 from experiments.models.attention.choice import AttentionRun
 from experiments.models.attention.einsum import capped, mask_bias, precision_of
 from experiments.models.attention.triton_cached import BLOCK
-from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, num_ranks, size_of
+from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
 
 IMPLEMENTATIONS = ("einsum", "triton")
 
@@ -71,7 +71,7 @@ def empty_cache(
     multiple = BLOCK if kernel else 1
     slots += -slots % multiple
     num_layers, prompts, width, kv_heads, head_dim = keys.shape
-    ranks = 1 if mesh is None or axes_of_rows(prompts, mesh) is None else num_ranks(mesh)
+    ranks = size_of(mesh, *axes_of_rows(prompts, mesh))
 
     def split(x: Array) -> Array:
         return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, cache_spec(x.shape, mesh)))

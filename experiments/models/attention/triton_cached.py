@@ -217,7 +217,8 @@ def _kernel(
 
     def of_prompt(block, carry):
         seen = lambda slots: (slots >= first) & (slots < length)  # noqa: E731
-        return read(prompt_k_ref, prompt_v_ref, prompt, block, seen, rows >= row, carry)
+        everyone = rows >= row
+        return read(prompt_k_ref, prompt_v_ref, prompt, block, seen, everyone, carry)
 
     own_first = jnp.maximum(first - length, 0)
     begin, end = own_first // BLOCK, pl.cdiv(filled, BLOCK)
