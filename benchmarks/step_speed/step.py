@@ -11,12 +11,12 @@ from experiments.config import OptimizerConfig
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, document_axis, make_mesh
-from experiments.sampling.stream import Packing
+from experiments.sampling.packing import Packing, Round
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import PolicyObjective
 from experiments.training.sums import MicroSums
 from experiments.training.update import TrainState, Update
-from jaxlogp import Document, MicroBatch
+from jaxlogp import Document
 from jaxlogp.losses import grpo
 
 STEPS = 1000
@@ -98,7 +98,7 @@ class Step:
         return self.sums.ahead(self.state.params, self.rounds[0]).compiled
 
 
-def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[MicroBatch]:
+def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[Round]:
     """Micro-batches of random documents, a label on every token but the first; packed as the trainer packs."""
     rng = np.random.default_rng(0)
     per_row = rows.length // rows.document
@@ -118,7 +118,7 @@ def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[MicroBatc
     packing = Packing(ranks, rows.rows // rows.micro_batches, rows.length, vocab_size, 0)
     rounds = packing.rounds(documents)
     assert len(rounds) == rows.micro_batches
-    return jax.device_put(rounds)
+    return rounds
 
 
 def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context: int) -> float:

@@ -160,6 +160,14 @@ def devices_by_rank(mesh: Mesh) -> np.ndarray:
     return mesh.devices.reshape(num_ranks(mesh), -1)
 
 
+def ranks_here(mesh: Mesh) -> tuple[int, ...]:
+    """Numbers of the ranks that have a device in this process."""
+    here = jax.process_index()
+    return tuple(
+        number for number, row in enumerate(devices_by_rank(mesh)) if any(each.process_index == here for each in row)
+    )
+
+
 def split_rows(arrays: Any, mesh: Mesh) -> Any:
     """Host arrays, placed with their rows split over the ranks; the last row once more, or several times, until these divide
     them."""

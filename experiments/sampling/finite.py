@@ -1,10 +1,11 @@
 """Numbers that are not finite, with the documents that they were found in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp import Document
 
 NAMED = 3
 """Documents that a sentence names; the others are counted."""
@@ -34,12 +35,26 @@ class NotFinite(ValueError):
         return f"{self.what} not finite in {named}" + (f" and {more} more" if more > 0 else "")
 
 
-def require_finite(what: str, values: Sequence[np.ndarray], prompts: Sequence[list[int]]) -> None:
-    """Checks values of documents, one array each.
+def require_finite(what: str, values: Sequence[np.ndarray], prompt: Callable[[int], list[int]]) -> None:
+    """Checks values of documents, one array each, for what they are in fp32.
+
+    Args:
+        what: names the values.
+        values: one array for each document.
+        prompt: tokens of the prompt of a document, by its number.
 
     Raises:
         NotFinite: some are not.
     """
-    if values and not np.isfinite(np.concatenate(values)).all():
-        found = (number for number, each in enumerate(values) if not np.isfinite(each).all())
-        raise NotFinite(what, {number: prompts[number] for number in found})
+    if values and not _finite(np.concatenate(values)):
+        raise NotFinite(what, {number: prompt(number) for number, each in enumerate(values) if not _finite(each)})
+
+
+def prompt_of(document: Document) -> list[int]:
+    """Tokens of its prompt; of a document without one, its first token, which is not a label either."""
+    return document.tokens[: document.first_label].tolist()
+
+
+def _finite(values: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(np.float32, copy=False)).all())

@@ -136,9 +136,10 @@ class LeafDraw:
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
         """Each data rank's rows of the arrays, of which there are those of all ranks, on the rank's device."""
         ranks = self._programs.ranks
-        parts = (ranks.own(array.reshape(ranks.count, self._leaf_rows, *array.shape[1:])) for array in arrays)
+        by_rank = [array.reshape(ranks.count, self._leaf_rows, *array.shape[1:]) for array in arrays]
         return [
-            jax.device_put(each, device) for each, device in zip(zip(*parts, strict=True), ranks.devices, strict=True)
+            jax.device_put(tuple(array[rank] for array in by_rank), device)
+            for rank, device in zip(ranks.here, ranks.devices, strict=True)
         ]
 
     def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:

@@ -166,7 +166,7 @@ class Rollouts:
         self.made += 1
         drawn = self._completer.complete(params, filled, key, copies=options.num_generations)
         drawn = drawn.first(len(examples) * options.num_generations)
-        require_finite("log-probs of the sampler", drawn.log_probs, drawn.prompts)
+        require_finite("log-probs of the sampler", drawn.log_probs, drawn.prompts.__getitem__)
         groups = self._groups(drawn, model_version)
         if all(group.degenerate for group in groups):
             self.counts.unfit += sum(not self._completer.fits(example) for example in examples)

@@ -1,88 +1,14 @@
-"""The stream of rounds that feeds a trainer: documents dealt to the data ranks, packed, checked and stacked."""
+"""The stream of rounds that feeds a trainer, and its documents that wait for a step."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, Self
 
-import jax
 import numpy as np
 
-from jaxlogp import Document, MicroBatch, pack_documents
-from jaxlogp.errors import require
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How documents become rounds. A round is one micro-batch of every data rank, stacked, as NumPy arrays.
-
-    Args:
-      ranks: data ranks.
-      rows: rows per micro-batch.
-      row_length: tokens per row.
-      vocab_size: token ids are in [0, vocab_size).
-      pad_id: padding token.
-      consecutive: documents dealt to a rank at a time.
-      share_rows: whether documents may share a row.
-      columns: names of the documents' further columns.
-    """
-
-    ranks: int
-    rows: int
-    row_length: int
-    vocab_size: int
-    pad_id: int
-    consecutive: int = 1
-    share_rows: bool = True
-    columns: tuple[str, ...] = ()
-
-    def deal(self, documents: Iterable[Document]) -> list[deque[Document]]:
-        """A queue per rank: runs of `consecutive` documents, dealt in turn."""
-        queues: list[deque[Document]] = [deque() for _ in range(self.ranks)]
-        for position, document in enumerate(documents):
-            queues[position // self.consecutive % self.ranks].append(document)
-        return queues
-
-    def take_round(self, queues: list[deque[Document]]) -> MicroBatch:
-        """The next round, whose documents leave the queues; a rank without documents gets only padding.
-
-        Raises:
-          ValueError: a token id outside of the vocabulary, with its document and position.
-        """
-        batches = [self._pack(queue) for queue in queues]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-
-    def rounds(self, documents: Iterable[Document]) -> list[MicroBatch]:
-        """All rounds of the documents."""
-        queues, rounds = self.deal(documents), []
-        while any(queues):
-            rounds.append(self.take_round(queues))
-        return rounds
-
-    def padding(self) -> MicroBatch:
-        """A round without documents."""
-        return self.take_round([deque() for _ in range(self.ranks)])
-
-    def _pack(self, queue: deque[Document]) -> MicroBatch:
-        # Every document has at least one token, so no more documents than this can fit.
-        candidates = list(islice(queue, self.rows * (self.row_length if self.share_rows else 1)))
-        sizes = {"rows": self.rows, "row_length": self.row_length}
-        options = {"pad_id": self.pad_id, "share_rows": self.share_rows, "columns": self.columns}
-        batch, _ = pack_documents(candidates, **sizes, **options)
-        self._check_ids(batch)
-        for _ in range(int(batch.num_documents)):
-            queue.popleft()
-        return batch
-
-    def _check_ids(self, batch: MicroBatch) -> None:
-        # Checked here, because under jit an invalid id can only give NaN.
-        outside = batch.tokens >= self.vocab_size
-        if outside.any():
-            place = tuple(int(index) for index in np.argwhere(outside)[0])
-            where = f"document {batch.segment_ids[place]} of a micro-batch, position {batch.positions[place]}"
-            require(False, "documents", f"token ids in [0, {self.vocab_size})", f"{batch.tokens[place]} in {where}")
+from experiments.sampling.packing import Packing, Round
+from jaxlogp import Document
 
 
 class RoundStream:
@@ -108,7 +34,7 @@ class RoundStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> MicroBatch:
+    def __next__(self) -> Round:
         # Only between rounds: a rollout inside a round would put more documents into a step on one mesh than on
         # another.
         if not any(self.queues):

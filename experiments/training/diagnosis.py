@@ -3,38 +3,39 @@
 It scores the step's documents again, which costs a forward pass, and is made of refused steps alone.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool
 
-from experiments.sampling.finite import NotFinite
+from experiments.sampling.finite import NotFinite, prompt_of, require_finite
+from experiments.sampling.packing import Round
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.soundness import OPTIMIZER_STATE, Soundness, unsound_names
 from experiments.training.sums import GradientSums
 from experiments.training.update import TrainState, Update
-from jaxlogp import MicroBatch
+from jaxlogp import Document
 
-COLUMNS = {"old_log_probs": "old log-probs", "ref_log_probs": "log-probs of the reference", "lse": "log-sum-exps"}
+COLUMNS = {"ref_log_probs": "log-probs of the reference", "lse": "log-sum-exps"}
 
 
-def require_finite_inputs(rounds: list[MicroBatch]) -> None:
+def require_finite_inputs(rounds: list[Round]) -> None:
     """Checks what documents bring. An infinite old log-prob makes a ratio of 0, and a loss that is finite.
 
     Raises:
       NotFinite: old log-probs, advantages, rewards or another column.
     """
-    for name in rounds[0].per_token:
-        what = COLUMNS.get(name, name)
-        _require(what, rounds, lambda batch, name=name: batch.mask & ~np.isfinite(batch.per_token[name]))
-    _require("rewards", rounds, lambda batch: ~np.isfinite(_of_documents(batch.rewards, batch)))
+    documents = _documents(rounds)
+    _require("old log-probs", [document.old_log_probs for document in documents], documents)
+    _require("advantages", [document.advantage for document in documents], documents)
+    for name in documents[0].columns if documents else ():
+        _require(COLUMNS.get(name, name), [document.columns[name] for document in documents], documents)
+    _require("rewards", [document.reward for document in documents], documents)
 
 
 def why_refused(
     sound: Soundness,
     state: TrainState,
-    rounds: list[MicroBatch],
+    rounds: list[Round],
     update: Update,
     sums: GradientSums,
     tokenizer: Tokenizer,
@@ -73,48 +74,26 @@ def _in_update(sound: Soundness, state: TrainState) -> str:
     return found
 
 
-def _in_scores(rounds: list[MicroBatch], state: TrainState, sums: GradientSums) -> None:
-    scored = {}
-    for batch in rounds:
-        # The columns that every round has, so that this is the program of the drift report and of the reference.
-        plain = {name: batch.per_token[name] for name in ("old_log_probs", "advantages")}
-        scored[id(batch)] = sums.score(state.params, dataclasses.replace(batch, per_token=plain)).log_probs
-    _require("log-probs of the trainer", rounds, lambda batch: batch.mask & ~np.isfinite(scored[id(batch)]))
-
-    def overflows(batch: MicroBatch) -> Bool[np.ndarray, "ranks rows row_length"]:
-        with np.errstate(over="ignore", invalid="ignore"):
-            ratio = np.exp(np.where(batch.mask, scored[id(batch)] - batch.per_token["old_log_probs"], 0.0))
-            return ~np.isfinite(ratio * batch.per_token["advantages"])
-
-    _require("ratios of new to old probabilities", rounds, overflows)
-
-
-def _require(what: str, rounds: list[MicroBatch], bad: Callable[[MicroBatch], np.ndarray]) -> None:
-    """Raises NotFinite with the documents that have a bad token."""
-    prompts, first = {}, 0
-    for batch in rounds:
-        for number, tokens in _documents_with(batch, bad(batch)):
-            prompts[first + number] = tokens
-        first += int(batch.num_documents.sum())
-    if prompts:
-        raise NotFinite(what, prompts)
+def _in_scores(rounds: list[Round], state: TrainState, sums: GradientSums) -> None:
+    documents, scored = _documents(rounds), []
+    for each in rounds:
+        # Without further columns this is the program of the drift report and of the reference.
+        scores = sums.score(state.params, each.leaving_out(each.packing.columns))
+        scored += each.at_labels(scores.log_probs)
+    _require("log-probs of the trainer", scored, documents)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ratios = [
+            np.exp(mine - document.at_labels(document.old_log_probs)) * np.float32(document.advantage)
+            for mine, document in zip(scored, documents, strict=True)
+        ]
+    _require("ratios of new to old probabilities", ratios, documents)
 
 
-def _documents_with(
-    batch: MicroBatch, bad: Bool[np.ndarray, "ranks rows row_length"]
-) -> Iterator[tuple[int, list[int]]]:
-    """Number within the round, and prompt, of every document with a bad token."""
-    first = 0
-    for rank, count in enumerate(batch.num_documents.tolist()):
-        segments = batch.segment_ids[rank]
-        for document in np.unique(segments[bad[rank] & (segments >= 0)]).tolist():
-            here = segments == document
-            tokens, labels = batch.tokens[rank][here], np.flatnonzero(batch.mask[rank][here])
-            # The first label is the token behind the last one of the prompt.
-            yield first + document, tokens[: labels[0] + 1 if labels.size else None].tolist()
-        first += count
+def _documents(rounds: list[Round]) -> list[Document]:
+    return [document for each in rounds for document in each.documents]
 
 
-def _of_documents(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
-    """Values of documents at their tokens."""
-    return np.stack([each[ids] for each, ids in zip(values, batch.document_ids, strict=True)])
+def _require(what: str, values: Sequence[float] | Sequence[np.ndarray], documents: list[Document]) -> None:
+    """Raises NotFinite with the documents whose values are not."""
+    arrays = [np.atleast_1d(value) for value in values]
+    require_finite(what, arrays, lambda number: prompt_of(documents[number]))

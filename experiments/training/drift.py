@@ -5,18 +5,19 @@ from the time of sampling, for every document. Otherwise the trainer scores the 
 sampled, and the others are left out: under later parameters they differ by what was learnt.
 """
 
-import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
+from experiments.sampling.packing import Round
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.sums import GradientSums
-from jaxlogp import DriftReport, MicroBatch, VocabShards, drift_report
+from jaxlogp import Document, DriftReport, VocabShards, drift_report
 
 CONTEXT_TOKENS = 32
 END = "an end token"
@@ -48,6 +49,15 @@ class Place(NamedTuple):
     position: int
     token: str
     context: str
+
+
+class _Compared(NamedTuple):
+    """A document, by its number within the step, with what both sides say of its labels."""
+
+    number: int
+    document: Document
+    trainer: Float[np.ndarray, " labels"]
+    sampler: Float[np.ndarray, " labels"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ class DriftWatch:
     def __init__(self, sums: GradientSums, vocab: VocabShards, tokenizer: Tokenizer, reduction: str) -> None:
         self._sums, self._vocab, self._tokenizer, self._reduction = sums, vocab, tokenizer, reduction
 
-    def report(self, params: nnx.State, rounds: list[MicroBatch], documents_seen: int) -> StepDrift | None:
+    def report(self, params: nnx.State, rounds: list[Round], documents_seen: int) -> StepDrift | None:
         """The report on a step's rounds, before its update.
 
         Args:
@@ -111,54 +121,53 @@ class DriftWatch:
           The report, or None where no token tells the difference.
         """
         started = time.perf_counter()
-        sides = [self._both(params, batch, documents_seen) for batch in rounds]
-        trainer, sampler, mask = (np.stack(column) for column in zip(*sides, strict=True))
-        if not mask.any():
+        compared = [each for each in self._compared(params, rounds, documents_seen) if each.trainer.size]
+        if not compared:
             return None
+        targets = [each.document.tokens[each.document.first_label :] for each in compared]
         head = self._sums.head_run
         report = drift_report(
-            trainer,
-            sampler,
-            np.stack([batch.targets for batch in rounds]),
+            np.concatenate([each.trainer for each in compared]),
+            np.concatenate([each.sampler for each in compared]),
+            np.concatenate(targets),
             vocab=self._vocab,
-            mask=mask,
             backend="head not run" if head is None else f"engine {head.engine}",
             reduction=self._reduction,
         )
-        worst = None if report.worst_index is None else self._place(rounds, report.worst_index)
+        worst = None if report.worst_index is None else self._place(compared, *report.worst_index)
         return StepDrift(report, worst, time.perf_counter() - started)
 
-    def _both(
-        self, params: nnx.State, batch: MicroBatch, documents_seen: int
-    ) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."], Bool[np.ndarray, "..."]]:
-        """Log-probs of trainer and sampler, and where both are known under the same parameters."""
-        columns = batch.per_token
-        if "sampler_log_probs" in columns:
-            return columns["old_log_probs"], columns["sampler_log_probs"], batch.mask
-        sampler = columns["old_log_probs"]
-        versions = np.stack([rank[ids] for rank, ids in zip(batch.model_versions, batch.document_ids, strict=True)])
-        current = batch.mask & (versions == documents_seen)
-        if not current.any():
-            return sampler, sampler, current
-        # The columns that every round has, so that scoring is one program, shared with that of the reference.
-        plain = {name: columns[name] for name in ("old_log_probs", "advantages")}
-        scores = self._sums.score(params, dataclasses.replace(batch, per_token=plain))
-        return scores.log_probs, sampler, current
+    def _compared(self, params: nnx.State, rounds: list[Round], documents_seen: int) -> Iterator[_Compared]:
+        """The documents of which both sides are known under the same parameters."""
+        first = 0
+        for each in rounds:
+            numbered = list(enumerate(each.documents, start=first))
+            first += len(numbered)
+            if "sampler_log_probs" in each.packing.columns:
+                for number, document in numbered:
+                    columns = document.old_log_probs, document.columns["sampler_log_probs"]
+                    yield _Compared(number, document, *map(document.at_labels, columns))
+            elif any(document.model_version == documents_seen for _, document in numbered):
+                # Without further columns, so that scoring is one program, shared with that of the reference.
+                scores = self._sums.score(params, each.leaving_out(each.packing.columns))
+                for (number, document), trainer in zip(numbered, each.at_labels(scores.log_probs), strict=True):
+                    if document.model_version == documents_seen:
+                        yield _Compared(number, document, trainer, document.at_labels(document.old_log_probs))
 
-    def _place(self, rounds: list[MicroBatch], index: tuple[int, ...]) -> Place:
-        number, rank, row, column = index
-        batch = rounds[number]
-        earlier = sum(int(each.num_documents.sum()) for each in rounds[:number])
-        earlier += int(batch.num_documents[:rank].sum())
-        document = batch.segment_ids[rank, row, column]
-        before = batch.tokens[rank, row, : column + 1][batch.segment_ids[rank, row, : column + 1] == document].tolist()
-        ends = [place for place, token in enumerate(before) if token in self._tokenizer.eos_ids]
+    def _place(self, compared: list[_Compared], index: int) -> Place:
+        """Of a label, by its number among those of all of them."""
+        ends = np.cumsum([each.trainer.size for each in compared])
+        found = int(np.searchsorted(ends, index, side="right"))
+        number, document = compared[found].number, compared[found].document
+        position = document.tokens.size - int(ends[found]) + index
+        before = document.tokens[:position].tolist()
+        ends_of_turns = [place for place, token in enumerate(before) if token in self._tokenizer.eos_ids]
         # Decoding stops at an end token, of which a chat template writes one after every turn.
-        context = before[ends[-1] + 1 if ends else 0 :][-CONTEXT_TOKENS:]
-        token = int(batch.targets[rank, row, column])
+        context = before[ends_of_turns[-1] + 1 if ends_of_turns else 0 :][-CONTEXT_TOKENS:]
+        token = int(document.tokens[position])
         return Place(
-            document=earlier + int(document),
-            position=int(batch.positions[rank, row, column]) + 1,
+            document=number,
+            position=position,
             token=END if token in self._tokenizer.eos_ids else repr(self._tokenizer.decode([token])),
             context=repr(self._tokenizer.decode(context)),
         )

@@ -6,7 +6,7 @@ nothing has to be sent. Lists hold one item for each of these ranks, on its devi
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, row_axes
+from experiments.models.mesh import TENSOR_AXIS, devices_by_rank, ranks_here, row_axes
 from experiments.models.placement import whole_on_host
-
-T = TypeVar("T")
 
 
 class LeafRanks:
@@ -30,28 +28,24 @@ class LeafRanks:
       mesh: the mesh.
       axes: its axes that split documents.
       count: how many ranks there are in all processes.
-      devices: where this process computes its ranks, in the order in which documents are dealt.
+      here: numbers of the ranks that this process computes.
+      devices: where it computes them.
       homes: one device of each process, with its copy of the parameters and of the optimizer's state.
       home: that of this process.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        grid, here = devices_by_rank(mesh), jax.process_index()
-        own = {number: [device for device in row if device.process_index == here] for number, row in enumerate(grid)}
-        self._devices = {number: devices for number, devices in own.items() if devices}
-        self.mesh, self.axes, self.count = mesh, row_axes(mesh), len(grid)
-        self.devices: list[jax.Device] = [devices[0] for devices in self._devices.values()]
+        grid, process = devices_by_rank(mesh), jax.process_index()
+        self.mesh, self.axes, self.count, self.here = mesh, row_axes(mesh), len(grid), ranks_here(mesh)
+        self._devices = [[device for device in grid[rank] if device.process_index == process] for rank in self.here]
+        self.devices: list[jax.Device] = [devices[0] for devices in self._devices]
         self.homes = _first_of_processes(grid)
         (self.home,) = self.homes.local_devices
         self.split = NamedSharding(mesh, P(self.axes))
 
-    def own(self, items: Sequence[T]) -> list[T]:
-        """Of the items of all ranks, those of the ranks that this process computes."""
-        return [items[number] for number in self._devices]
-
     def join(self, pieces: Sequence[Array]) -> Array:
         """One array over the mesh, split over the ranks and replicated on the tensor ranks."""
-        ranks = zip(pieces, self._devices.values(), strict=True)
+        ranks = zip(pieces, self._devices, strict=True)
         copies = [jax.device_put(piece, device) for piece, devices in ranks for device in devices]
         shape = (self.count * copies[0].shape[0], *copies[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, copies)

@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from experiments.models.placement import on_device
+from experiments.sampling.packing import Round
 from experiments.training.leaf_exchange import LeafExchange
 from experiments.training.leaf_programs import LeafPrograms, Loaded
 from experiments.training.objectives import Objective
@@ -64,35 +65,34 @@ class LeafSums:
         """Unsharded, on one device of each process."""
         return on_device(tree, self._programs.ranks.home)
 
-    def trace(self, params: nnx.State, padding: MicroBatch) -> None:
+    def trace(self, params: nnx.State, padding: Round) -> None:
         """See `GradientSums`."""
-        self._programs.trace(self._leaf_rows, padding.tokens.shape[-1])
+        self._programs.trace(self._leaf_rows, padding.packing.row_length)
 
-    def ahead(self, params: nnx.State, padding: MicroBatch) -> None:
+    def ahead(self, params: nnx.State, padding: Round) -> None:
         """See `GradientSums`; several programs a leaf."""
 
-    def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
+    def sums_of(self, params: nnx.State, rounds: Iterable[Round], documents_seen: int) -> MicroSums | None:
         """Every round's leaves in the order of their documents, folded neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
-        for batch in rounds:
-            for leaves in self._leaves(batch):
+        for each in rounds:
+            for leaves in self._leaves(each):
                 for leaf in self._exchange.deal(self._sums_of_leaves(loaded, leaves, documents_seen)):
                     tree.push(leaf)
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
 
-    def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
+    def score(self, params: nnx.State, scored: Round) -> Scores:
         """See `GradientSums`. The order of the leaves does not matter: nothing is added."""
         loaded = self._programs.load(params)
-        scores = [self._scores_of_leaves(loaded, leaves) for leaves in self._leaves(batch)]
+        scores = [self._scores_of_leaves(loaded, leaves) for leaves in self._leaves(scored)]
         log_probs, entropy, lse = (np.concatenate(column, axis=1) for column in zip(*scores, strict=True))
         return Scores(log_probs, entropy, lse)
 
-    def _leaves(self, batch: MicroBatch) -> Iterable[tuple[MicroBatch, ...]]:
+    def _leaves(self, of: Round) -> Iterable[tuple[MicroBatch, ...]]:
         """One leaf of each data rank at a time, of those that this process computes."""
-        ranks = [jax.tree.map(lambda x, rank=rank: x[rank], batch) for rank in range(batch.tokens.shape[0])]
-        own = self._programs.ranks.own(ranks)
-        return zip(*(split_rows(rank, self._leaf_rows) for rank in own), strict=True)
+        here = [of.micro_batch(rank) for rank in self._programs.ranks.here]
+        return zip(*(split_rows(batch, self._leaf_rows) for batch in here), strict=True)
 
     def _scores_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...]) -> tuple[np.ndarray, ...]:
         """Values [ranks, leaf rows, T] of one leaf of all data ranks, in every process."""

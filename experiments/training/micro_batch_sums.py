@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from experiments.models.mesh import TENSOR_AXIS, settled, token_axes
+from experiments.models.mesh import TENSOR_AXIS, ranks_here, settled, token_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
+from experiments.sampling.packing import Round
 from experiments.training.ahead import Ahead, compiled_ahead
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
@@ -69,6 +70,7 @@ class MicroBatchSums:
         self._row_spec, self._token_spec = P(rows), P(rows, sequence)
         self._split_spec = P(rows, (*sequence, TENSOR_AXIS))
         self._token_axes = rows + sequence
+        self._ranks_here = ranks_here(mesh)
         self._sequence_parallel = sequence_parallel
         self._frozen, self._frozen_head = nnx.State({}) if frozen is None else frozen, frozen_head
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
@@ -89,37 +91,51 @@ class MicroBatchSums:
         """Parameters, or an optimizer's state for them, where this program needs them."""
         return placed(tree, parameter_shardings(tree, self._mesh))
 
-    def trace(self, params: nnx.State, padding: MicroBatch) -> None:
+    def trace(self, params: nnx.State, padding: Round) -> None:
         """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.
 
         Raises:
           ValueError: operands that a named engine does not take.
         """
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
-        self.head_run = self._head_runs[frozenset(padding.per_token)]
+        self.head_run = self._head_runs[self._columns(padding)]
 
-    def ahead(self, params: nnx.State, padding: MicroBatch) -> Ahead:
+    def ahead(self, params: nnx.State, padding: Round) -> Ahead:
         """See `GradientSums`."""
         return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
 
-    def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
+    def sums_of(self, params: nnx.State, rounds: Iterable[Round], documents_seen: int) -> MicroSums | None:
         """See `GradientSums`."""
         total = None
-        for batch in rounds:
-            part = settled(self._sums(params, self._frozen, self._placed(batch), np.int32(documents_seen)), self._mesh)
-            self.head_run = self._head_runs[frozenset(batch.per_token)]
+        for each in rounds:
+            part = settled(self._sums(params, self._frozen, self._placed(each), np.int32(documents_seen)), self._mesh)
+            self.head_run = self._head_runs[self._columns(each)]
             total = part if total is None else self._add(total, part)
         return total
 
-    def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
+    def score(self, params: nnx.State, scored: Round) -> Scores:
         """See `GradientSums`."""
-        scores = settled(self._score(params, self._frozen, self._placed(batch)), self._mesh)
-        return Scores(*(None if x is None else whole_on_host(x).reshape(batch.mask.shape) for x in scores))
+        scores = settled(self._score(params, self._frozen, self._placed(scored)), self._mesh)
+        return Scores(*(None if x is None else whole_on_host(x).reshape(scored.shape) for x in scores))
 
-    def _placed(self, batch: MicroBatch) -> MicroBatch:
+    def _columns(self, of: Round) -> frozenset[str]:
+        return frozenset(of.micro_batch(self._ranks_here[0]).per_token)
+
+    def _placed(self, placed: Round) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x, batch)
-        return placed(flat, jax.tree.map(lambda x: NamedSharding(self._mesh, self._spec_of(x)), flat))
+        here = [placed.micro_batch(rank) for rank in self._ranks_here]
+        return jax.tree.map(lambda *pieces: self._over_ranks(placed.packing.ranks, pieces), *here)
+
+    def _over_ranks(self, ranks: int, pieces: tuple[np.ndarray, ...]) -> Array:
+        """One array, from those of the ranks that have a device in this process; a number becomes one number a rank."""
+        here = dict(zip(self._ranks_here, map(np.atleast_1d, pieces), strict=True))
+        rows, *rest = here[self._ranks_here[0]].shape
+        sharding = NamedSharding(self._mesh, self._spec_of(pieces[0]))
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            return here[(index[0].start or 0) // rows][(slice(None), *index[1:])]
+
+        return jax.make_array_from_callback((ranks * rows, *rest), sharding, part)
 
     def _spec_of(self, x: Array) -> P:
         """Of what there is for each token, or for each document."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 from flax import nnx
 
-from experiments.sampling.finite import require_finite
-from experiments.sampling.stream import Packing
+from experiments.sampling.finite import prompt_of, require_finite
+from experiments.sampling.packing import Packing, Round
 from experiments.training.sums import GradientSums
-from jaxlogp import Document, MicroBatch
+from jaxlogp import Document
 
 RESCORED_COLUMNS = ("sampler_log_probs", "lse", "entropy")
 REFERENCE_COLUMN = "ref_log_probs"
@@ -58,24 +58,13 @@ def kl_to(
     return float(np.mean(np.expm1(log_ratios) - log_ratios))
 
 
-def on_policy(rounds: list[MicroBatch], documents_seen: int) -> bool:
+def on_policy(rounds: list[Round], documents_seen: int) -> bool:
     """Whether all documents were scored with exactly the parameters that are about to be updated."""
-    return all(
-        bool((batch.model_versions[rank][:count] == documents_seen).all())
-        for batch in rounds
-        for rank, count in enumerate(batch.num_documents.tolist())
-    )
-
-
-def without(batch: MicroBatch, columns: tuple[str, ...]) -> MicroBatch:
-    """The round without some per-token columns."""
-    kept = {name: values for name, values in batch.per_token.items() if name not in columns}
-    return dataclasses.replace(batch, per_token=kept)
+    return all(document.model_version == documents_seen for each in rounds for document in each.documents)
 
 
 def _require_finite(what: str, documents: list[Document], scores: list[tuple[np.ndarray, ...]]) -> None:
-    prompts = [document.tokens[: document.prompt_length].tolist() for document in documents]
-    require_finite(what, [np.concatenate(each) for each in scores], prompts)
+    require_finite(what, [np.concatenate(each) for each in scores], lambda number: prompt_of(documents[number]))
 
 
 def _with(document: Document, columns: dict[str, np.ndarray], **changes: np.ndarray) -> Document:
@@ -87,18 +76,10 @@ def _scores(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Log-probs, entropies and log-sum-exps of each document's completion."""
     packing = dataclasses.replace(packing, columns=tuple(documents[0].columns) if documents else ())
-    ranks: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(packing.ranks)]
-    for batch in packing.rounds(documents):
-        scores = sums.score(params, batch)
-        for rank, count in enumerate(batch.num_documents.tolist()):
-            mask = batch.mask[rank]
-            # Row-major order of the labels is the order of the documents.
-            ends = np.cumsum(np.bincount(batch.document_ids[rank][mask], minlength=count))[:-1]
-            ranks[rank] += zip(*(np.split(column[rank][mask], ends) for column in scores), strict=True) if count else ()
-    in_order = packing.deal(range(len(documents)))
-    by_document = {
-        index: scored
-        for queue, found in zip(in_order, ranks, strict=True)
-        for index, scored in zip(queue, found, strict=True)
-    }
-    return (by_document[index] for index in range(len(documents)))
+    found: dict[int, tuple[np.ndarray, ...]] = {}
+    numbers = packing.deal(range(len(documents)))
+    for each in packing.rounds(documents):
+        taken = [numbers[rank].popleft() for rank, held in enumerate(each.by_rank) for _ in held]
+        columns = (each.at_labels(column) for column in sums.score(params, each))
+        found |= zip(taken, zip(*columns, strict=True), strict=True)
+    return (found[number] for number in range(len(documents)))

@@ -8,8 +8,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from experiments.sampling.packing import Round
 from experiments.training.ahead import Ahead
-from jaxlogp import HeadRun, MicroBatch, StepSums
+from jaxlogp import HeadRun, StepSums
 
 
 class MicroSums(NamedTuple):
@@ -29,10 +30,7 @@ class Scores(NamedTuple):
 
 
 class GradientSums(Protocol):
-    """Sums over the rounds of a step for one objective.
-
-    A round is one micro-batch of every data rank: NumPy arrays, stacked along a first dimension of ranks.
-    """
+    """Sums over the rounds of a step for one objective; of a round, a process makes the arrays of its own ranks."""
 
     head_run: HeadRun | None
     compiler_options: dict[str, Any] | None
@@ -45,17 +43,18 @@ class GradientSums(Protocol):
     def place(self, tree: Any) -> Any:
         """Parameters, or an optimizer's state for them, where the sums need them."""
 
-    def trace(self, params: nnx.State, padding: MicroBatch) -> None:
+    def trace(self, params: nnx.State, padding: Round) -> None:
         """Raises ValueError for anything that cannot run here, before training starts."""
 
-    def ahead(self, params: nnx.State, padding: MicroBatch) -> Ahead | None:
+    def ahead(self, params: nnx.State, padding: Round) -> Ahead | None:
         """The program of one round, compiled before its first call; None where it is not a single one."""
 
-    def sums_of(self, params: nnx.State, rounds: Iterable[MicroBatch], documents_seen: int) -> MicroSums | None:
+    def sums_of(self, params: nnx.State, rounds: Iterable[Round], documents_seen: int) -> MicroSums | None:
         """Sums of a step, nothing divided; None without rounds."""
 
-    def score(self, params: nnx.State, batch: MicroBatch) -> Scores:
-        """Log-probs of the labels of one round, by the forward pass that the gradients start from."""
+    def score(self, params: nnx.State, scored: Round) -> Scores:
+        """Log-probs of the labels of one round, by the forward pass that the gradients start from; the same in every
+        process."""
 
 
 def add_sums(left: MicroSums, right: MicroSums) -> MicroSums:

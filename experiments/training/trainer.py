@@ -22,10 +22,11 @@ from experiments.runs.processes import processes
 from experiments.runs.store import FollowedStore, RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions
 from experiments.sampling.finite import NotFinite
+from experiments.sampling.packing import Packing, Round
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, sizes_for
 from experiments.sampling.rollout import RolloutCounts, Rollouts
-from experiments.sampling.stream import Packing, RoundStream
+from experiments.sampling.stream import RoundStream
 from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
@@ -40,7 +41,7 @@ from experiments.training.origin import Origin, fingerprint, origin_of
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WarmStart, WorkedExamples
 from experiments.training.watch import Watch, over_median, with_norm
-from jaxlogp import Document, DocumentSchedule, HeadRun, MicroBatch
+from jaxlogp import Document, DocumentSchedule, HeadRun
 from jaxlogp.errors import require
 
 CHECK_PROMPTS = 512
@@ -196,7 +197,7 @@ class Trainer:
                 raise
             require(False, "--loss.engine", "an engine that can run here", f"{engine}: {error}")
 
-    def _padding(self) -> MicroBatch:
+    def _padding(self) -> Round:
         return self._known_lse([self._stream_packing.padding()])[0]
 
     def ahead(self) -> tuple[Ahead, Ahead] | None:
@@ -238,13 +239,13 @@ class Trainer:
             documents = scoring.with_reference(documents, self.sums, self.reference, self._packing)
         return documents
 
-    def _known_lse(self, rounds: list[MicroBatch]) -> list[MicroBatch]:
+    def _known_lse(self, rounds: list[Round]) -> list[Round]:
         """Rounds, without log-sum-exps that come from other parameters than those about to be updated."""
         if not self.config.rollout.rescore:
             return rounds
         if self.objective.takes_lse and scoring.on_policy(rounds, self.progress.documents_seen):
             return rounds
-        return [scoring.without(batch, scoring.ON_POLICY_COLUMNS) for batch in rounds]
+        return [each.leaving_out(scoring.ON_POLICY_COLUMNS) for each in rounds]
 
     def train_step(self) -> tuple[dict[str, Any] | None, bool]:
         """One optimizer step, or its refusal: whatever is not finite, parameters and optimizer state stay as they are.
@@ -263,7 +264,7 @@ class Trainer:
             collected = self._schedule.collect(
                 [self.stream], padding=padding, all_reduce=processes().require_equal_counts
             )
-            require_finite_inputs([batch for (batch,) in collected.micro_batches])
+            require_finite_inputs([each for (each,) in collected.micro_batches])
         except RewardFailed:
             self.rollouts.made, self.prompts.cursor, self.stream.queues = source
             raise
@@ -274,14 +275,14 @@ class Trainer:
             return self._counted({}, self.unsound() or found.sentence(self.tokenizer), started), False
         if not collected.micro_batches:
             return None, True
-        rounds = self._known_lse([batch for (batch,) in collected.micro_batches])
+        rounds = self._known_lse([each for (each,) in collected.micro_batches])
         self.drift = self._drift(rounds)
         total = self.sums.sums_of(self.state.params, rounds, self.progress.documents_seen)
         self.state, applied = self.update(self.state, total)
         applied = jax.device_get(applied)
         refused = None if applied.applied else self._why_refused(applied, rounds)
         self.progress.documents_seen += collected.num_documents
-        tokens = sum(int(np.sum(batch.segment_ids >= 0)) for batch in rounds)
+        tokens = sum(each.num_tokens for each in rounds)
         values = {
             **self._values_of(applied),
             "num_documents": collected.num_documents,
@@ -312,7 +313,7 @@ class Trainer:
         self.alerts = refusal + self._step_watch.warnings(progress.step, values, counts)
         return values
 
-    def _why_refused(self, applied: AppliedStep, rounds: list[MicroBatch]) -> str:
+    def _why_refused(self, applied: AppliedStep, rounds: list[Round]) -> str:
         return why_refused(applied.sound, self.state, rounds, self.update, self.sums, self.tokenizer)
 
     def unsound(self) -> str | None:
@@ -323,7 +324,7 @@ class Trainer:
         """A phrase that names a parameter, or a part of the optimizer state, of which devices hold different copies."""
         return self._mode.replicas.differing(self.state._asdict())
 
-    def _drift(self, rounds: list[MicroBatch]) -> StepDrift | None:
+    def _drift(self, rounds: list[Round]) -> StepDrift | None:
         """The drift report of the next step, where one is due and the step has tokens for it."""
         every, last, step = self.config.drift.every, self.progress.drift_step, self.progress.step + 1
         if every == 0 or (last > 0 and step < last + every):

@@ -12,8 +12,8 @@ from experiments.config import WarmStartConfig
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.stops import GuardAbort
+from experiments.sampling.packing import Packing
 from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
-from experiments.sampling.stream import Packing
 from experiments.tasks import Example
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.diagnosis import why_refused

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import require
-from jaxlogp.policy.documents import MicroBatch
 from jaxlogp.policy.metrics import PolicyMetricTerms
 from jaxlogp.reduce import WeightedSum
 
@@ -92,7 +91,18 @@ class StepSums:
         return FinishedStep(gradients, self.loss.mean(), self.metrics.finish())
 
 
-class CollectedStep(NamedTuple):
+class HasDocuments(Protocol):
+    """What a step can be collected of, such as `MicroBatch`: it says how many documents it holds, as one number or an
+    array of them."""
+
+    @property
+    def num_documents(self) -> Any: ...
+
+
+Batch = TypeVar("Batch", bound=HasDocuments)
+
+
+class CollectedStep(NamedTuple, Generic[Batch]):
     """The micro-batches of one optimizer step on this process.
 
     `micro_batches` holds one tuple per round, with one micro-batch for each local stream, the same number of rounds on
@@ -100,7 +110,7 @@ class CollectedStep(NamedTuple):
     waited for its streams. `exhausted` says that no process has data left; the step may then be partial or empty.
     """
 
-    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    micro_batches: tuple[tuple[Batch, ...], ...]
     num_documents: int
     data_wait_seconds: float
     exhausted: bool
@@ -133,11 +143,11 @@ class DocumentSchedule:
 
     def collect(
         self,
-        streams: Sequence[Iterator[MicroBatch]],
+        streams: Sequence[Iterator[Batch]],
         *,
-        padding: MicroBatch,
+        padding: Batch,
         all_reduce: Callable[[Int[np.ndarray, " values"]], Int[np.ndarray, " values"]] | None = None,
-    ) -> CollectedStep:
+    ) -> CollectedStep[Batch]:
         """Takes the micro-batches of the next step, one from each local stream at a time.
 
         Every decision depends only on globally summed counts, so all processes stop after the same round. A stream
@@ -146,8 +156,9 @@ class DocumentSchedule:
         stream that raises ends the step on every process.
 
         Args:
-            streams: one iterator per local data rank, or a single one of the stacked micro-batches of all of them.
-            padding: a micro-batch without documents, for example `pack_documents([], ...)[0]`.
+            streams: one iterator per local data rank, or a single one of the micro-batches of all of them, stacked or in
+                an object of your own that counts its documents.
+            padding: one without documents, for example `pack_documents([], ...)[0]`.
             all_reduce: sums an int64 vector over processes; called once per round by every process. None for a
                 single process.
 
@@ -169,7 +180,7 @@ class DocumentSchedule:
         """
         require(len(streams) > 0, "streams", "at least one stream", len(streams))
         require(not np.any(padding.num_documents), "padding", "a micro-batch without documents", padding.num_documents)
-        rounds: list[tuple[MicroBatch, ...]] = []
+        rounds: list[tuple[Batch, ...]] = []
         documents, empty_rounds, waited = 0, 0, 0.0
         while not self._complete(documents, len(rounds)):
             started = time.perf_counter()
@@ -194,7 +205,7 @@ class DocumentSchedule:
         return documents >= self.docs_per_step if self.docs_per_step else rounds >= self.micro_batches
 
 
-def _take(streams: Sequence[Iterator[MicroBatch]]) -> tuple[list[MicroBatch | None], Exception | None]:
+def _take(streams: Sequence[Iterator[Batch]]) -> tuple[list[Batch | None], Exception | None]:
     """The next micro-batch of each stream, None where it has ended, and what a stream raised."""
     taken: list[Any] = []
     try:
@@ -207,7 +218,7 @@ def _take(streams: Sequence[Iterator[MicroBatch]]) -> tuple[list[MicroBatch | No
 
 
 def _agree(
-    taken: list[MicroBatch | None],
+    taken: Sequence[HasDocuments | None],
     failure: Exception | None,
     all_reduce: Callable[[Int[np.ndarray, " values"]], Int[np.ndarray, " values"]] | None,
 ) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import require
@@ -77,6 +77,15 @@ class Document:
                 require(False, "columns", "names other than old_log_probs and advantages", repr(name))
             self._check_column(name, values)
         self._check_numbers()
+
+    @property
+    def first_label(self) -> int:
+        """Position of the first label: of the completion's first token, or of the second where there is no prompt."""
+        return max(self.prompt_length, 1)
+
+    def at_labels(self, column: Shaped[np.ndarray, " completion"]) -> Shaped[np.ndarray, " labels"]:
+        """Of a column of the completion, the values of its labels."""
+        return column[self.first_label - self.prompt_length :]
 
     def _check_column(self, name: str, values: np.ndarray) -> None:
         if values.shape != (completion := (self.tokens.size - self.prompt_length,)):
@@ -193,20 +202,36 @@ def pack_documents(
     require(row_length > 0, "row_length", "a number above 0", row_length)
     require(pad_id >= 0, "pad_id", "a token id of at least 0", pad_id)
     documents = tuple(documents)
-    starts = _row_starts([document.tokens.size for document in documents], rows, row_length, share_rows)
+    starts = row_starts((document.tokens.size for document in documents), rows, row_length, share_rows=share_rows)
     packed, rest = documents[: len(starts)], documents[len(starts) :]
     batch = _empty(rows, row_length, pad_id, columns)
-    flat_ids = batch.document_ids.reshape(-1)
     for index, (document, (row, start)) in enumerate(zip(packed, starts, strict=True)):
         if document.columns.keys() != set(columns):
             require(False, "columns", f"{sorted(document.columns)} of document {index}", sorted(columns))
         _place(batch, index, document, row, start)
-        flat_ids[row * row_length + start :] = index
+    # Padding has the id of the document before it; the first token of a batch without documents has none before it.
+    newest = np.maximum.accumulate(batch.segment_ids.reshape(-1))
+    batch.document_ids[...] = np.maximum(newest, 0).reshape(rows, row_length)
     batch.num_documents[...] = len(packed)
     return batch, rest
 
 
-def _row_starts(lengths: Sequence[int], rows: int, row_length: int, share_rows: bool) -> list[tuple[int, int]]:
+def row_starts(lengths: Iterable[int], rows: int, row_length: int, *, share_rows: bool = True) -> list[tuple[int, int]]:
+    """Where `pack_documents` puts documents of given lengths: row and first position of each, as many as fit.
+
+    Args:
+        lengths: tokens of each document; read up to the first that fits nowhere.
+        rows: number of rows.
+        row_length: tokens per row.
+        share_rows: whether several documents may share a row.
+
+    Raises:
+        ValueError: a length that is longer than a row.
+
+    Example:
+        >>> row_starts([3, 2, 3, 6, 1], rows=2, row_length=6)
+        [(0, 0), (0, 3), (1, 0)]
+    """
     starts, row, end = [], 0, 0
     for index, length in enumerate(lengths):
         if length > row_length:
@@ -244,12 +269,11 @@ def _place(batch: MicroBatch, index: int, document: Document, row: int, start: i
     batch.targets[row, start : end - 1] = document.tokens[1:]
     batch.positions[row, start:end] = np.arange(length)
     batch.segment_ids[row, start:end] = index
-    # The token at `first` is the first completion token that has a predicting position, the one before it.
-    first = max(document.prompt_length, 1)
-    labels = slice(start + first - 1, end - 1)
+    # A label belongs to the position that predicts it, the one before it.
+    labels = slice(start + document.first_label - 1, end - 1)
     batch.mask[row, labels] = True
     for name, values in {"old_log_probs": document.old_log_probs, **document.columns}.items():
-        batch.per_token[name][row, labels] = values[first - document.prompt_length :]
+        batch.per_token[name][row, labels] = document.at_labels(values)
     batch.per_token["advantages"][row, labels] = document.advantage
     batch.rewards[index] = document.reward
     batch.model_versions[index] = document.model_version

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, RolloutConfig, ScheduleConfig
-from experiments.sampling.stream import Packing
+from experiments.sampling.packing import Packing
 from experiments.tasks import make_task
 from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
 from experiments.training.drift import END, DriftWatch
 from experiments.training.scoring import RESCORED_COLUMNS
 from experiments.training.sums import Scores
 from jaxlogp import Document, HeadRun, VocabShards
+from tests.experiments.stacked import stacked
 
 TOKENIZER = tokenizer_for(make_task("addition:1"))
 VOCAB = VocabShards.even(TOKENIZER.vocab_size, 3)
@@ -57,7 +58,8 @@ class Sums:
     def __init__(self, offsets):
         self.offsets, self.scored = offsets, 0
 
-    def score(self, params, batch):
+    def score(self, params, scored):
+        batch = stacked(scored)
         assert params == "params" and set(batch.per_token) == {"old_log_probs", "advantages"}
         self.scored += 1
         log_probs = np.where(batch.mask, batch.per_token["old_log_probs"], 0.0)

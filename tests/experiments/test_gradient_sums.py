@@ -12,7 +12,7 @@ from experiments.config import ScheduleConfig, validate
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.sampling.stream import Packing
+from experiments.sampling.packing import Packing
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import PolicyObjective
 from jaxlogp import Document

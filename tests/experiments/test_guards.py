@@ -167,27 +167,32 @@ def test_a_loss(trainer, monkeypatch):
     assert refusal(trainer) == "loss not finite, of finite log-probs"
 
 
-@pytest.mark.parametrize(("column", "words"), [("old_log_probs", "old log-probs"), ("advantages", "advantages")])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, column, words, value):
+def spoilt(document, name, value):
+    """The document, which was sound when it was made, with the value in its first label."""
+    if name == "advantage":
+        object.__setattr__(document, name, value)
+    else:
+        object.__setattr__(document, name, np.array([value, *document.old_log_probs[1:]]))
+
+
+@pytest.mark.parametrize(("name", "words"), [("old_log_probs", "old log-probs"), ("advantage", "advantages")])
+# The last one is finite, until it is fp32.
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
+def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, name, words, value):
     plain = RoundStream.__next__
     prompts = []
 
     def poisoned(stream):
-        batch = plain(stream)
-        row = 3
-        place = (0, row, np.flatnonzero(batch.mask[0, row])[0])
-        document = batch.segment_ids[place]
-        prompt = batch.tokens[0, row, : place[2] + 1][batch.segment_ids[0, row, : place[2] + 1] == document]
-        prompts.append((int(document), trainer.tokenizer.decode(prompt.tolist())))
-        batch.per_token[column][place] = value
-        return batch
+        taken = plain(stream)
+        document = list(taken.documents)[3]
+        prompts.append(trainer.tokenizer.decode(document.tokens[: document.prompt_length].tolist()))
+        spoilt(document, name, value)
+        return taken
 
     monkeypatch.setattr(RoundStream, "__next__", poisoned)
     found = refusal(trainer)
-    ((number, prompt),) = prompts
-    assert number > 0 and len(prompt) > 2
-    assert found == f"{words} not finite in document {number} (prompt {prompt!r})"
+    (prompt,) = prompts
+    assert len(prompt) > 2 and found == f"{words} not finite in document 3 (prompt {prompt!r})"
 
 
 def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
@@ -214,10 +219,10 @@ def test_log_probs_of_the_trainer_are_named_with_prompts(trainer, monkeypatch):
     """Of a step whose loss is not finite they are computed again."""
     plain = trainer.sums.score
 
-    def poisoned(params, batch):
-        scores = plain(params, batch)
+    def poisoned(params, scored):
+        scores = plain(params, scored)
         log_probs = np.array(scores.log_probs)
-        log_probs[0, 0, np.flatnonzero(batch.mask[0, 0])[0]] = -np.inf
+        log_probs[0, 0, np.flatnonzero(scored.micro_batch(0).mask[0])[0]] = -np.inf
         return scores._replace(log_probs=log_probs)
 
     monkeypatch.setattr(trainer.sums, "score", poisoned)

@@ -12,12 +12,13 @@ from experiments.config import LossConfig
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.sampling.stream import Packing
+from experiments.sampling.packing import Packing
 from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from jaxlogp import Document, FixedOrderEngine, ReductionOrder
+from tests.experiments.stacked import stacked
 
 VOCAB, LENGTH, ROWS = 24, 8, 8
 SIZES = dict(
@@ -103,11 +104,11 @@ def check_gradient(make_sums, objective, case_model, temperature, per_label):
     (batch,) = packing().rounds(documents())
     sums = make_sums(config, graph, objective, temperature)
     result = sums.sums_of(sums.place(params), [batch], 0).sums
-    flat = jax.tree.map(lambda x: x[0], batch)
+    flat = batch.micro_batch(0)
     reference = jax.jit(lambda params: jax.value_and_grad(written_out)(params, graph, flat, temperature, per_label))
     value, gradient = reference(params)
     np.testing.assert_allclose(result.loss.sum, value, rtol=TOLERANCE)
-    assert int(result.loss.count) == batch.mask.sum()
+    assert int(result.loss.count) == flat.mask.sum()
     for mine, wanted in zip(jax.tree.leaves(result.gradients), jax.tree.leaves(gradient), strict=True):
         scale = np.abs(np.asarray(wanted)).max()
         np.testing.assert_allclose(np.asarray(mine), np.asarray(wanted), atol=TOLERANCE * scale)
@@ -140,7 +141,7 @@ def test_a_round_goes_from_the_host_to_each_device():
     with jax.transfer_guard_device_to_device("disallow_explicit"):
         placed = sums._placed(batch)
     assert {shard.device.id for shard in placed.tokens.addressable_shards} == {0, 1}
-    np.testing.assert_array_equal(placed.tokens, batch.tokens.reshape(2 * ROWS, LENGTH))
+    np.testing.assert_array_equal(placed.tokens, stacked(batch).tokens.reshape(2 * ROWS, LENGTH))
 
 
 OPTIONS = {

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments.sampling.stream import Packing, RoundStream
+from experiments.sampling.packing import Packing
+from experiments.sampling.stream import RoundStream
 from jaxlogp import Document, DocumentSchedule
 
 
@@ -37,12 +38,7 @@ def stream_of(rollouts, ranks, **options):
 def step(source, target):
     stream, packing = source
     collected = DocumentSchedule(docs_per_step=target).collect([stream], padding=packing.padding())
-    found = [
-        int(batch.tokens[rank, row, 1]) - 4
-        for (batch,) in collected.micro_batches
-        for rank, count in enumerate(batch.num_documents)
-        for row in range(count)
-    ]
+    found = [int(document.tokens[1]) - 4 for (each,) in collected.micro_batches for document in each.documents]
     return sorted(found), collected.exhausted
 
 
@@ -77,6 +73,6 @@ def test_queued_documents_come_back_with_their_columns():
     stream, other = (RoundStream(lambda: [], packing) for _ in range(2))
     stream.queues[0].append(document)
     other.restore(json.loads(json.dumps(stream.queued())))
-    before, after = next(stream), next(other)
+    before, after = (next(each).micro_batch(0) for each in (stream, other))
     np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
-    assert after.per_token["ref_log_probs"][0, 0, :2].tolist() == columns["ref_log_probs"].tolist()
+    assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from experiments.sampling.stream import Packing
+from experiments.sampling.packing import Packing
 from experiments.training.scoring import kl_to
 from experiments.training.sums import Scores
 from jaxlogp import Document
+from tests.experiments.stacked import stacked
 
 LENGTHS = (3, 1, 4, 2, 5)
 LOG_PROBS = {"policy": lambda token: -0.1 * token, "reference": lambda token: -0.1 * token + 0.01 * (token - 6)}
@@ -18,7 +19,8 @@ LOG_PROBS = {"policy": lambda token: -0.1 * token, "reference": lambda token: -0
 class Sums:
     """Scores by the table above."""
 
-    def score(self, params, batch):
+    def score(self, params, scored):
+        batch = stacked(scored)
         log_probs = np.where(batch.mask, LOG_PROBS[params](batch.targets.astype(np.float32)), 0.0)
         return Scores(log_probs.astype(np.float32), log_probs, log_probs)
 

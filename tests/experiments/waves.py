@@ -7,7 +7,7 @@ from flax import nnx
 
 from experiments.models.layers import named_axes
 from experiments.models.mesh import make_mesh, parse_mesh
-from experiments.sampling.stream import Packing
+from experiments.sampling.packing import Packing
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import CrossEntropy
 from jaxlogp import Document, HeadSpec
