@@ -97,6 +97,23 @@ class Processes:
             self._store.key_value_delete(f"{ROOM}/{self._gathers - 1}/{self.index}")
         return values
 
+    def each_its_part(self, what: str, count: int, make: Callable[[range], list[Any]]) -> list[Any]:
+        """Values of `count` things, of which each process makes its part, in all processes.
+
+        Args:
+            what: names the values.
+            count: how many there are.
+            make: the values of the things with these numbers, as `gather` takes them.
+        """
+        values: list[Any] = [None] * count
+        for process, made in enumerate(self.gather(what, make(self.part_of(count)))):
+            values[process :: self.count] = made
+        return values
+
+    def part_of(self, count: int) -> range:
+        """The numbers of those of `count` things that are this process's to make."""
+        return range(self.index, count, self.count)
+
     def of_first(self, what: str, make: Callable[[], T]) -> T:
         """What process 0 makes of it, in all processes."""
         return self.gather(what, make() if self.first else None)[0]

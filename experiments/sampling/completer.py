@@ -1,13 +1,16 @@
 """Completions of examples: prompts encoded, tokens drawn by one of two draws, completions decoded and rewarded."""
 
 import bisect
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple, Protocol, overload
 
 import jax
 import numpy as np
 from flax import nnx
 
 from experiments.runs.folder import Sample
+from experiments.runs.processes import processes
 from experiments.sampling.prompts import Sizes, answer_length, encode_prompt
 from experiments.sampling.sampler import Samples
 from experiments.sampling.scorer import Scorer
@@ -34,6 +37,27 @@ class Draw(Protocol):
         """
 
 
+class Texts(Sequence[Completion]):
+    """Completions, each decoded when it is first read: of several processes, none reads all of them.
+
+    Args:
+        decoded: makes each of them; asked again, it has the result.
+    """
+
+    def __init__(self, decoded: Sequence[Callable[[], Completion]]) -> None:
+        self._decoded = decoded
+
+    def __len__(self) -> int:
+        return len(self._decoded)
+
+    @overload
+    def __getitem__(self, place: int) -> Completion: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Texts": ...
+    def __getitem__(self, place: int | slice) -> "Completion | Texts":
+        return Texts(self._decoded[place]) if isinstance(place, slice) else self._decoded[place]()
+
+
 class Completions(NamedTuple):
     """Sampled completions, one or several of each example in adjacent rows, with their rewards.
 
@@ -41,7 +65,9 @@ class Completions(NamedTuple):
         prompts: ids of the prompts.
         tokens: ids of the completions, including end tokens.
         log_probs: of these tokens, in nats.
-        texts: the decoded completions.
+        texts: the completions as text.
+        ended: bool [N], whether an end token ended it.
+        empty: bool [N], whether its text is.
         rewards: [N], the weighted sums.
         parts: [N, K], the value of each reward function.
     """
@@ -49,19 +75,21 @@ class Completions(NamedTuple):
     prompts: list[list[int]]
     tokens: list[np.ndarray]
     log_probs: list[np.ndarray]
-    texts: list[Completion]
+    texts: Texts
+    ended: np.ndarray
+    empty: np.ndarray
     rewards: np.ndarray
     parts: np.ndarray
 
     @property
     def mean_length(self) -> float:
         """Mean number of tokens, end tokens included."""
-        return float(np.mean([text.num_tokens for text in self.texts]))
+        return float(np.mean([len(tokens) for tokens in self.tokens]))
 
     @property
     def truncated_share(self) -> float:
         """Share without an end token."""
-        return float(np.mean([not text.ended for text in self.texts]))
+        return float(np.mean(~self.ended))
 
     def documents(self) -> list[Document]:
         """What was drawn, without advantages."""
@@ -111,19 +139,28 @@ class Completer:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         samples = self._draw(params, padded, lengths, copies, key)
         drawn = [row[:end] for row, end in zip(samples.tokens, samples.lengths.tolist(), strict=True)]
-        texts = [self._completion(row.tolist()) for row in drawn]
-        tokens = [row[: text.num_tokens] for row, text in zip(drawn, texts, strict=True)]
-        scored = [row[: text.num_tokens] for row, text in zip(samples.log_probs, texts, strict=True)]
+        texts = Texts([cache(partial(self._completion, row)) for row in drawn])
+
+        def facts(numbers: range) -> list[tuple[int, bool, bool]]:
+            return [(text.num_tokens, text.ended, not text) for text in map(texts.__getitem__, numbers)]
+
+        known = processes().each_its_part("completions", len(drawn), facts)
+        counts, ended, empty = (np.array(column) for column in zip(*known, strict=True))
+        tokens, scored = (
+            [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
+            for rows in (drawn, samples.log_probs)
+        )
         repeated = [example for example in examples for _ in range(copies)]
         prompts = [prompt for prompt in prompts for _ in range(copies)]
-        return Completions(prompts, tokens, scored, texts, *self.rewards.score(repeated, texts))
+        return Completions(prompts, tokens, scored, texts, ended, empty, *self.rewards.score(repeated, texts))
 
     def fits(self, example: Example) -> bool:
         """Whether a completion can be the example's answer with an end token."""
         length = answer_length(self._tokenizer, example)
         return length is not None and length < self._sizes.completion
 
-    def _completion(self, tokens: list[int]) -> Completion:
+    def _completion(self, row: np.ndarray) -> Completion:
+        tokens = row.tolist()
         text = self._tokenizer.decode(tokens)
         if any(stop in text for stop in self._stop):
             return self._stopped(tokens)

@@ -57,10 +57,10 @@ class RolloutCounts:
         """Adds one rollout; `names` are those of the reward functions, `degenerate` says it of each group."""
         self.groups += degenerate.size
         self.degenerate += int(np.sum(degenerate))
-        self.completions += len(drawn.texts)
-        self.truncated += sum(not text.ended for text in drawn.texts)
-        self.tokens += sum(text.num_tokens for text in drawn.texts)
-        self.empty += sum(not text for text in drawn.texts)
+        self.completions += len(drawn.tokens)
+        self.truncated += int(np.sum(~drawn.ended))
+        self.tokens += sum(map(len, drawn.tokens))
+        self.empty += int(np.sum(drawn.empty))
         self.lowest = min(self.lowest, float(drawn.rewards.min()))
         self.highest = max(self.highest, float(drawn.rewards.max()))
         for name, total in zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True):
@@ -192,7 +192,7 @@ class Rollouts:
 
     def _document(self, drawn: Completions, number: int, advantage: float, model_version: int) -> Document:
         prompt = np.array(drawn.prompts[number], np.int32)
-        masked = self._options.mask_truncated and not drawn.texts[number].ended
+        masked = self._options.mask_truncated and not drawn.ended[number]
         labels = 0 if masked else None
         return Document(
             tokens=np.concatenate([prompt, drawn.tokens[number][:labels]]),

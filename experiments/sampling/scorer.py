@@ -34,7 +34,7 @@ class Scorer:
         here = processes()
         if here.count == 1:
             return self._rewards.score(examples, completions)
-        mine = range(here.index, len(completions), here.count)
+        mine = here.part_of(len(completions))
         said: list[Any] = [None] * len(completions)
         for process, (error, parts) in enumerate(here.gather("rewards", self._of(examples, completions, mine))):
             if error is not None:

@@ -92,7 +92,9 @@ class Evaluation:
         key = jax.random.fold_in(self._key, 3)
         sampled, greedy = (each.complete(params, self._examples, key) for each in (self._sampled, self._greedy))
         score = ExactMatch(*(self._share(self._examples, drawn) for drawn in (sampled, greedy)))
-        return Evaluated(score, sampled, greedy, readable(self._examples, sampled, self._names)[:SHOWN_SAMPLES])
+        return Evaluated(
+            score, sampled, greedy, readable(self._examples[:SHOWN_SAMPLES], sampled.first(SHOWN_SAMPLES), self._names)
+        )
 
     def exact_match_on(self, examples: list[Example], params: nnx.State, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""

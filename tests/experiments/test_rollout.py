@@ -8,6 +8,7 @@ import pytest
 from experiments.sampling.packing import Packing
 from experiments.sampling.stream import RoundStream
 from jaxlogp import Document, DocumentSchedule
+from tests.experiments.stacked import stacked
 
 
 def documents(count, first=0):
@@ -64,6 +65,40 @@ def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     message = r"^documents: expected token ids in \[0, 10\), got 10 in document 1 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
         packing.rounds([good, good, good, bad])
+
+
+def test_a_round_is_made_into_arrays_for_the_ranks_that_ask():
+    packing = Packing(2, rows=2, row_length=4, vocab_size=999, pad_id=0)
+    (taken,) = packing.rounds(documents(5))
+    assert (taken.num_documents, taken.num_tokens, taken.shape) == (5, 10, (2, 2, 4))
+    first = taken.micro_batch(1)
+    assert first.tokens.tolist() == [[3, 5, 3, 7], [0, 0, 0, 0]]
+    assert taken.micro_batch(1).tokens is first.tokens and list(taken._made) == [1]
+    assert set(taken.leaving_out(["advantages"]).micro_batch(1).per_token) == {"old_log_probs"}
+    assert set(first.per_token) == {"old_log_probs", "advantages"}
+
+
+@pytest.mark.parametrize("share_rows", [True, False])
+def test_values_at_labels_are_those_of_each_document(share_rows):
+    """By the masks of the arrays, which are written by other lines."""
+    lengths = [(4, 1), (3, 3), (2, 0), (5, 2), (1, 0), (4, 2), (3, 1)]
+    made = [Document(np.arange(3, 3 + n), p, np.zeros(n - p), 1.0) for n, p in lengths]
+    (taken,) = Packing(2, rows=4, row_length=6, vocab_size=99, pad_id=0, share_rows=share_rows).rounds(made)
+    assert [document.tokens.size for document in taken.documents] == [4, 2, 1, 3, 3, 5, 4]
+    batch = stacked(taken)
+    places = np.arange(batch.mask.size).reshape(batch.mask.shape)
+    found = taken.at_labels(places)
+    assert np.concatenate(found).tolist() == places[batch.mask].tolist()
+    for number, (document, held) in enumerate(zip(taken.documents, found, strict=True)):
+        assert held.shape == document.at_labels(document.old_log_probs).shape, number
+        assert batch.targets.ravel()[held].tolist() == document.tokens[document.first_label :].tolist()
+
+
+@pytest.mark.bad_input
+def test_other_columns_are_refused_whichever_rank_has_them():
+    packing = Packing(2, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("lse",))
+    with pytest.raises(ValueError, match=r"^documents: expected columns \['lse'\], got \[\] of document 0$"):
+        packing.rounds(documents(2))
 
 
 def test_queued_documents_come_back_with_their_columns():

@@ -10,9 +10,13 @@ import pytest
 
 from experiments.runs import processes as module
 from experiments.runs.processes import FAILURE, Processes, processes, start
+from experiments.sampling.completer import Completer
+from experiments.sampling.prompts import Sizes
+from experiments.sampling.sampler import Samples
 from experiments.sampling.scorer import Scorer
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, RewardTerm
+from experiments.tasks.tokenizer import EOS_ID, CharTokenizer
 
 
 class Left(BaseException):
@@ -223,6 +227,55 @@ def test_every_completion_is_scored_by_one_process(three, monkeypatch):
         np.testing.assert_array_equal(found.rewards, wanted.rewards)
         np.testing.assert_array_equal(found.parts, wanted.parts)
     assert sorted(calls) == [example.prompt for example in EXAMPLES]
+
+
+def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
+    """All of them know its length, whether it ended and whether it is empty; asked for its text, any has it."""
+    _, here, _ = three
+    own, decoded = threading.local(), []
+    for name in ("scorer", "completer"):
+        monkeypatch.setattr(f"experiments.sampling.{name}.processes", lambda: getattr(own, "here", Processes()))
+
+    class Digits(CharTokenizer):
+        def decode(self, ids):
+            decoded.append((threading.get_ident(), list(ids)[0]))
+            return super().decode(ids)
+
+    tokenizer = Digits("0123456789+=")
+    answers = [
+        tokenizer.encode("7123"),
+        [*tokenizer.encode("812"), EOS_ID],
+        [EOS_ID],
+        [*tokenizer.encode("01"), EOS_ID],
+    ]
+
+    def draw(params, prompts, lengths, copies, key):
+        del params, prompts, lengths, copies, key
+        tokens = np.array([row + [0] * (4 - len(row)) for row in answers], np.int32)
+        counts = np.array([row.index(EOS_ID) + 1 if EOS_ID in row else len(row) for row in answers], np.int32)
+        return Samples(tokens, tokens * np.float32(-0.5), tokens * np.float32(-0.5), counts)
+
+    reward = Rewards((RewardTerm("length", lambda example, completion: len(completion)),))
+
+    def run(each=None):
+        if each is not None:
+            own.here = each
+        sizes = Sizes(prompt=5, completion=4, row=9, rows=8)
+        completer = Completer(draw, reward, tokenizer, sizes, stop=("12",))
+        return completer.complete(None, EXAMPLES[:1], jax.random.key(0), copies=4)
+
+    whole = run()
+    decoded.clear()
+    of_each = in_each(here, run)
+    owners = {first: {thread for thread, other in decoded if other == first} for _, first in decoded}
+    assert len(owners) == 4 and all(len(threads) == 1 for threads in owners.values())
+    for drawn in of_each:
+        for name in ("ended", "empty", "rewards", "parts"):
+            np.testing.assert_array_equal(getattr(drawn, name), getattr(whole, name), err_msg=name)
+        assert [row.tolist() for row in drawn.tokens] == [row.tolist() for row in whole.tokens]
+        assert drawn.texts[3] == whole.texts[3] == "01"
+    assert whole.ended.tolist() == [True, True, True, True] and whole.empty.tolist() == [False, False, True, False]
+    assert [len(row) for row in whole.tokens] == [3, 3, 1, 3]
 
 
 @pytest.mark.parametrize("raised", [RewardFailed, RewardNotFinite])

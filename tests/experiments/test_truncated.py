@@ -47,7 +47,7 @@ def rollouts(**options):
 def test_a_completion_knows_whether_it_ended():
     examples = [TASK.example(0, "train")]
     drawn = Completer(draw, REWARDS, TOKENIZER, SIZES).complete(None, examples, jax.random.key(0), copies=4)
-    assert drawn.texts == list(ANSWERS)
+    assert list(drawn.texts) == list(ANSWERS)
     assert [(text.num_tokens, text.ended) for text in drawn.texts] == [(2, True), (3, True), (3, False), (2, True)]
     assert drawn.rewards.tolist() == [1.5, 2.5, 3.0, 1.5]
     assert drawn.parts.tolist() == [[1, 1], [2, 1], [3, 0], [1, 1]]
@@ -59,7 +59,7 @@ def test_a_completion_knows_whether_it_ended():
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
     completer = Completer(draw, REWARDS, TOKENIZER, SIZES, stop=("12", "3"))
     drawn = completer.complete(None, [TASK.example(0, "train")], jax.random.key(0), copies=4)
-    assert drawn.texts == ["7", "12", "12", "9"]
+    assert list(drawn.texts) == ["7", "12", "12", "9"]
     assert [(text.num_tokens, text.ended) for text in drawn.texts] == [(2, True), (2, True), (2, True), (2, True)]
     assert [len(tokens) for tokens in drawn.tokens] == [len(each) for each in drawn.log_probs] == [2, 2, 2, 2]
 

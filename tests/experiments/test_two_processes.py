@@ -18,6 +18,13 @@ DOCUMENTS = 18
 """Of a rollout."""
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 NOT_FINITE = f"""
+import jax
+from experiments.sampling.packing import Round
+micro_batch = Round.micro_batch
+def of_own_rank(self, rank):
+    assert jax.process_count() == 1 or rank == jax.process_index(), "a process packs for its own devices"
+    return micro_batch(self, rank)
+Round.micro_batch = of_own_rank
 from experiments.sampling.prompts import PromptOrder
 from experiments.tasks.rewards import RewardNotFinite, Rewards
 from experiments.training.trainer import Trainer

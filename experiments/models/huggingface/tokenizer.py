@@ -1,7 +1,9 @@
 """The tokenizer of a checkpoint directory: tokenizer.json, its special tokens, the chat template and what ends an answer."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ class PretrainedTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self._ids) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens spelled out in it become their ids, none is added."""
@@ -60,19 +62,14 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids up to the first of `eos_ids`, special tokens left out; ids without a token read as U+FFFD."""
-        return "".join(self._texts(ids))
+        answer = takewhile(lambda token: token not in self.eos_ids, ids)
+        runs = ((known, list(run)) for known, run in groupby(answer, self._ids.__contains__))
+        return "".join(self.inner.decode(run) if known else UNKNOWN * len(run) for known, run in runs)
 
-    def _texts(self, ids: Iterable[int]) -> Iterator[str]:
-        known: list[int] = []
-        for token in ids:
-            if token in self.eos_ids:
-                break
-            if self.inner.id_to_token(token) is not None:
-                known.append(token)
-                continue
-            yield self.inner.decode(known) + UNKNOWN
-            known = []
-        yield self.inner.decode(known)
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        """All that have a token. Asked one by one, they take longer than decoding."""
+        return frozenset(self.inner.get_vocab(with_added_tokens=True).values())
 
 
 def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
