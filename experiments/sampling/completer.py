@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from copy import copy
 from typing import NamedTuple, Protocol, overload
 
 import jax
@@ -41,21 +41,31 @@ class Texts(Sequence[Completion]):
     """Completions, each decoded when it is first read: of several processes, none reads all of them.
 
     Args:
-        decoded: makes each of them; asked again, it has the result.
+      decode: makes a completion from a row of `rows`.
+      rows: ids, one row for each completion.
     """
 
-    def __init__(self, decoded: Sequence[Callable[[], Completion]]) -> None:
-        self._decoded = decoded
+    def __init__(self, decode: Callable[[np.ndarray], Completion], rows: Sequence[np.ndarray]) -> None:
+        self._decode, self._rows = decode, rows
+        self._decoded: dict[int, Completion] = {}
+        self._numbers = range(len(rows))
 
     def __len__(self) -> int:
-        return len(self._decoded)
+        return len(self._numbers)
 
     @overload
     def __getitem__(self, place: int) -> Completion: ...
     @overload
     def __getitem__(self, place: slice) -> "Texts": ...
     def __getitem__(self, place: int | slice) -> "Completion | Texts":
-        return Texts(self._decoded[place]) if isinstance(place, slice) else self._decoded[place]()
+        if isinstance(place, slice):
+            part = copy(self)
+            part._numbers = self._numbers[place]
+            return part
+        number = self._numbers[place]
+        if number not in self._decoded:
+            self._decoded[number] = self._decode(self._rows[number])
+        return self._decoded[number]
 
 
 class Completions(NamedTuple):
@@ -139,7 +149,7 @@ class Completer:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         samples = self._draw(params, padded, lengths, copies, key)
         drawn = [row[:end] for row, end in zip(samples.tokens, samples.lengths.tolist(), strict=True)]
-        texts = Texts([cache(partial(self._completion, row)) for row in drawn])
+        texts = Texts(self._completion, drawn)
 
         def facts(numbers: range) -> list[tuple[int, bool, bool]]:
             return [(text.num_tokens, text.ended, not text) for text in map(texts.__getitem__, numbers)]

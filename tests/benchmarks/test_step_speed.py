@@ -42,10 +42,10 @@ def test_kernels_belong_to_the_scope_of_their_instruction():
 def test_rows_are_packed_as_asked_and_every_slot_but_first_ones_has_a_label():
     rows = Rows(rows=4, length=50, document=20, micro_batches=2)
     rounds = packed_rounds(rows, vocab_size=30)
-    assert [batch.tokens.shape for batch in rounds] == [(1, 2, 50)] * 2
+    assert [each.shape for each in rounds] == [(1, 2, 50)] * 2
     # Documents of 20, 20 and 10 tokens in every row.
-    assert [int(batch.num_documents[0]) for batch in rounds] == [6, 6]
-    assert all(int(np.sum(batch.mask)) == 2 * (50 - 3) for batch in rounds)
+    assert [each.num_documents for each in rounds] == [6, 6]
+    assert all(int(np.sum(each.micro_batch(0).mask)) == 2 * (50 - 3) for each in rounds)
 
 
 def test_operations_of_the_published_shape():
