@@ -9,6 +9,9 @@ bf16 decoder has (products of bf16 operands are exact in fp32, so that only the 
 leaving one out shows what it is responsible for. Every variant is compared with itself, decoding against whole rows, and
 with the forward pass without any rounding. The rows named
 "dtype" are the decoder as it is.
+
+On a GPU set XLA_FLAGS=--xla_gpu_autotune_level=0: otherwise XLA tries many kernels for every fp32 product, which takes minutes for
+each program.
 """
 
 import functools
