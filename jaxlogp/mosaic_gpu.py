@@ -1,24 +1,40 @@
 """The few places where the Mosaic GPU API of supported JAX versions differs, and whether there is one to build on."""
 
+import functools
+import importlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
 
 MINIMUM_JAX = (0, 11)
 
-try:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-except ImportError:  # A jaxlib without Mosaic GPU; why_not_available names it.
-    plgpu = None
+
+@functools.cache
+def _module() -> ModuleType | None:
+    try:
+        return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError:  # A jaxlib without Mosaic GPU; why_not_available names it.
+        return None
+
+
+class _MosaicGPU:
+    """The module, imported where a kernel is traced: that takes a third of the time of ``import jaxlogp``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_module(), name)
+
+
+plgpu: Any = _MosaicGPU()
 
 
 def why_not_available() -> str | None:
     """Why no Hopper kernel can be traced by this JAX, or None when it can."""
     if jax.__version_info__[:2] < MINIMUM_JAX:
         return f"JAX {jax.__version__} is older than 0.11 (its Mosaic GPU backend lacks what the kernels use)"
-    if plgpu is None:
+    if _module() is None:
         return "this jaxlib has no Mosaic GPU backend"
     return None
 

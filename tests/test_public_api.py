@@ -35,15 +35,17 @@ def test_import_is_light_and_starts_no_backend():
         "import jaxlogp\n"
         "from jax._src import xla_bridge\n"
         "loaded = sorted({name.split('.')[0] for name in sys.modules})\n"
-        "print(json.dumps([loaded, bool(xla_bridge._backends)]))\n"
+        "mosaic = 'jax.experimental.mosaic.gpu' in sys.modules\n"
+        "print(json.dumps([loaded, bool(xla_bridge._backends), mosaic]))\n"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
-    loaded, started = json.loads(finished.stdout)
+    loaded, started, mosaic = json.loads(finished.stdout)
     assert "jax" in loaded
     assert not set(EXTRAS) & set(loaded)
+    assert not mosaic, "importing the backend of GPU kernels takes half a second"
     assert not started, "importing the library must not create devices"
 
 
