@@ -47,13 +47,8 @@ def validate(config: Config) -> MeshSpec:
         expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
         require(not config.invariant, "--rollout", expected, "a part of it")
     config.optimizer.optimizer(config.schedule.steps)
-    completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     if config.invariant:
-        _validate_invariant(config, mesh, completions)
-    else:
-        ranks = mesh.of_rollouts.ranks
-        expected = f"prompts-per-rollout times num-generations divisible by {ranks} ranks of data, fsdp and sequence"
-        require(completions % ranks == 0, "--mesh", expected, completions)
+        _validate_invariant(config, mesh)
     return mesh
 
 
@@ -87,13 +82,14 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
 
 
-def _validate_invariant(config: Config, mesh: MeshSpec, completions: int) -> None:
+def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
     own = config.model.sequence_parallel
     require(not own, "--model.sequence-parallel", "no --invariant, where each tensor rank has the whole body", "both")
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
+    completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
     # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
     expected = f"{completions} with --invariant, the documents of a rollout"
     require(

@@ -10,8 +10,8 @@ leaving one out shows what it is responsible for. Every variant is compared with
 with the forward pass without any rounding. The rows named
 "dtype" are the decoder as it is.
 
-On a GPU set XLA_FLAGS=--xla_gpu_autotune_level=0: otherwise XLA tries many kernels for every fp32 product, which takes minutes
-for each program.
+On a GPU set XLA_FLAGS=--xla_gpu_autotune_level=0: otherwise XLA tries many kernels for every fp32 product, which takes
+minutes for each program.
 """
 
 import functools

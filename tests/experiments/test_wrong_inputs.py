@@ -236,12 +236,11 @@ GRPO = [
     ("--mesh data=-1,tensor=-1", "--mesh: expected at most one axis of size -1"),
     ("--mesh data=2,data=2", "--mesh: expected every axis at most once"),
     ("--mesh 2x4", "--mesh: expected axis=size pairs such as data=2,tensor=4, got '2x4'"),
-    ("--mesh data=3", "--mesh: expected prompts-per-rollout times num-generations divisible by 3 ranks"),
     ("--rollout.mesh model=2", "--rollout.mesh: expected axes named data or fsdp or sequence or tensor"),
     ("--mesh sequence=8", "--mesh: expected sequence times tensor ranks that divide the 4 key-value heads, got 8"),
     (
         "--mesh sequence=3",
-        "--mesh: expected prompts-per-rollout times num-generations divisible by 3 ranks of data, fsdp",
+        "--mesh: expected sequence times tensor ranks that divide the 4 key-value heads, got 3",
     ),
     (
         "--mesh sequence=2 --schedule.row-length 33",
