@@ -121,7 +121,8 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
     # With --invariant the rows of a leaf are drawn at a time.
     if origin.decoder is not None and not config.invariant:
         sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh)
-        parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config)
+        drawn_on = (mesh if config.rollout.mesh is None else parse_mesh(config.rollout.mesh)).of_rollouts
+        parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config, drawn_on.ranks)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
     total, here = sum(parts.values()), _memory_here(devices)
     text = f"at least {size(total)}: " + ", ".join(f"{name} {size(each)}" for name, each in parts.items())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from experiments.config import Config
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import TENSOR_AXIS, MeshSpec, parse_mesh, size_of
+from experiments.models.mesh import TENSOR_AXIS, MeshSpec, num_ranks, parse_mesh, size_of
 from experiments.models.sharding import parameter_shardings
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import processes
@@ -137,7 +137,7 @@ def _rollout(trainer: Trainer) -> int:
     decoder, mesh = trainer.origin.decoder, rollout_mesh(trainer.config, trainer.mesh)
     held = 0
     if decoder is not None:
-        held = cache_bytes(decoder, trainer.sizes, trainer.config) // mesh.size
+        held = cache_bytes(decoder, trainer.sizes, trainer.config, num_ranks(mesh)) // mesh.size
         if decoder.vocab_size % size_of(mesh, TENSOR_AXIS):
             # The head, put together from its features: see `Decoder.head_apart`.
             held += decoder.vocab_size * decoder.hidden_size * jnp.dtype(decoder.dtype).itemsize
@@ -201,11 +201,15 @@ def _with_more_shards(mesh: MeshSpec, factor: int) -> MeshSpec:
     return replace(mesh, data=1, fsdp=mesh.fsdp * factor)
 
 
-def cache_bytes(decoder: DecoderConfig, sizes: Sizes, config: Config) -> int:
-    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation."""
+def cache_bytes(decoder: DecoderConfig, sizes: Sizes, config: Config, ranks: int) -> int:
+    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation, whose prompts are filled up
+    until the ranks divide them."""
     rollout = config.rollout
-    slots = rollout.prompts_per_rollout * (sizes.prompt + rollout.num_generations * sizes.completion)
-    slots = max(slots, config.evaluation.num_prompts * (sizes.prompt + sizes.completion))
+    drawn, asked = (
+        -(-count // ranks) * ranks for count in (rollout.prompts_per_rollout, config.evaluation.num_prompts)
+    )
+    slots = drawn * (sizes.prompt + rollout.num_generations * sizes.completion)
+    slots = max(slots, asked * (sizes.prompt + sizes.completion))
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
     return slots * width * jnp.dtype(decoder.dtype).itemsize
 
@@ -229,6 +233,12 @@ def device_limit(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that a program may take of each of the devices; None where nothing says so, as on a CPU."""
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     return min((each["bytes_limit"] for each in stats if "bytes_limit" in each), default=None)
+
+
+def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Most bytes that any of the devices has held so far; None where nothing says so, as on a CPU."""
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    return max((each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each), default=None)
 
 
 def size(number: int) -> str:

@@ -34,7 +34,7 @@ from experiments.tasks.rewards import rewards_of
 from experiments.training.evaluation import ExactMatch
 from experiments.training.introduction import introduce
 from experiments.training.loop import kept, run_to_end
-from experiments.training.memory import say_memory
+from experiments.training.memory import peak_bytes, say_memory, size
 from experiments.training.origin import Origin, origin_of, with_own_model
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
@@ -249,23 +249,23 @@ def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch
     trainer = run.trainer
     head = trainer.sums.head_run
     assert head is not None, "traced at the start"
+    # The log is complete: no process reads it before the first has closed it.
+    peaks = processes().gather("finished", peak_bytes(trainer.mesh.local_devices))
+    peak = max((each for each in peaks if each is not None), default=None)
     facts = {
         "task": trainer.task.name,
         "loss": trainer.config.loss.name,
         "mesh": trainer.config.mesh,
         "optimizer steps": trainer.progress.step,
         "documents seen": trainer.progress.documents_seen,
-        "head": "not run"
-        if head is None
-        else f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
+        "head": f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
         "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
         "sampler": trainer.sampler,
         "dtype": str(run.dtype),
+        **({} if peak is None else {"peak memory": f"{size(peak)} a device"}),
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}
-    # The log is complete: no process reads it before the first has closed it.
-    processes().gather("finished", None)
     records = read_metrics(run.folder.metrics).records
     if processes().first:
         plot_runs([records], run.folder.curves)

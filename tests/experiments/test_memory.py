@@ -10,13 +10,15 @@ import pytest
 
 from experiments import resume, train
 from experiments.command_line import exit_code
-from experiments.config import Config, ScheduleConfig
+from experiments.config import Config, EvaluationConfig, RolloutConfig, ScheduleConfig
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.lora import LoraConfig
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.runs.console import RunConsole
+from experiments.sampling.prompts import Sizes
 from experiments.training import memory
 from experiments.training.ahead import compiled_ahead
-from experiments.training.memory import StepMemory, remedies, say_memory
+from experiments.training.memory import StepMemory, cache_bytes, peak_bytes, remedies, say_memory
 from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.trainer import Progress
 from experiments.training.update import Update
@@ -179,3 +181,28 @@ def test_an_invariant_run_says_its_state_alone(tmp_path, capsys):
     train(tiny(tmp_path, "leaves", warm_start={"max_steps": 0}, quiet=False, **invariance))
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory a device: "))
     assert line.startswith("memory a device: at least ") and "micro-batch" not in line
+
+
+def test_the_sampler_s_cache_is_that_of_prompts_filled_up_for_the_ranks():
+    decoder = DecoderConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
+    )
+    rollout = RolloutConfig(prompts_per_rollout=5, num_generations=3)
+    config = Config(rollout=rollout, evaluation=EvaluationConfig(num_prompts=6))
+    sizes = Sizes(prompt=10, completion=4, row=14, rows=1)
+    # Keys and values of two layers, a head of four fp32 features each.
+    slot = 2 * 2 * 4 * 4
+    for ranks, prompts in ((1, 5), (2, 6), (5, 5), (4, 8)):
+        assert cache_bytes(decoder, sizes, config, ranks) == prompts * (10 + 3 * 4) * slot
+    many = Config(rollout=rollout, evaluation=EvaluationConfig(num_prompts=100))
+    assert cache_bytes(decoder, sizes, many, 3) == 102 * (10 + 4) * slot
+
+
+def test_the_peak_is_that_of_the_fullest_device():
+    def device(platform, stats):
+        return SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+
+    used = [device("gpu", {"peak_bytes_in_use": number}) for number in (3, 7, 5)]
+    assert peak_bytes(used) == 7
+    assert peak_bytes([device("cpu", {"peak_bytes_in_use": 9})]) is None
+    assert peak_bytes([device("gpu", None), device("gpu", {})]) is None
