@@ -188,7 +188,7 @@ def test_the_sampler_s_cache_is_that_of_prompts_filled_up_for_the_ranks():
         vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
     )
     rollout = RolloutConfig(prompts_per_rollout=5, num_generations=3)
-    config = Config(rollout=rollout, evaluation=EvaluationConfig(num_prompts=6))
+    config = Config(rollout=rollout, evaluation=EvaluationConfig(num_prompts=1))
     sizes = Sizes(prompt=10, completion=4, row=14, rows=1)
     # Keys and values of two layers, a head of four fp32 features each.
     slot = 2 * 2 * 4 * 4
