@@ -3,6 +3,7 @@
 Each process has the same host arrays, and copies to its own devices what belongs there; nothing is sent.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -55,3 +56,18 @@ def _whole(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+def bytes_a_device(tree: Any, places: Any = None) -> int:
+    """Bytes of the shards of a tree's arrays on one device that has a shard of each.
+
+    Args:
+      tree: of arrays.
+      places: their shardings, where those are others than they have.
+    """
+    leaves = jax.tree.leaves(tree)
+    shardings = [leaf.sharding for leaf in leaves] if places is None else jax.tree.leaves(places)
+    return sum(
+        math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, place in zip(leaves, shardings, strict=True)
+    )

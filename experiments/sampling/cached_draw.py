@@ -11,7 +11,7 @@ from experiments.models.mesh import split_rows
 from experiments.models.placement import whole_on_host
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
-from experiments.sampling.sampler import SamplerOptions, Samples, make_sampler
+from experiments.sampling.sampler import SamplerOptions, Samples, bytes_beside_parameters, make_sampler
 from experiments.tasks.tokenizer import Tokenizer
 
 
@@ -22,14 +22,14 @@ class CachedDraw:
       graph: graph definition of the decoder.
       mesh: prompts are split over its ranks.
       tokenizer: end and padding token.
-      sizes: bound of completions.
+      sizes: bounds of prompts and completions.
       options: how tokens are drawn.
     """
 
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
     ) -> None:
-        self._graph, self._mesh = graph, mesh
+        self._graph, self._mesh, self._prompt = graph, mesh, sizes.prompt
         self._options = SamplerOptions(sizes.completion, tokenizer.eos_ids, tokenizer.pad_id, options)
 
     def __call__(
@@ -39,3 +39,9 @@ class CachedDraw:
         draw = make_sampler(self._graph, replace(self._options, copies=copies))
         drawn = whole_on_host(draw(params, *split_rows((prompts, lengths), self._mesh), key))
         return Samples(*(x[: len(prompts) * copies] for x in drawn))
+
+    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+        """See `Draw`."""
+        given = np.zeros((prompts, self._prompt), np.int32), np.ones(prompts, np.int32)
+        options = replace(self._options, copies=copies)
+        return bytes_beside_parameters(self._graph, options, params, *split_rows(given, self._mesh))

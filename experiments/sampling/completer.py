@@ -36,6 +36,16 @@ class Draw(Protocol):
           key: a JAX random key.
         """
 
+    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+        """Most bytes of a device that it takes beside the parameters, from its programs, which are compiled for it before
+        their first call; None where they are many small ones.
+
+        Args:
+          params: arrays, or their shapes, dtypes and places.
+          prompts: how many.
+          copies: completions per prompt.
+        """
+
 
 class Texts(Sequence[Completion]):
     """Completions, each decoded when it is first read: of several processes, none reads all of them.
@@ -163,6 +173,10 @@ class Completer:
         repeated = [example for example in examples for _ in range(copies)]
         prompts = [prompt for prompt in prompts for _ in range(copies)]
         return Completions(prompts, tokens, scored, texts, ended, empty, *self.rewards.score(repeated, texts))
+
+    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+        """See `Draw.memory`."""
+        return self._draw.memory(params, prompts, copies)
 
     def fits(self, example: Example) -> bool:
         """Whether a completion can be the example's answer with an end token."""

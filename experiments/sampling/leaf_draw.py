@@ -71,6 +71,9 @@ class LeafDraw:
         drawn, log_probs, ends = (np.concatenate(column)[:count] for column in zip(*groups, strict=True))
         return Samples(drawn, log_probs, log_probs, ends - lengths)
 
+    def memory(self, params: nnx.State, prompts: int, copies: int) -> None:
+        """See `Draw`."""
+
     def _complete_group(
         self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -138,6 +138,10 @@ class Rollouts:
         choose = self._with_differences if self._options.resample_degenerate else self._draw
         return [document for group in choose(params, model_version) for document in group.documents]
 
+    def memory(self, params: nnx.State) -> int | None:
+        """Most bytes of a device that a rollout takes beside the parameters; see `Draw.memory`."""
+        return self._completer.memory(params, self._options.prompts_per_rollout, self._options.num_generations)
+
     def _with_differences(self, params: nnx.State, model_version: int) -> list[Group]:
         options, kept, equal = self._options, [], []
         for further in range(1 + options.max_resamples):

@@ -26,10 +26,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from experiments.models.ahead import compiled_ahead, largest
 from experiments.models.attention import KVCache, rows_of_ranks
 from experiments.models.decoder import Decoder
 from experiments.models.mesh import axes_of_rows, size_of
-from experiments.models.placement import placed, whole_on_host
+from experiments.models.placement import bytes_a_device, placed, whole_on_host
 from experiments.sampling.pick import DrawOptions, Picked, pick
 from jaxlogp import HeadSpec, head_logits
 from jaxlogp.errors import require
@@ -148,6 +149,29 @@ def make_sampler(graph: nnx.GraphDef[Decoder], options: SamplerOptions) -> Calla
     return draw
 
 
+def bytes_beside_parameters(graph, options: SamplerOptions, state, prompts, prompt_lengths) -> int | None:
+    """Most bytes of a device that `draw` takes beside the parameters; None where the compiler does not say.
+
+    Its programs are compiled for it, and found again by `draw`: all but those for the rows that are left when others have
+    ended, which take less.
+
+    Args:
+        graph: as of `make_sampler`.
+        options: likewise.
+        state: arrays, or their shapes, dtypes and places.
+        prompts: where `draw` will get them; their values do not matter.
+        prompt_lengths: likewise.
+    """
+    count, held = prompts.shape[0] * options.copies, bytes_a_device(state)
+    row_ids = jnp.arange(count, dtype=jnp.int32)
+    begin = compiled_ahead(_begin, graph, options, state, prompts, prompt_lengths, jax.random.key(0), row_ids)
+    ranks, sizes = _sizes(graph, options, state, count)
+    advance = compiled_ahead(_advance, graph, options, state, begin.results, sizes[0], ranks)
+    # While rows leave, those that stay are there twice.
+    kept = bytes_a_device(begin.results) * (count // ranks + sizes[0]) // (count // ranks)
+    return largest(kept, begin.bytes_beside(held), advance.bytes_beside(held))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Rows:
@@ -173,15 +197,13 @@ class _Rows:
 def _complete(graph, options, state, rows: _Rows) -> Samples:
     """Draws until all rows are done. Finished rows leave: when few enough are left on every rank, these go on alone."""
     mesh, count = nnx.merge(graph, state).mesh, len(rows.done)
-    # Rows stay on their rank.
+    ranks, sizes = _sizes(graph, options, state, count)
+    if len(sizes) == 1:
+        return _advance(graph, options, state, rows, *sizes, ranks).samples
     axes = axes_of_rows(count // options.copies, mesh)
-    ranks = size_of(mesh, *axes)
-    sizes = _narrower(count // ranks, options.max_new_tokens)
-    if not sizes:
-        return _advance(graph, options, state, rows, 0, ranks).samples
     places = np.arange(count).reshape(ranks, -1)
     whole = Samples(*(np.array(x) for x in whole_on_host(rows.samples)))
-    for size in (*sizes, 0):
+    for size in sizes:
         rows = _advance(graph, options, state, rows, size, ranks)
         samples, done, step = whole_on_host((rows.samples, rows.done, rows.step))
         for drawn, new in zip(whole, samples, strict=True):
@@ -193,6 +215,14 @@ def _complete(graph, options, state, rows: _Rows) -> Samples:
         places = np.take_along_axis(places, kept, axis=1)
         rows = _kept(rows, kept if mesh is None else placed(kept, NamedSharding(mesh, P(axes))))
     return whole
+
+
+def _sizes(graph, options, state, count: int) -> tuple[int, list[int]]:
+    """The ranks that so many rows are split over, on which they stay, and how many unfinished ones of a rank end each
+    call of `_advance`."""
+    mesh = nnx.merge(graph, state).mesh
+    ranks = size_of(mesh, *axes_of_rows(count // options.copies, mesh))
+    return ranks, [*_narrower(count // ranks, options.max_new_tokens), 0]
 
 
 def _narrower(rows: int, max_new_tokens: int) -> list[int]:

@@ -7,8 +7,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import split_rows
-from experiments.models.placement import whole_on_host
+from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
@@ -22,14 +23,14 @@ class UncachedDraw:
       graph: graph definition of a `Model`.
       mesh: rows are split over its ranks.
       tokenizer: end and padding token.
-      sizes: bound of completions.
+      sizes: bounds of prompts and completions.
       options: how tokens are drawn.
     """
 
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
     ) -> None:
-        self._graph, self._mesh = graph, mesh
+        self._graph, self._mesh, self._prompt = graph, mesh, sizes.prompt
         self._options = SamplerOptions(sizes.completion, tokenizer.eos_ids, tokenizer.pad_id, options)
         self._run = jax.jit(self._completed)
 
@@ -37,10 +38,20 @@ class UncachedDraw:
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
         """See `Draw`."""
+        rows = self._placed(prompts, lengths, copies)
+        return Samples(*(x[: len(prompts) * copies] for x in whole_on_host(self._run(params, *rows, key))))
+
+    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+        """See `Draw`."""
+        rows = self._placed(np.zeros((prompts, self._prompt), np.int32), np.ones(prompts, np.int32), copies)
+        program = compiled_ahead(self._run, params, *rows, jax.random.key(0))
+        return program.bytes_beside(bytes_a_device(params))
+
+    def _placed(self, prompts: np.ndarray, lengths: np.ndarray, copies: int) -> tuple[jax.Array, jax.Array]:
+        """Rows with room for completions, and their lengths without."""
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         room = np.full((len(prompts), self._options.max_new_tokens), self._options.pad_id, np.int32)
-        placed = split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)
-        return Samples(*(x[: len(prompts)] for x in whole_on_host(self._run(params, *placed, key))))
+        return split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)
 
     def _completed(self, params, rows, prompt_lengths, key) -> Samples:
         model = nnx.merge(self._graph, params)

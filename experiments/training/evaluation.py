@@ -96,6 +96,10 @@ class Evaluation:
             score, sampled, greedy, readable(self._examples[:SHOWN_SAMPLES], sampled.first(SHOWN_SAMPLES), self._names)
         )
 
+    def memory(self, params: nnx.State, prompts: int) -> int | None:
+        """Most bytes of a device that so many prompts take beside the parameters; see `Draw.memory`."""
+        return self._sampled.memory(params, prompts, 1)
+
     def exact_match_on(self, examples: list[Example], params: nnx.State, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""
         key = jax.random.fold_in(jax.random.fold_in(self._key, 2), step)

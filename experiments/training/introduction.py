@@ -4,19 +4,21 @@ import os
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from experiments.config import Config
 from experiments.config.ranges import validate
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.parameters import abstract_decoder
 from experiments.runs.console import RunConsole
-from experiments.sampling.prompts import PromptOrder, held_out_examples, sizes_for
+from experiments.sampling.prompts import PromptOrder, Sizes, held_out_examples, sizes_for
 from experiments.tasks import Rewards, Task
 from experiments.tasks.protocol import prompt_text
 from experiments.training.answers import warn_of_long_answers
-from experiments.training.memory import cache_bytes, device_limit, size
+from experiments.training.memory import device_limit, size
 from experiments.training.origin import Origin, OwnOrigin
 
 FEW_PROMPTS = 20
@@ -132,6 +134,19 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
         # Else the system would end the process, without a word.
         raise ValueError(f"memory: the run needs {text}; here are {size(here)}")
     return f"{text}; here are {size(here)}"
+
+
+def cache_bytes(decoder: DecoderConfig, sizes: Sizes, config: Config, ranks: int) -> int:
+    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation, whose prompts are filled up
+    until the ranks divide them."""
+    rollout = config.rollout
+    drawn, asked = (
+        -(-count // ranks) * ranks for count in (rollout.prompts_per_rollout, config.evaluation.num_prompts)
+    )
+    slots = drawn * (sizes.prompt + rollout.num_generations * sizes.completion)
+    slots = max(slots, asked * (sizes.prompt + sizes.completion))
+    width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+    return slots * width * jnp.dtype(decoder.dtype).itemsize
 
 
 def _memory_here(devices: int) -> int | None:

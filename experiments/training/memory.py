@@ -3,19 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from experiments.config import Config
-from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import TENSOR_AXIS, MeshSpec, num_ranks, parse_mesh, size_of
-from experiments.models.sharding import parameter_shardings
+from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.placement import bytes_a_device
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import processes
 from experiments.sampling.prompts import Sizes
-from experiments.training.modes import rollout_mesh
 from experiments.training.trainer import Trainer
 
 WORTH_NAMING = 0.2
@@ -31,7 +28,7 @@ class StepMemory(NamedTuple):
       gradients: of one micro-batch, or of several, added up.
       several: whether a step may have several micro-batches, whose sum is held beside the gradients of the next.
       update: what the update takes beside the gradients.
-      rollout: what a rollout takes at least: its cache, and parameters on a mesh of its own.
+      rollout: what a rollout or an evaluation takes, parameters on a mesh of its own included.
     """
 
     state: int
@@ -60,7 +57,7 @@ class StepMemory(NamedTuple):
         parts = {
             "a micro-batch": self.micro_batch,
             "the update": self.gradients + self.update if self.gradients else 0,
-            "a rollout at least": self.rollout,
+            "a rollout": self.rollout,
         }
         beside = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
         return f"state {size(self.state)}{f'; beside it {beside}' if beside else ''}"
@@ -81,7 +78,7 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     """
     if trainer.progress.step >= trainer.config.schedule.steps:
         return
-    memory = memory_of(trainer)
+    memory = memory_of(trainer, warm_start=not resumed)
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
@@ -102,8 +99,9 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     console.warn(f"memory, in a step of several micro-batches: {sentence}")
 
 
-def memory_of(trainer: Trainer) -> StepMemory:
-    """What a trainer's step needs; of `--invariant`, whose programs are many small ones, the state alone."""
+def memory_of(trainer: Trainer, *, warm_start: bool) -> StepMemory:
+    """What a trainer's step needs, and where it is still to come its warm start, whose steps take no more; of
+    `--invariant`, whose programs are many small ones, the state alone."""
     config, sizes, params = trainer.config, trainer.sizes, bytes_a_device(trainer.state.params)
     trained_and_frozen = params + bytes_a_device(trainer.frozen)
     state = trained_and_frozen + bytes_a_device(trainer.state.opt_state) + (params if trainer.has_reference else 0)
@@ -111,7 +109,8 @@ def memory_of(trainer: Trainer) -> StepMemory:
     if programs is None:
         return StepMemory(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    if micro_batch is None or update is None:
+    rollout = trainer.memory_of_draws(warm_start=warm_start)
+    if micro_batch is None or update is None or rollout is None:
         return StepMemory(state)
     batch = max(0, micro_batch.argument_size_in_bytes - trained_and_frozen)
     return StepMemory(
@@ -120,7 +119,7 @@ def memory_of(trainer: Trainer) -> StepMemory:
         gradients=micro_batch.output_size_in_bytes,
         several=_may_have_several(config, sizes),
         update=update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
-        rollout=_rollout(trainer),
+        rollout=rollout,
     )
 
 
@@ -131,20 +130,6 @@ def _may_have_several(config: Config, sizes: Sizes) -> bool:
         return schedule.micro_batches != 1
     rows = parse_mesh(config.mesh).ranks * sizes.rows
     return schedule.docs_per_step > rows * (sizes.row // (sizes.prompt + sizes.completion))
-
-
-def _rollout(trainer: Trainer) -> int:
-    decoder, mesh = trainer.origin.decoder, rollout_mesh(trainer.config, trainer.mesh)
-    held = 0
-    if decoder is not None:
-        held = cache_bytes(decoder, trainer.sizes, trainer.config, num_ranks(mesh)) // mesh.size
-        if decoder.vocab_size % size_of(mesh, TENSOR_AXIS):
-            # The head, put together from its features: see `Decoder.head_apart`.
-            held += decoder.vocab_size * decoder.hidden_size * jnp.dtype(decoder.dtype).itemsize
-    if mesh == trainer.mesh:
-        return held
-    copies = (trainer.state.params, trainer.frozen)
-    return held + sum(bytes_a_device(tree, parameter_shardings(tree, mesh)) for tree in copies)
 
 
 def remedies(memory: StepMemory, limit: int, config: Config, rows: int, remat: str | None) -> list[str]:
@@ -199,34 +184,6 @@ def _with_more_shards(mesh: MeshSpec, factor: int) -> MeshSpec:
     if taken is not None:
         return replace(mesh, data=mesh.data // taken, fsdp=mesh.fsdp * taken)
     return replace(mesh, data=1, fsdp=mesh.fsdp * factor)
-
-
-def cache_bytes(decoder: DecoderConfig, sizes: Sizes, config: Config, ranks: int) -> int:
-    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation, whose prompts are filled up
-    until the ranks divide them."""
-    rollout = config.rollout
-    drawn, asked = (
-        -(-count // ranks) * ranks for count in (rollout.prompts_per_rollout, config.evaluation.num_prompts)
-    )
-    slots = drawn * (sizes.prompt + rollout.num_generations * sizes.completion)
-    slots = max(slots, asked * (sizes.prompt + sizes.completion))
-    width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
-    return slots * width * jnp.dtype(decoder.dtype).itemsize
-
-
-def bytes_a_device(tree: Any, places: Any = None) -> int:
-    """Bytes of the shards of a tree's arrays on one device that has a shard of each.
-
-    Args:
-      tree: of arrays.
-      places: their shardings, where those are others than they have.
-    """
-    leaves = jax.tree.leaves(tree)
-    shardings = [leaf.sharding for leaf in leaves] if places is None else jax.tree.leaves(places)
-    return sum(
-        math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, place in zip(leaves, shardings, strict=True)
-    )
 
 
 def device_limit(devices: Sequence[jax.Device]) -> int | None:

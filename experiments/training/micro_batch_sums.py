@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.models.mesh import TENSOR_AXIS, ranks_here, settled, token_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
 from experiments.sampling.packing import Round
-from experiments.training.ahead import Ahead, compiled_ahead
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs

@@ -1,8 +1,6 @@
 """What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
 import contextlib
-import functools
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -12,7 +10,7 @@ from flax import nnx
 from experiments.config import Config
 from experiments.config.invariance import head_here
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
-from experiments.models.placement import placed
+from experiments.models.placement import bytes_a_device, placed
 from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.options import refused_as
 from experiments.sampling.cached_draw import CachedDraw
@@ -91,8 +89,9 @@ class PlainMode:
         self._sampled_graph = origin.graph(self._rollout_mesh)
         with refused_as("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
             places = [parameter_shardings(state, self._rollout_mesh) for state in (self.params, self.frozen)]
-        self._sampled_params, sampled_frozen = places
-        self._sampled_frozen = self._resharded(self.frozen, sampled_frozen)
+        apart = self._rollout_mesh != self.mesh
+        self._sampled_params = places[0] if apart else None
+        self._sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
@@ -104,12 +103,7 @@ class PlainMode:
         """See `Mode`."""
         kind = CachedDraw if self._cached else UncachedDraw
         draw = kind(self._sampled_graph, self._rollout_mesh, tokenizer, sizes, options)
-        place = functools.partial(self._resharded, places=self._sampled_params)
-        return WholeModelDraw(draw, self._sampled_frozen, place)
-
-    def _resharded(self, state: nnx.State, places: nnx.State) -> nnx.State:
-        """Parameters as the mesh of the rollouts splits them."""
-        return state if self._rollout_mesh == self.mesh else placed(state, places)
+        return WholeModelDraw(draw, self._sampled_frozen, self._sampled_params)
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -127,17 +121,30 @@ class WholeModelDraw:
     Args:
       draw: the one.
       frozen: what is not trained, where `draw` needs it.
-      place: puts the trained parameters where `draw` needs them.
+      places: shardings of the trained parameters that `draw` needs, on a mesh of its own; None where they have them.
     """
 
-    def __init__(self, draw: Draw, frozen: nnx.State, place: Callable[[nnx.State], nnx.State]) -> None:
-        self._draw, self._frozen, self._place = draw, frozen, place
+    def __init__(self, draw: Draw, frozen: nnx.State, places: nnx.State | None) -> None:
+        self._draw, self._frozen, self._places = draw, frozen, places
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
         """See `Draw`."""
-        return self._draw(nnx.merge_state(self._place(params), self._frozen), prompts, lengths, copies, key)
+        here = params if self._places is None else placed(params, self._places)
+        return self._draw(nnx.merge_state(here, self._frozen), prompts, lengths, copies, key)
+
+    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+        """See `Draw`; with what the parameters take on a mesh of its own."""
+        if self._places is None:
+            return self._draw.memory(nnx.merge_state(params, self._frozen), prompts, copies)
+
+        def there(leaf: jax.Array, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        model = nnx.merge_state(jax.tree.map(there, params, self._places), self._frozen)
+        beside = self._draw.memory(model, prompts, copies)
+        return None if beside is None else beside + bytes_a_device(model)
 
 
 class InvariantMode:

@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from experiments.models.ahead import Ahead
 from experiments.sampling.packing import Round
-from experiments.training.ahead import Ahead
 from jaxlogp import HeadRun, StepSums
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 from experiments.config import Config, validate
 from experiments.config.schedule import MICRO_BATCHES
+from experiments.models.ahead import Ahead, largest
 from experiments.models.mesh import document_axis
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
@@ -31,7 +32,6 @@ from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import scoring
-from experiments.training.ahead import Ahead
 from experiments.training.diagnosis import require_finite_inputs, why_refused
 from experiments.training.drift import DriftWatch, StepDrift
 from experiments.training.evaluation import Evaluation, ExactMatch
@@ -205,6 +205,15 @@ class Trainer:
         micro_batch = self.sums.ahead(self.state.params, self._padding())
         return None if micro_batch is None else (micro_batch, self.update.ahead(self.state, micro_batch.results))
 
+    def memory_of_draws(self, *, warm_start: bool) -> int | None:
+        """Most bytes of a device that a rollout, an evaluation, or a check of the warm start takes beside the state; see
+        `Draw.memory`."""
+        params, options = self.state.params, self.config.warm_start
+        found = [self.rollouts.memory(params), self._evaluation.memory(params, self.num_held_out)]
+        if warm_start and options.check_every <= options.max_steps:
+            found.append(self._evaluation.memory(params, CHECK_PROMPTS))
+        return largest(*found)
+
     # Warm start
 
     def warm_start(self, console: RunConsole, metrics: MetricsWriter, between: Callable[[], None]) -> None:
@@ -219,7 +228,10 @@ class Trainer:
             self._packing,
             functools.partial(self._evaluation.exact_match_on, checks),
         )
-        params = phase.run(self.state.params, console, metrics, between)
+        params = self.state.params
+        # Makes room for that of the warm start's own optimizer.
+        self.state = TrainState(params, None)
+        params = phase.run(params, console, metrics, between)
         self.state = self.update.init(params)
         self._freeze_reference()
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from experiments.training.ahead import Ahead, compiled_ahead
+from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.training.optimizers import Optimizer, OptimizerState
 from experiments.training.soundness import OPTIMIZER_STATE, Soundness, sound_leaves, unsound_names
 from experiments.training.sums import MicroSums

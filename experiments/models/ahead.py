@@ -16,6 +16,21 @@ class Ahead(NamedTuple):
     compiled: jax.stages.Compiled
     results: Any
 
+    def bytes_beside(self, held: int) -> int | None:
+        """Most bytes of a device that it takes beside arguments of `held` bytes, which are there anyway; None where the
+        compiler does not say."""
+        needs = self.compiled.memory_analysis()
+        if needs is None:
+            return None
+        arguments = max(0, needs.argument_size_in_bytes - held)
+        return arguments + needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+
+
+def largest(*needs: int | None) -> int | None:
+    """The largest need; None where one of them is not known."""
+    known = [need for need in needs if need is not None]
+    return max(known) if len(known) == len(needs) else None
+
 
 def compiled_ahead(function: Any, *operands: Any) -> Ahead:
     """Compiles a jitted function for these operands, arrays or their shapes with places.
