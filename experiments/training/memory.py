@@ -1,8 +1,9 @@
 """What a run needs of each device's memory, from its compiled programs, said before the first of them runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from experiments.models.placement import bytes_a_device
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import processes
 from experiments.sampling.prompts import Sizes
-from experiments.training.trainer import Trainer
+from experiments.training.trainer import EVALUATION, ROLLOUT, WARM_START_CHECK, Trainer
 
 WORTH_NAMING = 0.2
 """Share of the need from which on a part of it is worth a remedy."""
@@ -28,7 +29,7 @@ class StepMemory(NamedTuple):
       gradients: of one micro-batch, or of several, added up.
       several: whether a step may have several micro-batches, whose sum is held beside the gradients of the next.
       update: what the update takes beside the gradients.
-      rollout: what a rollout or an evaluation takes, parameters on a mesh of its own included.
+      draws: what a rollout, an evaluation or a check of the warm start takes, by these names, which are what is printed.
     """
 
     state: int
@@ -36,7 +37,7 @@ class StepMemory(NamedTuple):
     gradients: int = 0
     several: bool = False
     update: int = 0
-    rollout: int = 0
+    draws: Mapping[str, int] = MappingProxyType({})
 
     @property
     def micro_batch(self) -> int:
@@ -46,7 +47,7 @@ class StepMemory(NamedTuple):
     @property
     def need(self) -> int:
         """Bytes at the moment that takes most."""
-        return self.state + max(self.micro_batch, self.gradients + self.update, self.rollout)
+        return self.state + max(self.micro_batch, self.gradients + self.update, *self.draws.values())
 
     @property
     def least(self) -> int:
@@ -57,7 +58,7 @@ class StepMemory(NamedTuple):
         parts = {
             "a micro-batch": self.micro_batch,
             "the update": self.gradients + self.update if self.gradients else 0,
-            "a rollout": self.rollout,
+            **self.draws,
         }
         beside = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
         return f"state {size(self.state)}{f'; beside it {beside}' if beside else ''}"
@@ -109,8 +110,8 @@ def memory_of(trainer: Trainer, *, warm_start: bool) -> StepMemory:
     if programs is None:
         return StepMemory(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    rollout = trainer.memory_of_draws(warm_start=warm_start)
-    if micro_batch is None or update is None or rollout is None:
+    draws = trainer.memory_of_draws(warm_start=warm_start)
+    if micro_batch is None or update is None or draws is None:
         return StepMemory(state)
     batch = max(0, micro_batch.argument_size_in_bytes - trained_and_frozen)
     return StepMemory(
@@ -119,7 +120,7 @@ def memory_of(trainer: Trainer, *, warm_start: bool) -> StepMemory:
         gradients=micro_batch.output_size_in_bytes,
         several=_may_have_several(config, sizes),
         update=update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
-        rollout=rollout,
+        draws=draws,
     )
 
 
@@ -143,17 +144,26 @@ def remedies(memory: StepMemory, limit: int, config: Config, rows: int, remat: s
       remat: what layers keep for the backward pass; None where the model decides that itself.
     """
     sums = memory.gradients * (2 if memory.several else 1)
-    if memory.micro_batch >= max(memory.gradients + memory.update, memory.rollout):
+    drawing = max(memory.draws, key=lambda name: memory.draws[name], default="")
+    of_draw = memory.draws.get(drawing, 0)
+    if memory.micro_batch >= max(memory.gradients + memory.update, of_draw):
         beside = memory.intermediate
         parts = [(beside, _smaller_micro_batch(rows, remat)), (sums, _narrower_sums(config))]
-    elif memory.rollout > memory.gradients + memory.update:
-        fewer = f"--rollout.prompts-per-rollout below {config.rollout.prompts_per_rollout}"
-        sums, beside, parts = 0, memory.rollout, [(memory.rollout, [fewer])]
+    elif of_draw > memory.gradients + memory.update:
+        sums, beside, parts = 0, of_draw, [(of_draw, [_smaller_draw(drawing, config)])]
     else:
         beside, parts = memory.update, [(sums, _narrower_sums(config))]
     parts.append((memory.state + sums, _more_shards(memory.state + sums, limit - beside, config)))
     in_order = sorted(parts, key=lambda part: -part[0])
     return [cure for number, cures in in_order if number > WORTH_NAMING * memory.need for cure in cures]
+
+
+def _smaller_draw(name: str, config: Config) -> str:
+    return {
+        ROLLOUT: f"--rollout.prompts-per-rollout below {config.rollout.prompts_per_rollout}",
+        EVALUATION: f"--evaluation.num-prompts below {config.evaluation.num_prompts}",
+        WARM_START_CHECK: "--warm-start.max-steps 0",
+    }[name]
 
 
 def _smaller_micro_batch(rows: int, remat: str | None) -> list[str]:

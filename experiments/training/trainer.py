@@ -14,7 +14,7 @@ from flax import nnx
 
 from experiments.config import Config, validate
 from experiments.config.schedule import MICRO_BATCHES
-from experiments.models.ahead import Ahead, largest
+from experiments.models.ahead import Ahead
 from experiments.models.mesh import document_axis
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
@@ -45,6 +45,7 @@ from jaxlogp import Document, DocumentSchedule, HeadRun
 from jaxlogp.errors import require
 
 CHECK_PROMPTS = 512
+ROLLOUT, EVALUATION, WARM_START_CHECK = "a rollout", "an evaluation", "a check of the warm start"
 FASTEST_ON_GPU = ("hopper", "triton")
 
 
@@ -205,14 +206,15 @@ class Trainer:
         micro_batch = self.sums.ahead(self.state.params, self._padding())
         return None if micro_batch is None else (micro_batch, self.update.ahead(self.state, micro_batch.results))
 
-    def memory_of_draws(self, *, warm_start: bool) -> int | None:
-        """Most bytes of a device that a rollout, an evaluation, or a check of the warm start takes beside the state; see
-        `Draw.memory`."""
+    def memory_of_draws(self, *, warm_start: bool) -> dict[str, int] | None:
+        """Most bytes of a device that a rollout, an evaluation, and where it is to come a check of the warm start take
+        beside the state; None where that is not known. See `Draw.memory`."""
         params, options = self.state.params, self.config.warm_start
-        found = [self.rollouts.memory(params), self._evaluation.memory(params, self.num_held_out)]
+        needs = {ROLLOUT: self.rollouts.memory(params), EVALUATION: self._evaluation.memory(params, self.num_held_out)}
         if warm_start and options.check_every <= options.max_steps:
-            found.append(self._evaluation.memory(params, CHECK_PROMPTS))
-        return largest(*found)
+            needs[WARM_START_CHECK] = self._evaluation.memory(params, CHECK_PROMPTS)
+        known = {name: need for name, need in needs.items() if need is not None}
+        return known if known.keys() == needs.keys() else None
 
     # Warm start
 

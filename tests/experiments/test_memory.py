@@ -27,14 +27,16 @@ from tests.experiments.tiny import tiny
 from tests.experiments.waves import batch, sums_on
 
 GIB = 2**30
-STEP = StepMemory(state=4 * GIB, intermediate=3 * GIB, gradients=2 * GIB, several=True, update=GIB, rollout=GIB // 2)
+STEP = StepMemory(
+    state=4 * GIB, intermediate=3 * GIB, gradients=2 * GIB, several=True, update=GIB, draws={"a rollout": GIB // 2}
+)
 
 
 def test_the_need_is_that_of_the_moment_that_takes_most():
     # State, intermediate results, the gradients and their sum; with one micro-batch, no sum.
     assert STEP.need == 11 * GIB and STEP.least == 9 * GIB
     assert STEP._replace(update=6 * GIB).need == 12 * GIB, "state, sum and update"
-    assert STEP._replace(rollout=8 * GIB).need == 12 * GIB
+    assert STEP._replace(draws={"a rollout": GIB, "an evaluation": 8 * GIB}).need == 12 * GIB
     assert str(STEP) == ("state 4.0 GiB; beside it a micro-batch 7.0 GiB, the update 3.0 GiB, a rollout 512.0 MiB")
     assert str(StepMemory(2**20)) == "state 1.0 MiB"
 
@@ -71,8 +73,16 @@ CURES = {
         ["--schedule.rows below 2"],
     ),
     "a rollout": (
-        StepMemory(GIB, intermediate=GIB, rollout=20 * GIB), {}, (8, "none"),
+        StepMemory(GIB, intermediate=GIB, draws={"a rollout": 20 * GIB, "an evaluation": 8 * GIB}), {}, (8, "none"),
         [f"--rollout.prompts-per-rollout below {Config().rollout.prompts_per_rollout}"],
+    ),
+    "an evaluation": (
+        StepMemory(GIB, intermediate=GIB, draws={"a rollout": GIB, "an evaluation": 8 * GIB}), {}, (8, "none"),
+        [f"--evaluation.num-prompts below {Config().evaluation.num_prompts}"],
+    ),
+    "a check of the warm start": (
+        StepMemory(GIB, draws={"a rollout": GIB, "a check of the warm start": 20 * GIB}), {}, (8, "none"),
+        ["--warm-start.max-steps 0"],
     ),
     "leaves on one device": (StepMemory(20 * GIB), {"invariant": True}, (8, "none"), []),
 }  # fmt: skip
