@@ -20,6 +20,16 @@ def option_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+def field_of(option: str) -> str:
+    """The field of an option as it is typed.
+
+    Example:
+        >>> field_of("--schedule.docs-per-step")
+        'schedule.docs_per_step'
+    """
+    return option.removeprefix("--").replace("-", "_")
+
+
 def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
     """Annotations by dotted name."""
     hints = typing.get_type_hints(options, include_extras=True)

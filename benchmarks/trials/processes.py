@@ -63,20 +63,23 @@ def start(arguments: list[str], cache: Path, *, main: str = MAIN, devices: int |
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def start_together(arguments: list[str], cache: Path, count: int, main: str = MAIN) -> list[subprocess.Popen]:
-    """The command line as several processes of one run, a device each.
+def start_together(
+    arguments: list[str], cache: Path, count: int, main: str = MAIN, devices: int = 1
+) -> list[subprocess.Popen]:
+    """The command line as several processes of one run.
 
     Args:
       arguments: of every one of them.
       cache: as for `start`.
       count: how many.
       main: their program.
+      devices: of each.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = ["--distributed", "--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id"]
-    return [start([*arguments, *place, str(index)], cache, main=main, devices=1) for index in range(count)]
+    return [start([*arguments, *place, str(index)], cache, main=main, devices=devices) for index in range(count)]
 
 
 def stop_when(process: subprocess.Popen, moment: Callable[[], bool], delay: float, number: signal.Signals) -> bool:

@@ -156,7 +156,7 @@ def size_of(mesh: Mesh | None, *axes: str) -> int:
 
 
 def devices_by_rank(mesh: Mesh) -> np.ndarray:
-    """Devices [ranks, tensor], in the order in which documents are dealt."""
+    """Devices [ranks, sequence x tensor], in the order in which documents are dealt."""
     return mesh.devices.reshape(num_ranks(mesh), -1)
 
 

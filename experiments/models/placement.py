@@ -58,16 +58,16 @@ def _whole(x: jax.Array | np.ndarray) -> np.ndarray:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def bytes_a_device(tree: Any, places: Any = None) -> int:
+def bytes_a_device(tree: Any) -> int:
     """Bytes of the shards of a tree's arrays on one device that has a shard of each.
 
     Args:
-      tree: of arrays.
-      places: their shardings, where those are others than they have.
+        tree: of arrays, or of their shapes, dtypes and places.
     """
     leaves = jax.tree.leaves(tree)
-    shardings = [leaf.sharding for leaf in leaves] if places is None else jax.tree.leaves(places)
-    return sum(
-        math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, place in zip(leaves, shardings, strict=True)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def total_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays, each counted once, of which the shapes and dtypes are enough."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -3,8 +3,8 @@
     python -m experiments.grpo --distributed ...        the same command in every process, see docs/scaling.md
 
 Every process runs the same program over the same documents, on one mesh of all their devices; JAX moves the arrays. What
-one process alone can know (a signal, a clock, what a reward function returned) goes through `gather`, over the key-value
-store of `jax.distributed`. Process 0 writes the run folder; the others read it.
+one process alone knows (a signal, a clock, its part of the decoded and scored completions) goes through `gather`, over the
+key-value store of `jax.distributed`. Process 0 writes the run folder; the others read it.
 
 A process that fails says why before it ends, and all others end with its reason and its exit code, instead of waiting for
 it in a collective for ever. One that is killed can say nothing: JAX misses its heartbeats and ends the others.

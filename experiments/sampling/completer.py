@@ -48,7 +48,7 @@ class Draw(Protocol):
 
 
 class Texts(Sequence[Completion]):
-    """Completions, each decoded when it is first read: of several processes, none reads all of them.
+    """Completions, each decoded when it is first read: of several processes each reads its part, and few others.
 
     Args:
       decode: makes a completion from a row of `rows`.
@@ -86,7 +86,7 @@ class Completions(NamedTuple):
         tokens: ids of the completions, including end tokens.
         log_probs: of these tokens, in nats.
         texts: the completions as text.
-        ended: bool [N], whether an end token ended it.
+        ended: bool [N], whether an end token or a stop text ended it.
         empty: bool [N], whether its text is.
         rewards: [N], the weighted sums.
         parts: [N, K], the value of each reward function.

@@ -99,8 +99,7 @@ class Packing:
 class Round:
     """One micro-batch of every data rank.
 
-    All processes have the documents of all ranks; a process makes the arrays of those ranks alone that have a device of
-    its own.
+    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device.
 
     Args:
       by_rank: the documents of each rank, in order.

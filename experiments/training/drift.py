@@ -50,6 +50,9 @@ class Place(NamedTuple):
     token: str
     context: str
 
+    def __str__(self) -> str:
+        return f"{self.token} after {self.context}, position {self.position} of document {self.document}"
+
 
 class _Compared(NamedTuple):
     """A document, by its number within the step, with what both sides say of its labels."""
@@ -67,11 +70,13 @@ class StepDrift:
     Attributes:
       report: trainer (candidate) against sampler (reference).
       worst: where its worst token is, or None without a finite one.
+      first_non_finite: where the first one is of which a log-prob is not finite, or None.
       seconds: that it took.
     """
 
     report: DriftReport
     worst: Place | None
+    first_non_finite: Place | None
     seconds: float
 
     def metrics(self) -> dict[str, Any]:
@@ -90,10 +95,10 @@ class StepDrift:
     def __str__(self) -> str:
         """The report, and the worst token's text."""
         text = f"sampler against trainer: {self.report}"
-        if self.worst is None:
-            return text
-        place = self.worst
-        return f"{text}: {place.token} after {place.context}, position {place.position} of document {place.document}"
+        text += "" if self.worst is None else f": {self.worst}"
+        return (
+            text if self.first_non_finite is None else f"{text}\nthe first that is not finite: {self.first_non_finite}"
+        )
 
 
 class DriftWatch:
@@ -134,8 +139,9 @@ class DriftWatch:
             backend="head not run" if head is None else f"engine {head.engine}",
             reduction=self._reduction,
         )
-        worst = None if report.worst_index is None else self._place(compared, *report.worst_index)
-        return StepDrift(report, worst, time.perf_counter() - started)
+        places = (report.worst_index, report.first_non_finite)
+        worst, first = (None if index is None else self._place(compared, *index) for index in places)
+        return StepDrift(report, worst, first, time.perf_counter() - started)
 
     def _compared(self, params: nnx.State, rounds: list[Round], documents_seen: int) -> Iterator[_Compared]:
         """The documents of which both sides are known under the same parameters."""

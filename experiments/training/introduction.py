@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.config import Config
+from experiments.config import Config, RolloutConfig
 from experiments.config.ranges import validate
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import DtypeChoice
@@ -61,7 +61,7 @@ def introduce(
             "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
             "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
-            "memory": _memory(config, task, origin, params, mesh),
+            "memory": _memory(config, task, origin, params, mesh, len(held_out)),
             "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
             "run folder": str(folder),
         }
@@ -108,7 +108,7 @@ def _trained(params: nnx.State) -> str:
     return "" if trained is params else f" ({_count(trained):,} of them trained)"
 
 
-def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec) -> str:
+def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec, held_out: int) -> str:
     """A lower bound: what is held all the time, and the sampler's cache; intermediate results come on top. What programs
     take is said once they are compiled; see `experiments.training.memory`."""
     trained = _trained_part(params)
@@ -124,7 +124,7 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
     if origin.decoder is not None and not config.invariant:
         sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh)
         drawn_on = (mesh if config.rollout.mesh is None else parse_mesh(config.rollout.mesh)).of_rollouts
-        parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config, drawn_on.ranks)
+        parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config.rollout, held_out, drawn_on.ranks)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
     total, here = sum(parts.values()), _memory_here(devices)
     text = f"at least {size(total)}: " + ", ".join(f"{name} {size(each)}" for name, each in parts.items())
@@ -136,13 +136,10 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
     return f"{text}; here are {size(here)}"
 
 
-def cache_bytes(decoder: DecoderConfig, sizes: Sizes, config: Config, ranks: int) -> int:
-    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation, whose prompts are filled up
-    until the ranks divide them."""
-    rollout = config.rollout
-    drawn, asked = (
-        -(-count // ranks) * ranks for count in (rollout.prompts_per_rollout, config.evaluation.num_prompts)
-    )
+def cache_bytes(decoder: DecoderConfig, sizes: Sizes, rollout: RolloutConfig, held_out: int, ranks: int) -> int:
+    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation of so many prompts, which
+    are filled up until the ranks divide them."""
+    drawn, asked = (-(-count // ranks) * ranks for count in (rollout.prompts_per_rollout, held_out))
     slots = drawn * (sizes.prompt + rollout.num_generations * sizes.completion)
     slots = max(slots, asked * (sizes.prompt + sizes.completion))
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import jax
 
 from experiments.config import Config
+from experiments.config.changes import may_change
 from experiments.models.mesh import MeshSpec, parse_mesh
-from experiments.models.placement import bytes_a_device
+from experiments.models.placement import bytes_a_device, total_bytes
+from experiments.options import field_of
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import processes
-from experiments.sampling.prompts import Sizes
 from experiments.training.trainer import EVALUATION, ROLLOUT, WARM_START_CHECK, Trainer
 
 WORTH_NAMING = 0.2
@@ -30,6 +31,7 @@ class StepMemory(NamedTuple):
       several: whether a step may have several micro-batches, whose sum is held beside the gradients of the next.
       update: what the update takes beside the gradients.
       draws: what a rollout, an evaluation or a check of the warm start takes, by these names, which are what is printed.
+      phase: said before the numbers, where they are not those of the run's own steps.
     """
 
     state: int
@@ -38,6 +40,7 @@ class StepMemory(NamedTuple):
     several: bool = False
     update: int = 0
     draws: Mapping[str, int] = MappingProxyType({})
+    phase: str = ""
 
     @property
     def micro_batch(self) -> int:
@@ -61,11 +64,12 @@ class StepMemory(NamedTuple):
             **self.draws,
         }
         beside = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
-        return f"state {size(self.state)}{f'; beside it {beside}' if beside else ''}"
+        return f"{self.phase}state {size(self.state)}{f'; beside it {beside}' if beside else ''}"
 
 
 def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
-    """Compiles the programs of a step, which its first call would do anyway, and prints what they need of a device.
+    """Compiles the programs of a step, of a rollout and of evaluations, which their first calls would do anyway, and prints
+    what they need of a device.
 
     Nothing where no step is left.
 
@@ -79,7 +83,7 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     """
     if trainer.progress.step >= trainer.config.schedule.steps:
         return
-    memory = memory_of(trainer, warm_start=not resumed)
+    memory = memory_of(trainer)
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
@@ -88,9 +92,11 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     console.say(f"memory a device: {partial}{size(memory.need)}{here} ({memory})")
     if limit is None or memory.need <= limit:
         return
-    decoder = trainer.origin.decoder
-    cures = remedies(memory, limit, trainer.config, trainer.sizes.rows, None if decoder is None else decoder.remat)
-    cures = [cure for cure in cures if not resumed or cure.startswith("--mesh")]
+    decoder, config = trainer.origin.decoder, trainer.config
+    # Of the prompts that there are, which may be fewer than asked for.
+    config = replace(config, evaluation=replace(config.evaluation, num_prompts=trainer.num_held_out))
+    cures = remedies(memory, limit, config, trainer.sizes.rows, None if decoder is None else decoder.remat)
+    cures = [cure for cure in cures if not resumed or may_change(field_of(cure.split()[0]))]
     fits = ", or ".join(cures) or "a device with more memory"
     sentence = (
         f"a device needs {partial}{size(memory.need)} and has {size(limit)} ({memory}); what may make it fit: {fits}"
@@ -100,37 +106,47 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     console.warn(f"memory, in a step of several micro-batches: {sentence}")
 
 
-def memory_of(trainer: Trainer, *, warm_start: bool) -> StepMemory:
-    """What a trainer's step needs, and where it is still to come its warm start, whose steps take no more; of
-    `--invariant`, whose programs are many small ones, the state alone."""
-    config, sizes, params = trainer.config, trainer.sizes, bytes_a_device(trainer.state.params)
-    trained_and_frozen = params + bytes_a_device(trainer.frozen)
-    state = trained_and_frozen + bytes_a_device(trainer.state.opt_state) + (params if trainer.has_reference else 0)
+def memory_of(trainer: Trainer) -> StepMemory:
+    """What a run's steps need, or its warm start where that is still to come and needs more; of `--invariant`, whose
+    programs are many small ones, the state alone."""
+    config, params = trainer.config, bytes_a_device(trainer.state.params)
+    held = params + bytes_a_device(trainer.frozen)
+    # A copy for rollouts on a mesh of their own stays there.
+    copy = 0 if trainer.sampled_frozen is trainer.frozen else bytes_a_device(trainer.sampled_frozen)
+    state = held + copy + bytes_a_device(trainer.state.opt_state) + (params if trainer.has_reference else 0)
     programs = trainer.ahead()
     if programs is None:
         return StepMemory(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    draws = trainer.memory_of_draws(warm_start=warm_start)
+    draws = trainer.memory_of_draws()
     if micro_batch is None or update is None or draws is None:
         return StepMemory(state)
-    batch = max(0, micro_batch.argument_size_in_bytes - trained_and_frozen)
-    return StepMemory(
+    batch = max(0, micro_batch.argument_size_in_bytes - held)
+    schedule = config.schedule
+    several = schedule.micro_batches != 1 if schedule.docs_per_step == 0 else _several(trainer, schedule.docs_per_step)
+    steps = StepMemory(
         state,
         intermediate=micro_batch.temp_size_in_bytes + batch,
         gradients=micro_batch.output_size_in_bytes,
-        several=_may_have_several(config, sizes),
+        several=several,
         update=update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
-        draws=draws,
+        draws={name: need for name, need in draws.items() if name != WARM_START_CHECK},
     )
+    if not trainer.warm_start_to_come:
+        return steps
+    # Its programs differ by the loss and the optimizer, which is AdamW whatever that of the run is.
+    moments = params * total_bytes(trainer.warm_start_moments()) // total_bytes(trainer.state.params)
+    check = {name: need for name, need in draws.items() if name == WARM_START_CHECK}
+    several = _several(trainer, config.warm_start.batch_size)
+    warm = steps._replace(state=held + copy + moments, several=several, draws=check, phase="in the warm start: ")
+    return max(steps, warm, key=lambda memory: memory.need)
 
 
-def _may_have_several(config: Config, sizes: Sizes) -> bool:
-    """Whether the documents of a step, each the longest possible one, need several micro-batches."""
-    schedule = config.schedule
-    if schedule.docs_per_step == 0:
-        return schedule.micro_batches != 1
-    rows = parse_mesh(config.mesh).ranks * sizes.rows
-    return schedule.docs_per_step > rows * (sizes.row // (sizes.prompt + sizes.completion))
+def _several(trainer: Trainer, documents: int) -> bool:
+    """Whether so many documents of a step, each the longest possible one, need several micro-batches."""
+    sizes = trainer.sizes
+    rows = parse_mesh(trainer.config.mesh).ranks * sizes.rows
+    return documents > rows * (sizes.row // (sizes.prompt + sizes.completion))
 
 
 def remedies(memory: StepMemory, limit: int, config: Config, rows: int, remat: str | None) -> list[str]:
@@ -162,7 +178,7 @@ def _smaller_draw(name: str, config: Config) -> str:
     return {
         ROLLOUT: f"--rollout.prompts-per-rollout below {config.rollout.prompts_per_rollout}",
         EVALUATION: f"--evaluation.num-prompts below {config.evaluation.num_prompts}",
-        WARM_START_CHECK: "--warm-start.max-steps 0",
+        WARM_START_CHECK: f"--warm-start.check-every above {config.warm_start.max_steps}",
     }[name]
 
 

@@ -41,6 +41,7 @@ class Mode(Protocol):
       mesh: the device mesh of the training.
       params: the model's first parameters, those that are trained.
       frozen: what is not trained.
+      sampled_frozen: the same where rollouts are drawn, a copy on a mesh of their own.
       consecutive: documents dealt to a data rank at a time.
       share_rows: whether documents share rows.
       vocab: the shards of the head's vocabulary over the tensor ranks.
@@ -51,6 +52,7 @@ class Mode(Protocol):
     mesh: jax.sharding.Mesh
     params: nnx.State
     frozen: nnx.State
+    sampled_frozen: nnx.State
     consecutive: int
     share_rows: bool
     vocab: VocabShards
@@ -91,7 +93,7 @@ class PlainMode:
             places = [parameter_shardings(state, self._rollout_mesh) for state in (self.params, self.frozen)]
         apart = self._rollout_mesh != self.mesh
         self._sampled_params = places[0] if apart else None
-        self._sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
+        self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
 
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
@@ -103,7 +105,7 @@ class PlainMode:
         """See `Mode`."""
         kind = CachedDraw if self._cached else UncachedDraw
         draw = kind(self._sampled_graph, self._rollout_mesh, tokenizer, sizes, options)
-        return WholeModelDraw(draw, self._sampled_frozen, self._sampled_params)
+        return WholeModelDraw(draw, self.sampled_frozen, self._sampled_params)
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -135,16 +137,16 @@ class WholeModelDraw:
         return self._draw(nnx.merge_state(here, self._frozen), prompts, lengths, copies, key)
 
     def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
-        """See `Draw`; with what the parameters take on a mesh of its own."""
+        """See `Draw`; with what the trained parameters take on a mesh of its own."""
         if self._places is None:
             return self._draw.memory(nnx.merge_state(params, self._frozen), prompts, copies)
 
         def there(leaf: jax.Array, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
-        model = nnx.merge_state(jax.tree.map(there, params, self._places), self._frozen)
-        beside = self._draw.memory(model, prompts, copies)
-        return None if beside is None else beside + bytes_a_device(model)
+        trained = jax.tree.map(there, params, self._places)
+        beside = self._draw.memory(nnx.merge_state(trained, self._frozen), prompts, copies)
+        return None if beside is None else beside + bytes_a_device(trained)
 
 
 class InvariantMode:
@@ -175,6 +177,7 @@ class InvariantMode:
         self.replicas = Replicas(ranks.homes, ranks.over_homes)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self.params, self.frozen = origin.parts(on_one_device(ranks.home), None)
+        self.sampled_frozen = self.frozen
         self._decoder = decoder
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
 

@@ -39,7 +39,7 @@ from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.objectives import CrossEntropy, PolicyObjective
 from experiments.training.origin import Origin, fingerprint, origin_of
 from experiments.training.update import AppliedStep, TrainState, Update
-from experiments.training.warm_start import WarmStart, WorkedExamples
+from experiments.training.warm_start import WarmStart, WorkedExamples, warm_start_optimizer
 from experiments.training.watch import Watch, over_median, with_norm
 from jaxlogp import Document, DocumentSchedule, HeadRun
 from jaxlogp.errors import require
@@ -82,6 +82,7 @@ class Trainer:
     Attributes:
       origin: the model that the run began with.
       frozen: what of it is not trained.
+      sampled_frozen: the same where rollouts are drawn.
       warnings: what the console should say before the run.
       attention_run: the implementation of attention over micro-batches, and why it.
       sampler: how completions are drawn, and why so.
@@ -124,7 +125,7 @@ class Trainer:
         # A copy, or a second reference, would keep a large model's first parameters on the devices next to the state.
         self.state = self.update.init(self._mode.params)
         del self._mode.params
-        self.frozen = self._mode.frozen
+        self.frozen, self.sampled_frozen = self._mode.frozen, self._mode.sampled_frozen
         # Parameters of the frozen reference; set after the warm start where a KL is wanted.
         self.reference: nnx.State | None = None
         self._packing = Packing(
@@ -206,12 +207,21 @@ class Trainer:
         micro_batch = self.sums.ahead(self.state.params, self._padding())
         return None if micro_batch is None else (micro_batch, self.update.ahead(self.state, micro_batch.results))
 
-    def memory_of_draws(self, *, warm_start: bool) -> dict[str, int] | None:
+    @property
+    def warm_start_to_come(self) -> bool:
+        """Whether the run begins with a warm start that has not ended."""
+        return self.config.warm_start.max_steps > 0 and self.progress.evaluated < 0
+
+    def warm_start_moments(self) -> Any:
+        """Shapes and dtypes of the state of the warm start's optimizer."""
+        return jax.eval_shape(warm_start_optimizer(self.config.warm_start).init, self.state.params)
+
+    def memory_of_draws(self) -> dict[str, int] | None:
         """Most bytes of a device that a rollout, an evaluation, and where it is to come a check of the warm start take
         beside the state; None where that is not known. See `Draw.memory`."""
         params, options = self.state.params, self.config.warm_start
         needs = {ROLLOUT: self.rollouts.memory(params), EVALUATION: self._evaluation.memory(params, self.num_held_out)}
-        if warm_start and options.check_every <= options.max_steps:
+        if self.warm_start_to_come and options.check_every <= options.max_steps:
             needs[WARM_START_CHECK] = self._evaluation.memory(params, CHECK_PROMPTS)
         known = {name: need for name, need in needs.items() if need is not None}
         return known if known.keys() == needs.keys() else None
@@ -231,7 +241,7 @@ class Trainer:
             functools.partial(self._evaluation.exact_match_on, checks),
         )
         params = self.state.params
-        # Makes room for that of the warm start's own optimizer.
+        # Without the optimizer's state: the warm start has an optimizer of its own. Nobody reads this until it has ended.
         self.state = TrainState(params, None)
         params = phase.run(params, console, metrics, between)
         self.state = self.update.init(params)

@@ -17,10 +17,10 @@ from experiments.training.sums import MicroSums
 
 
 class TrainState(NamedTuple):
-    """Parameters and optimizer state, placed on the mesh."""
+    """Parameters and optimizer state, placed on the mesh; None instead of that of an optimizer that is not at work."""
 
     params: nnx.State
-    opt_state: OptimizerState
+    opt_state: OptimizerState | None
 
 
 class AppliedStep(NamedTuple):

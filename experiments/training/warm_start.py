@@ -43,6 +43,12 @@ class WorkedExamples:
         return Document(tokens, len(prompt), np.zeros(len(answer), np.float32), advantage=0.0)
 
 
+def warm_start_optimizer(options: WarmStartConfig) -> Optimizer:
+    """AdamW at a rate that rises to its highest and stays there."""
+    warm_up = max(1, min(MAX_WARM_UP_STEPS, options.max_steps // 4))
+    return Optimizer(adamw(), optax.linear_schedule(0.0, options.learning_rate, warm_up), elementwise=True)
+
+
 @dataclass(frozen=True)
 class WarmStart:
     """Trains until the score reaches the target, or max_steps.
@@ -78,9 +84,7 @@ class WarmStart:
         options, max_steps = self.options, self.options.max_steps
         if not max_steps:
             return params
-        warm_up = max(1, min(MAX_WARM_UP_STEPS, max_steps // 4))
-        schedule = optax.linear_schedule(0.0, options.learning_rate, warm_up)
-        update = Update(Optimizer(adamw(), schedule, elementwise=True), self.sums.place, self.sums.compiler_options)
+        update = Update(warm_start_optimizer(options), self.sums.place, self.sums.compiler_options)
         state = update.init(params)
         with console.progress("warm start", max_steps) as advance:
             for step in range(1, max_steps + 1):

@@ -20,7 +20,7 @@ def test_the_table_has_every_number_of_ranks(capsys):
     assert result.markdown in printed and "| 4 | 32 |" in printed
 
 
-def test_a_step_packs_every_document_of_its_own_ranks_alone():
+def test_a_step_cuts_all_documents_into_rounds_and_makes_arrays_of_its_own_ranks_alone():
     rollouts, packing = rollouts_of(SMALL, 4)
     rounds = []
     plain = packing.rounds

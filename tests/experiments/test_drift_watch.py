@@ -136,7 +136,9 @@ def test_a_step_without_such_tokens_has_no_report():
 def test_tokens_that_are_not_finite_come_first():
     _, drift = report(documents([SEEN] * 6), {SEEN: np.nan})
     assert drift.metrics()["num_non_finite"] == 6 and drift.metrics()["max"] == 0.0
-    assert "NOT FINITE: 6 active tokens" in str(drift).splitlines()[0]
+    lines = str(drift).splitlines()
+    assert "NOT FINITE: 6 active tokens" in lines[0]
+    assert lines[-1] == "the first that is not finite: an end token after '1+2=3', position 6 of document 0"
 
 
 @pytest.mark.parametrize(("docs", "expected"), [(512, False), (1024, False), (256, True), (768, True), (0, True)])

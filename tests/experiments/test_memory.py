@@ -10,16 +10,17 @@ import pytest
 
 from experiments import resume, train
 from experiments.command_line import exit_code
-from experiments.config import Config, EvaluationConfig, RolloutConfig, ScheduleConfig
+from experiments.config import Config, RolloutConfig, ScheduleConfig
 from experiments.models.ahead import compiled_ahead
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.lora import LoraConfig
 from experiments.models.mesh import make_mesh, parse_mesh
+from experiments.models.placement import bytes_a_device
 from experiments.runs.console import RunConsole
 from experiments.sampling.prompts import Sizes
 from experiments.training import memory
 from experiments.training.introduction import cache_bytes
-from experiments.training.memory import StepMemory, peak_bytes, remedies, say_memory
+from experiments.training.memory import StepMemory, memory_of, peak_bytes, remedies, say_memory
 from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.trainer import Progress, Trainer
 from experiments.training.update import Update
@@ -82,7 +83,7 @@ CURES = {
     ),
     "a check of the warm start": (
         StepMemory(GIB, draws={"a rollout": GIB, "a check of the warm start": 20 * GIB}), {}, (8, "none"),
-        ["--warm-start.max-steps 0"],
+        [f"--warm-start.check-every above {Config().warm_start.max_steps}"],
     ),
     "leaves on one device": (StepMemory(20 * GIB), {"invariant": True}, (8, "none"), []),
 }  # fmt: skip
@@ -100,13 +101,14 @@ def test_what_would_make_it_fit_follows_from_what_is_largest(name):
 
 def said(monkeypatch, needed, limit, steps=3):
     """What is printed about a need, and what is raised."""
-    monkeypatch.setattr(memory, "memory_of", lambda trainer, warm_start: needed)
+    monkeypatch.setattr(memory, "memory_of", lambda trainer: needed)
     monkeypatch.setattr(memory, "device_limit", lambda devices: limit)
     trainer = SimpleNamespace(
         mesh=make_mesh(parse_mesh("")),
         config=Config(schedule=ScheduleConfig(steps=steps)),
         progress=Progress(),
         sizes=SimpleNamespace(rows=16),
+        num_held_out=20,
         origin=SimpleNamespace(decoder=SimpleNamespace(remat="none")),
     )
     stream = io.StringIO()
@@ -164,9 +166,35 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     rollout = {"num_generations": 8, "max_new_tokens": 64}
     trainer = Trainer(tiny("unused", "unused", mesh=mesh, rollout=rollout, schedule={"row_length": 128}))
     decoder, spec = trainer.origin.decoder, parse_mesh(mesh)
-    cache = cache_bytes(decoder, trainer.sizes, trainer.config, spec.ranks) / spec.num_devices
+    cache = (
+        cache_bytes(decoder, trainer.sizes, trainer.config.rollout, trainer.num_held_out, spec.ranks) / spec.num_devices
+    )
     # Each row with a copy of its prompt; logits, what a token is drawn with, and the completions.
     assert 0.9 * cache < trainer.rollouts.memory(trainer.state.params) < 1.4 * cache
+
+
+def test_parameters_on_a_mesh_of_the_rollouts_own_count():
+    apart = Trainer(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
+    there = Trainer(tiny("unused", "unused", mesh="data=2"))
+    copies = bytes_a_device(there.state.params)
+    assert apart.rollouts.memory(apart.state.params) == there.rollouts.memory(there.state.params) + copies
+    assert bytes_a_device(apart.state.params) < copies
+
+
+def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
+    """Its AdamW holds two numbers a parameter where the run's own optimizer holds one."""
+    options = {"optimizer": {"name": "muon"}, "schedule": {"rows": 32, "docs_per_step": 32}}
+    trainer = Trainer(tiny("unused", "unused", **options, evaluation={"kl": False}))
+    params = bytes_a_device(trainer.state.params)
+    memory_in = memory_of(trainer)
+    assert memory_in.phase == "in the warm start: " and str(memory_in).startswith("in the warm start: state ")
+    assert 3 * params <= memory_in.state < 3 * params + 100
+    assert set(memory_in.draws) == {"a check of the warm start"}
+    trainer.progress.evaluated = 0
+    after = memory_of(trainer)
+    assert after.phase == "" and set(after.draws) == {"a rollout", "an evaluation"}
+    assert after.state == params + bytes_a_device(trainer.state.opt_state)
+    assert after.need < memory_in.need
 
 
 def test_the_batch_of_a_program_is_asked_for_by_its_types_and_places():
@@ -183,13 +211,15 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
     tmp_path, monkeypatch, capsys, caplog
 ):
     options = {"warm_start": {"max_steps": 0}, "schedule": {"steps": 1}, "quiet": False}
+    # Shapes that no other test has compiled.
+    options |= {"rollout": {"num_generations": 3}, "evaluation": {"num_prompts": 5}}
     with jax.log_compiles():
         result = train(tiny(tmp_path, "fits", **options))
     messages = [each.getMessage() for each in caplog.records]
     for name in ("_begin", "_advance"):
         compiled = sum(f"Compiling jit({name})" in each for each in messages)
         assert compiled == 3, (
-            "one for rollouts, one each for sampled and greedy evaluations, also those for their memory"
+            "one for rollouts, and one each for sampled and greedy evaluations; asking for their memory adds none"
         )
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory a device: "))
     assert "state" in line and "a micro-batch" in line and "a rollout" in line and "at least" not in line
@@ -216,14 +246,12 @@ def test_the_sampler_s_cache_is_that_of_prompts_filled_up_for_the_ranks():
         vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
     )
     rollout = RolloutConfig(prompts_per_rollout=5, num_generations=3)
-    config = Config(rollout=rollout, evaluation=EvaluationConfig(num_prompts=1))
     sizes = Sizes(prompt=10, completion=4, row=14, rows=1)
     # Keys and values of two layers, a head of four fp32 features each.
     slot = 2 * 2 * 4 * 4
     for ranks, prompts in ((1, 5), (2, 6), (5, 5), (4, 8)):
-        assert cache_bytes(decoder, sizes, config, ranks) == prompts * (10 + 3 * 4) * slot
-    many = Config(rollout=rollout, evaluation=EvaluationConfig(num_prompts=100))
-    assert cache_bytes(decoder, sizes, many, 3) == 102 * (10 + 4) * slot
+        assert cache_bytes(decoder, sizes, rollout, 1, ranks) == prompts * (10 + 3 * 4) * slot
+    assert cache_bytes(decoder, sizes, rollout, 100, 3) == 102 * (10 + 4) * slot
 
 
 def test_the_peak_is_that_of_the_fullest_device():

@@ -121,8 +121,8 @@ def attend_cached(
     held = cache.layers[layer]
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, :, None], cache.filled, axis=2)  # noqa: E731
     keys, values = put(held.keys, new_keys), put(held.values, new_values)
-    # Else, with one key-value head on a device, XLA puts the token in once for the products and once for the loop, and
-    # copies the whole cache for that, twice. JAX 0.10 on a CPU takes the barrier out too early, and copies.
+    # Else XLA for CPUs, with one key-value head on a device, puts the token in once for the products and once for the loop,
+    # and copies the whole cache for that, twice. (That of JAX 0.10 takes the barrier out too early, and copies.)
     keys, values = lax.optimization_barrier((keys, values))
     held = held._replace(keys=keys, values=values)
     return _attend_einsum(queries, held, _biases(cache, held, first_readable(cache, window)), scale, softcap), held

@@ -34,7 +34,7 @@ class PretrainedTokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return max(self._ids) + 1
+        return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens spelled out in it become their ids, none is added."""
@@ -68,8 +68,8 @@ class PretrainedTokenizer:
 
     @cached_property
     def _ids(self) -> frozenset[int]:
-        """All that have a token. Asked one by one, they take longer than decoding."""
-        return frozenset(self.inner.get_vocab(with_added_tokens=True).values())
+        """All that have a token. Asked for in every text again, they take longer than decoding."""
+        return frozenset(number for number in range(self.vocab_size) if self.inner.id_to_token(number) is not None)
 
 
 def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
