@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,7 @@ class StepSums:
         return FinishedStep(gradients, self.loss.mean(), self.metrics.finish())
 
 
+@runtime_checkable
 class HasDocuments(Protocol):
     """What a step can be collected of, such as `MicroBatch`: it says how many documents it holds, as one number or an
     array of them."""
