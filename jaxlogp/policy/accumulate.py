@@ -103,7 +103,8 @@ class HasDocuments(Protocol):
 Batch = TypeVar("Batch", bound=HasDocuments)
 
 
-class CollectedStep(NamedTuple, Generic[Batch]):
+@dataclass(frozen=True)
+class CollectedStep(Generic[Batch]):
     """The micro-batches of one optimizer step on this process.
 
     `micro_batches` holds one tuple per round, with one micro-batch for each local stream, the same number of rounds on
