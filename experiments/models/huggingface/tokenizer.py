@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids up to the first of `eos_ids`, special tokens left out; ids without a token read as U+FFFD."""
-        answer = takewhile(lambda token: token not in self.eos_ids, ids)
+        answer = list(ids)
+        answer = answer[: min((answer.index(end) for end in self.eos_ids if end in answer), default=None)]
+        if self._ids.issuperset(answer):
+            return self.inner.decode(answer)
         runs = ((known, list(run)) for known, run in groupby(answer, self._ids.__contains__))
         return "".join(self.inner.decode(run) if known else UNKNOWN * len(run) for known, run in runs)
 
