@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -105,8 +105,12 @@ class Processes:
             count: how many there are.
             make: the values of the things with these numbers, as `gather` takes them.
         """
-        values: list[Any] = [None] * count
-        for process, made in enumerate(self.gather(what, make(self.part_of(count)))):
+        return self.in_order(self.gather(what, make(self.part_of(count))))
+
+    def in_order(self, parts: Sequence[Sequence[T]]) -> list[T]:
+        """What every process made of its `part_of` some things, in the order of the things."""
+        values: list[Any] = [None] * sum(map(len, parts))
+        for process, made in enumerate(parts):
             values[process :: self.count] = made
         return values
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -144,10 +145,20 @@ class Round:
         """The round without some per-token values."""
         return dataclasses.replace(self, without=self.without | set(columns))
 
+    @property
+    def plain(self) -> "Round":
+        """The round without the documents' further columns, so that one program scores every round."""
+        return self.leaving_out(self.packing.columns)
+
     def at_labels(self, values: Shaped[np.ndarray, "ranks rows row_length"]) -> list[Shaped[np.ndarray, " labels"]]:
         """The values at the labels of each document, in the order of `documents`."""
+        return [values[place] for place in self._labels]
+
+    @cached_property
+    def _labels(self) -> list[tuple[int, int, slice]]:
+        """Rank, row and positions of the labels of each document."""
         return [
-            values[rank, row][start + document.first_label - 1 : start + document.tokens.size - 1]
+            (rank, row, slice(start + document.first_label - 1, start + document.tokens.size - 1))
             for rank, documents in enumerate(self.by_rank)
             for document, (row, start) in zip(documents, self.packing.starts(documents), strict=True)
         ]

@@ -165,7 +165,9 @@ def bytes_beside_parameters(graph, options: SamplerOptions, state, prompts, prom
     count, held = prompts.shape[0] * options.copies, bytes_a_device(state)
     row_ids = jnp.arange(count, dtype=jnp.int32)
     begin = compiled_ahead(_begin, graph, options, state, prompts, prompt_lengths, jax.random.key(0), row_ids)
-    ranks, sizes = _sizes(graph, options, state, count)
+    mesh = nnx.merge(graph, state).mesh
+    ranks = size_of(mesh, *axes_of_rows(prompts.shape[0], mesh))
+    sizes = _sizes(count // ranks, options.max_new_tokens)
     advance = compiled_ahead(_advance, graph, options, state, begin.results, sizes[0], ranks)
     # While rows leave, those that stay are there twice.
     kept = bytes_a_device(begin.results) * (count // ranks + sizes[0]) // (count // ranks)
@@ -197,10 +199,12 @@ class _Rows:
 def _complete(graph, options, state, rows: _Rows) -> Samples:
     """Draws until all rows are done. Finished rows leave: when few enough are left on every rank, these go on alone."""
     mesh, count = nnx.merge(graph, state).mesh, len(rows.done)
-    ranks, sizes = _sizes(graph, options, state, count)
+    # Rows stay on their rank.
+    axes = axes_of_rows(count // options.copies, mesh)
+    ranks = size_of(mesh, *axes)
+    sizes = _sizes(count // ranks, options.max_new_tokens)
     if len(sizes) == 1:
         return _advance(graph, options, state, rows, *sizes, ranks).samples
-    axes = axes_of_rows(count // options.copies, mesh)
     places = np.arange(count).reshape(ranks, -1)
     whole = Samples(*(np.array(x) for x in whole_on_host(rows.samples)))
     for size in sizes:
@@ -217,19 +221,11 @@ def _complete(graph, options, state, rows: _Rows) -> Samples:
     return whole
 
 
-def _sizes(graph, options, state, count: int) -> tuple[int, list[int]]:
-    """The ranks that so many rows are split over, on which they stay, and how many unfinished ones of a rank end each
-    call of `_advance`."""
-    mesh = nnx.merge(graph, state).mesh
-    ranks = size_of(mesh, *axes_of_rows(count // options.copies, mesh))
-    return ranks, [*_narrower(count // ranks, options.max_new_tokens), 0]
-
-
-def _narrower(rows: int, max_new_tokens: int) -> list[int]:
-    """Numbers of unfinished rows to which a rank's batch of `rows` is narrowed. Each is a program to compile: a few, and
-    none where completions are short."""
-    sizes = [rows >> halvings for halvings in range(1, 4)] if max_new_tokens >= SHORTEST_NARROWED else []
-    return [size for size in sizes if size >= FEWEST_ROWS]
+def _sizes(rows: int, max_new_tokens: int) -> list[int]:
+    """How many unfinished ones of a rank's `rows` end each call of `_advance`: the batch is narrowed to them. Each is a
+    program to compile: a few, and none but the last, 0, where completions are short."""
+    narrower = [rows >> halvings for halvings in range(1, 4)] if max_new_tokens >= SHORTEST_NARROWED else []
+    return [*(size for size in narrower if size >= FEWEST_ROWS), 0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

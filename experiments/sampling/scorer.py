@@ -35,13 +35,12 @@ class Scorer:
         if here.count == 1:
             return self._rewards.score(examples, completions)
         mine = here.part_of(len(completions))
-        said: list[Any] = [None] * len(completions)
-        for process, (error, parts) in enumerate(here.gather("rewards", self._of(examples, completions, mine))):
+        answers = here.gather("rewards", self._of(examples, completions, mine))
+        for error, _ in answers:
             if error is not None:
                 kind, text = error
                 raise _RAISED[kind](text)
-            said[process :: here.count] = parts
-        return self._rewards.weighted(examples, completions, said)
+        return self._rewards.weighted(examples, completions, here.in_order([parts for _, parts in answers]))
 
     def _of(self, examples: Sequence[Example], completions: Sequence[Completion], numbers: range) -> tuple[Any, Any]:
         try:

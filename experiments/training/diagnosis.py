@@ -77,9 +77,7 @@ def _in_update(sound: Soundness, state: TrainState) -> str:
 def _in_scores(rounds: list[Round], state: TrainState, sums: GradientSums) -> None:
     documents, scored = _documents(rounds), []
     for each in rounds:
-        # Without further columns this is the program of the drift report and of the reference.
-        scores = sums.score(state.params, each.leaving_out(each.packing.columns))
-        scored += each.at_labels(scores.log_probs)
+        scored += each.at_labels(sums.score(state.params, each.plain).log_probs)
     _require("log-probs of the trainer", scored, documents)
     with np.errstate(over="ignore", invalid="ignore"):
         ratios = [

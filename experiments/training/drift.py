@@ -154,8 +154,7 @@ class DriftWatch:
                     columns = document.old_log_probs, document.columns["sampler_log_probs"]
                     yield _Compared(number, document, *map(document.at_labels, columns))
             elif any(document.model_version == documents_seen for _, document in numbered):
-                # Without further columns, so that scoring is one program, shared with that of the reference.
-                scores = self._sums.score(params, each.leaving_out(each.packing.columns))
+                scores = self._sums.score(params, each.plain)
                 for (number, document), trainer in zip(numbered, each.at_labels(scores.log_probs), strict=True):
                     if document.model_version == documents_seen:
                         yield _Compared(number, document, trainer, document.at_labels(document.old_log_probs))

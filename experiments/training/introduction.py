@@ -13,6 +13,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.parameters import abstract_decoder
+from experiments.models.placement import total_bytes
 from experiments.runs.console import RunConsole
 from experiments.sampling.prompts import PromptOrder, Sizes, held_out_examples, sizes_for
 from experiments.tasks import Rewards, Task
@@ -94,10 +95,6 @@ def _count(tree: nnx.State) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _bytes(tree: object) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def _trained_part(params: nnx.State) -> nnx.State:
     adapters = nnx.filter_state(params, nnx.LoRAParam)
     return adapters if jax.tree.leaves(adapters) else params
@@ -116,8 +113,8 @@ def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh:
     # With --invariant one device of each process has the state, and updates it.
     copies = jax.process_count() if config.invariant else mesh.data
     parts = {
-        "parameters": _bytes(params) * copies,
-        "optimizer": _bytes(state) * copies,
+        "parameters": total_bytes(params) * copies,
+        "optimizer": total_bytes(state) * copies,
         "gradients": (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained) * copies,
     }
     # With --invariant the rows of a leaf are drawn at a time.

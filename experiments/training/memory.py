@@ -121,6 +121,7 @@ def memory_of(trainer: Trainer) -> StepMemory:
     draws = trainer.memory_of_draws()
     if micro_batch is None or update is None or draws is None:
         return StepMemory(state)
+    check = {name: draws.pop(name) for name in [WARM_START_CHECK] if name in draws}
     batch = max(0, micro_batch.argument_size_in_bytes - held)
     schedule = config.schedule
     several = schedule.micro_batches != 1 if schedule.docs_per_step == 0 else _several(trainer, schedule.docs_per_step)
@@ -130,13 +131,12 @@ def memory_of(trainer: Trainer) -> StepMemory:
         gradients=micro_batch.output_size_in_bytes,
         several=several,
         update=update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
-        draws={name: need for name, need in draws.items() if name != WARM_START_CHECK},
+        draws=draws,
     )
     if not trainer.warm_start_to_come:
         return steps
     # Its programs differ by the loss and the optimizer, which is AdamW whatever that of the run is.
     moments = params * total_bytes(trainer.warm_start_moments()) // total_bytes(trainer.state.params)
-    check = {name: need for name, need in draws.items() if name == WARM_START_CHECK}
     several = _several(trainer, config.warm_start.batch_size)
     warm = steps._replace(state=held + copy + moments, several=several, draws=check, phase="in the warm start: ")
     return max(steps, warm, key=lambda memory: memory.need)
@@ -214,14 +214,17 @@ def _with_more_shards(mesh: MeshSpec, factor: int) -> MeshSpec:
 
 def device_limit(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that a program may take of each of the devices; None where nothing says so, as on a CPU."""
-    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
-    return min((each["bytes_limit"] for each in stats if "bytes_limit" in each), default=None)
+    return min(_stats(devices, "bytes_limit"), default=None)
 
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Most bytes that any of the devices has held so far; None where nothing says so, as on a CPU."""
+    return max(_stats(devices, "peak_bytes_in_use"), default=None)
+
+
+def _stats(devices: Sequence[jax.Device], name: str) -> list[int]:
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
-    return max((each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each), default=None)
+    return [each[name] for each in stats if name in each]
 
 
 def size(number: int) -> str:

@@ -121,10 +121,10 @@ class MicroBatchSums:
     def _columns(self, of: Round) -> frozenset[str]:
         return frozenset(of.micro_batch(self._ranks_here[0]).per_token)
 
-    def _placed(self, placed: Round) -> MicroBatch:
+    def _placed(self, given: Round) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
-        here = [placed.micro_batch(rank) for rank in self._ranks_here]
-        return jax.tree.map(lambda *pieces: self._over_ranks(placed.packing.ranks, pieces), *here)
+        here = [given.micro_batch(rank) for rank in self._ranks_here]
+        return jax.tree.map(lambda *pieces: self._over_ranks(given.packing.ranks, pieces), *here)
 
     def _over_ranks(self, ranks: int, pieces: tuple[np.ndarray, ...]) -> Array:
         """One array, from those of the ranks that have a device in this process; a number becomes one number a rank."""
