@@ -23,6 +23,8 @@ from jaxlogp.agreement import counters, id_codes, same_ids
 from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
 from tests import oracle
 
+pytestmark = pytest.mark.costly
+
 # fp32 on the same inputs against float64 (contract), as in test_head_sharded.
 VALUE_ERROR = 1e-5
 VOCAB, HIDDEN, TOKENS = 264, 16, 12

@@ -20,6 +20,8 @@ from jaxlogp import (
 )
 from jaxlogp.losses import gspo
 
+pytestmark = pytest.mark.costly
+
 RNG = np.random.default_rng(0)
 HIDDEN, WEIGHT = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((6, 4), (32, 4)))
 IDS, MASK = jnp.asarray(np.arange(6), jnp.int32), jnp.asarray(np.arange(6) < 4)

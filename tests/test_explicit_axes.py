@@ -37,6 +37,8 @@ from jaxlogp import (
 )
 from jaxlogp.losses import gspo
 
+pytestmark = pytest.mark.costly
+
 ROWS, LENGTH, HIDDEN, VOCAB, UNEVEN = 4, 3, 8, 24, 26
 # The same formula, partitioned: sums in another order, at most 26 terms of size 1.
 ERROR = 5e-6

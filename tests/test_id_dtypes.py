@@ -29,6 +29,8 @@ from jaxlogp import (
 )
 from jaxlogp.losses import grpo_paper, gspo
 
+pytestmark = pytest.mark.costly
+
 # 2^16 + 6: in a dtype of 8 or 16 bits the size of the vocabulary would wrap to 6.
 VOCAB, HIDDEN = 65542, 2
 IDS = np.array([0, 5, 7, 100, 120, 6])

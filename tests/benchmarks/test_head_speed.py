@@ -14,6 +14,8 @@ from benchmarks.head_speed import __main__ as head_speed
 from benchmarks.head_speed import shapes as head_shapes
 from benchmarks.head_speed.__main__ import HeadSpeedConfig
 
+pytestmark = pytest.mark.costly
+
 SMALL = HeadSpeedConfig(tokens=512, hidden_size=16, vocab_size=8192, repeats=3)
 
 

@@ -19,6 +19,8 @@ from experiments.models.attention.einsum import attend, mask_bias
 from experiments.training.run import set_up
 from tests.experiments.tiny import tiny
 
+pytestmark = pytest.mark.costly
+
 # Query heads, key-value heads, features.
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTH = 2 * BLOCK + 44

@@ -24,6 +24,8 @@ from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
 
+pytestmark = pytest.mark.costly
+
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 2
 SCALE, SOFTCAP = 0.2, 2.0
 # One prompt shorter than a block, one longer; two rows continue each.

@@ -13,6 +13,8 @@ from experiments.training.run import train
 from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
 
+pytestmark = pytest.mark.costly
+
 # Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves
 # over.
 BOTH_ENDS = [("data=2,tensor=3", 8)]

@@ -27,6 +27,8 @@ from experiments.training.update import Update
 from tests.experiments.tiny import tiny
 from tests.experiments.waves import batch, sums_on
 
+pytestmark = pytest.mark.costly
+
 GIB = 2**30
 STEP = StepMemory(
     state=4 * GIB, intermediate=3 * GIB, gradients=2 * GIB, several=True, update=GIB, draws={"a rollout": GIB // 2}

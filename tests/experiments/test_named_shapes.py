@@ -15,6 +15,8 @@ from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
 from experiments.training.run import set_up
 from tests.experiments.tiny import tiny
 
+pytestmark = pytest.mark.costly
+
 PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "llama-3.2-1b": 1_235_814_400}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
 

@@ -20,6 +20,8 @@ from experiments.training.objectives import CrossEntropy, PolicyObjective
 from jaxlogp import Document, FixedOrderEngine, ReductionOrder
 from tests.experiments.stacked import stacked
 
+pytestmark = pytest.mark.costly
+
 VOCAB, LENGTH, ROWS = 24, 8, 8
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16

@@ -16,6 +16,8 @@ from experiments.models.parameters import INPUT_AXES, abstract_decoder
 from experiments.models.sharding import parameter_shardings
 from experiments.training.optimizers import OPTIMIZERS, Optimizer, adamw, learning_rate
 
+pytestmark = pytest.mark.costly
+
 SIZES = dict(vocab_size=10, hidden_size=12, intermediate_size=20, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6)
 MODEL = DecoderConfig(**SIZES, qk_norm=True, attention_bias=True)
 # Axes of one layer's matrix that are its inputs; what follows are its outputs.

@@ -12,6 +12,8 @@ from experiments.runs import plots
 from experiments.runs.console import HEADER_EVERY, HeldOut, RunConsole
 from experiments.runs.plots import plot_runs
 
+pytestmark = pytest.mark.costly
+
 
 def records(count):
     train = [

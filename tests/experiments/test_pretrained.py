@@ -226,6 +226,7 @@ print((after - before) / size, size)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.costly
 def test_the_host_never_holds_a_second_copy(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "head_dim": 128}
     path = write_tiny_directory(tmp_path / "a", shards=2, **sizes)

@@ -16,6 +16,8 @@ from experiments.tasks.rewards import rewards_of
 from experiments.training.trainer import Trainer
 from tests.experiments.tiny import TINY, tiny
 
+pytestmark = pytest.mark.costly
+
 # fp32 sums in another order: the loss is a sum of 64 documents, and Adam divides each gradient by its own size.
 LOSS, PARAMS = 1e-5, 2e-4
 QUICK = ["fsdp=2,tensor=2"]

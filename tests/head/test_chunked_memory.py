@@ -13,6 +13,8 @@ import pytest
 
 from jaxlogp import ChunkedEngine, linear_log_probs
 
+pytestmark = pytest.mark.costly
+
 TOKENS, HIDDEN, VOCAB = 512, 32, 8192
 LOGITS_BYTES = TOKENS * VOCAB * 4
 # The search for copies of the weight needs a weight that is large against one tile of the logits.

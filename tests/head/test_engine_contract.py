@@ -32,6 +32,8 @@ from jaxlogp import (
 )
 from jaxlogp.head.registry import ENGINES
 
+pytestmark = pytest.mark.costly
+
 N, H, V = 12, 16, 48
 # Logits are sums of 16 products, in an order that CPUs choose by layout and program: two of them differ by at most
 # 2 · 16 · 2^-24 · Σ|h w| / 0.7 < 5e-5, the softmax by that share, and gradients by that share of 48 terms below 3.

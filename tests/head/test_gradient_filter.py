@@ -23,6 +23,8 @@ from jaxlogp import (
 )
 from tests import oracle
 
+pytestmark = pytest.mark.costly
+
 # fp32 against float64 on the same inputs (contract E).
 GRADIENT_ERROR = 2e-5
 THRESHOLD = 2.0**-12

@@ -6,6 +6,8 @@ import pytest
 
 from tests.invariance.harness import CHUNKED, FIXED, NAIVE, TARGET_FIELDS, Setting, broken, case, run
 
+pytestmark = pytest.mark.costly
+
 TOKENS = 96
 VOCAB = 1027
 PER_TOKEN = ("log_probs", "entropy", "hidden")

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tests.invariance.harness import CHUNKED, FIXED, Setting, broken, case, run
 
+pytestmark = pytest.mark.costly
+
 TOKENS, VOCAB = 72, 1027
 SLOW = pytest.mark.slow
 SETTING = Setting(FIXED, VOCAB)

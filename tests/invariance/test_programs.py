@@ -14,6 +14,8 @@ from jaxlogp.invariance.exact import one_minus_square, product
 from jaxlogp.invariance.order import fold_halves, fold_tree
 from tests.invariance.harness import FIXED, Setting, assert_same_bytes, broken, case, run
 
+pytestmark = pytest.mark.costly
+
 TOKENS = 72
 SMALL, MEDIUM = Setting(FIXED, 257), Setting(FIXED, 1027)
 RNG = np.random.default_rng(2)

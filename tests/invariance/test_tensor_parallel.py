@@ -29,15 +29,20 @@ SETTINGS = {
     # One granule, one tile and one block a shard: every loop has one turn on 8 shards, and compilers unroll those.
     "fp32 V=258, 8 granules": (Setting(FIXED_EIGHT, 258, ALL_OPTIONS), jnp.float32, (2, 8)),
 }
-# Every program of the default run stands for others of its kind: those are slow.
+# Every program that is not slow stands for others of its kind: those are.
 SLOW = {
     *(("fp32 V=257", size) for size in (4, 6)),
     *(("bf16 V=4099", size) for size in (2, 3, 8)),
     *(("fp32 V=1027, temperature, scale, soft cap", size) for size in (3, 8)),
     ("fp32 V=258, 8 granules", 2),
 }
+DEFAULT = ("fp32 V=257", 8)
 PROGRAMS = [
-    pytest.param(name, size, marks=pytest.mark.slow if (name, size) in SLOW else [])
+    pytest.param(
+        name,
+        size,
+        marks=pytest.mark.slow if (name, size) in SLOW else pytest.mark.costly if (name, size) != DEFAULT else [],
+    )
     for name, (_, _, sizes) in SETTINGS.items()
     for size in sizes
 ]
@@ -62,6 +67,7 @@ def test_every_size_gives_the_bytes_of_one_shard(name, size):
         assert broken(run(setting, size, data), wanted) == [], family
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("engine", [CHUNKED, NAIVE], ids=["chunked", "naive"])
 def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
     """Negative controls: without them "0 broken" could mean that nothing was compared."""
@@ -73,6 +79,7 @@ def test_the_fast_path_and_the_naive_design_break_in_this_harness(engine):
     assert {"log_probs", "entropy", "hidden"} <= found, found
 
 
+@pytest.mark.costly
 def test_range_laws_hold_exactly():
     for name, (setting, _, _) in SETTINGS.items():
         for family in FAMILIES:

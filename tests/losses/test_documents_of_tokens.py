@@ -12,6 +12,8 @@ from jaxlogp.losses.documents import as_int32, document_layout
 from jaxlogp.policy.metrics import policy_metrics
 from tests.losses.policy_case import DOCUMENTS, case
 
+pytestmark = pytest.mark.costly
+
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 LOSSES = {"grpo": grpo(), "grpo_paper": grpo_paper(), "gspo": gspo(), "reinforce": reinforce()}
 
