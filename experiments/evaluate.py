@@ -18,6 +18,7 @@ import tyro
 
 from experiments.command_line import run_command
 from experiments.config import Config, DataConfig, ModelConfig
+from experiments.tasks import Task
 from experiments.training.evaluation import ExactMatch
 from experiments.training.loaded import restored
 from experiments.training.trainer import Trainer
@@ -45,8 +46,12 @@ class EvaluateConfig:
     """Device mesh; None takes the run's own."""
 
 
-def load(config: EvaluateConfig) -> Trainer:
+def load(config: EvaluateConfig, task: Task | None = None) -> Trainer:
     """The trainer of a run with its newest checkpoint, or of a model on disk.
+
+    Args:
+      config: the options.
+      task: the task of a run that began with one of the caller's own.
 
     Raises:
       ValueError: no run folder, no intact checkpoint, no model, or an option out of range.
@@ -62,7 +67,7 @@ def load(config: EvaluateConfig) -> Trainer:
         value = getattr(config, name)
         require(value is None, f"--{name}", "no value together with a run, which has its own", value)
     require(config.data == DataConfig(), "--data", "no value together with a run, which has its own", "other options")
-    return restored(config.run, lambda stored: _changed(stored, config))
+    return restored(config.run, lambda stored: _changed(stored, config), task=task)
 
 
 def _changed(stored: Config, config: EvaluateConfig) -> Config:
@@ -79,9 +84,9 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
     return dataclasses.replace(stored, mesh=config.mesh, model=model)
 
 
-def main(config: EvaluateConfig) -> ExactMatch:
-    """Loads and scores a run. Raises ValueError where :func:`load` does."""
-    trainer = load(config)
+def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
+    """Loads and scores a run. Arguments and errors are those of :func:`load`."""
+    trainer = load(config, task)
     scores, prompts, asked = trainer.evaluate(), trainer.num_held_out, trainer.config.evaluation.num_prompts
     fewer = "" if prompts == asked else f" ({asked} were asked for; the task has no more)"
     print(f"step {trainer.progress.step}, {prompts} held-out prompts{fewer}")

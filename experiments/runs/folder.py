@@ -5,7 +5,7 @@
     metrics.jsonl  one object per line: step, kind, scalars
     samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
     summary.json   the final numbers
-    data.json      of a run on a file of examples: its path and its sha256
+    parts.json     what the options do not describe: digests of examples, of a model's files, of the caller's own functions
     model/         of a run that began with a model from disk: its files, without the weights
     lock           held by the process that writes here
     curves.png, checkpoints/, tb/<kind>/
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from experiments.runs.config_file import NON_FINITE, parse_json, read_config, read_object
+from experiments.runs.config_file import NON_FINITE, load_config, parse_json, read_config, read_object, save_config
 from experiments.runs.environment import describe_environment
 from experiments.runs.event_file import EventFile
 from experiments.runs.files import (
@@ -43,12 +43,14 @@ from experiments.runs.files import (
     unfinished,
     write_json,
 )
+from experiments.runs.identity import RunParts
 from experiments.runs.lock import RunLock
 from experiments.runs.log_file import NOTHING, LogFile, Mark
 from jaxlogp.errors import require
 
 LONGEST_NAME_BYTES = 200
 """File systems take 255, and files inside add to theirs."""
+NO_PARTS = RunParts()
 STEP_OF_RUN = re.compile(r"(.+)@(0|[1-9][0-9]{0,17})", re.ASCII | re.DOTALL)
 
 
@@ -63,7 +65,7 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     samples = property(lambda self: self.path / "samples.jsonl")
     summary = property(lambda self: self.path / "summary.json")
-    data = property(lambda self: self.path / "data.json")
+    parts = property(lambda self: self.path / "parts.json")
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
     tensorboard = property(lambda self: self.path / "tb")
@@ -71,7 +73,13 @@ class RunFolder:
     lock = property(lambda self: self.path / "lock")
 
     @classmethod
-    def create(cls, parent: str | Path, name: str, fill: Callable[[Self], None] = lambda folder: None) -> Self:
+    def create(
+        cls,
+        parent: str | Path,
+        name: str,
+        fill: Callable[[Self], None] = lambda folder: None,
+        parts: RunParts = NO_PARTS,
+    ) -> Self:
         """Creates `parent/name` with env.json; it is a complete run folder once `save_config` has written config.json.
 
         It is made under another name and renamed, so that a process that is killed leaves nothing under this one. What
@@ -81,6 +89,7 @@ class RunFolder:
             parent: made if missing.
             name: of the folder.
             fill: writes what else is in the folder from the start, before it has its name.
+            parts: parts of the run that options do not describe.
 
         Raises:
             ValueError: a name that is not one path component, a path that exists already, or a parent that is no folder.
@@ -102,7 +111,7 @@ class RunFolder:
         try:
             with RunLock(fresh.lock):
                 _remove_unfinished(folder.path)
-                fresh._make_parts()
+                fresh._make_entries(parts)
                 fill(fresh)
                 _rename(fresh.path, folder.path)
         except BaseException:
@@ -110,12 +119,13 @@ class RunFolder:
             raise
         return folder
 
-    def _make_parts(self) -> None:
+    def _make_entries(self, parts: RunParts) -> None:
         self.checkpoints.mkdir()
         self.tensorboard.mkdir()
         for log in (self.metrics, self.samples):
             create_file(log).close()
         write_json(self.env, {**describe_environment(), "resumes": []})
+        save_config(self.parts, parts)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -129,7 +139,7 @@ class RunFolder:
         require_readable_path(folder.path)
         present = folder.env.is_file() or folder.config.is_file()
         require(present, "run folder", "one with config.json and env.json", f"neither in {folder.path}")
-        for part in (folder.env, folder.config, folder.metrics, folder.samples):
+        for part in (folder.env, folder.config, folder.parts, folder.metrics, folder.samples):
             require_file(part)
         for part in (folder.checkpoints, folder.tensorboard):
             require_folder(part)
@@ -137,19 +147,8 @@ class RunFolder:
         is_list = isinstance(resumes, list) and all(isinstance(each, dict) for each in resumes)
         require(is_list, str(folder.env), "a list of objects as resumes", repr(resumes)[:80])
         read_config(folder.config)
+        load_config(folder.parts, RunParts)
         return folder
-
-    def data_digest(self) -> str | None:
-        """sha256 of the examples that the run began with; None where it is not on a file.
-
-        Raises:
-            ValueError: a damaged data.json.
-        """
-        if kind_of(self.data) == "nothing":
-            return None
-        digest = read_object(self.data).get("sha256")
-        require(isinstance(digest, str), str(self.data), "a text as sha256", repr(digest)[:80])
-        return digest
 
     def record_resume(self, step: int) -> None:
         """Adds the environment of this process to env.json, as a resume from `step`."""

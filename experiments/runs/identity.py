@@ -6,7 +6,7 @@ devices or meshes give other last bits, and are said: a run that goes on is then
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -21,18 +21,41 @@ DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
+class RunParts:
+    """Parts of a run that its options do not describe; the sha256 digests are hexadecimal.
+
+    Attributes:
+        examples: sha256 of the task's file; None for a task that makes its examples.
+        task: class of the caller's own task; None for a built-in one.
+        rewards: name and weight of each of the caller's own rewards; None for those of the options.
+        files: name and sha256 of each file of a model from disk, other than its weights.
+        sources: name and sha256 of the source code of the caller's own task, rewards and model, where it can be read.
+    """
+
+    examples: str | None = None
+    task: str | None = None
+    rewards: tuple[tuple[str, float], ...] | None = None
+    files: tuple[tuple[str, str], ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def fixed(self) -> dict[str, Any]:
+        """Returns the parts that may not change, as JSON values."""
+        return to_json(asdict(replace(self, sources=())))
+
+
+@dataclass(frozen=True)
 class Identity:
     """Plain values.
 
     Attributes:
         options: values by dotted name, but for those that a run may be resumed with.
-        data: digest of the task's data; None where the task makes its own.
+        parts: parts of the run that options do not describe, see `RunParts.fixed`.
         settings: JAX's, of random numbers.
         numerics: what may change the last bits, by a name for the reader.
     """
 
     options: dict[str, Any]
-    data: str | None
+    parts: dict[str, Any]
     settings: dict[str, Any]
     numerics: dict[str, Any]
 
@@ -43,19 +66,19 @@ class Identity:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Self:
         """Raises ValueError for values of another form."""
-        fields = {"options": dict, "data": str | None, "settings": dict, "numerics": dict}
+        fields = {"options": dict, "parts": dict, "settings": dict, "numerics": dict}
         same = record.keys() == fields.keys() and all(isinstance(record[name], kind) for name, kind in fields.items())
         require(same, "record of a checkpoint", "the identity of a run", "something else")
         return cls(**record)
 
 
-def identity_of(options: Mapping[str, Any], mesh: str, data: str | None = None) -> Identity:
+def identity_of(options: Mapping[str, Any], mesh: str, parts: RunParts) -> Identity:
     """The identity of a run, in this process.
 
     Args:
         options: values by dotted name, but for those that a run may be resumed with.
         mesh: of devices, as on the command line.
-        data: digest of the task's data.
+        parts: parts of the run that options do not describe.
     """
     device = jax.devices()[0]
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG))
@@ -67,7 +90,7 @@ def identity_of(options: Mapping[str, Any], mesh: str, data: str | None = None) 
         "XLA_FLAGS": " ".join(flags),
     }
     settings = {name: _setting(name) for name in SETTINGS}
-    return Identity(to_json(options), data, settings, numerics)
+    return Identity(to_json(options), parts.fixed(), settings, numerics)
 
 
 def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, ...]:
@@ -80,7 +103,7 @@ def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, .
     for what, old, new in (
         ("options", then.options, now.options),
         ("settings of JAX", then.settings, now.settings),
-        ("data", {"digest": then.data}, {"digest": now.data}),
+        ("parts", then.parts, now.parts),
     ):
         differences = _differences(old, new)
         require(

@@ -17,14 +17,26 @@ OWN = "run"
 
 
 class SavedRun:
-    """The checkpoints of a run, to read."""
+    """The checkpoints of a run, to read.
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._steps = SavedSteps(folder.checkpoints)
+    Args:
+        folder: the run.
+        identity: of the run as its folder describes it.
+    """
+
+    def __init__(self, folder: RunFolder, identity: Identity) -> None:
+        self._steps, self._identity = SavedSteps(folder.checkpoints), identity
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
-        """As `SavedSteps.restore`; without the store's own record."""
-        return _without_own(self._steps.restore(template, step))
+        """As `SavedSteps.restore`; without the store's own record.
+
+        Raises:
+            ValueError: also if the checkpoint was saved by another run.
+        """
+        restored = self._steps.restore(template, step)
+        # Other versions and devices read the same numbers.
+        compared(own_record(restored)["identity"], self._identity, restored.step)
+        return _without_own(restored)
 
 
 class RunStore:
@@ -92,8 +104,7 @@ class RunStore:
             ValueError: also where the run would become another one, or where a log is not what it was.
         """
         self._restored = restored = self._checkpoints.restore(template, step)
-        own = restored.extra.get(OWN)
-        require(_is_own(own), f"checkpoint step {restored.step}", "the record of a run", "another")
+        own = own_record(restored)
         different = compared(own["identity"], self._identity, restored.step)
         self._metrics = MetricsWriter(self._folder, {name: Mark(*mark) for name, mark in own["logs"].items()})
         processes().gather("restored", restored.step)
@@ -124,10 +135,11 @@ class FollowedStore:
 
     Args:
         folder: the run.
+        identity: of the run as it is now.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, identity: Identity) -> None:
+        self._folder, self._identity = folder, identity
         self._restored: int | None = None
         self.metrics = NoMetrics()
 
@@ -161,7 +173,7 @@ class FollowedStore:
         """The step that process 0 has restored."""
         del step
         self._restored = processes().gather("restored", None)[0]
-        return SavedRun(self._folder).restore(template, self._restored)
+        return SavedRun(self._folder, self._identity).restore(template, self._restored)
 
     def take_up(self) -> list[str]:
         """Process 0 waits for the others, and changes the folder."""
@@ -184,7 +196,14 @@ class NoMetrics:
 
 def open_store(folder: RunFolder, keep: int, identity: Identity) -> RunStore | FollowedStore:
     """The store of a run, in every process; arguments are those of `RunStore`."""
-    return RunStore(folder, keep, identity) if processes().first else FollowedStore(folder)
+    return RunStore(folder, keep, identity) if processes().first else FollowedStore(folder, identity)
+
+
+def own_record(restored: Restored) -> dict[str, Any]:
+    """Returns what the store has kept in a checkpoint: identity and logs; ValueError if it is not there."""
+    own = restored.extra.get(OWN)
+    require(_is_own(own), f"checkpoint step {restored.step}", "the record of a run", "another")
+    return own
 
 
 def _without_own(restored: Restored) -> Restored:

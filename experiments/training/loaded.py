@@ -21,36 +21,46 @@ from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
+from experiments.runs.identity import RunParts
 from experiments.runs.store import SavedRun
+from experiments.tasks import Task
+from experiments.tasks.configured import own_task
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.resume import check_data, with_own_copy
+from experiments.training.loop import identity_of_run
+from experiments.training.resume import with_own_copy
+from experiments.training.run_parts import changed_since, parts_of, require_own_task, require_same_files
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
-def restored(run: str | Path, change: Callable[[Config], Config] = lambda stored: stored) -> Trainer:
+def restored(
+    run: str | Path, change: Callable[[Config], Config] = lambda stored: stored, *, task: Task | None = None
+) -> Trainer:
     """The trainer of a run with its newest checkpoint. Nothing is written, so that the run may be training.
 
     Args:
       run: run folder, or RUN@STEP for the checkpoint of that step.
       change: of its options.
+      task: the task, if the run began with one of the caller's own.
 
     Raises:
-      ValueError: no run folder, or no good checkpoint.
+      ValueError: no run folder, no good checkpoint, or one of another run, task or model.
     """
     path, step = run_and_step(run)
     folder = RunFolder.open(path)
     # Refused here, and not after a trainer has been made.
     some = f"at least one complete step in {folder.checkpoints}"
     require(bool(complete_steps(folder.checkpoints)), "checkpoints", some, "none")
+    began_with = load_config(folder.parts, RunParts)
+    require_own_task(began_with, task)
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
-    trainer = Trainer(stored, restored=True)
+    trainer = Trainer(stored, own_task(task, stored.data) if task is not None else None, restored=True)
+    now = parts_of(trainer.task, own_task=task, own_rewards=None, own_model=None, pretrained=trainer.origin.pretrained)
+    require_same_files(began_with, now)
     console = RunConsole()
-    try:
-        check_data(folder, trainer.task)
-    except ValueError as error:
-        console.warn(str(error))
-    trainer.restore(SavedRun(folder), console, step)
+    for warning in changed_since(began_with, now):
+        console.warn(warning)
+    trainer.restore(SavedRun(folder, identity_of_run(folder, stored)), console, step)
     unsound = trainer.unsound()
     if unsound is not None:
         console.warn(f"checkpoint step {trainer.progress.step}: {unsound} (an older one: RUN@STEP)")

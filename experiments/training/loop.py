@@ -12,7 +12,7 @@ from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
-from experiments.runs.identity import Identity, identity_of
+from experiments.runs.identity import Identity, RunParts, identity_of
 from experiments.runs.processes import processes
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted
@@ -254,7 +254,7 @@ def identity_of_run(folder: RunFolder, config: Config) -> Identity:
     options = {field: value for field, value in options.items() if field not in ("name", "out")}
     # The bits of an invariant run are the same on every mesh.
     mesh = "any" if config.invariant else config.mesh
-    return identity_of(options, mesh, folder.data_digest())
+    return identity_of(options, mesh, load_config(folder.parts, RunParts))
 
 
 def _require_unbegun(folder: RunFolder) -> None:

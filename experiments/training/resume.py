@@ -15,17 +15,17 @@ from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
-from experiments.runs.identity import require_settings
+from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
-from experiments.tasks.protocol import data_digest
 from experiments.tasks.registry import full_name
 from experiments.training.introduction import introduce
 from experiments.training.memory import say_memory
 from experiments.training.origin import origin_of
 from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task, require_same_run
+from experiments.training.run_parts import parts_of, require_own_task, require_same_parts
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
@@ -95,13 +95,17 @@ def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: 
     kept = changed(stored, _as_stored(changes, stored))
     kept = dataclasses.replace(kept, quiet=stored.quiet)
     config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
+    began_with = load_config(folder.parts, RunParts)
+    require_own_task(began_with, given.task)
     rewards, task = given_rewards(config, given.reward), given_task(config, given.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
-    check_data(folder, task)
     require_same_run(config, task)
     # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
     restored = bool(complete_steps(folder.checkpoints))
     origin = origin_of(config, task, given.model, restored=restored)
+    own = {"own_task": given.task, "own_rewards": rewards, "own_model": given.model}
+    for warning in require_same_parts(began_with, parts_of(task, **own, pretrained=origin.pretrained)):
+        RunConsole(quiet).warn(warning)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
     introduce(config, task, origin, folder.path, dtype, rewards)
     trainer = Trainer(config, task, rewards, origin=origin, restored=restored)
@@ -155,20 +159,6 @@ def with_own_copy(config: Config, folder: RunFolder) -> Config:
     if config.model.path is None or config.lora.rank or not complete_steps(folder.checkpoints):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
-
-
-def check_data(folder: RunFolder, task: Task) -> None:
-    """Refuses a file of examples that is not the one that the run began with.
-
-    Raises:
-      ValueError: another content.
-    """
-    digest = data_digest(task)
-    if digest is None:
-        return
-    stored = folder.data_digest()
-    expected = f"the examples that the run began with (sha256 {stored})"
-    require(digest == stored, f"task file {task.name.partition(':')[2]}", expected, f"others (sha256 {digest})")
 
 
 def _as_stored(changes: Mapping[str, Any], stored: Config) -> dict[str, Any]:

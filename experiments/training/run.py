@@ -22,7 +22,7 @@ from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
-from experiments.runs.identity import require_settings
+from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
 from experiments.runs.processes import processes
@@ -36,6 +36,7 @@ from experiments.training.introduction import introduce
 from experiments.training.loop import kept, run_to_end
 from experiments.training.memory import peak_bytes, say_memory, size
 from experiments.training.origin import Origin, origin_of, with_own_model
+from experiments.training.run_parts import parts_of
 from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
@@ -132,7 +133,7 @@ def set_up(
 ) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
     require_settings()
-    rewards = given_rewards(config, reward)
+    own_task, rewards = task, given_rewards(config, reward)
     validate(config)
     config = with_own_model(config, model)
     # What a run began with it keeps, whatever device it is resumed on.
@@ -143,10 +144,11 @@ def set_up(
     path = Path(processes().of_first("run folder", lambda: str(_new_path(config))))
     require_same_run(config, task)
     origin = origin_of(config, task, model, restored=False)
+    parts = parts_of(task, own_task=own_task, own_rewards=rewards, own_model=model, pretrained=origin.pretrained)
     introduce(config, task, origin, path, dtype, rewards)
     trainer = Trainer(config, task, rewards, origin=origin)
     say_memory(trainer, RunConsole(config.quiet))
-    folder, lock = _made_by_first(path, config, task, origin)
+    folder, lock = _made_by_first(path, config, parts, origin)
     return Run(trainer, folder, lock, dtype)
 
 
@@ -160,31 +162,29 @@ def require_same_run(config: Config, task: Task) -> None:
     options = {
         option_name(field): to_json(value_of(config, field)) for field in flat_fields(Config) if field != "quiet"
     }
-    facts = {"versions": versions_text(), "the examples' sha256": data_digest(task)}
-    processes().require_same("options", {**options, **facts})
+    processes().require_same(
+        "options", {**options, "versions": versions_text(), "the examples' sha256": data_digest(task)}
+    )
 
 
-def _made_by_first(path: Path, config: Config, task: Task, origin: Origin) -> tuple[RunFolder, RunLock | None]:
+def _made_by_first(path: Path, config: Config, parts: RunParts, origin: Origin) -> tuple[RunFolder, RunLock | None]:
     """The run folder, with all that is in it from the start."""
     here = processes()
-    made = _made(path, config, task, origin) if here.first else (RunFolder(path), None)
+    made = _made(path, config, parts, origin) if here.first else (RunFolder(path), None)
     here.gather("run folder made", None)
     expected = "a folder that all processes see, on a file system that they share"
     require(made[0].config.is_file(), "--out", expected, f"{path}, which process {here.index} does not see")
     return made
 
 
-def _made(path: Path, config: Config, task: Task, origin: Origin) -> tuple[RunFolder, RunLock]:
+def _made(path: Path, config: Config, parts: RunParts, origin: Origin) -> tuple[RunFolder, RunLock]:
     def fill(folder: RunFolder) -> None:
         if origin.pretrained is not None:
             # All but the weights, so that the run can be resumed, scored and exported without the original.
             write_files(folder.model, small_files(origin.pretrained))
-        digest = data_digest(task)
-        if digest is not None:
-            write_json(folder.data, {"task": task.name, "sha256": digest})
         save_config(folder.config, config)
 
-    folder = RunFolder.create(path.parent, path.name, fill)
+    folder = RunFolder.create(path.parent, path.name, fill, parts)
     return folder, RunLock(folder.lock)
 
 

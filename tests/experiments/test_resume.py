@@ -13,13 +13,15 @@ from experiments.config.changes import changed, fixed_values, may_change
 from experiments.options import flat_fields, typed_options
 from experiments.runs.config_file import load_config, read_config, save_config, write_json
 from experiments.runs.folder import RunFolder
+from experiments.runs.identity import RunParts
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import make_task
 from experiments.tasks.protocol import data_digest
 from experiments.training import resume as module
 from experiments.training import run as run_module
-from experiments.training.resume import Resumption, check_data, resume
+from experiments.training.resume import Resumption, resume
 from experiments.training.run import set_up, train
+from experiments.training.run_parts import require_same_parts
 from tests.experiments.tiny import tiny
 
 STEPS = 200
@@ -161,21 +163,21 @@ def write(path, answers=str):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def test_data_is_known_by_its_absolute_path_and_its_content(tmp_path, folder, monkeypatch):
+def test_data_is_known_by_its_absolute_path_and_its_content(tmp_path, monkeypatch):
     path = tmp_path / "questions.jsonl"
     write(path)
     monkeypatch.chdir(tmp_path)
     task = make_task("jsonl:questions.jsonl")
     assert task.name == f"jsonl:{path}" and data_digest(task) == hashlib.sha256(path.read_bytes()).hexdigest()
     assert data_digest(make_task("addition")) is None
-    write_json(folder.data, {"task": task.name, "sha256": data_digest(task)})
+    began_with = RunParts(examples=data_digest(task))
     monkeypatch.chdir("/")
-    check_data(folder, make_task(task.name))
+    assert require_same_parts(began_with, RunParts(examples=data_digest(make_task(task.name)))) == []
     lines = path.read_text().splitlines()
     for changed_lines in (lines[::-1], [lines[0].replace('"0"', '"7"', 1), *lines[1:]]):
         path.write_text("\n".join(changed_lines) + "\n")
-        with pytest.raises(ValueError, match=f"^task file {path}: expected the examples that the run began with"):
-            check_data(folder, make_task(task.name))
+        with pytest.raises(ValueError, match="^--task: expected the examples that the run began with"):
+            require_same_parts(began_with, RunParts(examples=data_digest(make_task(task.name))))
 
 
 def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path, monkeypatch, capsys):

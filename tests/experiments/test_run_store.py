@@ -20,7 +20,7 @@ from experiments.runs import files, identity
 from experiments.runs.checkpoint import Checkpoints, complete_steps
 from experiments.runs.config_file import load_config, save_config
 from experiments.runs.folder import RunFolder, Sample, read_metrics, run_and_step
-from experiments.runs.identity import identity_of, require_settings
+from experiments.runs.identity import RunParts, identity_of, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore, SavedRun
 from experiments.training.loaded import restored
@@ -36,10 +36,19 @@ def state(step):
 @contextlib.contextmanager
 def opened(path, mesh="data=1", data=None):
     folder = RunFolder.open(path)
+    with RunLock(folder.lock), RunStore(folder, 2, identity_in(folder, mesh, data)) as store:
+        yield store
+
+
+def identity_in(folder, mesh="data=1", data=None):
     options = fixed_values(load_config(folder.config, Config))
     options = {name: value for name, value in options.items() if name not in ("name", "out")}
-    with RunLock(folder.lock), RunStore(folder, 2, identity_of(options, mesh, data)) as store:
-        yield store
+    return identity_of(options, mesh, RunParts(examples=data))
+
+
+def saved_run(path):
+    folder = RunFolder.open(path)
+    return SavedRun(folder, identity_in(folder))
 
 
 def work(store, steps):
@@ -51,7 +60,7 @@ def work(store, steps):
 
 
 def new_run(parent, name="run", data=None):
-    folder = RunFolder.create(parent, name)
+    folder = RunFolder.create(parent, name, parts=RunParts(examples=data))
     save_config(folder.config, tiny(parent, name))
     with opened(folder.path, data=data) as store:
         store.begin()
@@ -107,7 +116,7 @@ def test_a_second_writer_is_refused_with_the_holder(run):
             went_on(run.path)
         assert "\n" not in str(caught.value) and run.metrics.read_bytes() == before
         # Readers need no lock.
-        assert SavedRun(RunFolder.open(run.path)).restore(state(0)).step == 3
+        assert saved_run(run.path).restore(state(0)).step == 3
     assert went_on(run.path)[0] == 3
 
 
@@ -194,7 +203,7 @@ def test_what_may_change_may(run):
 
 def test_other_data_is_refused(tmp_path):
     folder = new_run(tmp_path, data="a" * 64)
-    with pytest.raises(ValueError, match="expected the data that it was saved with, got digest 'aaa"):
+    with pytest.raises(ValueError, match="expected the parts that it was saved with, got examples 'aaa"):
         went_on(folder.path, data="b" * 64)
     assert went_on(folder.path, data="a" * 64) == (3, ())
 
@@ -234,7 +243,7 @@ def test_an_older_step_by_name(run):
 def test_no_such_step(run, name):
     with pytest.raises(ValueError, match="(step: expected one of|run folder: expected an existing folder)"):
         path, step = run_and_step(name.replace("RUN", str(run.path)))
-        SavedRun(RunFolder.open(path)).restore(state(0), step)
+        saved_run(path).restore(state(0), step)
 
 
 # Refusals move nothing
@@ -337,7 +346,7 @@ def test_a_file_system_that_is_full_or_read_only(made, tmp_path):
         with pytest.raises(OSError, match="Read-only file system"):
             went_on(path)
         newest = complete_steps(path / "checkpoints")[-1]
-        assert SavedRun(RunFolder.open(path)).restore(state(0)).step == newest
+        assert saved_run(path).restore(state(0)).step == newest
         subprocess.run(["mount", "-o", "remount,rw,size=20m", place], check=True)
         assert went_on(path)[0] == newest
     finally:
@@ -402,7 +411,7 @@ def test_a_reader_writes_nothing(run):
     (run.checkpoints / "3" / "manifest.json").write_text("{")
     (run.checkpoints / f"4.unfinished-{'0' * 16}").mkdir()
     before = sorted((path, path.lstat().st_mtime_ns) for path in run.path.rglob("*"))
-    assert SavedRun(RunFolder.open(run.path)).restore(state(0)).step == 2
+    assert saved_run(run.path).restore(state(0)).step == 2
     with pytest.raises(ValueError, match="checkpoint step 2: expected the leaves of the template"):
         restored(run.path)
     assert sorted((path, path.lstat().st_mtime_ns) for path in run.path.rglob("*")) == before

@@ -1,0 +1,192 @@
+"""A run cannot become another one in silence: own tasks, rewards and models, and the files of a model from disk."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from experiments import evaluate, grpo
+from experiments.runs.folder import RunFolder
+from experiments.tasks.addition import Addition
+from experiments.training import loaded, resume, run, run_parts
+from experiments.training.loaded import load_model
+from tests.experiments.tiny import tiny
+from tests.experiments.tiny_directory import write_tiny_directory
+
+
+class OwnTask(Addition):
+    """Goes by the name of a built-in task, and has another verdict."""
+
+    def verify(self, example, completion):
+        return float(completion != example.answer)
+
+
+def mine(example, completion):
+    return 1.0
+
+
+def other(example, completion):
+    return 0.0
+
+
+@pytest.fixture
+def set_up(monkeypatch):
+    """Sets up runs and resumes for real, up to the trainer, which a stand-in replaces."""
+    for module in (run, resume):
+        monkeypatch.setattr(module, "Trainer", lambda *given, **options: None)
+        monkeypatch.setattr(module, "say_memory", lambda *given, **options: None)
+
+    def begin(config, **own):
+        begun = run.set_up(config, **own)
+        begun.lock.release()
+        return begun.folder
+
+    return begin
+
+
+def resumed(folder, **own):
+    begun = resume.set_up_resume(str(folder.path), {}, **own)
+    begun.lock.release()
+    return begun
+
+
+ONE = [(mine, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "began, goes_on, sentence",
+    [
+        (
+            {"reward": mine},
+            {},
+            "reward: expected your own reward mine (weight 1), as the run began (from Python: reward=), got none",
+        ),
+        (
+            {},
+            {"reward": mine},
+            "reward: expected the options' reward, as the run began, got your own reward mine (weight 1)",
+        ),
+        (
+            {"reward": ONE},
+            {"reward": other},
+            "reward: expected your own reward mine (weight 1), as .* got your own reward other",
+        ),
+        (
+            {"reward": ONE},
+            {"reward": [(mine, 3.0)]},
+            "reward: expected your own reward mine (weight 1), .* got your own reward mine (weight 3)",
+        ),
+        (
+            {"reward": lambda e, c: 1.0},
+            {},
+            "reward: expected your own reward lambda (weight 1), as .* got none",
+        ),
+        ({"task": OwnTask(size=1)}, {}, "task: expected your own task OwnTask, as the run began .* got none"),
+        (
+            {},
+            {"task": OwnTask(size=1)},
+            "task: expected the options' task, as the run began, got your own task OwnTask",
+        ),
+    ],
+)
+def test_a_resume_without_the_same_own_parts_is_refused(set_up, tmp_path, began, goes_on, sentence):
+    folder = set_up(tiny(tmp_path, "run", task="addition:1"), **began)
+    with pytest.raises(ValueError) as refused:
+        resumed(folder, **goes_on)
+    start, *rest = sentence.split(" .* ")
+    assert str(refused.value).startswith(start) and all(each in str(refused.value) for each in rest)
+    resumed(folder, **began)
+
+
+def test_the_printed_command_refuses_in_one_line(set_up, tmp_path, capsys):
+    folder = set_up(tiny(tmp_path, "run", task="addition:1"), reward=mine)
+    with pytest.raises(SystemExit) as stopped:
+        grpo.run_cli(["--resume", str(folder.path)])
+    error = capsys.readouterr().err
+    assert (
+        stopped.value.code == 2
+        and error.count("\n") == 1
+        and error.startswith("error: --reward: expected your own reward mine")
+    )
+
+
+def test_changed_source_code_is_named(set_up, tmp_path, monkeypatch, capsys):
+    folder = set_up(tiny(tmp_path, "run", task="addition:1"), reward=mine, task=OwnTask(size=1))
+    resumed(folder, reward=mine, task=OwnTask(size=1))
+    assert "source code" not in capsys.readouterr().out
+    of_other = run_parts.inspect.getsource(other)
+    monkeypatch.setattr(run_parts.inspect, "getsource", lambda value: of_other)
+    resumed(folder, reward=mine, task=OwnTask(size=1))
+    said = capsys.readouterr().out
+    for name in ("reward mine", "task OwnTask"):
+        assert f"WARNING: the source code of {name} has changed since the run began" in said
+
+
+CHANGES = {
+    "rope_theta": ("config.json", '"rope_theta"', '"rope_theta_": 1, "rope_theta"'),
+    "template": ("tokenizer_config.json", "{", '{"x": 1, '),
+    "ids": ("tokenizer.json", "{", "{ "),
+}
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_files_of_a_model_are_refused(set_up, tmp_path, monkeypatch, change, lora):
+    """Of the run's own copy once there is a checkpoint; of the base's directory with adapters."""
+    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    base = write_tiny_directory(tmp_path / "base", "smollm2", num_hidden_layers=1)
+    config = tiny(tmp_path, "run", task="addition:1", schedule={"row_length": 64})
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(type(config.model)(), path=str(base)),
+        lora=dataclasses.replace(config.lora, rank=lora),
+    )
+    folder = set_up(config)
+    monkeypatch.setattr(resume, "complete_steps", lambda path: [1])
+    resumed(folder)
+    name, old, new = CHANGES[change]
+    file = (base if lora else folder.model) / name
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=f"^model: expected the {name} that the run began with"):
+        resumed(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two runs of one step: of the caller's own task, and of the built-in one of the same name."""
+    parent = tmp_path_factory.mktemp("runs")
+    sizes = {"schedule": {"steps": 1}, "warm_start": {"max_steps": 1}}
+    own = run.train(tiny(parent, "own", task="addition:1", **sizes), task=OwnTask(size=1)).run
+    return own, run.train(tiny(parent, "plain", task="addition:1", **sizes)).run
+
+
+def test_readers_take_no_built_in_task_for_ones_own(trained, capsys):
+    own, plain = trained
+    for read in (lambda: load_model(own.path), lambda: evaluate.load(evaluate.EvaluateConfig(str(own.path)))):
+        with pytest.raises(ValueError, match="^task: expected your own task OwnTask, as the run began .* got none"):
+            read()
+    scores = evaluate.main(evaluate.EvaluateConfig(str(own.path)), OwnTask(size=1))
+    recorded = json.loads(own.summary.read_text())["after"]
+    assert (
+        scores._asdict() == recorded
+        and scores.greedy > 0.5 > evaluate.main(evaluate.EvaluateConfig(str(plain.path))).greedy
+    )
+
+
+@pytest.mark.parametrize("what", ["config.json", "checkpoints"])
+def test_readers_refuse_what_is_of_another_run(trained, tmp_path, what):
+    """Another seed's options, or its checkpoint, in the folder of this run."""
+    copy = RunFolder(tmp_path / "run")
+    shutil.copytree(trained[1].path, copy.path)
+    if what == "config.json":
+        stored = loaded.load_config(copy.config, type(tiny(tmp_path, "run")))
+        run.save_config(copy.config, dataclasses.replace(stored, seed=7))
+    else:
+        shutil.rmtree(copy.checkpoints)
+        shutil.copytree(trained[0].checkpoints, copy.checkpoints)
+    with pytest.raises(
+        ValueError, match=f"^checkpoint step 1: expected the {'options' if what == 'config.json' else 'parts'}"
+    ):
+        evaluate.load(evaluate.EvaluateConfig(str(copy.path)))
