@@ -37,12 +37,18 @@ class LossConfig:
     """Weight of an entropy bonus."""
     grad_divisor: float | None = None
     """Divisor of the gradient where it differs from that of the reported loss."""
-    advantages: str = "group"
-    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out."""
+    advantages: str | None = None
+    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out. None:
+    leave_one_out for rloo, centred for dr_grpo, group for every other loss."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
     """Engine of the head: auto, chunked, hopper, reference, triton, or a name given to register_engine."""
+
+    def resolved(self) -> "LossConfig":
+        """Returns the options with the advantages that belong to the loss."""
+        advantages = self.advantages or ADVANTAGES_OF_LOSS.get(self.name, "group")
+        return dataclasses.replace(self, advantages=advantages)
 
     def policy_loss(self, longest_completion: int) -> PolicyLoss:
         """The loss object.
@@ -80,5 +86,7 @@ class LossConfig:
             return loss
 
 
+ADVANTAGES_OF_LOSS = {"rloo": "leave_one_out", "dr_grpo": "centred"}
+"""Advantages of the papers whose losses are not for group-normalised ones."""
 _SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
 _LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "weighting", "length", *_SHARED_LOSS_OPTIONS)

@@ -1,5 +1,6 @@
 """Options of the optimizer."""
 
+import dataclasses
 import inspect
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ class OptimizerConfig:
     name: str = "adamw"
     """adamw, adafactor, or muon (the layers' matrices by Muon, embeddings, head, norms and biases by AdamW). One learning
     rate means about the same for all three."""
-    learning_rate: float = 5e-4
-    """Peak learning rate."""
+    learning_rate: float | None = None
+    """Peak learning rate. None: 5e-4 for a new model, 1e-6 for one from disk, 1e-5 for adapters of one."""
     schedule: str = "constant"
     """constant, cosine or linear: the learning rate from the end of warm-up to --schedule.steps. The rate of an update
     depends on its number and on --schedule.steps alone, also after a resume with other steps."""
@@ -33,6 +34,11 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down."""
+
+    def resolved(self, *, loaded: bool, adapters: bool) -> "OptimizerConfig":
+        """Returns the options with a learning rate: that of a new model, of one from disk, or of adapters of one."""
+        default = (1e-5 if adapters else 1e-6) if loaded else 5e-4
+        return dataclasses.replace(self, learning_rate=self.learning_rate or default)
 
     def optimizer(self, steps: int) -> Optimizer:
         """The optimizer object.
@@ -57,6 +63,7 @@ class OptimizerConfig:
             expected = "None for schedule 'constant', which has no such option"
             require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
             require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
+        require(self.learning_rate is not None, "--optimizer.learning-rate", "a resolved configuration", None)
         expected = f"at most {1.0 / self.learning_rate:g}, 1 / --optimizer.learning-rate: no update takes more than all"
         require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
         rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)

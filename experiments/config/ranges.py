@@ -38,7 +38,7 @@ def validate(config: Config) -> MeshSpec:
         require(value is None or 0.0 < value < math.inf, option_name(option), "a finite number > 0", value)
     for option, choices in _CHOICES.items():
         value = value_of(config, option)
-        require(value in choices, option_name(option), f"one of {', '.join(choices)}", value)
+        require(value is None or value in choices, option_name(option), f"one of {', '.join(choices)}", value)
     config.loss.policy_loss(1)
     _validate_unused(config, mesh)
     _validate_lora(config)
@@ -46,7 +46,7 @@ def validate(config: Config) -> MeshSpec:
     if config.rollout.draw_options().filters:
         expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
         require(not config.invariant, "--rollout", expected, "a part of it")
-    config.optimizer.optimizer(config.schedule.steps)
+    config.resolved().optimizer.optimizer(config.schedule.steps)
     if config.invariant:
         _validate_invariant(config, mesh)
     return mesh

@@ -27,7 +27,8 @@ class RolloutConfig:
     max_prompt_tokens: int | None = None
     """Longest prompt in tokens, special tokens included; None takes the task's own bound."""
     max_new_tokens: int | None = None
-    """Longest completion in tokens, end token included; None takes the task's own bound."""
+    """Longest completion in tokens, end token included. None: the task's longest answer for a new model, 256 for one from
+    disk, which writes sentences around its answers."""
     mask_truncated: bool = False
     """Take completions without an end token out of the loss: no token of theirs is a label, while their rewards stay in the
     mean and deviation of their group. A divisor that counts labels loses theirs; one that counts documents keeps them."""

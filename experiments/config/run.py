@@ -15,6 +15,9 @@ from experiments.config.schedule import ScheduleConfig
 from experiments.config.warm_start import WARM_START_STEPS, WarmStartConfig
 from experiments.models.lora import LoraConfig
 
+COMPLETION_OF_LOADED_MODEL = 256
+"""Default of the longest completion of a model from disk, in tokens, as in TRL."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -68,5 +71,10 @@ class Config:
         model, invariance = self.model.resolved(self.invariant), self.invariance
         if self.invariant:
             invariance = invariance.resolved("float32" if model.fp32_head else model.dtype)
-        resolved = {"model": model, "rollout": rollout, "warm_start": warm_start, "invariance": invariance}
+        loaded = self.model.path is not None
+        if loaded and rollout.max_new_tokens is None:
+            rollout = dataclasses.replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)
+        optimizer = self.optimizer.resolved(loaded=loaded, adapters=self.lora.rank > 0)
+        resolved = {"loss": self.loss.resolved(), "optimizer": optimizer}
+        resolved |= {"model": model, "rollout": rollout, "warm_start": warm_start, "invariance": invariance}
         return dataclasses.replace(self, **resolved)

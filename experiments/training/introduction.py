@@ -64,6 +64,9 @@ def introduce(
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
             "memory": _memory(config, task, origin, params, mesh, len(held_out)),
             "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
+            "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
+            "completions": f"{config.rollout.prompts_per_rollout} prompts × {config.rollout.num_generations}, at most "
+            f"{config.rollout.max_new_tokens or task.max_answer_tokens + 1} tokens; advantages {config.loss.advantages}",
             "run folder": str(folder),
         }
     )

@@ -1,4 +1,4 @@
-"""What a run warns of while it trains: spikes of the gradient's norm, and groups in which there is nothing to learn."""
+"""Training-time warnings: gradient-norm spikes, steps without a learning signal, truncated completions."""
 
 import math
 import statistics
@@ -12,6 +12,9 @@ WINDOW = 32
 """Gradient norms that a median is taken of."""
 FEWEST = 8
 """Of which there have to be so many."""
+
+MANY_TRUNCATED = 0.2
+"""Share of truncated completions above which a step warns."""
 
 
 def over_median(norms: list[float], norm: float) -> float | None:
@@ -42,10 +45,12 @@ class Watch:
         self._options, self._max_new_tokens = options, max_new_tokens
         self._degenerate = 0
         self._next_warning = options.degenerate_steps
+        self._truncated_steps, self._next_truncated = 0, 1
 
     def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutCounts) -> list[str]:
         """What to say of a step, one line each."""
-        return [each for each in (self._spike(step, values), self._nothing_to_learn(step, counts)) if each]
+        found = (self._spike(step, values), self._truncated(step, counts), self._nothing_to_learn(step, counts))
+        return [each for each in found if each]
 
     def _spike(self, step: int, values: Mapping[str, Any]) -> str | None:
         ratio, factor = values.get("grad_norm_over_median"), self._options.spike_factor
@@ -67,4 +72,17 @@ class Watch:
         return (
             f"step {step}: no group had a difference of rewards in {self._degenerate} steps in a row, so that nothing is "
             f"learnt: {counts.sameness(self._max_new_tokens)}"
+        )
+
+    def _truncated(self, step: int, counts: RolloutCounts) -> str | None:
+        """Warns of the first step with many truncated completions, and each time that there were twice as many steps."""
+        if not counts.completions or counts.truncated <= MANY_TRUNCATED * counts.completions:
+            return None
+        self._truncated_steps += 1
+        if self._truncated_steps < self._next_truncated:
+            return None
+        self._next_truncated *= 2
+        return (
+            f"step {step}: {counts.truncated} of {counts.completions} completions were cut at {self._max_new_tokens} "
+            f"tokens; raise --rollout.max-new-tokens"
         )

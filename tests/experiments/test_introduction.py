@@ -46,7 +46,7 @@ def test_what_is_about_to_run(tmp_path, capsys):
     origin, printed = lines(tmp_path, capsys, task="addition:3")
     facts = dict(line.split("  ", 1) for line in printed)
     facts = {name: value.strip() for name, value in facts.items()}
-    assert list(facts) == ["task", "model", "devices", "memory", "steps", "run folder"]
+    assert list(facts) == ["task", "model", "devices", "memory", "steps", "optimizer", "completions", "run folder"]
     different = len({example.prompt for example in held_out_examples(make_task("addition:3"), 512)})
     assert facts["task"] == f"addition:3, endless training examples, {different} different held-out prompts"
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
@@ -57,6 +57,8 @@ def test_what_is_about_to_run(tmp_path, capsys):
         said = re.search(rf"{name} ([0-9.]+) KiB", facts["memory"])
         assert said is not None and float(said[1]) == pytest.approx(number / 2**10, rel=1e-3)
     assert facts["steps"] == "1000, of 512 documents; loss grpo, after at most 400 steps of warm start"
+    assert facts["optimizer"] == "adamw, learning rate 0.0005"
+    assert facts["completions"] == "64 prompts × 8, at most 5 tokens; advantages group"
     assert facts["run folder"] == str(tmp_path / "run")
 
 

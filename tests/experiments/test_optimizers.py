@@ -249,4 +249,4 @@ def test_another_number_of_steps_decides_the_rates_from_there_on():
 @pytest.mark.bad_input
 def test_muon_needs_a_matrix():
     with pytest.raises(ValueError, match="^--optimizer.name: expected an optimizer other than muon"):
-        OptimizerConfig(name="muon").optimizer(10).init({"w": jnp.ones((4, 4))})
+        OptimizerConfig(name="muon", learning_rate=1e-3).optimizer(10).init({"w": jnp.ones((4, 4))})

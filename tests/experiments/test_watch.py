@@ -69,6 +69,15 @@ def test_one_group_with_a_difference_is_enough():
     assert list(found) == [3]
 
 
+def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
+    counts = RolloutCounts(groups=2, completions=10, truncated=3)
+    watch = Watch(GuardsConfig(), 7)
+    warned = {step: watch.warnings(step, {}, counts) for step in range(1, 6)}
+    assert [step for step, found in warned.items() if found] == [1, 2, 4]
+    assert warned[1] == ["step 1: 3 of 10 completions were cut at 7 tokens; raise --rollout.max-new-tokens"]
+    assert Watch(GuardsConfig(), 7).warnings(1, {}, RolloutCounts(groups=2, completions=10, truncated=2)) == []
+
+
 CAUSES = {
     "each group its own": (
         {"reward": lambda example, completion: float(len(example.answer))},
