@@ -162,13 +162,17 @@ class HeadCall:
 
     @property
     def hidden_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where ranks of the vocabulary axis add to it, or where it is scaled; otherwise that of hidden."""
-        return jnp.dtype(jnp.float32) if self.num_shards > 1 or self.scaled else self.hidden.dtype
+        """fp32 where ranks of the vocabulary axis add to it or a factor is still to come; otherwise that of hidden.
+
+        The factor is that of scaled cotangents or, in one pass, the cotangent of the loss: fp16 lacks the range for it.
+        """
+        wide = self.num_shards > 1 or self.scaled or self.hidden.dtype == jnp.float16
+        return jnp.dtype(jnp.float32) if wide else self.hidden.dtype
 
     @property
     def weight_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where it is scaled; otherwise that of the weight."""
-        return jnp.dtype(jnp.float32) if self.scaled else self.weight.dtype
+        """fp32 for an fp16 weight, likewise; otherwise that of the weight."""
+        return jnp.dtype(jnp.float32) if self.weight.dtype == jnp.float16 else self.weight.dtype
 
     @property
     def scaled(self) -> bool:

@@ -198,6 +198,34 @@ def test_fp16_operands_take_two_steps():
     compare(actual, run(two_calls, data, grpo(), temperature=0.7), gradient_error=5e-3)
 
 
+@pytest.mark.parametrize("narrow", ["hidden", "weight"])
+@pytest.mark.parametrize("known_lse", [False, True])
+def test_fp16_gradients_of_large_sums_and_small_cotangents(narrow, known_lse):
+    """The gradient of the sum is beyond fp16's 65504 and that of the scaled sum within it: rounded first, it was inf."""
+    data = problem(bias=False, options={})
+    data[narrow] = data[narrow].astype(jnp.float16)
+    options = {"fp32_head": True, "engine": "chunked"}
+    values = linear_log_probs(
+        data["hidden"], data["weight"], data["targets"], mask=data["mask"], with_lse=True, **options
+    )
+    data = {**data, "old": values.log_probs, "advantages": jnp.full((ROWS, LENGTH), 3e5, jnp.float32)}
+    if known_lse:
+        options["lse"] = values.lse
+
+    def small(hidden, weight):
+        return 1e-5 * one_call({**data, "hidden": hidden, "weight": weight}, grpo(), **options)[0].sum
+
+    gradients = jax.jit(jax.grad(small, (0, 1)))(data["hidden"], data["weight"])
+    mask = np.asarray(data["mask"])
+    g = np.where(mask, -3e5 * 1e-5, 0.0)
+    wanted = oracle.head_gradients(data["hidden"], data["weight"], data["targets"], g, None, mask)
+    assert [x.dtype for x in gradients] == [data["hidden"].dtype, data["weight"].dtype]
+    for name, gradient in zip(("hidden", "weight"), gradients, strict=True):
+        # fp32 products and one rounding to fp16, 2^-11 of each entry.
+        bound = 2.0**-11 if name == narrow else 2e-5
+        assert oracle.relative_error(gradient, getattr(wanted, name)) < bound, name
+
+
 # --- on policy ----------------------------------------------------------------------------------------------------
 
 
