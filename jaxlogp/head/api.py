@@ -146,7 +146,7 @@ def _forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple[HeadC
 def _backward(engine: Engine, residuals: tuple[HeadCall, Any], g: TokenLogProbs) -> tuple[HeadCall]:
     call, kept = residuals
     g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))
-    cotangents = scaled_cotangents(call, g)
+    cotangents = scaled_cotangents(call, g, engine.reduces_gradients)
     gradients = cotangents.finish(engine.backward(operands_of(engine, call), kept, cotangents.values))
     return (cotangents_of(call, owned_gradients(engine, call, gradients)),)
 

@@ -343,12 +343,18 @@ class ScaledCotangents(NamedTuple):
         return HeadGradients(*(None if x is None else x.astype(jnp.float32) * self.unscale for x in gradients))
 
 
-def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
+def scaled_cotangents(call: HeadCall, g: TokenLogProbs, same_on_all_ranks: bool) -> ScaledCotangents:
     """The cotangents ``g``, masked, and scaled where the gradient of the logits is rounded to fp16.
 
     fp16 represents nothing below 6e-8, and the cotangent of a mean over many labels is smaller. A power of two, the
     same for all tokens of this rank, raises the largest bound of |dz| to 2^13; products accumulate in fp32, where it is
     divided out.
+
+    Args:
+      call: the call.
+      g: cotangents of its values.
+      same_on_all_ranks: take one power of two for all ranks of the mesh, which costs the pmax of a number: where an
+        engine adds up gradients of several ranks before they are divided.
     """
     g_log_probs, g_entropy = mask_cotangents(g, call.targets)
     if not call.scaled:
@@ -358,6 +364,8 @@ def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
         # |dz| <= |g| + |g_H| p |log p + H|, and p |log p + H| <= log V + 1.
         bound = bound + jnp.max(jnp.abs(g_entropy)) * (math.log(call.vocab_size) + 1.0)
     bound = bound * abs(call.spec.logit_scale / call.spec.temperature)
+    axes = tuple(sorted(varying_axes(bound), key=str))
+    bound = lax.pmax(bound, axes) if same_on_all_ranks and axes else bound
     usable = jnp.isfinite(bound) & (bound > 0)
     exponent = jnp.clip(13.0 - jnp.ceil(jnp.log2(jnp.where(usable, bound, 1.0))), -120.0, 120.0)
     # ldexp, because exp2 of an integer may be off in the last bit.

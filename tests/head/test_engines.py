@@ -365,6 +365,23 @@ def test_uneven_vocabulary_shards_and_data_ranks(entry, axis_type):
     cases.check(result, gradients, cases.expected(data), gradient_error=cases.gradient_error(data))
 
 
+@pytest.mark.parametrize("entry", params([entry for entry in ENGINES if entry.name in ("chunked", "fixed_order")]))
+def test_fp16_gradients_of_data_ranks_that_need_different_scales(entry):
+    """The cotangents of the second rank are smaller by 2^6: where ranks are summed first, one scale has to serve both."""
+    data = cases.case((6, 4), dtypes=(FP32, FP16), bias=FP32, seed=10)
+    small = jnp.asarray(np.repeat([1.0, 2.0**-6], 3), jnp.float32)[:, None]
+    data.update(g_lp=data["g_lp"] * small, g_entropy=data["g_entropy"] * small)
+    mesh, shards = entry.make_mesh(AxisType.Explicit), entry.shards(VOCAB, entry.mesh[1])
+    with jax.set_mesh(mesh):
+        _, gradients = cases.run_sharded(data, engine=entry.engine, mesh=mesh, shards=shards)
+    wanted = cases.expected({**data, "hidden": data["hidden"].astype(FP16)})[1]
+    # dz is rounded to fp16 (2^-11), and so is the weight's gradient at the end.
+    for rank in (slice(0, 3), slice(3, 6)):
+        assert oracle.relative_error(np.asarray(gradients.hidden)[rank], wanted.hidden[rank]) < GRADIENT_ERROR
+    assert oracle.relative_error(gradients.weight, wanted.weight) < GRADIENT_ERROR
+    assert oracle.relative_error(gradients.bias, wanted.bias) < GRADIENT_ERROR
+
+
 @engines()
 def test_what_ran_is_recorded_and_new_numbers_are_not_traced_again(entry):
     chex.clear_trace_counter()
