@@ -147,7 +147,8 @@ def _backward(engine: Engine, residuals: tuple[HeadCall, Any], g: TokenLogProbs)
     call, kept = residuals
     g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))
     cotangents = scaled_cotangents(call, g, engine.reduces_gradients)
-    gradients = cotangents.finish(engine.backward(operands_of(engine, call), kept, cotangents.values))
+    operands = operands_of(engine, call).without_removed_targets()
+    gradients = cotangents.finish(engine.backward(operands, kept, cotangents.values))
     return (cotangents_of(call, owned_gradients(engine, call, gradients)),)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import (
     AxisName,
@@ -198,6 +198,20 @@ class HeadCall:
             return self
         hidden = jnp.where(self.targets.mask[:, None], self.hidden, jnp.zeros_like(self.hidden))
         return self.with_operands(hidden, self.weight, self.bias)
+
+    def onehot_column(self, column: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
+        """The targets' columns as a gradient takes them: -1 also where a bias of -inf has removed the column.
+
+        So a removed column gets exact zeros as a target too, where the log-prob is the constant -inf.
+        """
+        if self.bias is None:
+            return column
+        removed = vary_over(jnp.isneginf(self.bias), self.axes)[jnp.maximum(column, 0)]
+        return jnp.where(removed, -1, column)
+
+    def without_removed_targets(self) -> "HeadCall":
+        """The call with :meth:`onehot_column`, for a backward."""
+        return dataclasses.replace(self, targets=self.targets._replace(column=self.onehot_column(self.targets.column)))
 
     def with_operands(self, hidden: Any, weight: Any, bias: Any) -> "HeadCall":
         """The same call with other arrays."""

@@ -255,7 +255,7 @@ def _loss_forward(
     else:
         values = _given_values(tokens, lse)
         cotangents = scaled_cotangents(call, _cotangents(loss, values, tokens), engine.reduces_gradients)
-        gradients = engine.backward_of_lse(operands, lse, cotangents.values)
+        gradients = engine.backward_of_lse(operands.without_removed_targets(), lse, cotangents.values)
         unscale = cotangents.unscale
     return (_total(loss, values, tokens), values), (call, gradients, unscale)
 

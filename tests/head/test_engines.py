@@ -274,7 +274,7 @@ def test_all_negative_logits_do_not_underflow(entry, shift):
 
 
 @engines()
-def test_columns_of_minus_infinity_carry_no_probability(entry):
+def test_columns_of_minus_infinity_carry_no_probability_and_no_gradient(entry):
     data = entry.case(seed=9)
     gone = np.r_[64:128, 130, 256:VOCAB]  # a whole tile of 64 columns, one column, and the second tile of 256 columns
     data["bias"] = data["bias"].at[gone].set(-jnp.inf)
@@ -288,8 +288,15 @@ def test_columns_of_minus_infinity_carry_no_probability(entry):
     assert not np.asarray(gradients.weight[gone], np.float32).any()
     # Such a column as a target has log-prob -inf, and spoils no entropy.
     data["targets"] = data["targets"].at[0, 3].set(70)
-    result, _ = cases.run(data, entry.engine)
+    result, gradients = cases.run(data, entry.engine)
     assert np.isneginf(result.log_probs[0, 3]) and np.isfinite(result.entropy).all()
+    # The one-hot drops out, as for a target that no column owns.
+    kept["targets"] = kept["targets"].at[0, 3].set(len(keep))
+    wanted, error = cases.expected(kept)[1], cases.gradient_error(data)
+    of_kept = gradients._replace(weight=gradients.weight[keep], bias=gradients.bias[keep])
+    for gradient, want in zip(of_kept, wanted, strict=True):
+        assert oracle.relative_error(gradient, want) < error
+    assert not np.asarray(gradients.weight[gone], np.float32).any() and not np.asarray(gradients.bias[gone]).any()
 
 
 @engines()
