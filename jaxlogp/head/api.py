@@ -158,12 +158,10 @@ head_values.defvjp(_forward, _backward)
 def differentiable_once(engine: Engine, inputs: Any) -> Any:
     """Returns the inputs of a gradient, of which a derivative raises unless the engine allows a second one."""
     refusal = engine.why_not_second_derivative()
+    if refusal is None:
+        return inputs
     expected = "one whose gradient can be differentiated again (reference, or chunked without a gradient filter)"
-    return (
-        inputs
-        if refusal is None
-        else refuse_derivative(f"engine: expected {expected}", f"{engine.name!r}: {refusal}", inputs)
-    )
+    return refuse_derivative(f"engine: expected {expected}", f"{engine.name!r}: {refusal}", inputs)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

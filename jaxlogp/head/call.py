@@ -171,7 +171,7 @@ class HeadCall:
 
     @property
     def weight_gradient_dtype(self) -> jnp.dtype:
-        """fp32 for an fp16 weight, likewise; otherwise that of the weight."""
+        """fp32 where the weight is fp16, because a factor is still to come; otherwise that of the weight."""
         return jnp.dtype(jnp.float32) if self.weight.dtype == jnp.float16 else self.weight.dtype
 
     @property
