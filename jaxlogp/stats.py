@@ -10,6 +10,7 @@ the logits are large. For the same reason log-probs are (z_target - m) - log S, 
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -140,7 +141,8 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "
     """
     if axis_name is None:
         return stats
-    maximum = lax.pmax(stats.max, axis_name)
+    # Results do not depend on the maximum, so second derivatives need none of it, and pmax has none.
+    maximum = lax.pmax(lax.stop_gradient(stats.max), axis_name)
     local = _rescale(stats, maximum)
     parts = [local.sum_exp, local.target, local.owners]
     if local.sum_exp_shifted is not None:
@@ -206,5 +208,16 @@ def logit_gradient(
     gradient = probs * factor + jnp.where(onehot, g_log_probs[:, None], 0.0)
     # A token without a cotangent (masked) must give exact zeros even where its logits are NaN or inf.
     live = g_log_probs != 0.0 if g_entropy is None else (g_log_probs != 0.0) | (g_entropy != 0.0)
-    keep = live[:, None] if valid is None else live[:, None] & valid[None, :]
-    return jnp.where(keep, gradient, 0.0)
+    gradient = _zero_unless(live[:, None], gradient)
+    return gradient if valid is None else jnp.where(valid[None, :], gradient, 0.0)
+
+
+@jax.custom_jvp
+def _zero_unless(live: Bool[Array, "tokens 1"], x: Float[Array, "tokens columns"]) -> Float[Array, "tokens columns"]:
+    return jnp.where(live, x, 0.0)
+
+
+@_zero_unless.defjvp
+def _zero_unless_jvp(primals: tuple, tangents: tuple) -> tuple:
+    # A cotangent that is 0 here, such as that of a squared error at its minimum, has a derivative all the same.
+    return _zero_unless(*primals), tangents[1]

@@ -57,7 +57,8 @@ def linear_log_probs(
     Inside ``shard_map`` with ``axis_name`` the weight is the local shard of the vocabulary. Hidden states that are the
     same on all shards get their gradient summed over the shards exactly once, by a psum in the backward; likewise a
     weight that is the same on all ranks of a data axis. Replication types say which these are, hence gradients need
-    ``check_vma=True`` (its default). Reverse mode only.
+    ``check_vma=True`` (its default). Reverse mode only. The gradient of ``reference``, and of ``chunked`` without a
+    gradient filter, can be differentiated again (``jax.hessian``); the other engines refuse that.
 
     Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
     NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`. With ``sequence_dim`` (Megatron's sequence
@@ -99,7 +100,8 @@ def linear_log_probs(
       ValueError: wrong shapes, dtypes or options; a weight, or with ``sequence_dim`` hidden states, that are the same
         on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
         known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
-        differentiated under ``shard_map(check_vma=False)``.
+        differentiated under ``shard_map(check_vma=False)``, and when a gradient is differentiated again with an engine
+        that does not allow it.
 
     Example:
       >>> hidden, weight = jnp.ones((2, 3, 4)), jnp.zeros((8, 4))
@@ -136,19 +138,43 @@ def head_values(engine: Engine, call: HeadCall) -> TokenLogProbs:
 
 def _forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple[HeadCall, Any]]:
     require_checked_axes(call.axis_name)
+    call = differentiable_once(engine, call)
     values, kept = engine.forward(operands_of(engine, call))
     return values, (call, kept)
 
 
 def _backward(engine: Engine, residuals: tuple[HeadCall, Any], g: TokenLogProbs) -> tuple[HeadCall]:
     call, kept = residuals
-    g = g if call.with_entropy else g._replace(entropy=None)
-    cotangents = scaled_cotangents(call, g)
-    gradients = cotangents.finish(engine.backward(operands_of(engine, call), kept, cotangents.values))
+    g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))
+    cotangents = scaled_cotangents(call, g, engine.reduces_gradients)
+    operands = operands_of(engine, call).without_removed_targets()
+    gradients = cotangents.finish(engine.backward(operands, kept, cotangents.values))
     return (cotangents_of(call, owned_gradients(engine, call, gradients)),)
 
 
 head_values.defvjp(_forward, _backward)
+
+
+def differentiable_once(engine: Engine, inputs: Any) -> Any:
+    """Returns the inputs of a gradient, of which a derivative raises unless the engine allows a second one."""
+    refusal = engine.why_not_second_derivative()
+    if refusal is None:
+        return inputs
+    expected = "one whose gradient can be differentiated again (reference, or chunked without a gradient filter)"
+    return refuse_derivative(f"engine: expected {expected}", f"{engine.name!r}: {refusal}", inputs)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def refuse_derivative(expected: str, seen: str, inputs: Any) -> Any:
+    """Returns ``inputs``, of which a derivative raises ``ValueError``."""
+    del expected, seen
+    return inputs
+
+
+@refuse_derivative.defjvp
+def _refused(expected: str, seen: str, primals: tuple, tangents: tuple) -> tuple:
+    del primals, tangents
+    raise ValueError(f"{expected}, or jax.lax.stop_gradient of its inputs, got {seen}")
 
 
 def operands_of(engine: Engine, call: HeadCall) -> HeadCall:

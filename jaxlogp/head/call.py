@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import (
     AxisName,
@@ -162,13 +162,17 @@ class HeadCall:
 
     @property
     def hidden_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where ranks of the vocabulary axis add to it, or where it is scaled; otherwise that of hidden."""
-        return jnp.dtype(jnp.float32) if self.num_shards > 1 or self.scaled else self.hidden.dtype
+        """fp32 where ranks of the vocabulary axis add to it or a factor is still to come; otherwise that of hidden.
+
+        The factor is that of scaled cotangents or, in one pass, the cotangent of the loss: fp16 lacks the range for it.
+        """
+        wide = self.num_shards > 1 or self.scaled or self.hidden.dtype == jnp.float16
+        return jnp.dtype(jnp.float32) if wide else self.hidden.dtype
 
     @property
     def weight_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where it is scaled; otherwise that of the weight."""
-        return jnp.dtype(jnp.float32) if self.scaled else self.weight.dtype
+        """fp32 where the weight is fp16, because a factor is still to come; otherwise that of the weight."""
+        return jnp.dtype(jnp.float32) if self.weight.dtype == jnp.float16 else self.weight.dtype
 
     @property
     def scaled(self) -> bool:
@@ -194,6 +198,20 @@ class HeadCall:
             return self
         hidden = jnp.where(self.targets.mask[:, None], self.hidden, jnp.zeros_like(self.hidden))
         return self.with_operands(hidden, self.weight, self.bias)
+
+    def onehot_column(self, column: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
+        """The targets' columns as a gradient takes them: -1 also where a bias of -inf has removed the column.
+
+        So a removed column gets exact zeros as a target too, where the log-prob is the constant -inf.
+        """
+        if self.bias is None:
+            return column
+        removed = vary_over(jnp.isneginf(self.bias), self.axes)[jnp.maximum(column, 0)]
+        return jnp.where(removed, -1, column)
+
+    def without_removed_targets(self) -> "HeadCall":
+        """The call with :meth:`onehot_column`, for a backward."""
+        return dataclasses.replace(self, targets=self.targets._replace(column=self.onehot_column(self.targets.column)))
 
     def with_operands(self, hidden: Any, weight: Any, bias: Any) -> "HeadCall":
         """The same call with other arrays."""
@@ -270,16 +288,23 @@ def _sequence_split(
 def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh") -> None:
     """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] (or [H, V]) and bias [V] match."""
     require(weight_layout in WEIGHT_LAYOUTS, "weight_layout", f"one of {WEIGHT_LAYOUTS}", repr(weight_layout))
-    require_floating(hidden, "hidden")
-    require_floating(weight, "weight")
+    _require_operand_dtype(hidden, "hidden")
+    _require_operand_dtype(weight, "weight")
     require(hidden.ndim >= 1, "hidden", "shape [*tokens, H]", describe(hidden))
     shape = "[V, H]" if weight_layout == "vh" else "[H, V]"
     require(weight.ndim == 2 and weight.size > 0, "weight", f"shape {shape} with V, H > 0", describe(weight))
     columns, size = weight.shape if weight_layout == "vh" else weight.shape[::-1]
     require(hidden.shape[-1] == size, "hidden", f"a last dimension of H = {size}, as in weight", describe(hidden))
     if bias is not None:
-        require_floating(bias, "bias")
+        _require_operand_dtype(bias, "bias")
         require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
+
+
+def _require_operand_dtype(array: Any, argument: str) -> None:
+    """Refuses narrower floats too: a gradient is returned in its operand's dtype, and fp8 would round it by half."""
+    require_floating(array, argument)
+    wide_enough = array.dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+    require(wide_enough, argument, "dtype bfloat16, float16 or float32", describe(array))
 
 
 def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:
@@ -332,12 +357,18 @@ class ScaledCotangents(NamedTuple):
         return HeadGradients(*(None if x is None else x.astype(jnp.float32) * self.unscale for x in gradients))
 
 
-def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
+def scaled_cotangents(call: HeadCall, g: TokenLogProbs, same_on_all_ranks: bool) -> ScaledCotangents:
     """The cotangents ``g``, masked, and scaled where the gradient of the logits is rounded to fp16.
 
     fp16 represents nothing below 6e-8, and the cotangent of a mean over many labels is smaller. A power of two, the
     same for all tokens of this rank, raises the largest bound of |dz| to 2^13; products accumulate in fp32, where it is
     divided out.
+
+    Args:
+      call: the call.
+      g: cotangents of its values.
+      same_on_all_ranks: take one power of two for all ranks of the mesh, which costs the pmax of a number: where an
+        engine adds up gradients of several ranks before they are divided.
     """
     g_log_probs, g_entropy = mask_cotangents(g, call.targets)
     if not call.scaled:
@@ -347,6 +378,8 @@ def scaled_cotangents(call: HeadCall, g: TokenLogProbs) -> ScaledCotangents:
         # |dz| <= |g| + |g_H| p |log p + H|, and p |log p + H| <= log V + 1.
         bound = bound + jnp.max(jnp.abs(g_entropy)) * (math.log(call.vocab_size) + 1.0)
     bound = bound * abs(call.spec.logit_scale / call.spec.temperature)
+    axes = tuple(sorted(varying_axes(bound), key=str))
+    bound = lax.pmax(bound, axes) if same_on_all_ranks and axes else bound
     usable = jnp.isfinite(bound) & (bound > 0)
     exponent = jnp.clip(13.0 - jnp.ceil(jnp.log2(jnp.where(usable, bound, 1.0))), -120.0, 120.0)
     # ldexp, because exp2 of an integer may be off in the last bit.

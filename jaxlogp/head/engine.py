@@ -53,6 +53,10 @@ class Engine(Protocol):
         """Gradients for the cotangents of log_probs and entropy (or None), which are exactly 0 where masked."""
         ...
 
+    def why_not_second_derivative(self) -> str | None:
+        """Why JAX cannot differentiate :meth:`forward`, :meth:`backward` and :meth:`one_pass`, or None when it can."""
+        return "its passes are not differentiable"
+
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
         """The vocabulary shards that this engine wants where the caller names none."""
         return VocabShards.aligned(vocab_size, num_shards)

@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
-from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_gradients
+from jaxlogp.head.api import (
+    cotangents_of,
+    differentiable_once,
+    head_values,
+    operands_of,
+    owned_gradients,
+    refuse_derivative,
+)
 from jaxlogp.head.call import (
     HeadCall,
     HeadGradients,
@@ -109,7 +116,7 @@ def linear_policy_loss(
       flows through them. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
-      ValueError: what linear_log_probs or policy_loss refuses, or entropy along with ``lse``.
+      ValueError: what linear_log_probs or policy_loss refuses, or entropy or a second derivative along with ``lse``.
 
     Example:
       >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
@@ -232,7 +239,14 @@ def _loss_forward(
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
     """Values and loss, with this rank's gradients of the loss sum, computed while the logits are at hand."""
     require_checked_axes(call.axis_name)
-    engine, loss, operands = static.engine, static.loss, operands_of(static.engine, call)
+    engine, loss = static.engine, static.loss
+    if lse is None:
+        call, tokens = differentiable_once(engine, (call, tokens))
+    else:
+        # Log-probs and lse are given constants, so the derivative of the gradient would miss theirs.
+        expected = "lse: expected None where the gradient is differentiated again"
+        call, tokens = refuse_derivative(expected, "an array", (call, tokens))
+    operands = operands_of(engine, call)
     if lse is None:
         # Without an entropy bonus the sampler's log-probs give an estimate of log Σ e^z.
         near = tokens.old_log_probs if loss.entropy_coefficient == 0.0 else None
@@ -240,8 +254,8 @@ def _loss_forward(
         unscale = None
     else:
         values = _given_values(tokens, lse)
-        cotangents = scaled_cotangents(call, _cotangents(loss, values, tokens))
-        gradients = engine.backward_of_lse(operands, lse, cotangents.values)
+        cotangents = scaled_cotangents(call, _cotangents(loss, values, tokens), engine.reduces_gradients)
+        gradients = engine.backward_of_lse(operands.without_removed_targets(), lse, cotangents.values)
         unscale = cotangents.unscale
     return (_total(loss, values, tokens), values), (call, gradients, unscale)
 

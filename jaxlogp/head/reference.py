@@ -25,6 +25,10 @@ class ReferenceEngine(Engine):
 
     name = "reference"
 
+    def why_not_second_derivative(self) -> str | None:
+        """Never: every step is plain JAX."""
+        return None
+
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
         """Log-probs, entropy and lse from stored logits."""
         logits = materialised_logits(call.hidden, call.weight, call.bias, call.spec, call.weight_layout)

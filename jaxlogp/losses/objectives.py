@@ -148,9 +148,9 @@ class StopGradientWeight:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """sg(min(r, max_weight)) A log π."""
+        """sg(min(r, max_weight)) A log π, 0 where π is 0."""
         weight = jnp.minimum(lax.stop_gradient(jnp.exp(log_ratio)), self.max_weight)
-        return weight * advantages * log_prob
+        return _weighted(weight * advantages, log_prob)
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
         """Whether the weight is limited."""
@@ -215,10 +215,15 @@ class LogLikelihood:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """A log π."""
+        """A log π, infinite where π is 0 and A is not."""
         del log_ratio
-        return advantages * log_prob
+        return _weighted(advantages, log_prob)
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
         """Never."""
         return jnp.zeros_like(ratio, dtype=bool)
+
+
+def _weighted(weight: Float[Array, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns weight · log_prob, with 0 · -inf = 0."""
+    return weight * jnp.where((weight == 0.0) & jnp.isneginf(log_prob), 0.0, log_prob)

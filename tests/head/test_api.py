@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlogp import ChunkedEngine, head_logits, linear_log_probs, record_head_runs
+from jaxlogp import ChunkedEngine, head_logits, linear_log_probs, linear_policy_loss, record_head_runs
 from tests import oracle
 from tests.head import cases
 
@@ -41,3 +41,26 @@ def test_head_logits_are_the_logits_before_the_temperature():
     wanted = oracle.head_logits(data["hidden"], data["weight"], data["bias"], oracle.Head(1.0, 1.3, 5.0))
     assert logits.dtype == jnp.float32
     assert oracle.scaled_error(logits, wanted) < cases.VALUE_ERROR
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
+@pytest.mark.parametrize("argument", ["hidden", "weight", "bias"])
+def test_floats_of_8_bits_and_fewer_are_refused(argument, dtype):
+    shapes = {"hidden": (2, 4), "weight": (8, 4), "bias": (8,)}
+    operands = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    operands[argument] = jax.ShapeDtypeStruct(shapes[argument], dtype)
+    targets, ones = jnp.zeros(2, jnp.int32), jnp.ones(2)
+
+    def log_probs(hidden, weight, bias):
+        return linear_log_probs(hidden, weight, targets, bias=bias)
+
+    def loss(hidden, weight, bias):
+        return linear_policy_loss(hidden, weight, targets, ones, ones, ones > 0, bias=bias)
+
+    def logits(hidden, weight, bias):
+        return head_logits(hidden, weight, bias=bias)
+
+    for function in (log_probs, loss, logits):
+        with pytest.raises(ValueError, match=f"^{argument}: expected dtype bfloat16, float16 or float32, got float"):
+            jax.eval_shape(function, **operands)

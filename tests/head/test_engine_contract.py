@@ -21,6 +21,7 @@ from jaxlogp import (
     HeadGradients,
     HopperEngine,
     ReductionOrder,
+    ReferenceEngine,
     TokenLogProbs,
     VocabShards,
     linear_log_probs,
@@ -88,6 +89,31 @@ def test_an_engine_of_ones_own_gives_values_and_gradients():
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     for gradient, other in zip(gradients, wanted_gradients, strict=True):
         np.testing.assert_allclose(gradient, other, atol=ORDER)
+
+
+@dataclasses.dataclass(frozen=True)
+class CoarseEngine(ReferenceEngine):
+    """Multiplies hidden states that are rounded to ten bits, as TF32 has them, in one of the two passes."""
+
+    coarse_pass: str = "forward"
+
+    def forward(self, call: HeadCall):
+        return super().forward(self.rounded(call, "forward"))
+
+    def backward(self, call: HeadCall, kept, g):
+        return super().backward(self.rounded(call, "backward"), kept, g)
+
+    def rounded(self, call: HeadCall, of_pass):
+        if of_pass != self.coarse_pass:
+            return call
+        return dataclasses.replace(call, hidden=jax.lax.reduce_precision(call.hidden, 8, 10))
+
+
+@pytest.mark.parametrize("coarse_pass", ["forward", "backward"])
+def test_the_bound_of_another_order_is_no_bound_of_tf32(coarse_pass):
+    """The negative control of ORDER: the least error that it has to tell from another order of the same sums."""
+    (_, gradients), (_, wanted) = mean(CoarseEngine(coarse_pass)), mean("reference")
+    assert max(np.abs(one - other).max() for one, other in zip(gradients, wanted, strict=True)) > 5 * ORDER
 
 
 def test_an_engine_of_ones_own_serves_the_policy_loss_in_two_steps():

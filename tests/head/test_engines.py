@@ -274,7 +274,7 @@ def test_all_negative_logits_do_not_underflow(entry, shift):
 
 
 @engines()
-def test_columns_of_minus_infinity_carry_no_probability(entry):
+def test_columns_of_minus_infinity_carry_no_probability_and_no_gradient(entry):
     data = entry.case(seed=9)
     gone = np.r_[64:128, 130, 256:VOCAB]  # a whole tile of 64 columns, one column, and the second tile of 256 columns
     data["bias"] = data["bias"].at[gone].set(-jnp.inf)
@@ -288,8 +288,15 @@ def test_columns_of_minus_infinity_carry_no_probability(entry):
     assert not np.asarray(gradients.weight[gone], np.float32).any()
     # Such a column as a target has log-prob -inf, and spoils no entropy.
     data["targets"] = data["targets"].at[0, 3].set(70)
-    result, _ = cases.run(data, entry.engine)
+    result, gradients = cases.run(data, entry.engine)
     assert np.isneginf(result.log_probs[0, 3]) and np.isfinite(result.entropy).all()
+    # The one-hot drops out, as for a target that no column owns.
+    kept["targets"] = kept["targets"].at[0, 3].set(len(keep))
+    wanted, error = cases.expected(kept)[1], cases.gradient_error(data)
+    of_kept = gradients._replace(weight=gradients.weight[keep], bias=gradients.bias[keep])
+    for gradient, want in zip(of_kept, wanted, strict=True):
+        assert oracle.relative_error(gradient, want) < error
+    assert not np.asarray(gradients.weight[gone], np.float32).any() and not np.asarray(gradients.bias[gone]).any()
 
 
 @engines()
@@ -363,6 +370,23 @@ def test_uneven_vocabulary_shards_and_data_ranks(entry, axis_type):
             cases.run_sharded(data, engine=entry.engine, mesh=mesh, shards=shards)
         )
     cases.check(result, gradients, cases.expected(data), gradient_error=cases.gradient_error(data))
+
+
+@pytest.mark.parametrize("entry", params([entry for entry in ENGINES if entry.name in ("chunked", "fixed_order")]))
+def test_fp16_gradients_of_data_ranks_that_need_different_scales(entry):
+    """The cotangents of the second rank are smaller by 2^6: where ranks are summed first, one scale has to serve both."""
+    data = cases.case((6, 4), dtypes=(FP32, FP16), bias=FP32, seed=10)
+    small = jnp.asarray(np.repeat([1.0, 2.0**-6], 3), jnp.float32)[:, None]
+    data.update(g_lp=data["g_lp"] * small, g_entropy=data["g_entropy"] * small)
+    mesh, shards = entry.make_mesh(AxisType.Explicit), entry.shards(VOCAB, entry.mesh[1])
+    with jax.set_mesh(mesh):
+        _, gradients = cases.run_sharded(data, engine=entry.engine, mesh=mesh, shards=shards)
+    wanted = cases.expected({**data, "hidden": data["hidden"].astype(FP16)})[1]
+    # dz is rounded to fp16 (2^-11), and so is the weight's gradient at the end.
+    for rank in (slice(0, 3), slice(3, 6)):
+        assert oracle.relative_error(np.asarray(gradients.hidden)[rank], wanted.hidden[rank]) < GRADIENT_ERROR
+    assert oracle.relative_error(gradients.weight, wanted.weight) < GRADIENT_ERROR
+    assert oracle.relative_error(gradients.bias, wanted.bias) < GRADIENT_ERROR
 
 
 @engines()

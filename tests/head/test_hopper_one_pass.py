@@ -13,7 +13,7 @@ import pytest
 from jaxlogp import HopperEngine, linear_log_probs, linear_policy_loss, record_head_runs
 from jaxlogp.head.hopper import one_pass as hopper_one_pass
 from jaxlogp.head.hopper.tiles import head_tiles
-from jaxlogp.losses import grpo
+from jaxlogp.losses import grpo, reinforce
 from jaxlogp.mosaic_gpu import why_not_available
 from tests import oracle
 from tests.head.cases import GRADIENT_ERROR, hopper, same_bits
@@ -155,6 +155,14 @@ def test_columns_of_minus_infinity():
     _, values, gradients = program(one_call, loss, hopper(), options)(data)
     assert np.isneginf(values.log_probs[0])
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (*gradients, values.log_probs[1:]))
+    # With a cotangent at that target, from logits and from exponentials: the one-hot drops out, as in two steps.
+    for coefficient in (0.1, 0.0):
+        loss = reinforce(entropy_coefficient=coefficient)
+        gradients = program(one_call, loss, hopper(), options)(data)[2]
+        wanted = program(two_calls, loss, "reference", options)(data)[2]
+        assert not np.asarray(gradients.bias[gone]).any()
+        for gradient, want in zip(gradients, wanted, strict=True):
+            assert oracle.relative_error(gradient, oracle.f64(want)) < GRADIENT_ERROR
 
 
 @needs_interpreter

@@ -1,5 +1,6 @@
 """linear_policy_loss equals policy_loss of linear_log_probs, costs one product less, and has each of its psums once."""
 
+import dataclasses
 import re
 
 import jax
@@ -196,6 +197,70 @@ def test_fp16_operands_take_two_steps():
         actual = run(one_call, data, grpo(), temperature=0.7)
     assert "fp16" in runs[0].gradient
     compare(actual, run(two_calls, data, grpo(), temperature=0.7), gradient_error=5e-3)
+
+
+@pytest.mark.parametrize("narrow", ["hidden", "weight"])
+@pytest.mark.parametrize("known_lse", [False, True])
+def test_fp16_gradients_of_large_sums_and_small_cotangents(narrow, known_lse):
+    """The gradient of the sum is beyond fp16's 65504 and that of the scaled sum within it: rounded first, it was inf."""
+    data = problem(bias=False, options={})
+    data[narrow] = data[narrow].astype(jnp.float16)
+    options = {"fp32_head": True, "engine": "chunked"}
+    values = linear_log_probs(
+        data["hidden"], data["weight"], data["targets"], mask=data["mask"], with_lse=True, **options
+    )
+    data = {**data, "old": values.log_probs, "advantages": jnp.full((ROWS, LENGTH), 3e5, jnp.float32)}
+    if known_lse:
+        options["lse"] = values.lse
+
+    def small(hidden, weight):
+        return 1e-5 * one_call({**data, "hidden": hidden, "weight": weight}, grpo(), **options)[0].sum
+
+    gradients = jax.jit(jax.grad(small, (0, 1)))(data["hidden"], data["weight"])
+    mask = np.asarray(data["mask"])
+    g = np.where(mask, -3e5 * 1e-5, 0.0)
+    wanted = oracle.head_gradients(data["hidden"], data["weight"], data["targets"], g, None, mask)
+    assert [x.dtype for x in gradients] == [data["hidden"].dtype, data["weight"].dtype]
+    for name, gradient in zip(("hidden", "weight"), gradients, strict=True):
+        # fp32 products and one rounding to fp16, 2^-11 of each entry.
+        bound = 2.0**-11 if name == narrow else 2e-5
+        assert oracle.relative_error(gradient, getattr(wanted, name)) < bound, name
+
+
+# --- a target that a bias of -inf has removed -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "sapo, k2", "gspo by length, wide bounds", "reinforce"])
+def test_a_removed_target(name):
+    """Its ratio is 0, so losses of ratios are finite. reinforce is infinite, and the one-hot drops out of its gradient."""
+    data, loss = problem(options={}), dataclasses.replace(LOSSES[name], kl_coefficient=0.0)
+    if name == "reinforce":
+        loss = dataclasses.replace(loss, reduction=grpo().reduction)
+    data["advantages"] = data["advantages"].at[0, 0].set(0.5).at[0, 1].set(0.0)
+    data["targets"] = (data["targets"] % 7).at[0, :2].set(jnp.array([7, 8]))
+    data["bias"] = data["bias"].at[7:9].set(-jnp.inf)
+    total, values, gradients = run(one_call, data, loss, with_lse=True)
+    mask = np.asarray(data["mask"])
+    assert np.isneginf(values.log_probs[0, :2]).all() and np.isfinite(np.asarray(values.log_probs)[mask][2:]).all()
+    for name_of, gradient in gradients._asdict().items():
+        assert np.isfinite(gradient).all(), name_of
+    assert not np.asarray(gradients.bias[7:9]).any() and not np.asarray(gradients.weight[7:9]).any()
+    if name != "reinforce":
+        assert np.isfinite(total.sum)
+        return
+    assert np.isposinf(total.sum)
+    # In the kept columns a target that no column owns; of the gradient -A / count, times 3.
+    kept = np.r_[0:7, 9:VOCAB]
+    targets = np.searchsorted(kept, np.asarray(data["targets"]))
+    targets[0, :2] = VOCAB
+    g = np.where(mask, -3.0 * np.where(mask, data["advantages"], 0.0) / mask.sum(), 0.0)
+    wanted = oracle.head_gradients(data["hidden"], data["weight"][kept], targets, g, None, mask, data["bias"][kept])
+    on_policy = {**data, "old": values.log_probs}
+    known = jax.jit(lambda x: policy_problem.differentiated(x, lambda x: one_call(x, loss, lse=values.lse)))(on_policy)
+    for found in (gradients, known[2]):
+        of_kept = found.hidden, found.weight[kept], found.bias[kept]
+        for gradient, want in zip(of_kept, wanted, strict=True):
+            assert oracle.relative_error(gradient, want) < 2e-5
 
 
 # --- on policy ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jaxlogp import (
     sharded_linear_log_probs,
 )
 from tests import oracle
+from tests.head import cases
 
 # fp32 on the same inputs, against float64 (contract): the all-reduce adds at most 8 more roundings of 2^-24.
 VALUE_ERROR = 1e-5
@@ -316,7 +317,7 @@ def collectives(jaxpr):
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith(COLLECTIVES):
-            found.append(equation.primitive.name)
+            found.append(equation.primitive.name.removesuffix("_invariant"))
         for inner in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
         ):
@@ -325,26 +326,41 @@ def collectives(jaxpr):
     return found
 
 
-def traced_collectives(with_entropy):
-    shards = SHARDINGS["V=257 TP=4"]
-    data = case(shards)
+def traced_collectives(entry, with_entropy, gradient):
+    """Collectives of a call over 2 data ranks and 2 vocabulary shards, in order of their names."""
+    data, shards = entry.case((4, 4)), entry.shards(cases.VOCAB, 2)
+    mesh = data_tensor_mesh((2, 2), AxisType.Auto)
 
-    def run(hidden, weight, targets):
-        return linear_log_probs(
-            hidden, weight, targets, axis_name="tensor", vocab=shards, with_entropy=with_entropy, engine=CHUNKED,
-            out_of_vocab="zero",
-        )  # fmt: skip
+    def values(hidden, weight, bias, targets):
+        options = {"with_entropy": with_entropy, "out_of_vocab": "zero", "engine": entry.engine}
+        return linear_log_probs(hidden, weight, targets, bias=bias, axis_name="tensor", vocab=shards, **options)
 
-    mapped = jax.shard_map(run, mesh=tensor_mesh(4), in_specs=(P(), P("tensor"), P()), out_specs=P())
-    weight = shards.shard_rows(data["weight"])
-    return collectives(jax.make_jaxpr(mapped)(data["hidden"], weight, data["targets"]).jaxpr)
+    def total(hidden, weight, bias, targets):
+        result = values(hidden, weight, bias, targets)
+        return jnp.sum(result.log_probs if result.entropy is None else result.log_probs + result.entropy)
+
+    tokens, rows = P("data"), P("tensor")
+    specs, out_specs = (tokens, rows, rows), tokens
+    function, out_specs = (jax.grad(total, (0, 1, 2)), specs) if gradient else (values, tokens)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(*specs, tokens), out_specs=out_specs)
+    weight, bias = (shards.shard_rows(data[name]) for name in ("weight", "bias"))
+    return sorted(collectives(jax.make_jaxpr(mapped)(data["hidden"], weight, bias, data["targets"]).jaxpr))
 
 
-def test_without_entropy_no_collective_is_added():
-    without, with_entropy = traced_collectives(False), traced_collectives(True)
-    assert 1 <= len(without) <= len(with_entropy)
-    # Needed: the maximum, the sum of exponentials and the owner's logit.
-    assert len(without) <= 3, without
+def engines():
+    for entry in cases.ENGINES:
+        skip = pytest.mark.skipif(entry.missing is not None, reason=f"NOT RUN: {entry.name}: {entry.missing}")
+        yield pytest.param(entry, id=entry.name, marks=skip)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("entry", list(engines()))
+def test_entropy_adds_no_collective(entry, gradient):
+    """Forward one maximum and one sum; backward one sum of each gradient, which fixed_order sends in two steps."""
+    of_gradients = ["psum"] * 3 + (["all_to_all"] * 3 if entry.name == "fixed_order" else [])
+    expected = sorted(["pmax", "psum", *(of_gradients if gradient else [])])
+    for with_entropy in (False, True):
+        assert traced_collectives(entry, with_entropy, gradient) == expected
 
 
 # --- global arrays -----------------------------------------------------------------------------------------

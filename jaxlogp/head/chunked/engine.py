@@ -96,6 +96,10 @@ class ChunkedEngine(Engine):
         del old_log_probs
         return values_and_gradients(call, cotangents, tokens, self.token_chunk)
 
+    def why_not_second_derivative(self) -> str | None:
+        """Only a gradient filter is in the way."""
+        return None if self.gradient_filter is None else "its gradient filter skips blocks by their first derivative"
+
     def why_not_known_lse(self, call: HeadCall) -> str | None:
         """Only a gradient filter is in the way."""
         return self.why_not_one_pass(call, False)

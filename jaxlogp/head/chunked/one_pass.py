@@ -94,9 +94,8 @@ class _OnePass:
         stats = all_reduce(local, call.axis_name, targets.codes)
         new, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         g = mask_cotangents(self.cotangents(new, jax.tree.map(part, self.tokens)), targets)
-        gradient = product_gradient(
-            logit_gradient(logits, targets.column, self.valid, normaliser, *g), logits, call.spec
-        )
+        gradient = logit_gradient(logits, call.onehot_column(targets.column), self.valid, normaliser, *g)
+        gradient = product_gradient(gradient, logits, call.spec)
         rounded = gradient.astype(call.operand_dtype)
         d_bias = None if call.bias is None else gradients.bias + jnp.sum(gradient, axis=0)
         return jax.tree.map(put, values, new), HeadGradients(

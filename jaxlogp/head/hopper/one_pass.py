@@ -327,7 +327,8 @@ class _OnePass:
         sums = spoiled_together(sum_shards(sums, call.axis_name, chunk.targets.codes, chunk.origin))
         values, normaliser = finish_sums(sums, chunk.targets.mask, call.vocab_size, chunk.targets.invalid)
         g_log_probs, g_entropy = mask_cotangents(self.cotangents(values, tokens), chunk.targets)
-        scalars = row_scalars(normaliser, g_log_probs, g_entropy, chunk.targets.column, call.spec)
+        column = call.onehot_column(chunk.targets.column)
+        scalars = row_scalars(normaliser, g_log_probs, g_entropy, column, call.spec)
         target = lax.bitcast_convert_type(sums.target, jnp.float32) - sums.max
         if chunk.estimate is None:
             gradient = jax.new_ref(exp)
