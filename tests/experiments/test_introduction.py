@@ -137,7 +137,7 @@ def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     config = SimpleNamespace(evaluation=SimpleNamespace(num_prompts=500))
     scores, progress = ExactMatch(0.5, 0.25), SimpleNamespace(step=3)
     trainer = SimpleNamespace(evaluate=lambda: scores, num_held_out=21, config=config, progress=progress)
-    monkeypatch.setattr(evaluate, "load", lambda options: trainer)
+    monkeypatch.setattr(evaluate, "load", lambda options, task: trainer)
     assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "step 3, 21 held-out prompts (500 were asked for; the task has no more)"
