@@ -83,6 +83,16 @@ class PolicyMetricTerms:
 
     values: dict[str, Array]
 
+    @classmethod
+    def zeros_like(cls, shapes: "PolicyMetricTerms") -> "PolicyMetricTerms":
+        """Returns the terms of no label and no document, for terms or their shapes (`jax.eval_shape`)."""
+        empty = {Reduction.SUM: 0, Reduction.MAX: -jnp.inf, Reduction.MIN: jnp.inf}
+        return cls({name: jnp.full_like(x, empty[METRICS[name].reduction]) for name, x in shapes.values.items()})
+
+    def __radd__(self, other: int) -> "PolicyMetricTerms":
+        """Lets `sum` start from its 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __add__(self, other: "PolicyMetricTerms") -> "PolicyMetricTerms":
         """Terms of two disjoint parts of a step, combined.
 
