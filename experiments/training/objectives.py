@@ -125,6 +125,8 @@ class PolicyObjective:
             with_entropy=self.with_entropy and lse is None,
             **head,
         )
+        # Metrics reduce them by pmax, which JAX cannot differentiate.
+        values = lax.stop_gradient(values)
         entropy = values.entropy if lse is None else columns.get("entropy")
         return self._with_metrics(loss, values.log_probs, entropy, batch, documents_seen)
 

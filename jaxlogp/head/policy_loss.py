@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import refuse_gradient
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import cotangents_of, head_values, operands_of, owned_gradients
@@ -89,7 +90,7 @@ def linear_policy_loss(
         (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs are
         taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
         probabilities' relative error is that of lse.
-      with_entropy: also return the entropy (always computed where the loss has an entropy coefficient).
+      with_entropy: also return the entropy, which a loss with an entropy coefficient always returns.
       with_lse: also return log Σ e^z.
       bias: as in :func:`jaxlogp.linear_log_probs`, like all arguments below.
       temperature: T.
@@ -105,11 +106,12 @@ def linear_policy_loss(
       engine: a name, an engine object, or a sequence of these.
 
     Returns:
-      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are constants: no gradient
-      flows through them. With ``lse`` the log-probs are old_log_probs, 0 where masked.
+      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are for reports, such as the
+      auxiliary output of ``jax.value_and_grad``. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
-      ValueError: what linear_log_probs or policy_loss refuses, or entropy along with ``lse``.
+      ValueError: what linear_log_probs or policy_loss refuses; entropy along with ``lse``; a gradient through the
+        values, as of an entropy bonus on ``values.entropy`` (``jax.lax.stop_gradient`` makes them plain constants).
 
     Example:
       >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
@@ -133,9 +135,8 @@ def linear_policy_loss(
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
         call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
         total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, targets.shape), engine)
-        # Stated here, and not only by the gradient rule: no gradient flows through the values.
-        values = jax.lax.stop_gradient(values)
-        values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
+        values = values if with_lse else values._replace(lse=None)
+        values = TokenLogProbs(*map(_constant_value, TokenLogProbs._fields, values))
         values = jax.tree.map(lambda x: x.reshape(targets.shape), values)
         return WeightedSum(total, count, loss.grad_divisor), values
 
@@ -149,6 +150,17 @@ def linear_policy_loss(
     given |= {"document_ids": document_ids}
     specs = PartitionSpec(), leading_spec(hidden, hidden.ndim - 1)
     return automatic_axes(run, hidden, weight, bias, targets, mask, lse, given, out_specs=specs)
+
+
+def _constant_value(name: str, value: Array | None) -> Array | None:
+    """The value, without a gradient: one that is asked for raises, because a gradient of 0 would go unnoticed."""
+    instead = {
+        "log_probs": "use linear_log_probs and policy_loss",
+        "entropy": "set the loss's entropy_coefficient",
+        "lse": "use a penalty on the log-sum-exp of log_probs_from_logits",
+    }
+    expected = "no gradient through it, for the values of linear_policy_loss are constant"
+    return None if value is None else refuse_gradient(value, f"values.{name}", expected, f"one ({instead[name]})")
 
 
 def _evaluate(

@@ -159,15 +159,82 @@ def test_the_gradient_is_scaled_by_the_cotangent_of_the_sum(cotangent):
         np.testing.assert_allclose(actual, cotangent * np.asarray(one), rtol=3e-7)
 
 
-def test_the_values_are_constants():
+@pytest.mark.parametrize("loss", [grpo(entropy_coefficient=0.1), gspo(entropy_coefficient=0.1)], ids=lambda x: x.name)
+def test_the_entropy_of_a_loss_with_a_bonus_is_returned(loss):
+    values = jax.jit(lambda x: one_call(x, loss, **OPTIONS)[1])(data := problem())
+    operands = data["hidden"], data["weight"], data["targets"], data["mask"], data["bias"]
+    _, entropy = oracle.head_log_probs(*operands, oracle.Head(**OPTIONS))
+    assert oracle.scaled_error(values.entropy, entropy) < 1e-5 and values.lse is None
+
+
+def of_values(name, loss=grpo(), **options):
+    """The loss plus the sum of a value, and the values."""
+
+    def total(data):
+        loss_sum, values = one_call(data, loss, with_entropy=True, with_lse=True, **options)
+        return loss_sum.mean() + (0.0 if name is None else jnp.sum(getattr(values, name))), values
+
+    return total
+
+
+def gradient_of(function, data, **options):
+    return jax.grad(lambda weight: function({**data, "weight": weight}), **options)(data["weight"])
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "name, loss, wrap",
+    [
+        ("entropy", grpo(), lambda f: f),
+        ("entropy", gspo(), jax.jit),
+        ("lse", grpo(), jax.checkpoint),
+        (
+            "log_probs",
+            grpo(),
+            lambda f: lambda x: jax.lax.scan(lambda c, _: (c + f(x)[0], None), 0.0, None, 2)[0:1] * 2,
+        ),
+    ],
+)
+def test_a_gradient_through_the_values_is_refused(name, loss, wrap):
+    """It used to be 0: an entropy bonus on values.entropy, or a z-loss on values.lse, did nothing."""
+    with pytest.raises(ValueError, match=f"^values.{name}: expected no gradient through it, .* constant"):
+        gradient_of(lambda x: wrap(of_values(name, loss))(x)[0], problem())
+
+
+def in_shard_map(function):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def local(data):
+        loss, values = function(data)
+        return jax.lax.pmean(loss, "data"), values
+
+    tokens = {name: P("data") for name in ("hidden", *policy_problem.LABELS)} | {"weight": P(), "bias": P()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(tokens,), out_specs=(P(), P("data")))
+
+
+def in_scan(function):
+    def scanned(data):
+        def step(total, _):
+            loss, values = function(data)
+            return total + loss, values
+
+        return jax.lax.scan(step, 0.0, None, length=2)
+
+    return scanned
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, in_scan, in_shard_map], ids=lambda wrap: wrap.__name__)
+def test_values_that_are_only_reported_do_not_disturb_the_gradient(wrap):
     data = problem()
-    for loss in (grpo(), gspo()):
 
-        def of_values(weight, loss=loss):
-            values = one_call({**data, "weight": weight}, loss, with_entropy=True, with_lse=True)[1]
-            return sum(jnp.sum(x) for x in values)
+    def reported(data):
+        return gradient_of(lambda x: wrap(of_values(None))(x), data, has_aux=True)
 
-        assert not np.asarray(jax.jit(jax.grad(of_values))(data["weight"])).any()
+    plain = jax.jit(lambda x: gradient_of(lambda y: wrap(lambda z: (one_call(z, grpo())[0].mean(), ()))(y)[0], x))
+    gradient, values = jax.jit(reported)(data)
+    assert np.isfinite(values.entropy).all() and np.asarray(values.lse).any()
+    if wrap is not in_shard_map:  # out_specs of no values
+        np.testing.assert_array_equal(gradient, plain(data))
 
 
 @pytest.mark.parametrize(
