@@ -160,13 +160,14 @@ def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: A
     return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high), **shared)
 
 
-def cispo(*, max_weight: float = 5.0, **shared: Any) -> PolicyLoss:
+def cispo(*, max_weight: float = 5.0, min_weight: float = 0.0, **shared: Any) -> PolicyLoss:
     """CISPO: the importance weight is bounded and carries no gradient; every token's log-prob does.
 
-    L = -(1 / D) Σ_t m_t sg(min(r_t, max_weight)) A_t log π_t.
+    L = -(1 / D) Σ_t m_t sg(min(max(r_t, min_weight), max_weight)) A_t log π_t.
 
     Args:
         max_weight: as in `StopGradientWeight`.
+        min_weight: as in `StopGradientWeight`.
         shared: further parts of `PolicyLoss`, see above.
 
     Returns:
@@ -175,7 +176,7 @@ def cispo(*, max_weight: float = 5.0, **shared: Any) -> PolicyLoss:
     References:
         MiniMax-M1, arXiv:2506.13585; The Art of Scaling RL Compute (the value 5), arXiv:2510.13786.
     """
-    return PolicyLoss("cispo", objective=StopGradientWeight(max_weight), **shared)
+    return PolicyLoss("cispo", objective=StopGradientWeight(max_weight, min_weight), **shared)
 
 
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05, **shared: Any) -> PolicyLoss:

@@ -129,8 +129,8 @@ def _objective(objective, r, frozen, log_prob, a):
             bounded = np.clip(r, 1 - low, 1 + (low if high is None else high))
             value = np.minimum(r * a, bounded * a)
             return np.maximum(value, delta * a) if delta is not None and a < 0 else value
-        case losses.StopGradientWeight(largest):
-            return np.minimum(frozen, largest) * a * log_prob
+        case losses.StopGradientWeight(largest, smallest):
+            return np.clip(frozen, smallest, largest) * a * log_prob
         case losses.SoftGate(positive, negative):
             tau = positive if a > 0 else negative
             return 4 / tau / (1 + np.exp(-tau * (r - 1))) * a

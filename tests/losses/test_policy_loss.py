@@ -40,6 +40,7 @@ OBJECTIVES = {
     "clip-higher": Clipped(0.1, 0.4),
     "dual clip": Clipped(0.2, 0.3, 1.6),
     "stop-gradient weight": StopGradientWeight(1.3),
+    "stop-gradient weight, both bounds": StopGradientWeight(1.3, 0.7),
     "soft gate": SoftGate(1.0, 1.05),
     "log-likelihood": LogLikelihood(),
 }

@@ -39,6 +39,8 @@ HAND_COMPUTED = {
     "cispo": (losses.cispo(), 0.308093 / 3),
     # the first weight limited to 1: -0.510826 - 1.151293 + 1.609438 = -0.052681
     "cispo limited": (losses.cispo(max_weight=1.0), 0.052681 / 3),
+    # the second weight raised to 0.8, the third too: -0.766238 - 1.842068 + 2.575100 = -0.033206
+    "cispo from below": (losses.cispo(min_weight=0.8), 0.033206 / 3),
     # 4 σ(0.5) = 2.489837, 4 σ(-0.5) = 1.510163, their mean 2; -2 * 4 / 1.05 σ(-0.525) = -2.831877
     "sapo": (losses.sapo(), -(2.0 - 2.831877) / 2),
     # log 0.6 + log 0.1 - 2 log 0.2 = 0.405465
@@ -219,6 +221,7 @@ BAD = {
     "epsilon_high negative": (lambda: losses.grpo(epsilon_high=-0.1), "epsilon_high", "-0.1"),
     "epsilon_high infinite": (lambda: losses.grpo(epsilon_high=np.inf), "epsilon_high", "inf"),
     "delta inside of the bounds": (lambda: losses.grpo(delta=1.2), "delta", "1.2"),
+    "min_weight above max_weight": (lambda: losses.cispo(max_weight=1.0, min_weight=1.5), "min_weight", "1.5"),
     "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
     "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
     "length missing": (lambda: PolicyLoss("x", reduction="constant_length"), "length", "None"),
