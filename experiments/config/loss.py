@@ -83,13 +83,5 @@ class LossConfig:
 
 
 _SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
-_LOSS_OPTIONS = (
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "max_weight",
-    "min_weight",
-    "weighting",
-    "length",
-    *_SHARED_LOSS_OPTIONS,
-)
+_PRESET_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "min_weight", "weighting", "length")
+_LOSS_OPTIONS = (*_PRESET_OPTIONS, *_SHARED_LOSS_OPTIONS)

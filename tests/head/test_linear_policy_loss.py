@@ -37,6 +37,7 @@ LOSSES = {
     "cispo": cispo(),
     "sapo, k2": sapo(kl_coefficient=0.2, kl_estimator="k2"),
     "reinforce": reinforce(),
+    "grpo_paper, token mean of the entropy": grpo_paper(entropy_coefficient=0.1, entropy_weights="labels"),
     "gspo, entropy": gspo(entropy_coefficient=0.1),
     "gspo by length, wide bounds": gspo(weighting="length", epsilon=0.2, epsilon_high=0.3),
 }
@@ -79,6 +80,57 @@ def test_grpo_against_float64(entropy_coefficient):
     assert oracle.scaled_error(values.log_probs, log_probs) < 1e-5
     for name, gradient in gradients._asdict().items():
         assert oracle.relative_error(gradient, getattr(of_head, name)) < 2e-5, name
+
+
+@pytest.mark.parametrize(
+    "loss, engine, dtype",
+    [
+        (grpo, "chunked", jnp.float32),
+        (grpo, "chunked", jnp.bfloat16),
+        (gspo, "chunked", jnp.float32),
+        (grpo, "reference", jnp.float16),
+    ],
+)
+def test_the_z_loss_against_float64(loss, engine, dtype):
+    """In one pass and in two steps: 0.3 times the weighted squares of lse, whose slope is 0.6 w lse."""
+    data = problem(dtype=dtype, bias=dtype == jnp.float32)
+    with_z = loss(z_loss_coefficient=0.3)
+    total, _, gradients = run(one_call, data, with_z, engine=engine, **OPTIONS)
+    plain, _, of_plain = run(one_call, data, loss(), engine=engine, **OPTIONS)
+    mask, ids, head = np.asarray(data["mask"]), np.asarray(data["ids"]), oracle.Head(**OPTIONS)
+    clean = np.where(mask[..., None], oracle.f64(data["hidden"]), 0.0)
+    lse = np.where(mask, oracle.log_sum_exp(oracle.head_logits(clean, data["weight"], data["bias"], head)), 0.0)
+    labels = np.bincount(ids[mask], minlength=len(DOCUMENTS))
+    weights = np.where(mask, 1.0 / mask.sum() if loss is grpo else 1 / np.maximum(labels, 1)[ids] / len(DOCUMENTS), 0.0)
+    assert abs(float(total.mean()) - float(plain.mean()) - (0.3 * weights * lse**2).sum()) < 1e-5
+    operands = data["hidden"], data["weight"], data["targets"], np.zeros(mask.shape), None, mask, data["bias"], head
+    wanted = oracle.head_gradients(*operands, lse_cotangent=3 * 0.6 * weights * lse)
+    for name, gradient in gradients._asdict().items():
+        if gradient is not None:
+            # Of the size of either gradient: in 16 bits both runs round dz and the gradient, and one the sum with the
+            # targets' rows, five roundings of at most eps / 2 each that do not line up.
+            without, want = oracle.f64(getattr(of_plain, name)), getattr(wanted, name)
+            size = np.linalg.norm(without) + np.linalg.norm(want)
+            error = np.linalg.norm(oracle.f64(gradient) - without - want) / size
+            assert error < max(2e-5, float(jnp.finfo(dtype).eps)), name
+
+
+@pytest.mark.bad_input
+def test_the_z_loss_is_refused_where_the_order_of_sums_is_fixed():
+    with pytest.raises(ValueError, match="^loss.z_loss_coefficient: expected 0 with engine fixed_order"):
+        one_call(problem(), grpo(z_loss_coefficient=0.1), engine="fixed_order")
+
+
+def test_on_policy_with_a_z_loss():
+    data, lse = on_policy(problem(options=OPTIONS), **OPTIONS)
+    loss = grpo(z_loss_coefficient=0.3)
+    known = jax.jit(lambda x: policy_problem.differentiated(x, lambda y: one_call(y, loss, lse=lse, **OPTIONS)))(data)
+    compare(known, run(one_call, data, loss, **OPTIONS))
+
+
+def test_a_z_loss_over_shards():
+    data, loss = problem(), grpo(z_loss_coefficient=0.3)
+    compare(sharded(data, loss, (2, 3), **OPTIONS), run(one_call, data, loss, **OPTIONS))
 
 
 def test_a_document_in_two_rows_against_float64():

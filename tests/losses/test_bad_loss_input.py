@@ -48,6 +48,12 @@ BAD = {
     "document_ids missing": ({"document_ids": None}, "document_ids", "None"),
     "both missing": ({"document_ids": None, "num_documents": None}, "document_ids", "None"),
     "entropy missing": ({"entropy": None}, "entropy", "None"),
+    "lse missing": ({"loss": gspo(z_loss_coefficient=0.1)}, "lse", "None"),
+    "labels_per_document missing": (
+        {"loss": gspo(entropy_coefficient=0.1, entropy_weights="labels")},
+        "labels_per_document",
+        "None",
+    ),
     "ref_log_probs missing": ({"ref_log_probs": None}, "ref_log_probs", "None"),
     "label with id -1": (with_value("document_ids", -1), "document_ids", "-1 at position (1, 2)"),
     "label with id M": (with_value("document_ids", DOCUMENTS), "document_ids", "5 at position (1, 2)"),
@@ -86,7 +92,7 @@ def test_the_two_halves_refuse_what_the_whole_refuses():
     loss = grpo(entropy_coefficient=0.1)
     tokens, _ = loss_tokens(loss, **given)
     with pytest.raises(ValueError, match="^entropy: expected entropies for entropy_coefficient 0.1, got None"):
-        weighted_losses(loss, jnp.zeros(24), None, tokens)
+        weighted_losses(loss, jnp.zeros(24), tokens)
     for changes, argument in (({"advantages": [1.0]}, "advantages"), ({"mask": [True]}, "mask")):
         with pytest.raises(ValueError, match=f"^{argument}: expected"):
             loss_tokens(loss, **{**given, **changes})
