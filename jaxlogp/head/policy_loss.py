@@ -26,6 +26,7 @@ from jaxlogp.head.projection import HeadSpec, product_gradient
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
 from jaxlogp.losses import loss_tokens as make_loss_tokens
+from jaxlogp.losses.options import suggest_options
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards
@@ -33,6 +34,7 @@ from jaxlogp.vocab import VocabShards
 ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "in two steps"
 
 
+@suggest_options()
 def linear_policy_loss(
     hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,

@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
 from jaxlogp.losses.documents import DocumentLayout, document_layout
-from jaxlogp.losses.inputs import check_labels, constant, flat, selected
+from jaxlogp.losses.inputs import check_labels, check_log_probs, constant, flat, selected
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 from jaxlogp.reduce import WeightedSum
@@ -102,7 +102,7 @@ class PolicyLoss:
         good = math.isfinite(self.entropy_coefficient)
         require(good, "entropy_coefficient", "a finite number", self.entropy_coefficient)
         if self.grad_divisor is not None:
-            good = isinstance(self.grad_divisor, int | float) and 0 < self.grad_divisor < math.inf
+            good = is_number(self.grad_divisor) and 0 < self.grad_divisor < math.inf
             require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
 
     @property
@@ -181,8 +181,11 @@ def policy_loss(
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats; needed with a KL coefficient.
         document_ids: int [*tokens], document index of each token, of any integer dtype; needed unless ratio is "token"
             and reduction "labels". Tokens without a label may hold anything.
-        num_documents: number of documents that `document_ids` counts. A Python int, or an integer array scalar; an
-            array scalar must not exceed the number of tokens.
+        num_documents: number of documents that `document_ids` counts: of this part of the step, not of all ranks, whose
+            counts a psum adds up. The number of all ranks on each of them would divide the loss once more by the number
+            of ranks. That is refused where types tell, for an array that is the same on ranks whose tokens differ; a
+            Python int may be the number that every rank has, and is not. An array scalar must not exceed the number of
+            tokens.
         document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are split. Then
             `document_ids` and `num_documents` describe whole documents and are the same on every shard, and a psum of
             the result over the axis gives the loss of the whole documents, once.
@@ -194,9 +197,10 @@ def policy_loss(
 
     Raises:
         ValueError: shapes or dtypes differ from the above, an input that `loss` needs is missing, a value at a label is
-            not finite, or a label has a document id outside [0, num_documents); where values are not known, under a JAX
-            transformation, the last two give NaN instead. Also document sums over `document_axis_name` that are
-            differentiated under `shard_map(check_vma=False)`.
+            not finite, an old or reference log-prob is above 0, or a label has a document id outside [0, num_documents);
+            where values are not known, under a JAX transformation, values that are not finite and such ids give NaN
+            instead. Also document sums over `document_axis_name` that are differentiated under
+            `shard_map(check_vma=False)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -258,10 +262,10 @@ def loss_tokens(
         ValueError: as in :func:`jaxlogp.policy_loss`.
     """
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
-    given = {"old_log_probs": old_log_probs, "advantages": advantages}
-    if ref_log_probs is not None:
-        given["ref_log_probs"] = ref_log_probs
-    check_labels(given, mask)
+    given = {"old_log_probs": old_log_probs} | ({} if ref_log_probs is None else {"ref_log_probs": ref_log_probs})
+    check_log_probs(given, mask)
+    check_labels({"advantages": advantages}, mask)
+    given["advantages"] = advantages
     with_kl = loss.kl_coefficient != 0.0
     why = f"log-probs under the reference for kl_coefficient {loss.kl_coefficient}"
     require(not with_kl or ref_log_probs is not None, "ref_log_probs", why, None)

@@ -80,9 +80,9 @@ def test_delta_limits_a_ratio_with_a_negative_advantage_by_hand():
 
 
 def test_the_kl_and_the_entropy_bonus_by_hand():
-    # ref - new = log 2 at each label: k1 = -0.693147, k2 = 0.240227, k3 = 2 - 0.693147 - 1 = 0.306853. Entropies 1, 2, 3.
-    given = {**BY_HAND, "ref_log_probs": PROBABILITIES + np.float32(np.log(2.0)), "entropy": np.float32([[1, 2, 9, 3]])}
-    for estimator, kl in (("k1", -0.693147), ("k2", 0.240227), ("k3", 0.306853)):
+    # ref - new = -log 2 at each label: k1 = 0.693147, k2 = 0.240227, k3 = 0.5 + 0.693147 - 1 = 0.193147. Entropies 1, 2, 3.
+    given = {**BY_HAND, "ref_log_probs": PROBABILITIES - np.float32(np.log(2.0)), "entropy": np.float32([[1, 2, 9, 3]])}
+    for estimator, kl in (("k1", 0.693147), ("k2", 0.240227), ("k3", 0.193147)):
         parts = {"kl_coefficient": 0.5, "kl_estimator": estimator, "entropy_coefficient": 0.1}
         by_labels = policy_loss(**given, loss=losses.grpo(**parts)).mean()
         np.testing.assert_allclose(by_labels, -0.1 / 3 + 0.5 * kl - 0.1 * (1 + 2 + 3) / 3, atol=2e-6)
@@ -144,7 +144,9 @@ def test_documents_of_one_length_or_one_label_make_reductions_and_ratios_coincid
     finite = {
         name: np.nan_to_num(getattr(given, name), posinf=-1.0, neginf=-1.0) for name in ("new", "old", "advantages")
     }
-    given = given._replace(**{name: np.clip(values, -3, 3) for name, values in finite.items()}, ref=None, entropy=None)
+    bounds = {"new": (-8, -2), "old": (-8, -2), "advantages": (-3, 3)}
+    clipped = {name: np.clip(values, *bounds[name]) for name, values in finite.items()}
+    given = given._replace(**clipped, ref=None, entropy=None)
     rows = np.repeat(np.arange(4), 6).reshape(SHAPE)
     assert_same(losses.grpo_paper(), losses.grpo(), given, document_ids=rows)
     assert_same(losses.dr_grpo(length=6), losses.grpo(), given, document_ids=rows)
