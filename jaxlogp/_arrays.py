@@ -1,9 +1,14 @@
 """The array type of arguments, the dtype of computations, and ids as int32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Integer
+
+from jaxlogp.errors import require
 
 AnyArray = jax.Array | np.ndarray
 """What functions take: JAX arrays, traced or not, and NumPy arrays. What they return is a `jax.Array`."""
@@ -37,3 +42,27 @@ def nan_where(condition: Bool[Array, "*#shape"], x: Float[Array, "*#shape"]) -> 
     data.
     """
     return jnp.where(condition, jnp.asarray(jnp.nan, x.dtype), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def refuse_gradient(x: Float[Array, "*shape"], argument: str, expected: str, seen: str) -> Float[Array, "*shape"]:
+    """x; a gradient through it raises ``argument: expected ..., got ...`` once it reaches x in reverse mode.
+
+    An output that is not used, such as an auxiliary one, has no cotangent and raises nothing.
+    """
+    del argument, expected, seen
+    return x
+
+
+def _refused_forward(x, argument: str, expected: str, seen: str) -> tuple[Array, None]:
+    del argument, expected, seen
+    return x.value, None
+
+
+def _refuse(argument: str, expected: str, seen: str, residuals: None, g) -> tuple[None]:
+    del residuals
+    require(isinstance(g, SymbolicZero), argument, expected, seen)
+    return (None,)
+
+
+refuse_gradient.defvjp(_refused_forward, _refuse, symbolic_zeros=True)

@@ -60,8 +60,8 @@ def require_mask(mask: Any, shape: tuple[int, ...], argument: str = "mask") -> N
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a Python number; a bool does not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether ``value`` is a number of Python or a scalar of NumPy; a bool does not count."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def require_positive(value: Any, argument: str) -> None:

@@ -68,6 +68,10 @@ class WeightedSum:
         require(same, "other.grad_divisor", f"the same as self's, {self.grad_divisor}", other.grad_divisor)
         return WeightedSum(self.sum + other.sum, self.count + other.count, self.grad_divisor)
 
+    def __radd__(self, other: int) -> "WeightedSum":
+        """Lets ``sum`` start from its 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def psum(self, axis_name: AxisNames | None) -> "WeightedSum":
         """Sum and count over the mesh axes ``axis_name``; None or () returns self.
 

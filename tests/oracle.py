@@ -128,12 +128,22 @@ def head_log_probs(hidden, weight, targets, mask=None, bias=None, head: Head = P
 
 
 def head_gradients(
-    hidden, weight, targets, log_prob_cotangent, entropy_cotangent=None, mask=None, bias=None, head: Head = PLAIN
+    hidden,
+    weight,
+    targets,
+    log_prob_cotangent,
+    entropy_cotangent=None,
+    mask=None,
+    bias=None,
+    head: Head = PLAIN,
+    lse_cotangent=0.0,
 ) -> HeadGradients:
     """Chain rule through temperature, soft cap, scale and the product, summed over tokens for weight and bias."""
     clean = np.where(full_mask(targets, mask)[..., None], f64(hidden), 0.0)
     logits = head_logits(clean, weight, bias, head)
-    upstream = logits_gradient(logits, targets, log_prob_cotangent, entropy_cotangent, mask) / head.temperature
+    upstream = logits_gradient(logits, targets, log_prob_cotangent, entropy_cotangent, mask)
+    g_lse = np.where(full_mask(targets, mask), lse_cotangent, 0.0)
+    upstream = (upstream + g_lse[..., None] * softmax(logits)) / head.temperature
     if head.softcap is not None:
         raw = raw_logits(clean, weight, bias, head)
         upstream = upstream * (1.0 - np.tanh(raw / head.softcap) ** 2)

@@ -1,6 +1,8 @@
 """One step from many micro-batches: the split changes nothing, and all ranks end the step together."""
 
+import dataclasses
 import functools
+import re
 import threading
 
 import jax
@@ -158,9 +160,8 @@ def test_the_cut_into_micro_batches_and_ranks_changes_nothing(kind, weighting, r
 @pytest.mark.parametrize(("kind", "weighting"), KINDS)
 def test_a_mean_of_micro_batch_means_is_rejected_by_the_same_check(kind, weighting):
     means = [sums.finish() for sums in run_step(3, 2, kind, weighting)]
-    wrong = means[0]._replace(
-        gradients=sum(part.gradients for part in means) / 3, loss=sum(part.loss for part in means) / 3
-    )
+    gradients, loss = (sum(getattr(part, name) for part in means) / 3 for name in ("gradients", "loss"))
+    wrong = dataclasses.replace(means[0], gradients=gradients, loss=loss)
     with pytest.raises(AssertionError):
         assert_step(wrong, kind, weighting)
 
@@ -219,6 +220,68 @@ def test_a_step_without_anything_is_zero():
         finished = micro_sums(jnp.asarray(make_table()), padding, kind, weighting).finish()
         assert float(finished.loss) == 0.0
         np.testing.assert_array_equal(finished.gradients, np.zeros((VOCAB, VOCAB)))
+
+
+def varying_sums(table, batch):
+    return micro_sums(jax.lax.pcast(table, "data", to="varying"), batch, "grpo", "length")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_zeros_are_the_first_carry_of_a_scan(ranks):
+    """All advantages are below 0: a maximum that starts at 0 would stay there."""
+    batches = jax.tree.map(lambda *x: np.stack(x), *cut(4))
+    batches.per_token["advantages"] = -1.0 - np.abs(batches.per_token["advantages"])
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("data",))
+
+    def local(table, batches):
+        first = jax.tree.map(lambda x: x[0], batches)
+        zero = StepSums.zeros_like(jax.eval_shape(varying_sums, table, first))
+        sums, _ = jax.lax.scan(lambda sums, batch: (sums + varying_sums(table, batch), None), zero, batches)
+        return sums.psum("data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    sums = jax.jit(mapped)(make_table(), batches)
+    advantages = batches.per_token["advantages"][batches.mask]
+    assert float(sums.metrics.values["max_advantage"]) == advantages.max() < -1.0
+    assert float(sums.metrics.values["min_advantage"]) == advantages.min()
+    assert int(sums.loss.count) == advantages.size
+    parts = [micro_sums(make_table(), jax.tree.map(lambda x, i=i: x[i], batches), "grpo", "length") for i in range(4)]
+    np.testing.assert_allclose(sums.gradients, sum(parts).gradients, atol=ERROR * np.abs(sums.gradients).max())
+
+
+def test_zeros_of_sums_change_no_bit_and_keep_every_dtype():
+    part = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length", grad_divisor=3.0)
+    part = dataclasses.replace(part, gradients={"a": part.gradients.astype(jnp.bfloat16)})
+    for whole in (StepSums.zeros_like(part) + part, sum([part])):
+        assert jax.tree.structure(whole) == jax.tree.structure(part)
+        for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
+def test_finished_steps_have_no_methods_of_a_tuple():
+    finished = micro_sums(jnp.asarray(make_table()), cut(1)[0], "grpo", "length").finish()
+    assert not hasattr(finished, "count") and jax.tree.leaves(finished)[1] is finished.loss
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "gradients, message",
+    [
+        ({"a": np.zeros(2, np.float32)}, "expected leaves ['b'] [3], got no other leaves"),
+        (
+            {"a": np.zeros(1, np.float32), "b": np.zeros(3, np.float32)},
+            "expected leaves ['a'] [2], got leaves ['a'] [1]",
+        ),
+    ],
+)
+def test_sums_of_another_tree_are_refused_in_a_sentence(gradients, message):
+    one = WeightedSum(jnp.float32(1.0), jnp.int32(1))
+    part = StepSums.of({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32)}, one)
+    with pytest.raises(ValueError, match=f"^other.gradients: {re.escape(message)}$"):
+        part + StepSums.of(gradients, one)
+    with pytest.raises(ValueError, match="^other: expected StepSums, got WeightedSum"):
+        part + one
 
 
 # --- the schedule ------------------------------------------------------------------------------------------

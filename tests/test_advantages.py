@@ -39,6 +39,16 @@ def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others():
     np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
 
 
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_leave_one_out_rounds_no_more_than_its_own_size(offset):
+    """Two subtractions, each of which rounds by at most half an ulp, 2^-24, of the largest advantage."""
+    rewards = (offset + np.random.default_rng(0).normal(0.0, 10.0, (2000, 8))).astype(np.float32)
+    wide = np.float64(rewards)
+    expected = wide - (wide.sum(axis=1, keepdims=True) - wide) / 7
+    error = np.abs(np.asarray(leave_one_out_advantages(rewards).advantages) - expected).max()
+    assert error < 2 * 2.0**-24 * np.abs(expected).max(), error
+
+
 @pytest.mark.parametrize("advantages", [group_advantages, leave_one_out_advantages])
 def test_equal_rewards_give_exactly_zero(advantages):
     # The fp32 mean of three times 0.1 is not 0.1, so the difference alone would not be zero.

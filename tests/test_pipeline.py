@@ -5,6 +5,7 @@ across a document boundary, a sum added twice over the mesh, a missing part of t
 a micro-batch makes the two differ.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -172,8 +173,7 @@ def test_the_case_has_clipped_and_unclipped_labels():
 @pytest.mark.parametrize(("kind", "weighting"), KINDS)
 def test_a_mean_of_micro_batch_means_is_rejected_by_the_same_check(kind, weighting):
     means = [part.finish() for part in run((2, 4), 3, kind, weighting)]
-    wrong = means[0]._replace(
-        gradients=sum(part.gradients for part in means) / 3, loss=sum(part.loss for part in means) / 3
-    )
+    gradients, loss = (sum(getattr(part, name) for part in means) / 3 for name in ("gradients", "loss"))
+    wrong = dataclasses.replace(means[0], gradients=gradients, loss=loss)
     with pytest.raises(AssertionError):
         assert_step(wrong, kind, weighting)

@@ -1,5 +1,6 @@
 """The metrics table: every name against float64, by level, over micro-batches and over a mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,17 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.losses import LogLikelihood, PolicyLoss, StopGradientWeight, grpo, gspo
+from jaxlogp.losses import (
+    LogLikelihood,
+    PolicyLoss,
+    StopGradientWeight,
+    cispo,
+    grpo,
+    grpo_paper,
+    gspo,
+    policy_loss,
+    sapo,
+)
 from jaxlogp.policy.metrics import (
     METRICS,
     PolicyMetricTerms,
@@ -36,6 +47,9 @@ AVERAGES = (
     "ratio_new_old",
     "kl_new_old",
     "clipped_ratio_fraction",
+    "stopped_low_fraction",
+    "stopped_high_fraction",
+    "kl_new_ref",
     "advantage",
     "entropy",
 )
@@ -49,8 +63,9 @@ def case(seed=0):
     old = (new + rng.normal(0.0, 0.3, SHAPE)).astype(np.float32)
     advantages = rng.normal(0.0, 1.0, SHAPE).astype(np.float32)
     entropy = rng.uniform(0.0, 3.0, SHAPE).astype(np.float32)
+    ref = (new - rng.normal(0.0, 0.5, SHAPE)).astype(np.float32)
     mask = (rng.random(SHAPE) < 0.7) & (ids != 3) & (ids != 8)  # two documents without a label
-    for values in (new, old, advantages, entropy):
+    for values in (new, old, advantages, entropy, ref):
         values[~mask] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38]), int((~mask).sum()))
     return {
         "log_probs": new,
@@ -59,42 +74,59 @@ def case(seed=0):
         "mask": mask,
         "document_ids": ids,
         "entropy": entropy,
+        "ref_log_probs": ref,
     }
 
 
 def expected_metrics(kind, arrays, num_documents=DOCUMENTS, low=LOW, high=HIGH):
-    """Contracts D in float64, one document and one label at a time."""
+    """Contracts D in float64, one document and one label at a time; without document ids every label counts alike."""
     sums = dict.fromkeys(AVERAGES, 0.0)
     ratio_sum = squared_sum = 0.0
-    labelled, extremes = 0, []
-    ids, mask = arrays["document_ids"], arrays["mask"]
+    labelled, extremes, ratios = 0, [], []
+    losses = {"objective": 0.0, "kl": 0.0, "entropy": 0.0}
+    ids, mask = arrays.get("document_ids", np.zeros(SHAPE, int)), arrays["mask"]
     for d in range(num_documents):
         here = mask & (ids == d)
         if not here.any():
             continue
-        new, old, a, h = (
-            np.float64(arrays[name][here]) for name in ("log_probs", "old_log_probs", "advantages", "entropy")
+        new, old, a, h, ref = (
+            np.float64(arrays[name][here])
+            for name in ("log_probs", "old_log_probs", "advantages", "entropy", "ref_log_probs")
         )
         labelled += 1
         extremes += [a.min(), a.max()]
-        x = new - old
+        x, kl = new - old, np.exp(ref - new) - (ref - new) - 1
         if kind == "gspo":
             x, a = np.full_like(x, x.mean()), np.full_like(a, a.mean())
         r = np.exp(x)
+        ratios += list(r)
         ratio_sum += r[0] if kind == "gspo" else r.sum()
         squared_sum += r[0] ** 2 if kind == "gspo" else (r**2).sum()
         clipped = np.float64((r < 1 - low) | (r > 1 + high))
-        for name, values in zip(AVERAGES, (new, old, r, r - x - 1, clipped, a, h), strict=True):
-            sums[name] += values.mean()
-    metrics = {name: value / num_documents for name, value in sums.items()}
-    metrics |= {f"{name}_labelled": value / labelled for name, value in sums.items()}
+        below, above = np.float64((r < 1 - low) & (a < 0)), np.float64((r > 1 + high) & (a > 0))
+        values = (new, old, r, r - x - 1, clipped, below, above, kl, a, h)
+        for name, value in zip(AVERAGES, values, strict=True):
+            sums[name] += value.mean() if "document_ids" in arrays else value.sum()
+        weight = 1 / len(r) if kind == "gspo" else 1.0
+        losses["objective"] -= weight * np.minimum(r * a, np.clip(r, 1 - low, 1 + high) * a).sum()
+        losses["kl"] += weight * KL * kl.sum()
+        losses["entropy"] -= weight * ENTROPY * h.sum()
+    count = num_documents if kind == "gspo" else mask.sum()
+    divisor = num_documents if "document_ids" in arrays else mask.sum()
+    metrics = {name: value / divisor for name, value in sums.items()}
     metrics |= {"ratio_new_old_sum": ratio_sum, "ratio_new_old_squared_sum": squared_sum}
+    metrics |= {"max_ratio_new_old": max(ratios), "min_ratio_new_old": min(ratios)}
     metrics |= {"max_advantage": max(extremes), "min_advantage": min(extremes), "num_tokens": mask.sum()}
+    metrics |= {f"loss_{name}": value / count for name, value in losses.items()} | {"loss_count": np.int32(count)}
+    if "document_ids" not in arrays:
+        return metrics
+    metrics |= {f"{name}_labelled": value / labelled for name, value in sums.items()}
     metrics |= {"num_documents": num_documents, "num_documents_labelled": labelled}
     return metrics | ({"num_segments": labelled} if kind == "gspo" else {})
 
 
-BOUNDS = {"epsilon": LOW, "epsilon_high": HIGH}
+KL, ENTROPY = 0.2, 0.1
+BOUNDS = {"epsilon": LOW, "epsilon_high": HIGH, "kl_coefficient": KL, "entropy_coefficient": ENTROPY}
 LOSSES = {"grpo": grpo(**BOUNDS), "gspo": gspo(**BOUNDS)}
 
 
@@ -127,23 +159,56 @@ def assert_metrics(actual, expected):
 def test_every_metric_is_that_of_float64(kind):
     arrays = case()
     expected = expected_metrics(kind, arrays)
-    assert 0 < expected["clipped_ratio_fraction"] < 1 and expected["num_documents_labelled"] < DOCUMENTS
+    assert 0 < expected["stopped_low_fraction"] < expected["clipped_ratio_fraction"]
+    assert expected["clipped_ratio_fraction"] < 1 and expected["num_documents_labelled"] < DOCUMENTS
     assert_metrics(metrics_of(arrays, np.int32(DOCUMENTS), kind=kind), expected)
+
+
+def test_without_documents_a_token_loss_has_means_over_labels():
+    arrays = case()
+    del arrays["document_ids"]
+    actual = jax.jit(lambda x: policy_metrics(**x, **options("grpo")))(arrays)
+    assert_metrics(actual, expected_metrics("grpo", arrays, 1))
+
+
+def test_the_parts_add_up_to_the_loss():
+    arrays = case()
+    names = ("loss_objective", "loss_kl", "loss_entropy", "loss_z")
+    for loss in (*LOSSES.values(), grpo_paper(entropy_coefficient=0.1, entropy_weights="labels")):
+        loss = dataclasses.replace(loss, z_loss_coefficient=0.01)
+        given = {**arrays, "num_documents": DOCUMENTS, "loss": loss, "lse": arrays["entropy"] + 3.0}
+        given["labels_per_document"] = arrays["mask"].sum() / DOCUMENTS
+        metrics = policy_metrics(**given, level="with_entropy")
+        total = sum(float(metrics[name]) for name in names if name in metrics)
+        assert total == pytest.approx(float(policy_loss(**given).mean()), rel=1e-6)
+
+
+def test_what_stops_the_gradient_is_counted_by_side():
+    """With A of both signs at each ratio; above delta the gradient stops for A < 0 too, and a soft gate never stops."""
+    ratio, advantages = np.float32([0.5, 0.5, 1.0, 1.5, 1.5, 4.0, 4.0, 4.0]), np.float32([1, -1, 1, 1, -1, 1, -1, 0])
+    given = np.log(ratio)[None], np.zeros((1, 8), np.float32), advantages[None], np.ones((1, 8), bool)
+    wanted = {grpo(): (1, 2), grpo(delta=3.0): (1, 3), sapo(): (0, 0), cispo(max_weight=1.2): (0, 0)}
+    for loss, (low, high) in wanted.items():
+        documents = {"document_ids": np.zeros((1, 8), np.int32), "num_documents": 1}
+        metrics = policy_metrics(*given, loss=loss, **documents)
+        assert (float(metrics["stopped_low_fraction"]), float(metrics["stopped_high_fraction"])) == (low / 8, high / 8)
 
 
 def test_the_names_by_level():
     arrays = case()
     basic = set(metrics_of(arrays, np.int32(DOCUMENTS), kind="grpo", level="basic"))
     full = set(metrics_of(arrays, np.int32(DOCUMENTS), kind="grpo"))
-    assert full - basic == {"entropy", "entropy_labelled"} and basic < full
+    assert full - basic == {"entropy", "entropy_labelled", "loss_entropy"} and basic < full
     assert policy_metrics(**arrays, num_documents=DOCUMENTS, level="none") == {}
     without = {name: value for name, value in arrays.items() if name != "entropy"}
-    assert set(policy_metrics(**without, num_documents=DOCUMENTS)) == basic
+    assert set(policy_metrics(**without, num_documents=DOCUMENTS, loss=LOSSES["grpo"])) == basic
 
 
 def test_the_table_has_a_reduction_for_every_term_and_nothing_else():
     arrays = case()
-    terms = terms_of(arrays, np.int32(DOCUMENTS), kind="gspo")
+    loss = dataclasses.replace(LOSSES["gspo"], z_loss_coefficient=0.1)
+    more = {"num_documents": DOCUMENTS, "loss": loss, "lse": arrays["entropy"], "level": "with_entropy"}
+    terms = policy_metric_terms(**arrays, **more)
     ones, mask = jnp.ones(2, jnp.float32), jnp.ones(2, bool)
     terms = terms | reward_terms(ones, mask) | staleness_terms(3, jnp.ones(2, jnp.int32), mask)
     assert terms.values.keys() == METRICS.keys()
@@ -196,17 +261,16 @@ def test_sharded_over_data_and_sequence_every_metric_is_the_unsharded_one(kind):
     assert_metrics(sharded_metrics(kind)(arrays), expected_metrics(kind, arrays))
 
 
-def test_documents_cut_without_the_document_axis_are_noticed():
-    """The control of the test above."""
-    arrays = case(seed=2)
-    with pytest.raises(AssertionError):
-        assert_metrics(sharded_metrics("gspo", None)(arrays), expected_metrics("gspo", arrays))
+@pytest.mark.bad_input
+def test_documents_cut_without_the_document_axis_are_refused():
+    with pytest.raises(ValueError, match="^num_documents: expected the documents of this rank .*'sequence'"):
+        sharded_metrics("gspo", None)(case(seed=2))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 def test_garbage_at_masked_places_changes_no_bit(kind):
     arrays = case()
-    floating = ("log_probs", "old_log_probs", "advantages", "entropy")
+    floating = ("log_probs", "old_log_probs", "advantages", "entropy", "ref_log_probs")
     clean = arrays | {name: np.where(arrays["mask"], arrays[name], np.float32(0.0)) for name in floating}
     actual, expected = (metrics_of(x, np.int32(DOCUMENTS), kind=kind) for x in (arrays, clean))
     for name, value in expected.items():
@@ -222,7 +286,7 @@ def test_a_part_without_labels_is_the_identity_of_the_sum():
         assert float((terms + empty).finish()[name]) == float(value), name
     alone = empty.finish()
     assert (float(alone["max_advantage"]), float(alone["min_advantage"])) == (-np.inf, np.inf)
-    assert all(float(value) == 0.0 for name, value in alone.items() if "_advantage" not in name)
+    assert all(float(value) == 0.0 for name, value in alone.items() if not name.startswith(("max_", "min_")))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
@@ -315,6 +379,13 @@ def test_staleness_is_subtracted_as_integers(jitted):
     }
 
 
+def test_staleness_per_label_counts_labels():
+    """Documents of 1 and 3 labels, under weights 94 and 94, 92, 94 documents old; per document it would be 93.67."""
+    versions = np.array([[6, 6, 0], [6, 8, 6]], np.int32)
+    mask = np.array([[True, False, False], [True, True, True]])
+    assert float(staleness_terms(100, versions, mask).finish()["staleness_mean"]) == 93.5
+
+
 def test_on_the_host_counters_may_exceed_32_bits():
     versions = np.array([2**40, 2**40 - 3], np.int64)
     metrics = staleness_terms(2**40 + 1, versions, np.ones(2, bool)).finish()
@@ -338,6 +409,9 @@ BAD = {
     "log_probs": lambda: bad(log_probs=[1.0]),
     "mask   ": lambda: bad(mask=[True]),
     "document_ids": lambda: bad(document_ids=None),
+    "document_ids ": lambda: bad(document_ids=None, num_documents=None, loss=gspo()),
+    "ref_log_probs": lambda: bad(ref_log_probs=np.zeros(3, np.float32)),
+    "documents_seen  ": lambda: staleness_terms(np.array([5]), np.array([1]), YES),
     "num_documents": lambda: bad(num_documents=None),
     "entropy": lambda: bad(level="with_entropy", entropy=None),
     "entropy ": lambda: bad(level="with_entropy", entropy=np.zeros(3, np.float32)),

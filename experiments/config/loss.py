@@ -23,6 +23,8 @@ class LossConfig:
     """Largest ratio where the advantage is negative (dual clip)."""
     max_weight: float | None = None
     """cispo: largest importance weight."""
+    min_weight: float | None = None
+    """cispo: smallest importance weight."""
     weighting: str | None = None
     """gspo: document (equal weights) or length (documents weighted by their number of labels)."""
     length: int | None = None
@@ -89,4 +91,5 @@ class LossConfig:
 ADVANTAGES_OF_LOSS = {"rloo": "leave_one_out", "dr_grpo": "centred"}
 """Advantages of the papers whose losses are not for group-normalised ones."""
 _SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
-_LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "weighting", "length", *_SHARED_LOSS_OPTIONS)
+_PRESET_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "min_weight", "weighting", "length")
+_LOSS_OPTIONS = (*_PRESET_OPTIONS, *_SHARED_LOSS_OPTIONS)

@@ -125,6 +125,8 @@ class PolicyObjective:
             with_entropy=self.with_entropy and lse is None,
             **head,
         )
+        # Metrics reduce them by pmax, which JAX cannot differentiate.
+        values = lax.stop_gradient(values)
         entropy = values.entropy if lse is None else columns.get("entropy")
         return self._with_metrics(loss, values.log_probs, entropy, batch, documents_seen)
 
@@ -152,10 +154,8 @@ class PolicyObjective:
         drift = _drift(log_probs, batch, documents_seen)
         if self.metrics == "none":
             return LossParts(loss, PolicyMetricTerms({}), drift)
-        documents = self._documents(batch)
-        del documents["ref_log_probs"]
         inputs = (log_probs, columns["old_log_probs"], columns["advantages"], batch.mask)
-        terms = policy_metric_terms(*inputs, entropy=entropy, level=self.metrics, **documents)
+        terms = policy_metric_terms(*inputs, entropy=entropy, level=self.metrics, **self._documents(batch))
         present = jnp.arange(batch.rewards.shape[0], dtype=jnp.int32) < batch.num_documents[0]
         if self.document_axis is not None:
             # Every rank along the axis knows all rewards; the first one counts them.

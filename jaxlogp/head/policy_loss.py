@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import refuse_gradient
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import (
@@ -28,10 +29,11 @@ from jaxlogp.head.call import (
     scaled_cotangents,
 )
 from jaxlogp.head.engine import Engine
-from jaxlogp.head.projection import HeadSpec
+from jaxlogp.head.projection import HeadSpec, product_gradient
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
 from jaxlogp.losses import loss_tokens as make_loss_tokens
+from jaxlogp.losses.options import suggest_options
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import VocabShards
@@ -39,6 +41,7 @@ from jaxlogp.vocab import VocabShards
 ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "in two steps"
 
 
+@suggest_options()
 def linear_policy_loss(
     hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
@@ -52,6 +55,7 @@ def linear_policy_loss(
     document_ids: Int[Array, "*tokens"] | None = None,
     num_documents: int | np.integer | Int[Array, ""] | None = None,
     document_axis_name: AxisName | tuple[AxisName, ...] | None = None,
+    labels_per_document: float | Float[Array, ""] | None = None,
     lse: Float[Array, "*tokens"] | None = None,
     with_entropy: bool = False,
     with_lse: bool = False,
@@ -88,15 +92,16 @@ def linear_policy_loss(
       advantages: [*tokens].
       mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros.
       loss: the loss; None means ``jaxlogp.losses.grpo()``.
-      ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the three arguments below.
+      ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the four arguments below.
       document_ids: [*tokens].
       num_documents: number of documents.
       document_axis_name: mesh axis (or axes) over which documents are split.
+      labels_per_document: labels of the whole step divided by its documents, for a token mean of the entropy.
       lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
         (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs are
         taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
         probabilities' relative error is that of lse.
-      with_entropy: also return the entropy (always computed where the loss has an entropy coefficient).
+      with_entropy: also return the entropy, which a loss with an entropy coefficient always returns.
       with_lse: also return log Σ e^z.
       bias: as in :func:`jaxlogp.linear_log_probs`, like all arguments below.
       temperature: T.
@@ -112,11 +117,13 @@ def linear_policy_loss(
       engine: a name, an engine object, or a sequence of these.
 
     Returns:
-      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are constants: no gradient
-      flows through them. With ``lse`` the log-probs are old_log_probs, 0 where masked.
+      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are for reports, such as the
+      auxiliary output of ``jax.value_and_grad``. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
-      ValueError: what linear_log_probs or policy_loss refuses, or entropy or a second derivative along with ``lse``.
+      ValueError: what linear_log_probs or policy_loss refuses; entropy or a second derivative along with ``lse``; a
+        gradient through the values, as of an entropy bonus on ``values.entropy`` (``jax.lax.stop_gradient`` makes them
+        plain constants).
 
     Example:
       >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
@@ -140,9 +147,8 @@ def linear_policy_loss(
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
         call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
         total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, targets.shape), engine)
-        # Stated here, and not only by the gradient rule: no gradient flows through the values.
-        values = jax.lax.stop_gradient(values)
-        values = values._replace(entropy=values.entropy if with_entropy else None, lse=values.lse if with_lse else None)
+        values = values if with_lse else values._replace(lse=None)
+        values = TokenLogProbs(*map(_constant_value, TokenLogProbs._fields, values))
         values = jax.tree.map(lambda x: x.reshape(targets.shape), values)
         return WeightedSum(total, count, loss.grad_divisor), values
 
@@ -153,9 +159,20 @@ def linear_policy_loss(
         loss_tokens = functools.partial(make_loss_tokens, num_documents=num_documents)
     else:
         loss_tokens, given = make_loss_tokens, given | {"num_documents": num_documents}
-    given |= {"document_ids": document_ids}
+    given |= {"document_ids": document_ids, "labels_per_document": labels_per_document}
     specs = PartitionSpec(), leading_spec(hidden, hidden.ndim - 1)
     return automatic_axes(run, hidden, weight, bias, targets, mask, lse, given, out_specs=specs)
+
+
+def _constant_value(name: str, value: Array | None) -> Array | None:
+    """The value, without a gradient: one that is asked for raises, because a gradient of 0 would go unnoticed."""
+    instead = {
+        "log_probs": "use linear_log_probs and policy_loss",
+        "entropy": "set the loss's entropy_coefficient",
+        "lse": "set the loss's z_loss_coefficient",
+    }
+    expected = "no gradient through it, for the values of linear_policy_loss are constant"
+    return None if value is None else refuse_gradient(value, f"values.{name}", expected, f"one ({instead[name]})")
 
 
 def _evaluate(
@@ -167,7 +184,12 @@ def _evaluate(
     report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
     if gradient in (ONE_PASS, KNOWN_LSE):
         return _loss_sum(_Static(chosen, loss), call, tokens, lse)
-    values = head_values(chosen, call)
+    if loss.z_loss_coefficient == 0.0:
+        values = head_values(chosen, call)
+    else:
+        expected = f"0 with engine {chosen.name}, which fixes the order of its sums"
+        require(not chosen.reduces_gradients, "loss.z_loss_coefficient", expected, loss.z_loss_coefficient)
+        values = _values_with_lse(chosen, call)
     return _total(loss, values, tokens), values
 
 
@@ -219,19 +241,78 @@ def _given_values(tokens: LossTokens, lse: Array) -> TokenLogProbs:
 
 
 def _total(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> Array:
-    return jnp.sum(weighted_losses(loss, values.log_probs, values.entropy, tokens))
+    losses = weighted_losses(loss, values.log_probs, tokens, entropy=values.entropy, lse=values.lse)
+    return jnp.sum(losses)
+
+
+def _value_cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> TokenLogProbs:
+    """Gradient of the loss sum with respect to those values that the loss reads."""
+    entropy = None if loss.entropy_coefficient == 0.0 else values.entropy
+    lse = None if loss.z_loss_coefficient == 0.0 else values.lse
+    return jax.grad(lambda read: _total(loss, read, tokens))(TokenLogProbs(values.log_probs, entropy, lse))
+
+
+def _without_lse(g: TokenLogProbs) -> TokenLogProbs:
+    """Cotangents as engines take them: g (onehot - p) + q p = (g - q) (onehot - p) + q onehot for a cotangent q of lse.
+
+    :func:`_with_targets` adds the last term.
+    """
+    return g if g.lse is None else TokenLogProbs(g.log_probs - g.lse, g.entropy)
 
 
 def _cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> TokenLogProbs:
-    """Gradient of the loss sum with respect to log-probs and, with an entropy bonus, entropies."""
-    with_entropy = loss.entropy_coefficient != 0.0
+    return _without_lse(_value_cotangents(loss, values, tokens))
 
-    def total(log_probs, entropy):
-        return jnp.sum(weighted_losses(loss, log_probs, entropy, tokens))
 
-    entropy = values.entropy if with_entropy else None
-    g = jax.grad(total, argnums=(0, 1) if with_entropy else 0)(values.log_probs, entropy)
-    return TokenLogProbs(*g) if with_entropy else TokenLogProbs(g, None)
+def _with_targets(
+    call: HeadCall, gradients: HeadGradients, values: TokenLogProbs, q: Float[Array, " tokens"] | None
+) -> HeadGradients:
+    """Adds the gradients of Σ_t q_t z_t[target]: one row of the weight for each token, on the rank that owns it."""
+    if q is None:
+        return gradients
+    column, dim = call.targets.column, call.vocab_dim
+    owned = call.targets.mask & (column >= 0)
+    # A target without an owner would be the last row.
+    column = jnp.where(owned, column, 0)
+    logits = (values.log_probs + values.lse)[:, None]
+    dz = jnp.where(owned, product_gradient(q[:, None], logits, call.spec)[:, 0], 0.0)
+    rows = jnp.moveaxis(jnp.take(call.weight, column, axis=dim), dim, 0).astype(jnp.float32)
+    hidden = jnp.where(owned[:, None], call.hidden, jnp.zeros((), call.hidden.dtype)).astype(jnp.float32)
+    d_hidden = gradients.hidden.astype(jnp.float32) + dz[:, None] * rows
+    d_weight, d_bias = gradients.weight, gradients.bias
+    if d_weight is not None:
+        place = (column,) if dim == 0 else (slice(None), column)
+        update = dz[:, None] * hidden
+        d_weight = d_weight.astype(jnp.float32).at[place].add(update if dim == 0 else update.T).astype(d_weight.dtype)
+    if d_bias is not None:
+        d_bias = d_bias.astype(jnp.float32).at[column].add(dz).astype(d_bias.dtype)
+    return HeadGradients(d_hidden.astype(gradients.hidden.dtype), d_weight, d_bias)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _values_with_lse(engine: Engine, call: HeadCall) -> TokenLogProbs:
+    """`head_values`, differentiable in lse too."""
+    return engine.forward(operands_of(engine, call))[0]
+
+
+def _values_forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple]:
+    require_checked_axes(call.axis_name)
+    call = differentiable_once(engine, call)
+    values, kept = engine.forward(operands_of(engine, call))
+    return values, (call, kept, values)
+
+
+def _values_backward(engine: Engine, residuals: tuple, g: TokenLogProbs) -> tuple[HeadCall]:
+    call, kept, values = residuals
+    operands = operands_of(engine, call).without_removed_targets()
+    g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))
+    cotangents = scaled_cotangents(call, _without_lse(g), engine.reduces_gradients)
+    gradients = cotangents.finish(engine.backward(operands, kept, cotangents.values))
+    gradients = _with_targets(operands, gradients, values, g.lse)
+    return (cotangents_of(call, owned_gradients(engine, call, gradients)),)
+
+
+_values_with_lse.defvjp(_values_forward, _values_backward)
 
 
 def _loss_forward(
@@ -257,6 +338,9 @@ def _loss_forward(
         cotangents = scaled_cotangents(call, _cotangents(loss, values, tokens), engine.reduces_gradients)
         gradients = engine.backward_of_lse(operands.without_removed_targets(), lse, cotangents.values)
         unscale = cotangents.unscale
+    q = _value_cotangents(loss, values, tokens).lse
+    q = q if q is None or unscale is None else q / unscale
+    gradients = _with_targets(operands.without_removed_targets(), gradients, values, q)
     return (_total(loss, values, tokens), values), (call, gradients, unscale)
 
 

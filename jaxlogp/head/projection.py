@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -51,6 +52,9 @@ class HeadSpec:
         require(ok, "logit_scale", "a finite Python number other than 0", describe(self.logit_scale))
         if self.softcap is not None:
             require_positive(self.softcap, "softcap")
+        for name in ("temperature", "logit_scale", "softcap"):
+            if isinstance(getattr(self, name), np.generic):
+                object.__setattr__(self, name, getattr(self, name).item())
         require(isinstance(self.fp32_head, bool), "fp32_head", "True or False", describe(self.fp32_head))
 
     def keywords(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp._compat import axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over, varying_axes
 from jaxlogp.errors import describe, is_concrete, require, require_integer
 from jaxlogp.losses.inputs import flat, is_array
 
@@ -93,6 +93,12 @@ def document_layout(
         require(is_array(num_documents), "num_documents", "an integer or an integer array", describe(num_documents))
         require_integer(num_documents, "num_documents")
         require(num_documents.shape == (), "num_documents", "a scalar", f"shape {num_documents.shape}")
+    if not static:
+        # A count of this rank varies over the axes that its tokens vary over, and a psum adds the counts up.
+        same = union_of_varying_axes(mask, document_ids) - set(axis_tuple(axis_name)) - varying_axes(num_documents)
+        axes = sorted(map(str, same))
+        expected = f"the documents of this rank (an int where all have as many), or document_axis_name={axes}"
+        require(not same, "num_documents", expected, "an array that is the same on all of them")
     shards = 1 if axis_name is None else lax.psum(1, axis_name)
     capacity = max(int(num_documents), 1) if static else mask.size * shards
     _check_document_values(mask, document_ids, num_documents, capacity)

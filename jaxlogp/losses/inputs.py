@@ -43,6 +43,19 @@ def check_labels(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) ->
         check_finite(name, values, mask)
 
 
+def check_log_probs(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
+    """`check_labels`; also refuses known log-probs above 0 by more than the rounding of a log-sum-exp of size 64."""
+    check_labels(named, mask)
+    for name, values in named.items():
+        if not is_concrete(values, mask):
+            continue
+        host = np.asarray(values, dtype=np.float64)
+        bad = np.asarray(mask) & (host > 64 * float(jnp.finfo(values.dtype).eps))
+        if bad.any():
+            first = tuple(int(i) for i in np.argwhere(bad)[0])
+            require(False, name, "log-probs of at most 0 at every label", f"{host[first]} at position {first}")
+
+
 def is_array(values: object) -> bool:
     """Whether `values` is a JAX or NumPy array (or a NumPy scalar); lists and numbers are not."""
     return isinstance(values, jax.Array | np.ndarray | np.generic)

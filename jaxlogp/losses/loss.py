@@ -5,7 +5,9 @@ that see the log-probs of a few tokens at a time: the first prepares everything 
 second is a function of log-probs and entropies alone.
 """
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import no_type_check
@@ -16,15 +18,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
 from jaxlogp.losses.documents import DocumentLayout, document_layout
-from jaxlogp.losses.inputs import check_labels, constant, flat, selected
+from jaxlogp.losses.inputs import check_labels, check_log_probs, constant, flat, selected
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 from jaxlogp.reduce import WeightedSum
 
 RATIOS = ("token", "sequence")
+ENTROPY_WEIGHTS = ("reduction", "labels")
+LOSS_PARTS = ("objective", "kl", "entropy", "z")
+"""The parts of a policy loss, in the order of the formula of `PolicyLoss`."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,13 @@ class PolicyLoss:
     With r_t = exp(log_probs_t - old_log_probs_t), the advantage A_t, labels m_t, and per-label weights w_t and the count
     of the reduction, the loss of a step is Σ / count with
 
-        Σ = Σ_t w_t m_t (-objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t).
+        Σ = Σ_t w_t m_t (-objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t + z_loss_coefficient lse_t²).
 
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
-    the mean A_d of their advantages in place of r_t and A_t. KL and entropy are per token with either ratio and belong
-    to the same sum, so they have the weights and the denominator of the reduction.
+    the mean A_d of their advantages in place of r_t and A_t. KL, entropy and lse_t, the log Σ_v e^z of the token's
+    logits, are per token with either ratio and belong to the same sum, so they have the weights and the denominator of
+    the reduction. With `entropy_weights` "labels" the entropy bonus is entropy_coefficient times the mean entropy of all
+    D labels of the step instead, as in TRL: w_t = M / D there.
 
     `jaxlogp.losses` has the published losses as presets; other combinations are made from them, as in
     `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
@@ -53,6 +60,8 @@ class PolicyLoss:
         kl_coefficient: weight of the KL to `ref_log_probs`, at least 0 (`beta` in TRL).
         kl_estimator: "k1", "k2" or "k3", differentiated as written.
         entropy_coefficient: weight of the entropy bonus.
+        entropy_weights: "reduction" or "labels"; see above.
+        z_loss_coefficient: weight of the penalty on lse², at least 0, which keeps logits from drifting.
         grad_divisor: divisor of the gradient of the mean where it differs from that of the reported loss.
 
     Raises:
@@ -72,6 +81,8 @@ class PolicyLoss:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
+    entropy_weights: str = "reduction"
+    z_loss_coefficient: float = 0.0
     grad_divisor: float | None = None
 
     def __post_init__(self) -> None:
@@ -83,12 +94,15 @@ class PolicyLoss:
         self._check_length()
         estimators = tuple(KL_ESTIMATORS)
         require(self.kl_estimator in estimators, "kl_estimator", f"one of {estimators}", repr(self.kl_estimator))
-        good = math.isfinite(self.kl_coefficient) and self.kl_coefficient >= 0.0
-        require(good, "kl_coefficient", "a finite number of at least 0", self.kl_coefficient)
+        for name in ("kl_coefficient", "z_loss_coefficient"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0.0, name, "a finite number of at least 0", value)
+        known = ENTROPY_WEIGHTS
+        require(self.entropy_weights in known, "entropy_weights", f"one of {known}", repr(self.entropy_weights))
         good = math.isfinite(self.entropy_coefficient)
         require(good, "entropy_coefficient", "a finite number", self.entropy_coefficient)
         if self.grad_divisor is not None:
-            good = isinstance(self.grad_divisor, int | float) and 0 < self.grad_divisor < math.inf
+            good = is_number(self.grad_divisor) and 0 < self.grad_divisor < math.inf
             require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
 
     @property
@@ -108,7 +122,7 @@ class PolicyLoss:
 @no_type_check
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["old_log_probs", "advantages", "ref_log_probs", "mask", "weights", "layout"],
+    data_fields=["old_log_probs", "advantages", "ref_log_probs", "mask", "weights", "entropy_weights", "layout"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -121,6 +135,7 @@ class LossTokens:
         ref_log_probs: [tokens], log-probs under the reference, or None for a loss without KL.
         mask: bool [tokens].
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
+        entropy_weights: [tokens], those of the entropies where they differ, or None.
         layout: the documents, for ratio "sequence" alone.
     """
 
@@ -129,6 +144,7 @@ class LossTokens:
     ref_log_probs: Float[AnyArray, " tokens"] | None
     mask: Bool[AnyArray, " tokens"]
     weights: Float[AnyArray, " tokens"]
+    entropy_weights: Float[AnyArray, " tokens"] | None
     layout: DocumentLayout | None
 
 
@@ -140,15 +156,17 @@ def policy_loss(
     *,
     loss: PolicyLoss = PolicyLoss("grpo"),
     entropy: Float[AnyArray, "*tokens"] | None = None,
+    lse: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
+    labels_per_document: float | Float[AnyArray, ""] | None = None,
 ) -> WeightedSum:
     """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
 
     The formula is that of :class:`jaxlogp.PolicyLoss`. Masked inputs are replaced before any arithmetic. Ratios
-    above exp(`MAX_LOG_RATIO`) have zero gradient. Gradients flow to `log_probs` and `entropy` alone.
+    above exp(`MAX_LOG_RATIO`) have zero gradient. Gradients flow to `log_probs`, `entropy` and `lse` alone.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
@@ -157,23 +175,32 @@ def policy_loss(
         mask: [*tokens], true where the target is a label.
         loss: the loss; GRPO as the token mean over the step by default.
         entropy: [*tokens], entropy of the distribution of each target in nats; needed with an entropy coefficient.
+        lse: [*tokens], log Σ_v e^z of the logits of each token, in nats, differentiable in them; needed with a z-loss
+            coefficient. Not that of :func:`jaxlogp.linear_log_probs`, a constant: use
+            :func:`jaxlogp.linear_policy_loss`, which needs none.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats; needed with a KL coefficient.
         document_ids: int [*tokens], document index of each token, of any integer dtype; needed unless ratio is "token"
             and reduction "labels". Tokens without a label may hold anything.
-        num_documents: number of documents that `document_ids` counts. A Python int, or an integer array scalar; an
-            array scalar must not exceed the number of tokens.
+        num_documents: number of documents that `document_ids` counts: of this part of the step, not of all ranks, whose
+            counts a psum adds up. The number of all ranks on each of them would divide the loss once more by the number
+            of ranks. That is refused where types tell, for an array that is the same on ranks whose tokens differ; a
+            Python int may be the number that every rank has, and is not. An array scalar must not exceed the number of
+            tokens.
         document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are split. Then
             `document_ids` and `num_documents` describe whole documents and are the same on every shard, and a psum of
             the result over the axis gives the loss of the whole documents, once.
+        labels_per_document: D / M of the whole step, all parts together; needed with entropy weights "labels" unless
+            the reduction is "labels".
 
     Returns:
         The sum (fp32, or float64 for float64 log-probs) and the int32 count of this part of the step.
 
     Raises:
         ValueError: shapes or dtypes differ from the above, an input that `loss` needs is missing, a value at a label is
-            not finite, or a label has a document id outside [0, num_documents); where values are not known, under a JAX
-            transformation, the last two give NaN instead. Also document sums over `document_axis_name` that are
-            differentiated under `shard_map(check_vma=False)`.
+            not finite, an old or reference log-prob is above 0, or a label has a document id outside [0, num_documents);
+            where values are not known, under a JAX transformation, values that are not finite and such ids give NaN
+            instead. Also document sums over `document_axis_name` that are differentiated under
+            `shard_map(check_vma=False)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -185,8 +212,9 @@ def policy_loss(
     References:
         Those of the presets in `jaxlogp.losses`.
     """
-    given = {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
-    check_labels(given, mask)
+    values = {"entropy": entropy, "lse": lse}
+    values = {name: value for name, value in values.items() if value is not None}
+    check_labels({"log_probs": log_probs, **values}, mask)
     tokens, count = loss_tokens(
         loss,
         old_log_probs,
@@ -196,9 +224,9 @@ def policy_loss(
         document_ids=document_ids,
         num_documents=num_documents,
         document_axis_name=document_axis_name,
+        labels_per_document=labels_per_document,
     )
-    entropy = None if entropy is None else flat(entropy)
-    losses = weighted_losses(loss, flat(log_probs), entropy, tokens)
+    losses = weighted_losses(loss, flat(log_probs), tokens, **jax.tree.map(flat, values))
     return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
 
 
@@ -212,6 +240,7 @@ def loss_tokens(
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
+    labels_per_document: float | Float[AnyArray, ""] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
     """The inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
 
@@ -224,6 +253,7 @@ def loss_tokens(
         document_ids: see there.
         num_documents: see there.
         document_axis_name: see there.
+        labels_per_document: see there.
 
     Returns:
         The tokens for `weighted_losses`, and the int32 count of this part of the step.
@@ -232,16 +262,14 @@ def loss_tokens(
         ValueError: as in :func:`jaxlogp.policy_loss`.
     """
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
-    given = {"old_log_probs": old_log_probs, "advantages": advantages}
-    if ref_log_probs is not None:
-        given["ref_log_probs"] = ref_log_probs
-    check_labels(given, mask)
+    given = {"old_log_probs": old_log_probs} | ({} if ref_log_probs is None else {"ref_log_probs": ref_log_probs})
+    check_log_probs(given, mask)
+    check_labels({"advantages": advantages}, mask)
+    given["advantages"] = advantages
     with_kl = loss.kl_coefficient != 0.0
     why = f"log-probs under the reference for kl_coefficient {loss.kl_coefficient}"
     require(not with_kl or ref_log_probs is not None, "ref_log_probs", why, None)
-    layout = document_layout(mask, document_ids, num_documents, document_axis_name)
-    documented = layout is not None or not loss.needs_documents
-    require(documented, "document_ids", f"the document index of each token for loss {loss.name!r}", None)
+    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name)
 
     mask = flat(mask)
     dtype = compute_dtype(*given.values())
@@ -253,16 +281,47 @@ def loss_tokens(
         constants["ref_log_probs"] if with_kl else None,
         mask,
         weights,
+        _entropy_weights(loss, weights, labels_per_document),
         layout if loss.ratio == "sequence" else None,
     )
     return tokens, reductions.count(loss.reduction, mask, layout)
 
 
+def loss_layout(
+    loss: PolicyLoss,
+    mask: Bool[AnyArray, "*tokens"],
+    document_ids: Integer[AnyArray, "*tokens"] | None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None,
+    axis_name: str | tuple[str, ...] | None,
+) -> DocumentLayout | None:
+    """Returns the documents, or None without `document_ids`, which is refused for a loss that needs them."""
+    layout = document_layout(mask, document_ids, num_documents, axis_name)
+    documented = layout is not None or not loss.needs_documents
+    require(documented, "document_ids", f"the document index of each token for loss {loss.name!r}", None)
+    return layout
+
+
+def _entropy_weights(
+    loss: PolicyLoss, weights: Float[Array, " tokens"], labels_per_document: float | Float[AnyArray, ""] | None
+) -> Float[Array, " tokens"] | None:
+    """Returns the weights of a token mean in a sum that is divided by documents; None where those of the loss do."""
+    if loss.entropy_coefficient == 0.0 or loss.entropy_weights == "reduction" or loss.reduction == "labels":
+        return None
+    why = "the labels of the whole step divided by its documents, for entropy_weights 'labels'"
+    given = labels_per_document is not None and jnp.ndim(labels_per_document) == 0
+    require(given, "labels_per_document", why, describe(labels_per_document))
+    weight = 1.0 / jnp.maximum(jnp.asarray(labels_per_document, weights.dtype), jnp.finfo(weights.dtype).tiny)
+    # A NaN marks a label of no document.
+    return jnp.where(weights == 0, 0.0, weight + 0.0 * weights)
+
+
 def weighted_losses(
     loss: PolicyLoss,
     log_probs: Float[AnyArray, " tokens"],
-    entropy: Float[AnyArray, " tokens"] | None,
     tokens: LossTokens,
+    *,
+    entropy: Float[AnyArray, " tokens"] | None = None,
+    lse: Float[AnyArray, " tokens"] | None = None,
 ) -> Float[Array, " tokens"]:
     """The loss of each label times its weight, 0 where masked; these add up to the loss sum.
 
@@ -272,27 +331,63 @@ def weighted_losses(
     Args:
         loss: the loss that `tokens` was made for.
         log_probs: [tokens], under the policy in training, in nats.
-        entropy: [tokens], in nats; read with an entropy coefficient only.
         tokens: from `loss_tokens`.
+        entropy: [tokens], in nats; read with an entropy coefficient only.
+        lse: [tokens], in nats; read with a z-loss coefficient only.
 
     Returns:
-        [tokens], fp32 (float64 for float64 log-probs); gradients flow into `log_probs` and `entropy` alone.
+        [tokens], fp32 (float64 for float64 log-probs); gradients flow into `log_probs`, `entropy` and `lse` alone.
 
     Raises:
-        ValueError: no entropy for a loss with an entropy coefficient.
+        ValueError: no entropy for a loss with an entropy coefficient, or no lse for one with a z-loss coefficient.
     """
+    parts = _parts(loss, log_probs, tokens, entropy, lse)
+    weights = tokens.weights.astype(compute_dtype(log_probs))
+    apart = None if tokens.entropy_weights is None else parts.pop("entropy")
+    losses = weights * functools.reduce(operator.add, parts.values())
+    if apart is not None:
+        losses = losses + tokens.entropy_weights.astype(weights.dtype) * apart
+    return jnp.where(tokens.mask, losses, 0.0)
+
+
+def loss_parts(
+    loss: PolicyLoss,
+    log_probs: Float[AnyArray, " tokens"],
+    tokens: LossTokens,
+    *,
+    entropy: Float[AnyArray, " tokens"] | None = None,
+    lse: Float[AnyArray, " tokens"] | None = None,
+) -> dict[str, Float[Array, " tokens"]]:
+    """The parts, by names of `LOSS_PARTS`, that add up to `weighted_losses`; without those of coefficient 0."""
+    weights = {"entropy": tokens.weights if tokens.entropy_weights is None else tokens.entropy_weights}
+    parts = _parts(loss, log_probs, tokens, entropy, lse)
+    weighted = {name: weights.get(name, tokens.weights).astype(part.dtype) * part for name, part in parts.items()}
+    return {name: jnp.where(tokens.mask, part, 0.0) for name, part in weighted.items()}
+
+
+def _parts(
+    loss: PolicyLoss,
+    log_probs: Float[AnyArray, " tokens"],
+    tokens: LossTokens,
+    entropy: Float[AnyArray, " tokens"] | None,
+    lse: Float[AnyArray, " tokens"] | None,
+) -> dict[str, Float[Array, " tokens"]]:
+    """Each part of the loss of each label, with its coefficient, before weights."""
     dtype = compute_dtype(log_probs)
     new = selected(log_probs, tokens.mask, dtype)
-    old, advantages, weights = (x.astype(dtype) for x in (tokens.old_log_probs, tokens.advantages, tokens.weights))
-    per_label = -_objective(loss, new, new - old, advantages, tokens.layout)
+    old, advantages = (x.astype(dtype) for x in (tokens.old_log_probs, tokens.advantages))
+    parts = {"objective": -_objective(loss, new, new - old, advantages, tokens.layout)}
     if loss.kl_coefficient != 0.0:
         kl = KL_ESTIMATORS[loss.kl_estimator](tokens.ref_log_probs.astype(dtype) - new)
-        per_label = per_label + loss.kl_coefficient * kl
+        parts["kl"] = loss.kl_coefficient * kl
     if loss.entropy_coefficient != 0.0:
         why = f"entropies for entropy_coefficient {loss.entropy_coefficient}"
         require(entropy is not None, "entropy", why, None)
-        per_label = per_label - loss.entropy_coefficient * selected(entropy, tokens.mask, dtype)
-    return jnp.where(tokens.mask, weights * per_label, 0.0)
+        parts["entropy"] = -loss.entropy_coefficient * selected(entropy, tokens.mask, dtype)
+    if loss.z_loss_coefficient != 0.0:
+        require(lse is not None, "lse", f"log-sum-exps for z_loss_coefficient {loss.z_loss_coefficient}", None)
+        parts["z"] = loss.z_loss_coefficient * jnp.square(selected(lse, tokens.mask, dtype))
+    return parts
 
 
 def _objective(

@@ -124,10 +124,13 @@ class Clipped:
 
 @dataclass(frozen=True)
 class StopGradientWeight:
-    """sg(min(r, max_weight)) A log π: a bounded importance weight without gradient, so that every token keeps one.
+    """sg(clip(r)) A log π: a bounded importance weight without gradient, so that every token keeps one.
+
+    clip(r) = min(max(r, min_weight), max_weight).
 
     Args:
         max_weight: largest importance weight, above 0 (1 + ε_high of the paper, `epsilon_high` in TRL's cispo).
+        min_weight: smallest importance weight, in [0, max_weight] (1 - ε_low of the paper, which sets no bound: 0).
 
     Raises:
         ValueError: a number out of range.
@@ -137,10 +140,13 @@ class StopGradientWeight:
     """
 
     max_weight: float = 5.0
+    min_weight: float = 0.0
 
     def __post_init__(self) -> None:
         good = math.isfinite(self.max_weight) and self.max_weight > 0.0
         require(good, "max_weight", "a finite number above 0", self.max_weight)
+        good = 0.0 <= self.min_weight <= self.max_weight
+        require(good, "min_weight", f"a number in [0, max_weight = {self.max_weight}]", self.min_weight)
 
     def value(
         self,
@@ -148,13 +154,15 @@ class StopGradientWeight:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """sg(min(r, max_weight)) A log π, 0 where π is 0."""
+        """sg(clip(r)) A log π; with min_weight 0 it is 0 where π is 0."""
         weight = jnp.minimum(lax.stop_gradient(jnp.exp(log_ratio)), self.max_weight)
+        if self.min_weight > 0.0:
+            weight = jnp.maximum(weight, self.min_weight)
         return _weighted(weight * advantages, log_prob)
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
         """Whether the weight is limited."""
-        return ratio > self.max_weight
+        return (ratio > self.max_weight) | (ratio < self.min_weight)
 
 
 @dataclass(frozen=True)

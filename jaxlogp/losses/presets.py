@@ -1,7 +1,7 @@
 """Published policy losses by name, as functions that return a `PolicyLoss`, and a registry of them.
 
 Defaults are those of the papers, and of TRL where the two agree; KL and entropy are off, as in TRL. Every preset
-also takes `kl_coefficient`, `kl_estimator`, `entropy_coefficient` and `grad_divisor` of `PolicyLoss`. In the formulas
+also takes the fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`. In the formulas
 D is the number of labels and M the number of documents of the whole step, N_d the labels of document d, r_t and R_d the
 ratios of a token and of a document, A_t and A_d their advantages, and
 
@@ -14,10 +14,21 @@ from typing import Any
 from jaxlogp.errors import require
 from jaxlogp.losses.loss import PolicyLoss
 from jaxlogp.losses.objectives import Clipped, LogLikelihood, SoftGate, StopGradientWeight
+from jaxlogp.losses.options import suggest_options
 
 GSPO_WEIGHTINGS = ("document", "length")
+SHARED_OPTIONS = (
+    "kl_coefficient",
+    "kl_estimator",
+    "entropy_coefficient",
+    "entropy_weights",
+    "z_loss_coefficient",
+    "grad_divisor",
+)
+_preset = suggest_options(SHARED_OPTIONS)
 
 
+@_preset
 def grpo(
     *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
 ) -> PolicyLoss:
@@ -40,6 +51,7 @@ def grpo(
     return PolicyLoss("grpo", objective=Clipped(epsilon, epsilon_high, delta), **shared)
 
 
+@_preset
 def grpo_paper(
     *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
 ) -> PolicyLoss:
@@ -63,6 +75,7 @@ def grpo_paper(
     return PolicyLoss("grpo_paper", objective=objective, reduction="document_mean", **shared)
 
 
+@_preset
 def gspo(
     *,
     weighting: str = "document",
@@ -101,6 +114,7 @@ def gspo(
     return PolicyLoss("gspo", ratio="sequence", objective=objective, reduction=reduction, **shared)
 
 
+@_preset
 def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> PolicyLoss:
     """DAPO's loss: the token mean over the step with a higher upper bound (clip-higher).
 
@@ -120,6 +134,7 @@ def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> 
     return PolicyLoss("dapo", objective=Clipped(epsilon, epsilon_high), **shared)
 
 
+@_preset
 def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
     """Dr. GRPO's loss: sums over documents divided by a constant, so that length changes no token's weight.
 
@@ -141,6 +156,7 @@ def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = N
     return PolicyLoss("dr_grpo", objective=objective, reduction="constant_length", length=length, **shared)
 
 
+@_preset
 def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
     """TRL's `bnpo`, the token mean over a batch. The batch is the whole step here, so it is `grpo` under another name.
 
@@ -160,13 +176,15 @@ def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: A
     return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high), **shared)
 
 
-def cispo(*, max_weight: float = 5.0, **shared: Any) -> PolicyLoss:
+@_preset
+def cispo(*, max_weight: float = 5.0, min_weight: float = 0.0, **shared: Any) -> PolicyLoss:
     """CISPO: the importance weight is bounded and carries no gradient; every token's log-prob does.
 
-    L = -(1 / D) Σ_t m_t sg(min(r_t, max_weight)) A_t log π_t.
+    L = -(1 / D) Σ_t m_t sg(min(max(r_t, min_weight), max_weight)) A_t log π_t.
 
     Args:
         max_weight: as in `StopGradientWeight`.
+        min_weight: as in `StopGradientWeight`.
         shared: further parts of `PolicyLoss`, see above.
 
     Returns:
@@ -175,9 +193,10 @@ def cispo(*, max_weight: float = 5.0, **shared: Any) -> PolicyLoss:
     References:
         MiniMax-M1, arXiv:2506.13585; The Art of Scaling RL Compute (the value 5), arXiv:2510.13786.
     """
-    return PolicyLoss("cispo", objective=StopGradientWeight(max_weight), **shared)
+    return PolicyLoss("cispo", objective=StopGradientWeight(max_weight, min_weight), **shared)
 
 
+@_preset
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05, **shared: Any) -> PolicyLoss:
     """SAPO: a smooth gate on each token's ratio in place of the clip.
 
@@ -198,6 +217,7 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
     return PolicyLoss("sapo", objective=objective, reduction="document_mean", **shared)
 
 
+@_preset
 def reinforce(**shared: Any) -> PolicyLoss:
     """REINFORCE over whole documents, for samples of the policy itself: no ratio, no clip.
 
@@ -216,6 +236,7 @@ def reinforce(**shared: Any) -> PolicyLoss:
     return PolicyLoss("reinforce", objective=LogLikelihood(), reduction="documents", **shared)
 
 
+@_preset
 def rloo(**shared: Any) -> PolicyLoss:
     """RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 from jaxlogp.policy.metrics import PolicyMetricTerms
 from jaxlogp.reduce import WeightedSum
 
 
-class FinishedStep(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["gradients", "loss", "metrics"], meta_fields=[])
+@dataclass(frozen=True)
+class FinishedStep:
     """Gradients of the step's loss, the loss itself, and the metrics by name."""
 
     gradients: PyTree[Float[AnyArray, "..."]]
@@ -67,10 +69,44 @@ class StepSums:
         gradients = jax.tree.map(lambda x: x.astype(gradient_dtype or compute_dtype(x)), gradients)
         return cls(gradients, loss, PolicyMetricTerms({}) if metrics is None else metrics)
 
+    @classmethod
+    def zeros_like(cls, shapes: "StepSums") -> "StepSums":
+        """Returns the sums of no micro-batch, the first carry of a loop: 0, and ∓inf for maxima and minima.
+
+        Args:
+            shapes: sums of any micro-batch, or their shapes, as `jax.eval_shape` returns them.
+
+        Example:
+            >>> def sums_of(batch):
+            ...     mask = jnp.ones_like(batch, dtype=bool)
+            ...     loss, gradient = jax.value_and_grad(lambda w: jnp.sum(w * batch))(jnp.float32(1.0))
+            ...     return StepSums.of(gradient, WeightedSum(loss, jnp.int32(batch.size)), reward_terms(batch, mask))
+            >>> batches = -jnp.arange(1.0, 7.0).reshape(3, 2)
+            >>> zero = StepSums.zeros_like(jax.eval_shape(sums_of, batches[0]))
+            >>> sums, _ = jax.lax.scan(lambda sums, batch: (sums + sums_of(batch), None), zero, batches)
+            >>> step = sums.finish()
+            >>> float(step.gradients), float(step.metrics["reward_max"])
+            (-3.5, -1.0)
+        """
+        gradients, loss = jax.tree.map(jnp.zeros_like, (shapes.gradients, shapes.loss))
+        return cls(gradients, loss, PolicyMetricTerms.zeros_like(shapes.metrics))
+
     def __add__(self, other: "StepSums") -> "StepSums":
-        """Sums of two disjoint parts of a step together."""
+        """Sums of two disjoint parts of a step together.
+
+        Raises:
+            ValueError: `other` is something else, or has other gradients, metrics or another `grad_divisor`.
+        """
+        require(isinstance(other, StepSums), "other", "StepSums", describe(other))
+        mine, others = _leaf_shapes(self.gradients), _leaf_shapes(other.gradients)
+        if mine != others:
+            require(False, "other.gradients", _some(mine - others), _some(others - mine))
         gradients = jax.tree.map(jnp.add, self.gradients, other.gradients)
         return StepSums(gradients, self.loss + other.loss, self.metrics + other.metrics)
+
+    def __radd__(self, other: int) -> "StepSums":
+        """Lets `sum` start from its 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def psum(self, axis_name: str | tuple[str, ...]) -> "StepSums":
         """Sums of all ranks of the mesh axes together."""
@@ -89,6 +125,16 @@ class StepSums:
         wide = jax.tree.map(lambda x: x.astype(compute_dtype(x)), self.gradients)
         gradients = jax.tree.map(lambda x: x / jnp.asarray(divisor).astype(x.dtype), wide)
         return FinishedStep(gradients, self.loss.mean(), self.metrics.finish())
+
+
+def _leaf_shapes(tree: PyTree) -> set[tuple[str, tuple[int, ...]]]:
+    return {(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _some(leaves: set[tuple[str, tuple[int, ...]]]) -> str:
+    """Returns the first three leaves of a difference, or says that there is none."""
+    some = ", ".join(f"{path} {list(shape)}" for path, shape in sorted(leaves)[:3])
+    return f"leaves {some}" if some else "no other leaves"
 
 
 @runtime_checkable

@@ -53,7 +53,9 @@ def group_advantages(
     require(scale_rewards in SCALE_REWARDS, "scale_rewards", f"one of {SCALE_REWARDS}", repr(scale_rewards))
     ok = is_number(epsilon) and 0.0 <= epsilon < math.inf
     require(ok, "epsilon", "a finite Python number of at least 0", describe(epsilon))
-    rewards, degenerate = _above_lowest(rewards)
+    rewards, degenerate = _checked(rewards)
+    # Differences of close numbers are exact, their mean is not: so a common offset is subtracted before the mean.
+    rewards = rewards - jnp.min(rewards, axis=1, keepdims=True)
     advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
     if scale_rewards == "group":
         deviation = jnp.std(rewards, axis=1, ddof=1, keepdims=True)
@@ -79,18 +81,17 @@ def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generation
     References:
         Back to Basics, arXiv:2402.14740.
     """
-    rewards, degenerate = _above_lowest(rewards)
-    generations = rewards.shape[1]
-    # Equal to r_i minus the mean of the others.
+    rewards, degenerate = _checked(rewards)
+    # The rounding of the mean shifts a whole group, and cancels against the mean of the others.
     centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)
-    advantages = centred * (generations / (generations - 1))
-    return GroupAdvantages(advantages, degenerate)
+    others = (jnp.sum(centred, axis=1, keepdims=True) - centred) / (rewards.shape[1] - 1)
+    return GroupAdvantages(jnp.where(degenerate[:, None], 0.0, centred - others), degenerate)
 
 
-def _above_lowest(
+def _checked(
     rewards: Float[AnyArray, "num_groups num_generations"],
 ) -> tuple[Float[Array, "num_groups num_generations"], Bool[Array, " num_groups"]]:
-    """Checked rewards minus the lowest of their group, and whether all rewards of the group are equal."""
+    """Returns the rewards in the dtype of computations, and whether all rewards of each group are equal."""
     require_floating(rewards, "rewards")
     shape = rewards.shape
     require(len(shape) == 2, "rewards", "shape [num_groups, num_generations]", shape)
@@ -104,6 +105,4 @@ def _above_lowest(
             require(False, "rewards", "finite values", f"{host[first]} at position {first}")
     rewards = jnp.asarray(rewards)
     rewards = rewards.astype(compute_dtype(rewards))
-    lowest = jnp.min(rewards, axis=1, keepdims=True)
-    # Differences of close numbers are exact, their mean is not: so a common offset is subtracted before the mean.
-    return rewards - lowest, jnp.max(rewards, axis=1) == lowest[:, 0]
+    return rewards, jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)

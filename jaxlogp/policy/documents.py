@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 
 PADDING_SEGMENT = -1
 _INT32_MAX = int(np.iinfo(np.int32).max)
@@ -72,6 +72,8 @@ class Document:
         if not 0 <= self.prompt_length <= tokens.size:
             require(False, "prompt_length", f"a number in [0, {tokens.size}]", self.prompt_length)
         self._check_column("old_log_probs", old)
+        if old.size and np.maximum.reduce(old) > 64 * float(jnp.finfo(old.dtype).eps):
+            require(False, "old_log_probs", "log-probs of at most 0", old.max())
         for name, values in self.columns.items():
             if name in ("old_log_probs", "advantages"):
                 require(False, "columns", "names other than old_log_probs and advantages", repr(name))
@@ -97,8 +99,9 @@ class Document:
 
     def _check_numbers(self) -> None:
         for name in ("advantage", "reward"):
-            if not math.isfinite(getattr(self, name)):
-                require(False, name, "a finite number", getattr(self, name))
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) or getattr(value, "ndim", None) == 0) or not math.isfinite(value):
+                require(False, name, "a finite number", describe(value))
         if not 0 <= self.model_version <= _INT32_MAX:
             require(False, "model_version", f"an integer in [0, {_INT32_MAX}]", self.model_version)
 

@@ -5,10 +5,11 @@ reduced over mesh axes, and divided once, by `finish`. `METRICS` says how each t
 by.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, require
-from jaxlogp.losses.documents import DocumentLayout, document_layout
+from jaxlogp.losses.documents import DocumentLayout
 from jaxlogp.losses.inputs import check_labels, constant, flat, is_array
-from jaxlogp.losses.loss import PolicyLoss
+from jaxlogp.losses.loss import LOSS_PARTS, PolicyLoss, loss_layout, loss_parts, loss_tokens
 from jaxlogp.losses.presets import grpo
-from jaxlogp.losses.ratios import bounded, k3
+from jaxlogp.losses.ratios import MAX_LOG_RATIO, bounded, k3
 
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 LABELLED = "_labelled"
@@ -50,11 +51,18 @@ METRICS: dict[str, Metric] = {
     "ratio_new_old_sum": Metric(Reduction.SUM),
     "ratio_new_old_squared_sum": Metric(Reduction.SUM),
     "kl_new_old": Metric(Reduction.SUM, "num_documents"),
+    "kl_new_ref": Metric(Reduction.SUM, "num_documents"),
+    "max_ratio_new_old": Metric(Reduction.MAX),
+    "min_ratio_new_old": Metric(Reduction.MIN),
     "clipped_ratio_fraction": Metric(Reduction.SUM, "num_documents"),
+    "stopped_low_fraction": Metric(Reduction.SUM, "num_documents"),
+    "stopped_high_fraction": Metric(Reduction.SUM, "num_documents"),
     "advantage": Metric(Reduction.SUM, "num_documents"),
     "entropy": Metric(Reduction.SUM, "num_documents"),
     "max_advantage": Metric(Reduction.MAX),
     "min_advantage": Metric(Reduction.MIN),
+    **{f"loss_{part}": Metric(Reduction.SUM, "loss_count") for part in LOSS_PARTS},
+    "loss_count": Metric(Reduction.SUM),
     "num_tokens": Metric(Reduction.SUM),
     "num_segments": Metric(Reduction.SUM),
     "num_documents": Metric(Reduction.SUM),
@@ -70,7 +78,8 @@ METRICS: dict[str, Metric] = {
 }
 """Every term with its reduction and divisor. A metric divided by "num_documents" is reported a second time with the
 suffix "_labelled", divided by the number of documents that have a label, because in a step with many fully masked
-documents the first form understates the ratio, the entropy and so on."""
+documents the first form understates the ratio, the entropy and so on. Without document ids the divisor is "num_tokens"
+instead, and there is no second form."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
@@ -82,6 +91,16 @@ class PolicyMetricTerms:
     """
 
     values: dict[str, Array]
+
+    @classmethod
+    def zeros_like(cls, shapes: "PolicyMetricTerms") -> "PolicyMetricTerms":
+        """Returns the terms of no label and no document, for terms or their shapes (`jax.eval_shape`)."""
+        empty = {Reduction.SUM: 0, Reduction.MAX: -jnp.inf, Reduction.MIN: jnp.inf}
+        return cls({name: jnp.full_like(x, empty[METRICS[name].reduction]) for name, x in shapes.values.items()})
+
+    def __radd__(self, other: int) -> "PolicyMetricTerms":
+        """Lets `sum` start from its 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __add__(self, other: "PolicyMetricTerms") -> "PolicyMetricTerms":
         """Terms of two disjoint parts of a step, combined.
@@ -119,6 +138,8 @@ class PolicyMetricTerms:
         metrics = {}
         for name, value in self.values.items():
             divisor = METRICS[name].divisor
+            if divisor == "num_documents" and divisor not in self.values:
+                divisor = "num_tokens"
             metrics[name] = value if divisor is None else _quotient(value, self.values[divisor])
             if divisor == "num_documents":
                 metrics[name + LABELLED] = _quotient(value, self.values["num_documents_labelled"])
@@ -131,10 +152,13 @@ def policy_metrics(
     advantages: Float[AnyArray, "*tokens"],
     mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Integer[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Integer[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    lse: Float[AnyArray, "*tokens"] | None = None,
+    labels_per_document: float | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
@@ -174,6 +198,9 @@ def policy_metrics(
         num_documents=num_documents,
         loss=loss,
         entropy=entropy,
+        ref_log_probs=ref_log_probs,
+        lse=lse,
+        labels_per_document=labels_per_document,
         level=level,
         document_axis_name=document_axis_name,
     )
@@ -186,10 +213,13 @@ def policy_metric_terms(
     advantages: Float[AnyArray, "*tokens"],
     mask: Bool[AnyArray, "*tokens"],
     *,
-    document_ids: Integer[AnyArray, "*tokens"],
-    num_documents: int | np.integer | Integer[AnyArray, ""],
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    lse: Float[AnyArray, "*tokens"] | None = None,
+    labels_per_document: float | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
@@ -199,26 +229,38 @@ def policy_metric_terms(
     to `loss.ratio`, the finished metrics are
 
     - new_logprobs, old_logprobs, advantage, entropy: Σ_t w_t x_t / M for the value they are named after;
-    - ratio_new_old: Σ_t w_t r / M; kl_new_old: Σ_t w_t (r - log r - 1) / M;
+    - ratio_new_old: Σ_t w_t r / M; kl_new_old: Σ_t w_t (r - log r - 1) / M; with `ref_log_probs` kl_new_ref, the same
+      (k3) of each token's reference over new;
     - clipped_ratio_fraction: Σ_t w_t [the objective clips r] / M; for `Clipped`, r is then outside the bounds;
+    - stopped_low_fraction, stopped_high_fraction: Σ_t w_t [A ≠ 0, the objective has no gradient, and r < 1 or r ≥ 1] / M;
+      for `Clipped`, r is below its bounds and A < 0, or above them and A > 0 (or above `delta` and A < 0);
     - ratio_new_old_sum, ratio_new_old_squared_sum: Σ_t m_t r and Σ_t m_t r² over labels ("token"), Σ_d R_d and Σ_d R_d²
       over documents with a label ("sequence");
-    - max_advantage, min_advantage: over labels, before any averaging; -inf and inf where there are no labels;
+    - max_ratio_new_old, min_ratio_new_old, max_advantage, min_advantage: over labels, r as above and A before any
+      averaging; -inf and inf where there are no labels;
+    - loss_objective, loss_kl, loss_entropy, loss_z: the parts that add up to the loss, coefficients and signs included,
+      with the weights of its reduction and divided by loss_count, its count; a part is left out where its coefficient
+      is 0 or its input is not given;
     - num_tokens: labels; num_documents: M; num_documents_labelled, and for "sequence" num_segments: documents with a
       label.
 
-    Metrics divided by M are also reported with the suffix "_labelled", divided by num_documents_labelled. No gradient
-    flows.
+    **Means are over documents, whatever the reduction of the loss:** each document counts once, long or short, also for
+    a loss that is a mean over tokens. Metrics divided by M are also reported with the suffix "_labelled", divided by
+    num_documents_labelled. Without `document_ids`, which only some losses need, means are over labels instead: w_t = m_t,
+    divided by num_tokens. No gradient flows.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
         old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats.
         advantages: [*tokens], advantage of each token.
         mask: [*tokens], true where the target is a label.
-        document_ids: int [*tokens], document index of each token; tokens without a label may hold anything.
+        document_ids: int [*tokens], document index of each token, as in `policy_loss`; None for means over labels.
         num_documents: number of documents, as in `policy_loss`.
-        loss: the loss of the step; its ratio and its objective are read, whatever its reduction.
+        loss: the loss of the step.
         entropy: [*tokens], entropy of the distribution of each target in nats; needed at level "with_entropy".
+        ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
+        lse: [*tokens], log Σ e^z of each token, for loss_z; or None.
+        labels_per_document: as in `policy_loss`.
         level: "none" (no term at all), "basic" or "with_entropy".
         document_axis_name: mesh axis over which documents are split, as in `policy_loss`.
 
@@ -233,19 +275,22 @@ def policy_metric_terms(
         return PolicyMetricTerms({})
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
     given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
-    if level == "with_entropy":
-        require(entropy is not None, "entropy", "the entropy of each token at level 'with_entropy'", None)
-        given["entropy"] = entropy
+    with_entropy = level == "with_entropy"
+    missing = with_entropy and entropy is None
+    require(not missing, "entropy", "the entropy of each token at level 'with_entropy'", None)
+    further = {"entropy": entropy if with_entropy else None, "ref_log_probs": ref_log_probs, "lse": lse}
+    given |= {name: values for name, values in further.items() if values is not None}
     check_labels(given, mask)
-    require(document_ids is not None, "document_ids", "the document index of each token", None)
-    layout = document_layout(mask, document_ids, num_documents, document_axis_name)
-    mask = flat(mask)
-    dtype = compute_dtype(log_probs)
-    tokens = {name: constant(values, mask, dtype) for name, values in given.items()}
+    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name)
+    options = {"document_ids": document_ids, "num_documents": num_documents, "document_axis_name": document_axis_name}
+    options["labels_per_document"] = labels_per_document
+    flat_mask, dtype = flat(mask), compute_dtype(log_probs)
+    tokens = {name: constant(values, flat_mask, dtype) for name, values in given.items()}
     return PolicyMetricTerms(
-        _averages(loss, tokens, layout, mask)
-        | _extremes("advantage", tokens["advantages"], mask)
-        | _counts(loss, layout, mask)
+        _averages(loss, tokens, layout, flat_mask)
+        | _extremes("advantage", tokens["advantages"], flat_mask)
+        | _loss_terms(loss, given, mask, options)
+        | _counts(loss, layout, flat_mask)
     )
 
 
@@ -268,17 +313,19 @@ def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " 
 
 def staleness_terms(
     documents_seen: int | np.integer | Int[AnyArray, ""],
-    model_versions: Int[AnyArray, " documents"],
-    mask: Bool[AnyArray, " documents"],
+    model_versions: Int[AnyArray, "*entries"],
+    mask: Bool[AnyArray, "*entries"],
 ) -> PolicyMetricTerms:
     """Terms of staleness_mean, staleness_max and staleness_min: documents seen since the sampler's weights were taken.
 
-    Subtracted as integers, before any conversion to float, so that counters beyond 2^24 stay exact.
+    Each entry of the mask counts once: documents, or labels where the weights changed within documents. Subtracted as
+    integers, before any conversion to float, so that counters beyond 2^24 stay exact.
 
     Args:
         documents_seen: documents the trainer has seen before this step.
-        model_versions: int [documents], documents the trainer had seen when the sampler's weights were taken.
-        mask: bool [documents], false for entries without a document of this part.
+        model_versions: int [documents] or [*tokens], documents the trainer had seen when the weights were taken that
+            the sampler drew the document, or the label, with.
+        mask: bool of the same shape, true for the documents, or the labels, of this part. The same kind in all parts.
 
     Returns:
         The terms, with num_stalenesses, the divisor of the mean.
@@ -295,6 +342,7 @@ def staleness_terms(
     versions_dtype = model_versions.dtype
     good = isinstance(documents_seen, int) or is_array(documents_seen) and jnp.issubdtype(documents_seen.dtype, signed)
     require(good, "documents_seen", "a signed integer", describe(documents_seen))
+    require(np.ndim(documents_seen) == 0, "documents_seen", "one number", describe(documents_seen))
     seen_dtype = versions_dtype if isinstance(documents_seen, int) else documents_seen.dtype
     if is_concrete(documents_seen, model_versions, mask):
         staleness = np.int64(documents_seen) - np.asarray(model_versions, dtype=np.int64)
@@ -310,37 +358,36 @@ def staleness_terms(
 
 
 class _Seen(NamedTuple):
-    """Ratio, advantage and log-ratio of each token, or those of its document repeated at each token."""
+    """What the objective sees of each token: its own values, or those of its document repeated at each token."""
 
-    ratio: Float[Array, " tokens"]
-    advantages: Float[Array, " tokens"]
     log_ratio: Float[Array, " tokens"]
+    log_prob: Float[Array, " tokens"]
+    advantages: Float[Array, " tokens"]
+
+    @property
+    def ratio(self) -> Float[Array, " tokens"]:
+        return jnp.exp(self.log_ratio)
 
 
-def _of_tokens(log_ratio: Float[AnyArray, " tokens"], advantages: Float[AnyArray, " tokens"]) -> _Seen:
-    log_ratio = bounded(log_ratio)
-    return _Seen(jnp.exp(log_ratio), advantages, log_ratio)
-
-
-def _of_documents(
-    log_ratio: Float[AnyArray, " tokens"], advantages: Float[AnyArray, " tokens"], layout: DocumentLayout
-) -> _Seen:
-    documents = _of_tokens(layout.mean_of(log_ratio), layout.mean_of(advantages))
-    return _Seen(*(values[layout.document_ids] for values in documents))
+def _seen(loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | None) -> _Seen:
+    new, old, advantages = (tokens[name] for name in ("log_probs", "old_log_probs", "advantages"))
+    if loss.ratio == "token":
+        return _Seen(bounded(new - old), new, advantages)
+    means = (layout.mean_of(values) for values in (new - old, new, advantages))
+    log_ratio, log_prob, advantages = (values[layout.document_ids] for values in means)
+    return _Seen(bounded(log_ratio), log_prob, advantages)
 
 
 def _averages(
-    loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout, mask: Bool[AnyArray, " tokens"]
+    loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | None, mask: Bool[AnyArray, " tokens"]
 ) -> dict[str, Array]:
-    """Every weighted sum over labels."""
-    new, old, advantages = (tokens[name] for name in ("log_probs", "old_log_probs", "advantages"))
-    weights = layout.label_weights(mask, new.dtype)
-    if loss.ratio == "sequence":
-        # Weights that add up to 1 over a document turn sums over labels into sums over documents, also where it is
-        # split.
-        seen, ratio_weights = _of_documents(new - old, advantages, layout), weights
-    else:
-        seen, ratio_weights = _of_tokens(new - old, advantages), mask.astype(new.dtype)
+    """Every weighted sum over labels, and the extremes of the ratio."""
+    new, old = tokens["log_probs"], tokens["old_log_probs"]
+    dtype, seen = new.dtype, _seen(loss, tokens, layout)
+    weights = mask.astype(dtype) if layout is None else layout.label_weights(mask, dtype)
+    # Weights that add up to 1 over a document turn sums over labels into sums over documents, also where it is split.
+    ratio_weights = weights if loss.ratio == "sequence" else mask.astype(dtype)
+    low, high = _stopped(loss, seen)
     averages = {
         "new_logprobs": _weighted(weights, new),
         "old_logprobs": _weighted(weights, old),
@@ -348,10 +395,43 @@ def _averages(
         "ratio_new_old_sum": _weighted(ratio_weights, seen.ratio),
         "ratio_new_old_squared_sum": _weighted(ratio_weights, jnp.square(seen.ratio)),
         "kl_new_old": _weighted(weights, k3(seen.log_ratio)),
-        "clipped_ratio_fraction": _weighted(weights, loss.objective.clipped(seen.ratio).astype(new.dtype)),
+        "clipped_ratio_fraction": _weighted(weights, loss.objective.clipped(seen.ratio).astype(dtype)),
+        "stopped_low_fraction": _weighted(weights, low.astype(dtype)),
+        "stopped_high_fraction": _weighted(weights, high.astype(dtype)),
         "advantage": _weighted(weights, seen.advantages),
     }
-    return averages | ({"entropy": _weighted(weights, tokens["entropy"])} if "entropy" in tokens else {})
+    if "entropy" in tokens:
+        averages["entropy"] = _weighted(weights, tokens["entropy"])
+    if "ref_log_probs" in tokens:
+        averages["kl_new_ref"] = _weighted(weights, k3(tokens["ref_log_probs"] - new))
+    return averages | _extremes("ratio_new_old", seen.ratio, mask)
+
+
+def _stopped(loss: PolicyLoss, seen: _Seen) -> tuple[Bool[Array, " tokens"], Bool[Array, " tokens"]]:
+    """Returns where the objective has an advantage but no gradient, at ratios below 1 and at others."""
+
+    def total(log_ratio, log_prob):
+        return jnp.sum(loss.objective.value(log_ratio, log_prob, seen.advantages))
+
+    slope, other = jax.grad(total, argnums=(0, 1))(seen.log_ratio, seen.log_prob)
+    no_slope = (slope == 0) | (seen.log_ratio >= MAX_LOG_RATIO)
+    stopped = no_slope & (other == 0) & (seen.advantages != 0)
+    return stopped & (seen.log_ratio < 0), stopped & (seen.log_ratio >= 0)
+
+
+def _loss_terms(
+    loss: PolicyLoss, given: dict[str, Array], mask: Bool[AnyArray, "*tokens"], options: dict[str, Any]
+) -> dict[str, Array]:
+    """The sum of each part of the loss whose inputs are given, and the loss's count."""
+    inputs = {"kl": "ref_log_probs", "entropy": "entropy", "z_loss": "lse"}
+    absent = {f"{part}_coefficient": 0.0 for part, name in inputs.items() if name not in given}
+    loss = dataclasses.replace(loss, **absent)
+    values = {name: flat(lax.stop_gradient(given[name])) for name in ("log_probs", "entropy", "lse") if name in given}
+    rest = {name: given[name] for name in ("old_log_probs", "advantages", "ref_log_probs") if name in given}
+    tokens, count = loss_tokens(loss, mask=mask, **rest, **options)
+    parts = loss_parts(loss, values.pop("log_probs"), tokens, **values)
+    sums = {f"loss_{name}": jnp.sum(part).astype(jnp.float32) for name, part in parts.items()}
+    return sums | {"loss_count": count}
 
 
 def _extremes(name: str, values: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
@@ -361,10 +441,12 @@ def _extremes(name: str, values: Float[AnyArray, " tokens"], mask: Bool[AnyArray
     }
 
 
-def _counts(loss: PolicyLoss, layout: DocumentLayout, mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
+def _counts(loss: PolicyLoss, layout: DocumentLayout | None, mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
+    counts = {"num_tokens": jnp.sum(mask, dtype=jnp.int32)}
+    if layout is None:
+        return counts
     labelled = layout.counted_once(jnp.sum(layout.labels > 0, dtype=jnp.int32))
-    counts = {
-        "num_tokens": jnp.sum(mask, dtype=jnp.int32),
+    counts |= {
         "num_documents": layout.counted_once(layout.num_documents),
         "num_documents_labelled": labelled,
     }

@@ -48,6 +48,8 @@ def problem(
 def of_the_loss(data, loss):
     """Those arguments by keyword that the loss needs."""
     arguments = {"ref_log_probs": data["ref"]} if loss.kl_coefficient else {}
+    if loss.entropy_weights == "labels":
+        arguments["labels_per_document"] = jnp.sum(data["mask"]).astype(jnp.float32) / len(DOCUMENTS)
     return arguments | ({"document_ids": data["ids"], "num_documents": len(DOCUMENTS)} if loss.needs_documents else {})
 
 

@@ -38,6 +38,7 @@ LOSSES = {
     "cispo": cispo(),
     "sapo, k2": sapo(kl_coefficient=0.2, kl_estimator="k2"),
     "reinforce": reinforce(),
+    "grpo_paper, token mean of the entropy": grpo_paper(entropy_coefficient=0.1, entropy_weights="labels"),
     "gspo, entropy": gspo(entropy_coefficient=0.1),
     "gspo by length, wide bounds": gspo(weighting="length", epsilon=0.2, epsilon_high=0.3),
 }
@@ -80,6 +81,57 @@ def test_grpo_against_float64(entropy_coefficient):
     assert oracle.scaled_error(values.log_probs, log_probs) < 1e-5
     for name, gradient in gradients._asdict().items():
         assert oracle.relative_error(gradient, getattr(of_head, name)) < 2e-5, name
+
+
+@pytest.mark.parametrize(
+    "loss, engine, dtype",
+    [
+        (grpo, "chunked", jnp.float32),
+        (grpo, "chunked", jnp.bfloat16),
+        (gspo, "chunked", jnp.float32),
+        (grpo, "reference", jnp.float16),
+    ],
+)
+def test_the_z_loss_against_float64(loss, engine, dtype):
+    """In one pass and in two steps: 0.3 times the weighted squares of lse, whose slope is 0.6 w lse."""
+    data = problem(dtype=dtype, bias=dtype == jnp.float32)
+    with_z = loss(z_loss_coefficient=0.3)
+    total, _, gradients = run(one_call, data, with_z, engine=engine, **OPTIONS)
+    plain, _, of_plain = run(one_call, data, loss(), engine=engine, **OPTIONS)
+    mask, ids, head = np.asarray(data["mask"]), np.asarray(data["ids"]), oracle.Head(**OPTIONS)
+    clean = np.where(mask[..., None], oracle.f64(data["hidden"]), 0.0)
+    lse = np.where(mask, oracle.log_sum_exp(oracle.head_logits(clean, data["weight"], data["bias"], head)), 0.0)
+    labels = np.bincount(ids[mask], minlength=len(DOCUMENTS))
+    weights = np.where(mask, 1.0 / mask.sum() if loss is grpo else 1 / np.maximum(labels, 1)[ids] / len(DOCUMENTS), 0.0)
+    assert abs(float(total.mean()) - float(plain.mean()) - (0.3 * weights * lse**2).sum()) < 1e-5
+    operands = data["hidden"], data["weight"], data["targets"], np.zeros(mask.shape), None, mask, data["bias"], head
+    wanted = oracle.head_gradients(*operands, lse_cotangent=3 * 0.6 * weights * lse)
+    for name, gradient in gradients._asdict().items():
+        if gradient is not None:
+            # Of the size of either gradient: in 16 bits both runs round dz and the gradient, and one the sum with the
+            # targets' rows, five roundings of at most eps / 2 each that do not line up.
+            without, want = oracle.f64(getattr(of_plain, name)), getattr(wanted, name)
+            size = np.linalg.norm(without) + np.linalg.norm(want)
+            error = np.linalg.norm(oracle.f64(gradient) - without - want) / size
+            assert error < max(2e-5, float(jnp.finfo(dtype).eps)), name
+
+
+@pytest.mark.bad_input
+def test_the_z_loss_is_refused_where_the_order_of_sums_is_fixed():
+    with pytest.raises(ValueError, match="^loss.z_loss_coefficient: expected 0 with engine fixed_order"):
+        one_call(problem(), grpo(z_loss_coefficient=0.1), engine="fixed_order")
+
+
+def test_on_policy_with_a_z_loss():
+    data, lse = on_policy(problem(options=OPTIONS), **OPTIONS)
+    loss = grpo(z_loss_coefficient=0.3)
+    known = jax.jit(lambda x: policy_problem.differentiated(x, lambda y: one_call(y, loss, lse=lse, **OPTIONS)))(data)
+    compare(known, run(one_call, data, loss, **OPTIONS))
+
+
+def test_a_z_loss_over_shards():
+    data, loss = problem(), grpo(z_loss_coefficient=0.3)
+    compare(sharded(data, loss, (2, 3), **OPTIONS), run(one_call, data, loss, **OPTIONS))
 
 
 def test_a_document_in_two_rows_against_float64():
@@ -160,15 +212,82 @@ def test_the_gradient_is_scaled_by_the_cotangent_of_the_sum(cotangent):
         np.testing.assert_allclose(actual, cotangent * np.asarray(one), rtol=3e-7)
 
 
-def test_the_values_are_constants():
+@pytest.mark.parametrize("loss", [grpo(entropy_coefficient=0.1), gspo(entropy_coefficient=0.1)], ids=lambda x: x.name)
+def test_the_entropy_of_a_loss_with_a_bonus_is_returned(loss):
+    values = jax.jit(lambda x: one_call(x, loss, **OPTIONS)[1])(data := problem())
+    operands = data["hidden"], data["weight"], data["targets"], data["mask"], data["bias"]
+    _, entropy = oracle.head_log_probs(*operands, oracle.Head(**OPTIONS))
+    assert oracle.scaled_error(values.entropy, entropy) < 1e-5 and values.lse is None
+
+
+def of_values(name, loss=grpo(), **options):
+    """The loss plus the sum of a value, and the values."""
+
+    def total(data):
+        loss_sum, values = one_call(data, loss, with_entropy=True, with_lse=True, **options)
+        return loss_sum.mean() + (0.0 if name is None else jnp.sum(getattr(values, name))), values
+
+    return total
+
+
+def gradient_of(function, data, **options):
+    return jax.grad(lambda weight: function({**data, "weight": weight}), **options)(data["weight"])
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "name, loss, wrap",
+    [
+        ("entropy", grpo(), lambda f: f),
+        ("entropy", gspo(), jax.jit),
+        ("lse", grpo(), jax.checkpoint),
+        (
+            "log_probs",
+            grpo(),
+            lambda f: lambda x: jax.lax.scan(lambda c, _: (c + f(x)[0], None), 0.0, None, 2)[0:1] * 2,
+        ),
+    ],
+)
+def test_a_gradient_through_the_values_is_refused(name, loss, wrap):
+    """It used to be 0: an entropy bonus on values.entropy, or a z-loss on values.lse, did nothing."""
+    with pytest.raises(ValueError, match=f"^values.{name}: expected no gradient through it, .* constant"):
+        gradient_of(lambda x: wrap(of_values(name, loss))(x)[0], problem())
+
+
+def in_shard_map(function):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def local(data):
+        loss, values = function(data)
+        return jax.lax.pmean(loss, "data"), values
+
+    tokens = {name: P("data") for name in ("hidden", *policy_problem.LABELS)} | {"weight": P(), "bias": P()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(tokens,), out_specs=(P(), P("data")))
+
+
+def in_scan(function):
+    def scanned(data):
+        def step(total, _):
+            loss, values = function(data)
+            return total + loss, values
+
+        return jax.lax.scan(step, 0.0, None, length=2)
+
+    return scanned
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, in_scan, in_shard_map], ids=lambda wrap: wrap.__name__)
+def test_values_that_are_only_reported_do_not_disturb_the_gradient(wrap):
     data = problem()
-    for loss in (grpo(), gspo()):
 
-        def of_values(weight, loss=loss):
-            values = one_call({**data, "weight": weight}, loss, with_entropy=True, with_lse=True)[1]
-            return sum(jnp.sum(x) for x in values)
+    def reported(data):
+        return gradient_of(lambda x: wrap(of_values(None))(x), data, has_aux=True)
 
-        assert not np.asarray(jax.jit(jax.grad(of_values))(data["weight"])).any()
+    plain = jax.jit(lambda x: gradient_of(lambda y: wrap(lambda z: (one_call(z, grpo())[0].mean(), ()))(y)[0], x))
+    gradient, values = jax.jit(reported)(data)
+    assert np.isfinite(values.entropy).all() and np.asarray(values.lse).any()
+    if wrap is not in_shard_map:  # out_specs of no values
+        np.testing.assert_array_equal(gradient, plain(data))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def step(loss, sequence_dim, engine=CHUNKED):
     def local(hidden, weight, bias, targets, old, advantages, mask, ids):
         def total(hidden, weight):
             arrays = (hidden, weight, targets, old, advantages, mask)
-            documents = {"document_ids": ids, "num_documents": jnp.int32(4)}
+            documents = {"document_ids": ids, "num_documents": 4}
             return linear_policy_loss(*arrays, loss=loss, bias=bias, **documents, **head)[0].psum("data").mean()
 
         return jax.value_and_grad(total, argnums=(0, 1))(hidden, weight)

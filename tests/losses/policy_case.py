@@ -30,12 +30,13 @@ class Case(NamedTuple):
     ids: np.ndarray
     ref: np.ndarray
     entropy: np.ndarray
+    lse: np.ndarray
 
 
 def case(seed=0, dtype=np.float32):
     """The formulas below start from the same numbers, those of fp32."""
     rng = np.random.default_rng(seed)
-    new = rng.normal(-2.0, 1.0, SHAPE).astype(np.float32)
+    new = rng.normal(-5.0, 1.0, SHAPE).astype(np.float32)
     ids = np.repeat(np.arange(DOCUMENTS, dtype=np.int32), LENGTHS).reshape(SHAPE)
     drift = np.array(DRIFT)[ids]
     old = (new - drift + rng.normal(0.0, 0.15, SHAPE)).astype(np.float32)
@@ -45,11 +46,12 @@ def case(seed=0, dtype=np.float32):
     mask[0, :3] = mask[0, 5] = True  # the latter is the one label of document 1, whose ratio is far above 1
     ref = (new + rng.normal(0.1, 0.5, SHAPE)).astype(np.float32)
     entropy = rng.uniform(0.0, 3.0, SHAPE).astype(np.float32)
-    arrays = [x.astype(dtype) for x in (new, old, advantages, ref, entropy)]
+    lse = rng.normal(2.0, 1.0, SHAPE).astype(np.float32)
+    arrays = [x.astype(dtype) for x in (new, old, advantages, ref, entropy, lse)]
     for values in arrays:
         values[~mask] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38, -3e38]), int((~mask).sum()))
-    new, old, advantages, ref, entropy = arrays
-    return Case(new, old, advantages, mask, ids, ref, entropy)
+    new, old, advantages, ref, entropy, lse = arrays
+    return Case(new, old, advantages, mask, ids, ref, entropy, lse)
 
 
 def with_labels(given, **changes):
@@ -62,15 +64,16 @@ def with_labels(given, **changes):
 
 
 def expected_losses(loss, given, base=None):
-    """w_t m_t (-objective + kl_coefficient KL_t - entropy_coefficient H_t) of each label, [..., labels], in float64.
+    """w_t m_t (-objective + kl_coefficient KL_t - entropy_coefficient H_t + z_loss_coefficient lse_t²) of each label,
+    [..., labels], in float64.
 
-    `given.new` and `given.entropy` may have more axes in front. `base` holds the log-probs that gradients stop at: those in
-    the importance weight of `StopGradientWeight`.
+    `given.new`, `given.entropy` and `given.lse` may have more axes in front. `base` holds the log-probs that gradients
+    stop at: those in the importance weight of `StopGradientWeight`.
     """
     base = given.new if base is None else base
-    new, old, base, advantages, ref, entropy = (
+    new, old, base, advantages, ref, entropy, lse = (
         np.asarray(x, np.float64)[..., given.mask]
-        for x in (given.new, given.old, base, given.advantages, given.ref, given.entropy)
+        for x in (given.new, given.old, base, given.advantages, given.ref, given.entropy, given.lse)
     )
     ids, result = given.ids[given.mask], []
     for i, document in enumerate(ids):
@@ -80,11 +83,15 @@ def expected_losses(loss, given, base=None):
         label = -_objective(loss.objective, np.exp(n - o), np.exp(frozen - o), n, a)
         if loss.kl_coefficient:
             label = label + loss.kl_coefficient * _kl(loss.kl_estimator, ref[..., i] - new[..., i])
-        if loss.entropy_coefficient:
-            label = label - loss.entropy_coefficient * entropy[..., i]
+        if loss.z_loss_coefficient:
+            label = label + loss.z_loss_coefficient * lse[..., i] ** 2
+        bonus = loss.entropy_coefficient * entropy[..., i]
         weights = {"labels": 1.0, "documents": 1.0, "document_mean": 1.0 / len(labels)}
         weights |= {} if loss.length is None else {"constant_length": 1.0 / loss.length}
-        result.append(weights[loss.reduction] * label)
+        weight = weights[loss.reduction]
+        token_mean = loss.entropy_weights == "labels" and loss.reduction != "labels"
+        bonus_weight = DOCUMENTS / given.mask.sum() if token_mean else weight
+        result.append(weight * label - bonus_weight * bonus)
     return np.stack(result, axis=-1)
 
 
@@ -129,8 +136,8 @@ def _objective(objective, r, frozen, log_prob, a):
             bounded = np.clip(r, 1 - low, 1 + (low if high is None else high))
             value = np.minimum(r * a, bounded * a)
             return np.maximum(value, delta * a) if delta is not None and a < 0 else value
-        case losses.StopGradientWeight(largest):
-            return np.minimum(frozen, largest) * a * log_prob
+        case losses.StopGradientWeight(largest, smallest):
+            return np.clip(frozen, smallest, largest) * a * log_prob
         case losses.SoftGate(positive, negative):
             tau = positive if a > 0 else negative
             return 4 / tau / (1 + np.exp(-tau * (r - 1))) * a

@@ -1,10 +1,14 @@
 """Bad input of a policy loss: a ValueError that names the argument, what was expected and what was seen."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlogp import Document, linear_policy_loss
+from jaxlogp.head.projection import HeadSpec
 from jaxlogp.losses import grpo, gspo, loss_tokens, policy_loss, weighted_losses
 from tests.losses.policy_case import DOCUMENTS, SHAPE, case
 
@@ -48,7 +52,15 @@ BAD = {
     "document_ids missing": ({"document_ids": None}, "document_ids", "None"),
     "both missing": ({"document_ids": None, "num_documents": None}, "document_ids", "None"),
     "entropy missing": ({"entropy": None}, "entropy", "None"),
+    "lse missing": ({"loss": gspo(z_loss_coefficient=0.1)}, "lse", "None"),
+    "labels_per_document missing": (
+        {"loss": gspo(entropy_coefficient=0.1, entropy_weights="labels")},
+        "labels_per_document",
+        "None",
+    ),
     "ref_log_probs missing": ({"ref_log_probs": None}, "ref_log_probs", "None"),
+    "a positive old log-prob": (with_value("old_log_probs", 0.3), "old_log_probs", "0.3"),
+    "a positive reference": (with_value("ref_log_probs", 0.3), "ref_log_probs", "0.3"),
     "label with id -1": (with_value("document_ids", -1), "document_ids", "-1 at position (1, 2)"),
     "label with id M": (with_value("document_ids", DOCUMENTS), "document_ids", "5 at position (1, 2)"),
     **{f"{name} a list": ({name: GOOD[name].tolist()}, name, "list [[") for name in ARRAYS},
@@ -86,9 +98,66 @@ def test_the_two_halves_refuse_what_the_whole_refuses():
     loss = grpo(entropy_coefficient=0.1)
     tokens, _ = loss_tokens(loss, **given)
     with pytest.raises(ValueError, match="^entropy: expected entropies for entropy_coefficient 0.1, got None"):
-        weighted_losses(loss, jnp.zeros(24), None, tokens)
+        weighted_losses(loss, jnp.zeros(24), tokens)
     for changes, argument in (({"advantages": [1.0]}, "advantages"), ({"mask": [True]}, "mask")):
         with pytest.raises(ValueError, match=f"^{argument}: expected"):
             loss_tokens(loss, **{**given, **changes})
     with pytest.raises(ValueError, match="^document_ids: expected .* for loss 'gspo', got None"):
         loss_tokens(gspo(), **given)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: grpo(beta=0.04),
+            "beta: expected an option of grpo, got an unknown name: did you mean kl_coefficient?",
+        ),
+        (lambda: gspo(epsilom=0.1), "epsilom: expected an option of gspo, got an unknown name: did you mean epsilon?"),
+        (
+            lambda: linear_policy_loss(entropy_coefficient=0.1),
+            "entropy_coefficient: expected an option of linear_policy_loss, got an option of the loss: did you mean "
+            "loss=grpo(entropy_coefficient=0.1)?",
+        ),
+        (
+            lambda: Document(np.ones(2, int), 1, np.zeros(1), np.ones(2)),
+            "advantage: expected a finite number, got float64 array",
+        ),
+        (
+            lambda: Document(np.ones(2, int), 1, np.ones(1), 1.0),
+            "old_log_probs: expected log-probs of at most 0, got 1.0",
+        ),
+    ],
+)
+def test_a_likely_mistake_is_named(call, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        call()
+
+
+@pytest.mark.bad_input
+def test_the_number_of_documents_of_all_ranks_is_refused_where_types_tell():
+    """Each rank has one of two documents: the psum of the count 2 would be 4, and the loss half of what it should be."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    tokens = np.full((2, 3), -1.0, np.float32), np.arange(2, dtype=np.int32)[:, None].repeat(3, 1)
+
+    def mean(counts, values, ids):
+        options = {"loss": gspo(), "document_ids": ids, "num_documents": counts}
+        return policy_loss(values, values, values, values < 0, **options).psum("data").mean()
+
+    def run(spec, function, counts):
+        specs = spec, jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec("data")
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec())(
+            counts, *tokens
+        )
+
+    with pytest.raises(ValueError, match="^num_documents: expected the documents of this rank .*'data'"):
+        run(jax.sharding.PartitionSpec(), mean, np.int32(2))
+    of_ranks = jax.jit(lambda counts: run(specs_of_ranks, lambda x, v, i: mean(x[0], v, jnp.zeros_like(i)), counts))
+    specs_of_ranks = jax.sharding.PartitionSpec("data")
+    assert float(of_ranks(np.ones(2, np.int32))) == 1.0
+
+
+def test_a_numpy_scalar_is_a_temperature():
+    spec = HeadSpec(temperature=np.float32(0.5), logit_scale=np.int64(2))
+    assert spec == HeadSpec(0.5, 2) and type(spec.temperature) is float

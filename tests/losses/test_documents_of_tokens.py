@@ -35,7 +35,7 @@ def many_documents(dtype):
     last = min(np.iinfo(dtype).max, 299)
     ids = np.concatenate([np.repeat(np.arange(60), 2), np.repeat(np.arange(last - 59, last + 1), 2)])
     new, old, advantages = rng.normal(size=(3, 240)).astype(np.float32)
-    return (new, old, advantages, rng.random(240) < 0.8), ids
+    return (new - 9, old - 9, advantages, rng.random(240) < 0.8), ids
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -40,6 +40,7 @@ OBJECTIVES = {
     "clip-higher": Clipped(0.1, 0.4),
     "dual clip": Clipped(0.2, 0.3, 1.6),
     "stop-gradient weight": StopGradientWeight(1.3),
+    "stop-gradient weight, both bounds": StopGradientWeight(1.3, 0.7),
     "soft gate": SoftGate(1.0, 1.05),
     "log-likelihood": LogLikelihood(),
 }
@@ -107,6 +108,37 @@ def test_every_combination_has_the_value_count_and_gradients_of_float64(ratio, o
             np.testing.assert_array_equal(entropy_gradient, 0.0)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_z_loss_and_a_token_mean_of_the_entropy_in_float64(reduction):
+    given, more = case(), {"reduction": reduction, "length": REDUCTIONS[reduction]}
+    loss = PolicyLoss("any", entropy_coefficient=0.1, entropy_weights="labels", z_loss_coefficient=0.2, **more)
+    options = given_to(loss, given) | {"labels_per_document": given.mask.sum() / DOCUMENTS}
+
+    def total(entropy, lse):
+        options.update(entropy=entropy, lse=lse)
+        return policy_loss(given.new, given.old, given.advantages, given.mask, **options).sum
+
+    operands = jnp.asarray(given.entropy), jnp.asarray(given.lse)
+    value, gradients = jax.value_and_grad(total, (0, 1))(*operands)
+    assert sum_error(value, loss, given) < ERROR
+    for name, gradient in zip(("entropy", "lse"), gradients, strict=True):
+        assert scaled_error(gradient, expected_gradient(loss, given, name)) < ERROR, name
+
+
+def test_the_token_mean_of_the_entropy_is_that_of_the_step_however_it_is_cut():
+    given, loss = (
+        case(),
+        PolicyLoss("any", reduction="document_mean", entropy_coefficient=1.0, entropy_weights="labels"),
+    )
+    options = {"loss": loss, "labels_per_document": given.mask.sum() / DOCUMENTS, "num_documents": 1}
+    sums = []
+    for d in range(DOCUMENTS):
+        mask = given.mask & (given.ids == d)
+        options |= {"entropy": given.entropy, "document_ids": np.zeros(SHAPE, np.int32)}
+        sums.append(policy_loss(given.new, given.old, np.zeros(SHAPE, np.float32), mask, **options))
+    np.testing.assert_allclose(-sum(sums).mean(), np.mean(np.float64(given.entropy[given.mask])), rtol=1e-6)
+
+
 def test_the_case_meets_every_bound():
     """What makes the test above see a bound: labels and documents on both sides of each of them."""
     given = case()
@@ -137,7 +169,7 @@ def test_losses_of_a_token_ratio_are_elementwise_and_sum_to_the_loss(objective):
     for part in (slice(0, 7), slice(7, 8), slice(8, 24)):
         piece = jax.tree.map(lambda x, part=part: x[part], tokens)
         new, entropy = (jnp.asarray(x).reshape(-1)[part] for x in (given.new, given.entropy))
-        pieces.append(weighted_losses(loss, new, entropy, piece))
+        pieces.append(weighted_losses(loss, new, piece, entropy=entropy))
     losses = np.concatenate(pieces)
     np.testing.assert_array_equal(losses[~given.mask.reshape(-1)], 0.0)
     np.testing.assert_allclose(losses.sum(), whole.sum, rtol=1e-6)  # another order of 24 fp32 additions

@@ -39,6 +39,8 @@ HAND_COMPUTED = {
     "cispo": (losses.cispo(), 0.308093 / 3),
     # the first weight limited to 1: -0.510826 - 1.151293 + 1.609438 = -0.052681
     "cispo limited": (losses.cispo(max_weight=1.0), 0.052681 / 3),
+    # the second weight raised to 0.8, the third too: -0.766238 - 1.842068 + 2.575100 = -0.033206
+    "cispo from below": (losses.cispo(min_weight=0.8), 0.033206 / 3),
     # 4 σ(0.5) = 2.489837, 4 σ(-0.5) = 1.510163, their mean 2; -2 * 4 / 1.05 σ(-0.525) = -2.831877
     "sapo": (losses.sapo(), -(2.0 - 2.831877) / 2),
     # log 0.6 + log 0.1 - 2 log 0.2 = 0.405465
@@ -78,9 +80,9 @@ def test_delta_limits_a_ratio_with_a_negative_advantage_by_hand():
 
 
 def test_the_kl_and_the_entropy_bonus_by_hand():
-    # ref - new = log 2 at each label: k1 = -0.693147, k2 = 0.240227, k3 = 2 - 0.693147 - 1 = 0.306853. Entropies 1, 2, 3.
-    given = {**BY_HAND, "ref_log_probs": PROBABILITIES + np.float32(np.log(2.0)), "entropy": np.float32([[1, 2, 9, 3]])}
-    for estimator, kl in (("k1", -0.693147), ("k2", 0.240227), ("k3", 0.306853)):
+    # ref - new = -log 2 at each label: k1 = 0.693147, k2 = 0.240227, k3 = 0.5 + 0.693147 - 1 = 0.193147. Entropies 1, 2, 3.
+    given = {**BY_HAND, "ref_log_probs": PROBABILITIES - np.float32(np.log(2.0)), "entropy": np.float32([[1, 2, 9, 3]])}
+    for estimator, kl in (("k1", 0.693147), ("k2", 0.240227), ("k3", 0.193147)):
         parts = {"kl_coefficient": 0.5, "kl_estimator": estimator, "entropy_coefficient": 0.1}
         by_labels = policy_loss(**given, loss=losses.grpo(**parts)).mean()
         np.testing.assert_allclose(by_labels, -0.1 / 3 + 0.5 * kl - 0.1 * (1 + 2 + 3) / 3, atol=2e-6)
@@ -142,7 +144,9 @@ def test_documents_of_one_length_or_one_label_make_reductions_and_ratios_coincid
     finite = {
         name: np.nan_to_num(getattr(given, name), posinf=-1.0, neginf=-1.0) for name in ("new", "old", "advantages")
     }
-    given = given._replace(**{name: np.clip(values, -3, 3) for name, values in finite.items()}, ref=None, entropy=None)
+    bounds = {"new": (-8, -2), "old": (-8, -2), "advantages": (-3, 3)}
+    clipped = {name: np.clip(values, *bounds[name]) for name, values in finite.items()}
+    given = given._replace(**clipped, ref=None, entropy=None)
     rows = np.repeat(np.arange(4), 6).reshape(SHAPE)
     assert_same(losses.grpo_paper(), losses.grpo(), given, document_ids=rows)
     assert_same(losses.dr_grpo(length=6), losses.grpo(), given, document_ids=rows)
@@ -219,6 +223,7 @@ BAD = {
     "epsilon_high negative": (lambda: losses.grpo(epsilon_high=-0.1), "epsilon_high", "-0.1"),
     "epsilon_high infinite": (lambda: losses.grpo(epsilon_high=np.inf), "epsilon_high", "inf"),
     "delta inside of the bounds": (lambda: losses.grpo(delta=1.2), "delta", "1.2"),
+    "min_weight above max_weight": (lambda: losses.cispo(max_weight=1.0, min_weight=1.5), "min_weight", "1.5"),
     "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
     "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
     "length missing": (lambda: PolicyLoss("x", reduction="constant_length"), "length", "None"),
