@@ -152,3 +152,11 @@ BAD = {
 def test_bad_input_names_the_argument(name):
     with pytest.raises(ValueError, match=f"^{name.strip()}: expected "):
         BAD[name](*case())
+
+
+def test_a_dtype_may_be_that_of_the_computation():
+    """Log-probs are fp32 whatever a model computes in."""
+    values = np.float32([-1.0])
+    named = {"candidate_dtype": "bfloat16", "reference_dtype": "float32"}
+    report = drift_report(values, values, np.array([1]), vocab=VOCAB, **named)
+    assert "bfloat16 against float32" in str(report)

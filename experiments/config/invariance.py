@@ -22,8 +22,12 @@ class HeadChoice(NamedTuple):
         return f"{self.engine} ({self.reason})"
 
 
-def choose_head(platform: str, capability: tuple[int, int] | None, dtype: str) -> HeadChoice:
+def choose_head(
+    platform: str, capability: tuple[int, int] | None, dtype: str, *, small_vocabulary: bool = False
+) -> HeadChoice:
     """What engine "auto" means on a device, for operands of a dtype.
+
+    A small vocabulary has no tile of hopper's for each of several tensor ranks, and a run may be resumed on them.
 
     Example:
         >>> print(choose_head("gpu", (9, 0), "float32"))
@@ -35,16 +39,19 @@ def choose_head(platform: str, capability: tuple[int, int] | None, dtype: str) -
         return HeadChoice("fixed_order", f"auto: {here}, hopper needs a GPU of 9.0")
     if dtype != "bfloat16":
         return HeadChoice("fixed_order", f"auto: hopper multiplies bfloat16, not {dtype}")
+    if small_vocabulary:
+        return HeadChoice("fixed_order", "auto: hopper's tiles are too large for a task's own vocabulary")
     if jax.__version_info__ < (0, 11):
         return HeadChoice("fixed_order", f"auto: JAX {jax.__version__} is older than 0.11, which hopper needs")
     return HeadChoice("hopper", "auto: a Hopper GPU and bfloat16")
 
 
-def head_here(name: str, dtype: str) -> HeadChoice:
+def head_here(name: str, dtype: str, *, small_vocabulary: bool) -> HeadChoice:
     """An engine of the command line, with "auto" decided by the first device."""
     if name != "auto":
         return HeadChoice(name, "named")
-    return choose_head(jax.default_backend(), capability_of(jax.devices()[0]), dtype)
+    capability = capability_of(jax.devices()[0])
+    return choose_head(jax.default_backend(), capability, dtype, small_vocabulary=small_vocabulary)
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,9 @@ class InvarianceConfig:
     row_block: int | None = None
     """Tokens of one product of the head, a multiple of 64; None takes 128, hopper has its own."""
 
-    def resolved(self, dtype: str) -> "InvarianceConfig":
-        """The same with the engine that multiplies operands of `dtype` here."""
-        return replace(self, engine=head_here(self.engine, dtype).engine)
+    def resolved(self, dtype: str, *, small_vocabulary: bool) -> "InvarianceConfig":
+        """The same with the engine that multiplies operands of `dtype` here; a task's own vocabulary is small."""
+        return replace(self, engine=head_here(self.engine, dtype, small_vocabulary=small_vocabulary).engine)
 
     def order(self, vocab_size: int, dtype: str) -> ReductionOrder:
         """The numeric identity of the head for a vocabulary of at least 8 tokens; the engine has been resolved.

@@ -70,7 +70,8 @@ class Config:
             warm_start = dataclasses.replace(warm_start, max_steps=steps)
         model, invariance = self.model.resolved(self.invariant), self.invariance
         if self.invariant:
-            invariance = invariance.resolved("float32" if model.fp32_head else model.dtype)
+            small = self.model.path is None and self.model.name is None
+            invariance = invariance.resolved("float32" if model.fp32_head else model.dtype, small_vocabulary=small)
         loaded = self.model.path is not None
         if loaded and rollout.max_new_tokens is None:
             rollout = dataclasses.replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)

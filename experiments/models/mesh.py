@@ -202,6 +202,15 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
         ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them. With several
             processes, more devices than it takes: each of them has to have a part of it.
     """
+    require_devices(spec)
+    devices = jax.devices()[: spec.num_devices]
+    grid = np.asarray(devices, dtype=object).reshape([getattr(spec, axis) for axis in AXIS_NAMES])
+    axis_types = (jax.sharding.AxisType.Auto,) * len(AXIS_NAMES)
+    return jax.sharding.Mesh(grid, AXIS_NAMES, axis_types=axis_types)
+
+
+def require_devices(spec: MeshSpec) -> None:
+    """Raises ValueError if there are fewer devices than the mesh takes, or more than it takes of several processes."""
     devices = jax.devices()
     needed, found = spec.num_devices, len(devices)
     on_cpu = devices[0].platform == "cpu"
@@ -210,6 +219,3 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     require(needed <= found, "mesh", f"{needed} devices for {spec}", seen)
     together = jax.process_count() == 1 or needed == found
     require(together, "mesh", f"all {found} devices of the {jax.process_count()} processes", f"{needed} for {spec}")
-    grid = np.asarray(devices[:needed], dtype=object).reshape([getattr(spec, axis) for axis in AXIS_NAMES])
-    axis_types = (jax.sharding.AxisType.Auto,) * len(AXIS_NAMES)
-    return jax.sharding.Mesh(grid, AXIS_NAMES, axis_types=axis_types)

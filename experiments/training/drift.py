@@ -109,10 +109,14 @@ class DriftWatch:
       vocab: shards of the head's vocabulary.
       tokenizer: the model's.
       reduction: label of the mesh.
+      dtype: that the model computes in, in trainer and sampler; None where it is not known.
     """
 
-    def __init__(self, sums: GradientSums, vocab: VocabShards, tokenizer: Tokenizer, reduction: str) -> None:
-        self._sums, self._vocab, self._tokenizer, self._reduction = sums, vocab, tokenizer, reduction
+    def __init__(
+        self, sums: GradientSums, vocab: VocabShards, tokenizer: Tokenizer, reduction: str, dtype: str | None
+    ) -> None:
+        self._sums, self._vocab, self._tokenizer = sums, vocab, tokenizer
+        self._labels = {"reduction": reduction, "candidate_dtype": dtype, "reference_dtype": dtype}
 
     def report(self, params: nnx.State, rounds: list[Round], documents_seen: int) -> StepDrift | None:
         """The report on a step's rounds, before its update.
@@ -137,7 +141,7 @@ class DriftWatch:
             np.concatenate(targets),
             vocab=self._vocab,
             backend="head not run" if head is None else f"engine {head.engine}",
-            reduction=self._reduction,
+            **self._labels,
         )
         places = (report.worst_index, report.first_non_finite)
         worst, first = (None if index is None else self._place(compared, *index) for index in places)

@@ -11,13 +11,16 @@ from experiments.config import Config, RolloutConfig
 from experiments.config.ranges import validate
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import DtypeChoice
-from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import total_bytes
+from experiments.options import refused_as
 from experiments.runs.console import RunConsole
 from experiments.sampling.prompts import PromptOrder, Sizes, held_out_examples, sizes_for
-from experiments.tasks import Rewards, Task
+from experiments.tasks import Completion, Example, Rewards, Task
+from experiments.tasks.configured import configured_rewards
 from experiments.tasks.protocol import prompt_text
+from experiments.tasks.rewards import RewardNotFinite
 from experiments.training.answers import warn_of_long_answers
 from experiments.training.memory import device_limit, size
 from experiments.training.origin import Origin, OwnOrigin
@@ -45,7 +48,11 @@ def introduce(
     """
     console = RunConsole(config.quiet)
     mesh = validate(config)
+    require_devices(mesh)
+    with refused_as("rollout"):
+        require_devices(parse_mesh(config.rollout.mesh or ""))
     held_out = held_out_examples(task, config.evaluation.num_prompts)
+    _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
     prompts = {prompt_text(each.prompt) for each in held_out}
     long = warn_of_long_answers(config, task, held_out, origin.tokenizer, rewards)
     few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
@@ -74,6 +81,21 @@ def introduce(
         console.warn(f"task {task.name}: different held-out prompts: {len(prompts)}; a score of so few says little")
     for warning in [*_uneven_steps(config), *([] if long is None else [long])]:
         console.warn(warning)
+
+
+def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole) -> None:
+    """Scores two completions, so that a broken reward function ends the run before anything is compiled.
+
+    Raises:
+      RewardFailed: if a function raises or returns no number.
+    """
+    texts = [(examples[0].answer, True), ("", False)]
+    said = [Completion(text, num_tokens=len(text) + 1, ended=ended) for text, ended in texts]
+    try:
+        rewards.score([examples[0], examples[-1]], said)
+    except RewardNotFinite as error:
+        # Only the step of such a completion is refused.
+        console.warn(str(error))
 
 
 def _documents(config: Config) -> str:

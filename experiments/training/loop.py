@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from experiments.config import Config
 from experiments.config.changes import fixed_values
+from experiments.models.mesh import parse_mesh
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
@@ -253,7 +254,7 @@ def identity_of_run(folder: RunFolder, config: Config) -> Identity:
     options = fixed_values(load_config(folder.config, Config))
     options = {field: value for field, value in options.items() if field not in ("name", "out")}
     # The bits of an invariant run are the same on every mesh.
-    mesh = "any" if config.invariant else config.mesh
+    mesh = "any" if config.invariant else str(parse_mesh(config.mesh))
     return identity_of(options, mesh, load_config(folder.parts, RunParts))
 
 

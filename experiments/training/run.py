@@ -15,6 +15,7 @@ from flax import nnx
 from experiments.config import Config, RewardConfig, validate
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
+from experiments.models.mesh import parse_mesh
 from experiments.models.pretrained import small_files
 from experiments.options import flat_fields, option_name, value_of
 from experiments.runs.config_file import save_config, to_json
@@ -255,7 +256,7 @@ def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch
     facts = {
         "task": trainer.task.name,
         "loss": trainer.config.loss.name,
-        "mesh": trainer.config.mesh,
+        "mesh": str(parse_mesh(trainer.config.mesh)),
         "optimizer steps": trainer.progress.step,
         "documents seen": trainer.progress.documents_seen,
         "head": f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",

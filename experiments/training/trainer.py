@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 from experiments.config import Config, validate
 from experiments.config.schedule import MICRO_BATCHES
 from experiments.models.ahead import Ahead
+from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
@@ -151,7 +153,8 @@ class Trainer:
         self.drift: StepDrift | None = None
         self.alerts: list[str] = []
         self._step_watch = Watch(config.guards, self.sizes.completion)
-        self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {config.mesh}")
+        dtype = None if origin.decoder is None else origin.decoder.dtype
+        self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {mesh}", dtype)
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
@@ -159,7 +162,7 @@ class Trainer:
             options.docs_per_step, options.micro_batches or MICRO_BATCHES, options.max_empty_micro_batches
         )
         self._trace()
-        found = (origin.warning, slower_head(self.sums.head_run))
+        found = (origin.warning, slower_head(self.sums.head_run, dtype))
         self.warnings = [text for text in found if text is not None]
 
     def _completer(self, options: DrawOptions) -> Completer:
@@ -462,14 +465,23 @@ class Trainer:
         return ExactMatch(**extra["before"])
 
 
-def slower_head(head_run: HeadRun | None) -> str | None:
-    """A warning where "auto" ended on a slower engine than a GPU could use, or None."""
+def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:
+    """A warning where "auto" ended on a slower engine than a GPU could use, or None.
+
+    Args:
+      head_run: the head call of the trainer.
+      dtype: that the head multiplies; None for a model of the caller's own.
+    """
     if jax.default_backend() != "gpu" or head_run is None or not head_run.reason.startswith("auto"):
         return None
     if head_run.engine in FASTEST_ON_GPU:
         return None
-    return (
-        f"the head runs on engine {head_run.engine}, slower than the kernels for GPUs: {head_run.reason}. What to do: on a "
-        "Hopper GPU use JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16; on one of compute capability "
-        '8, pip install -e ".[triton]"'
-    )
+    capability, advice = capability_of(jax.devices()[0]), []
+    if capability == (9, 0) and jax.__version_info__ < (0, 11):
+        advice.append("JAX 0.11 or newer (Python 3.12 or newer)")
+    if capability == (9, 0) and dtype == "float32":
+        advice.append("--model.dtype bfloat16")
+    if capability is not None and capability[0] == 8 and find_spec("jax_triton") is None:
+        advice.append('pip install -e ".[triton]"')
+    remedy = f". What to do: {' and '.join(advice)}" if advice else ""
+    return f"the head runs on engine {head_run.engine}, slower than the kernels for GPUs: {head_run.reason}{remedy}"

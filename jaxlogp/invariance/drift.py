@@ -42,8 +42,8 @@ class DriftReport(NamedTuple):
       tp_size: number of vocabulary shards.
       backend: label of what computed the candidate.
       reduction: label of how the candidate was reduced over shards.
-      candidate_dtype: dtype of the candidate's log-probs.
-      reference_dtype: dtype of the reference's.
+      candidate_dtype: dtype that the candidate computes in.
+      reference_dtype: dtype that the reference computes in.
       num_non_finite: active tokens where either value is NaN or infinite.
       first_non_finite: index of the first of them, or None.
       abs_error_quantiles: (p50, p90, p99, p99.9) of the absolute error.
@@ -104,6 +104,8 @@ def drift_report(
     mask: Bool[AnyArray, "*tokens"] | None = None,
     backend: str = "unnamed",
     reduction: str = "unnamed",
+    candidate_dtype: str | None = None,
+    reference_dtype: str | None = None,
 ) -> DriftReport:
     """Compares the log-probs of a candidate (a trainer, say) with those of a reference (a sampler).
 
@@ -115,6 +117,8 @@ def drift_report(
       mask: [*tokens], bool, False where a token does not count; None counts all.
       backend: label that the report repeats.
       reduction: label that the report repeats.
+      candidate_dtype: dtype that the candidate computes in; None takes that of its log-probs.
+      reference_dtype: dtype that the reference computes in; None takes that of its log-probs.
 
     Returns:
       The report.
@@ -155,8 +159,8 @@ def drift_report(
         tp_size=vocab.num_shards,
         backend=backend,
         reduction=reduction,
-        candidate_dtype=str(candidate.dtype),
-        reference_dtype=str(reference.dtype),
+        candidate_dtype=candidate_dtype or str(candidate.dtype),
+        reference_dtype=reference_dtype or str(reference.dtype),
         num_non_finite=len(broken),
         first_non_finite=_index(int(broken[0]), shape) if len(broken) else None,
         abs_error_quantiles=tuple(float(q) for q in np.quantile(error, QUANTILES))

@@ -2,8 +2,12 @@
 
 import pytest
 
-from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, invariance
 from experiments.models.lora import LoraConfig
+from experiments.runs.config_file import save_config
+from experiments.runs.folder import RunFolder
+from experiments.training.loop import identity_of_run
+from tests.experiments.tiny import tiny
 
 LOADED = ModelConfig(path="/a/model")
 
@@ -26,3 +30,19 @@ def test_a_model_from_disk_has_its_own_learning_rate_and_completions(options, le
     assert (resolved.optimizer.learning_rate, resolved.rollout.max_new_tokens) == (learning_rate, longest)
     own = Config(**options, optimizer=OptimizerConfig(learning_rate=0.5), rollout=RolloutConfig(max_new_tokens=9))
     assert (own.resolved().optimizer.learning_rate, own.resolved().rollout.max_new_tokens) == (0.5, 9)
+
+
+@pytest.mark.parametrize("small, engine", [(True, "fixed_order"), (False, "hopper")])
+def test_auto_takes_an_engine_that_every_mesh_supports(monkeypatch, small, engine):
+    """72 columns have no tile of hopper's for each of two tensor ranks, and a run may be resumed on them."""
+    monkeypatch.setattr(invariance.jax, "__version_info__", (0, 11, 2))
+    choice = invariance.choose_head("gpu", (9, 0), "bfloat16", small_vocabulary=small)
+    assert choice.engine == engine
+
+
+def test_the_rest_of_the_devices_is_a_number_where_it_is_said(tmp_path):
+    """As an identity compares it, too: another number of devices is another mesh."""
+    config = tiny(tmp_path, "run", mesh="data=-1")
+    folder = RunFolder.create(tmp_path, "run")
+    save_config(folder.config, config)
+    assert identity_of_run(folder, config).numerics["mesh"] == "data=8,fsdp=1,sequence=1,tensor=1"

@@ -73,7 +73,7 @@ def report(made, offsets, columns=()):
     sums = Sums(offsets)
     rounds = rounds_of(made, tuple(columns))
     assert len(rounds) >= 2
-    return sums, DriftWatch(sums, VOCAB, TOKENIZER, "mesh data=2").report("params", rounds, SEEN)
+    return sums, DriftWatch(sums, VOCAB, TOKENIZER, "mesh data=2", "bfloat16").report("params", rounds, SEEN)
 
 
 def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named():

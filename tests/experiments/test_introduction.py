@@ -144,3 +144,33 @@ def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     trainer.num_held_out = 500
     evaluate.run_cli(["runs/a"])
     assert capsys.readouterr().out.splitlines()[0] == "step 3, 500 held-out prompts"
+
+
+@pytest.mark.parametrize("option", ["mesh", "rollout.mesh"])
+def test_too_few_devices_are_refused_before_anything_is_printed(tmp_path, capsys, option):
+    mesh = {"mesh": "data=16"} if option == "mesh" else {"rollout": RolloutConfig(mesh="data=16")}
+    name = "mesh" if option == "mesh" else "--rollout.mesh"
+    with pytest.raises(ValueError, match=f"^{name}: expected 16 devices .*, got 8 cpu devices"):
+        lines(tmp_path, capsys, **mesh)
+    assert capsys.readouterr().out == ""
+
+
+def begin(tmp_path, reward):
+    config = replace(Config(task="addition:1", evaluation=EvaluationConfig(num_prompts=64))).resolved()
+    task = make_task(config.task)
+    origin = origin_of(config, task, None, restored=False)
+    introduce(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards_of(reward))
+
+
+def test_a_broken_reward_is_found_before_anything_is_compiled(tmp_path, capsys):
+    seen = []
+
+    def broken(example, completion):
+        seen.append((completion == example.answer, completion.ended))
+        return [1.0][len(seen) - 1]
+
+    with pytest.raises(ValueError, match="^reward 'broken': expected a finite number for document 1 .* got IndexError"):
+        begin(tmp_path, broken)
+    assert seen == [(True, True), (False, False)] and capsys.readouterr().out == ""
+    begin(tmp_path, lambda example, completion: float("nan"))
+    assert "WARNING: reward 'lambda': expected a finite number" in capsys.readouterr().out

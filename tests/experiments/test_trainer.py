@@ -17,6 +17,7 @@ from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
+from experiments.training import trainer as trainer_module
 from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.resume import resume
 from experiments.training.run import set_up
@@ -205,12 +206,23 @@ def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_p
 
 def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
     slow = HeadRun("linear_policy_loss", "chunked", "auto; hopper not used: JAX 0.10.2 is older than 0.11", 1)
-    assert slower_head(slow) is None, "nothing is faster on a CPU"
+    assert slower_head(slow, "float32") is None, "nothing is faster on a CPU"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    text = slower_head(slow)
-    assert "hopper not used: JAX 0.10.2" in text and "use JAX 0.11 or newer" in text and "\n" not in text
-    assert slower_head(replace(slow, engine="hopper")) is None
-    assert slower_head(replace(slow, reason="named by the caller")) is None
+
+    def advice(capability, version, dtype):
+        monkeypatch.setattr(trainer_module, "capability_of", lambda device: capability)
+        monkeypatch.setattr(jax, "__version_info__", version)
+        text = slower_head(slow, dtype)
+        assert "hopper not used: JAX 0.10.2" in text and "\n" not in text
+        return text.partition(". What to do: ")[2]
+
+    assert advice((9, 0), (0, 10, 2), "float32") == (
+        "JAX 0.11 or newer (Python 3.12 or newer) and --model.dtype bfloat16"
+    )
+    assert advice((9, 0), (0, 11, 2), "bfloat16") == "", "both hold: the reason is another"
+    assert advice((8, 0), (0, 10, 2), "bfloat16") == 'pip install -e ".[triton]"'
+    assert slower_head(replace(slow, engine="hopper"), "float32") is None
+    assert slower_head(replace(slow, reason="named by the caller"), "float32") is None
 
 
 def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
