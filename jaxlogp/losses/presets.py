@@ -1,7 +1,7 @@
 """Published policy losses by name, as functions that return a `PolicyLoss`, and a registry of them.
 
-Defaults are those of the papers, and of TRL where the two agree; KL and entropy are off, as in TRL. Every preset
-also takes the fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`. In the formulas
+Defaults are those of the papers, except that KL and entropy are off; docs/losses.md lists where a preset differs from its
+paper. Every preset also takes the fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`. In the formulas
 D is the number of labels and M the number of documents of the whole step, N_d the labels of document d, r_t and R_d the
 ratios of a token and of a document, A_t and A_d their advantages, and
 
