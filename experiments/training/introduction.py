@@ -49,8 +49,9 @@ def introduce(
     console = RunConsole(config.quiet)
     mesh = validate(config)
     require_devices(mesh)
-    with refused_as("rollout"):
-        require_devices(parse_mesh(config.rollout.mesh or ""))
+    if config.rollout.mesh is not None:
+        with refused_as("rollout"):
+            require_devices(parse_mesh(config.rollout.mesh))
     held_out = held_out_examples(task, config.evaluation.num_prompts)
     _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
     prompts = {prompt_text(each.prompt) for each in held_out}

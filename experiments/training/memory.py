@@ -28,9 +28,11 @@ class StepMemory(NamedTuple):
       state: held all the time: parameters, what is not trained, optimizer state, the reference.
       intermediate: what a micro-batch computes with.
       gradients: of one micro-batch, or of several, added up.
-      several: whether a step may have several micro-batches, whose sum is held beside the gradients of the next.
+      several: whether a step may have several micro-batches: their sum is held beside the gradients of one that is added
+        and of the next, which runs already.
       update: what the update takes beside the gradients.
       draws: what a rollout, an evaluation or a check of the warm start takes, by these names, which are what is printed.
+      compiling: most bytes that were held so far: in small runs the compiler takes most, to try out products.
       phase: said before the numbers, where they are not those of the run's own steps.
     """
 
@@ -40,17 +42,19 @@ class StepMemory(NamedTuple):
     several: bool = False
     update: int = 0
     draws: Mapping[str, int] = MappingProxyType({})
+    compiling: int = 0
     phase: str = ""
 
     @property
     def micro_batch(self) -> int:
         """What one micro-batch takes beside the state, the sum of those before it included."""
-        return self.intermediate + self.gradients * (2 if self.several else 1)
+        return self.intermediate + self.gradients * (3 if self.several else 1)
 
     @property
     def need(self) -> int:
         """Bytes at the moment that takes most."""
-        return self.state + max(self.micro_batch, self.gradients + self.update, *self.draws.values())
+        steps = self.state + max(self.micro_batch, self.gradients + self.update, *self.draws.values())
+        return max(steps, self.compiling)
 
     @property
     def least(self) -> int:
@@ -64,7 +68,12 @@ class StepMemory(NamedTuple):
             **self.draws,
         }
         beside = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
-        return f"{self.phase}state {size(self.state)}{f'; beside it {beside}' if beside else ''}"
+        compiling = (
+            f"; set-up and compilation took {size(self.compiling)}"
+            if self.compiling > self._replace(compiling=0).need
+            else ""
+        )
+        return f"{self.phase}state {size(self.state)}{f'; beside it {beside}' if beside else ''}{compiling}"
 
 
 def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
@@ -132,6 +141,8 @@ def memory_of(trainer: Trainer) -> StepMemory:
         several=several,
         update=update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
         draws=draws,
+        # The programs have just been compiled.
+        compiling=peak_bytes(trainer.mesh.local_devices) or 0,
     )
     if not trainer.warm_start_to_come:
         return steps
@@ -159,7 +170,7 @@ def remedies(memory: StepMemory, limit: int, config: Config, rows: int, remat: s
       rows: of a micro-batch.
       remat: what layers keep for the backward pass; None where the model decides that itself.
     """
-    sums = memory.gradients * (2 if memory.several else 1)
+    sums = memory.micro_batch - memory.intermediate
     drawing = max(memory.draws, key=lambda name: memory.draws[name], default="")
     of_draw = memory.draws.get(drawing, 0)
     if memory.micro_batch >= max(memory.gradients + memory.update, of_draw):
