@@ -79,9 +79,7 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
         stored = dataclasses.replace(stored, rollout=rollout)
     if config.mesh is None:
         return stored
-    # How tensor ranks hold tokens is a matter of training, and the mesh may have none.
-    model = dataclasses.replace(stored.model, sequence_parallel=False)
-    return dataclasses.replace(stored, mesh=config.mesh, model=model)
+    return dataclasses.replace(stored, mesh=config.mesh)
 
 
 def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:

@@ -67,8 +67,6 @@ class StepSpeedConfig:
     """Dtypes of the gradient's sums over micro-batches."""
     mesh: tuple[str, ...] = ("",)
     """Device meshes; every rank of data and fsdp has the rows."""
-    sequence_parallel: bool = False
-    """Tensor ranks hold different tokens of the residual stream."""
     layers: int | None = None
     """Layers instead of the model's."""
     loop: bool = False
@@ -91,7 +89,6 @@ def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     rows = rows_of(config, rows_text, micro_batches)
     options = {"dtype": "bfloat16", "param_dtype": param_dtype, "remat": remat, "attention": attention}
     spec = parse_mesh(mesh)
-    options |= {"sequence_parallel": config.sequence_parallel and spec.tensor > 1}
     shape = replace(shape_of(config, model), **options)
     step = Step(shape, rows, engine, optimizer, accumulate, spec)
     started = time.perf_counter()

@@ -74,7 +74,6 @@ class Step:
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         objective = PolicyObjective(grpo(), "with_entropy", document_axis(mesh))
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
-        options |= {"sequence_parallel": config.sequence_parallel}
         self.sums = MicroBatchSums(graph, mesh, objective, **options)
         self.update = Update(OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS), self.sums.place)
         self.state: TrainState = self.update.init(params)

@@ -63,9 +63,6 @@ class ModelConfig:
     adds its updates to."""
     residual_dtype: str = "auto"
     """Dtype of the residual stream between the products, in trainer and sampler: float32, or auto: that of dtype."""
-    sequence_parallel: bool = False
-    """Tensor ranks hold different tokens of the residual stream (Megatron's sequence parallelism): less memory, more to
-    send."""
     attention: str = "auto"
     """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, auto (the fastest that can run), or repeatable
     (of those whose gradients are the same in every run: hopper, else einsum), which auto means with --invariant."""
@@ -121,4 +118,4 @@ class ModelConfig:
 
 
 _NOT_OF_THE_DECODER = ("path", "own", "chat_template", "name")
-_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "residual_dtype", "sequence_parallel", "attention", "remat")
+_OF_ANY_MODEL = ("fp32_head", "dtype", "param_dtype", "residual_dtype", "attention", "remat")

@@ -73,8 +73,6 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
         require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
-    expected = "tensor ranks (--mesh tensor=N), over which it splits tokens, or --model.no-sequence-parallel"
-    require(mesh.tensor > 1 or not model.sequence_parallel, "--model.sequence-parallel", expected, config.mesh)
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
@@ -85,8 +83,6 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
 def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
-    own = config.model.sequence_parallel
-    require(not own, "--model.sequence-parallel", "no --invariant, where each tensor rank has the whole body", "both")
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
     require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
     completions = config.rollout.prompts_per_rollout * config.rollout.num_generations

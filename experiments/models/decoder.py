@@ -37,11 +37,10 @@ from experiments.models.attention import (
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer, View
 from experiments.models.layers import Head, RMSNorm, matrix_init, named_axes
-from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, axes_of_rows, document_axis, size_of
+from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, axes_of_rows, document_axis, row_axes, size_of
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
 from experiments.models.sharding import gathered
-from experiments.models.token_split import UNSPLIT, TokenSplit, whole_rows
 from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
 
@@ -79,7 +78,7 @@ class Decoder(nnx.Module):
             embedding_metadata=named_axes("vocab", "embed"),
             rngs=rngs,
         )
-        split_tokens = size_of(mesh, SEQUENCE_AXIS, *([TENSOR_AXIS] if config.sequence_parallel else [])) > 1
+        split_tokens = size_of(mesh, SEQUENCE_AXIS) > 1
         stack = nnx.vmap(
             lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key), split_tokens=split_tokens),
             transform_metadata={nnx.PARTITION_NAME: "layers"},
@@ -235,9 +234,10 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens, positions, segment_ids, *, keep_keys_values):
         attention = self.config.attention_run(*segment_ids.shape, mesh=self.mesh)
-        split = TokenSplit.of(*segment_ids.shape, self.mesh) if self.config.sequence_parallel else UNSPLIT
-        # Which keys a query reads is known of whole rows.
-        own_rows = whole_rows(segment_ids, self.mesh)
+        own_rows = segment_ids
+        if size_of(self.mesh, SEQUENCE_AXIS) > 1:
+            # Which keys a query reads is known of whole rows.
+            own_rows = lax.with_sharding_constraint(segment_ids, NamedSharding(self.mesh, P(row_axes(self.mesh))))
         views = self._views(positions, lambda window: attention.allow(first_keys(own_rows, window)))
         graph, stacked = nnx.split(self.layers)
 
@@ -245,15 +245,15 @@ class Decoder(nnx.Module):
             state, is_sliding = layer_input
             # Within what is rematerialised: the backward pass gathers again instead of keeping whole parameters.
             layer, view = gathered(nnx.merge(graph, state), self.mesh), _view_of(views, is_sliding)
-            queries, keys, values = layer.queries_keys_values(x, view.tables, split)
-            x = layer.finish(x, layer.attend(queries, keys, values, view), split)
+            queries, keys, values = layer.queries_keys_values(x, view.tables)
+            x = layer.finish(x, layer.attend(queries, keys, values, view))
             return x, (keys, values) if keep_keys_values else (None, None)
 
         most = MAX_UNROLLED_LAYERS_ON_GPU if jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS
         unrolled = self.config.num_layers <= most
         body = rematerialised(step, self.config.remat, unrolled=unrolled)
         layer_inputs = (stacked, self._is_sliding())
-        x, (keys, values) = lax.scan(body, split.scatter(self._embed(tokens)), layer_inputs, unroll=unrolled)
+        x, (keys, values) = lax.scan(body, self._embed(tokens), layer_inputs, unroll=unrolled)
         return self._final_norm(x), keys, values
 
     def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys]) -> tuple[View, ...]:

@@ -74,7 +74,6 @@ class DecoderConfig:
         dtype: of the activations, "float32" or "bfloat16".
         param_dtype: of the stored parameters, likewise; each is cast to `dtype` where it is used.
         residual_dtype: of the residual stream, "float32" or "auto": that of the activations.
-        sequence_parallel: whether "tensor" ranks of a mesh hold different tokens of the residual stream.
         remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: one of `experiments.models.attention.NAMES`.
         lora: adapters of the projections.
@@ -115,7 +114,6 @@ class DecoderConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     residual_dtype: str = "auto"
-    sequence_parallel: bool = False
     remat: str = "none"
     attention: str = "auto"
     lora: LoraConfig = LoraConfig()

@@ -26,7 +26,6 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.layers import JoinedProjections, Projection, RMSNorm
 from experiments.models.remat import named
 from experiments.models.rope import rotate
-from experiments.models.token_split import UNSPLIT, TokenSplit
 
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Projections that read the same features, and the name of their joint product."""
@@ -100,11 +99,9 @@ class DecoderLayer(nnx.Module):
         return tuple(getattr(self, part)(x) for part in JOINED[name])
 
     @jax.named_scope("projections")
-    def queries_keys_values(
-        self, x: Float[Array, "B T H"], tables: tuple[Array, Array], tokens: TokenSplit = UNSPLIT
-    ) -> tuple[Array, Array, Array]:
+    def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
-        x = tokens.gather(self.input_layernorm(x))
+        x = self.input_layernorm(x)
         queries, keys, values = map(named, ("queries", "keys", "values"), self.products("qkv_proj", x))
         if self.config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -161,19 +158,17 @@ class DecoderLayer(nnx.Module):
         return {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
 
     @jax.named_scope("feed_forward")
-    def finish(
-        self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"], tokens: TokenSplit = UNSPLIT
-    ) -> Float[Array, "B T H"]:
+    def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
         """The residual stream, in its own dtype, after the attention's output projection and the gated products."""
-        added = tokens.scatter(self.o_proj(attended))
+        added = self.o_proj(attended)
         # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
         before = self.post_attention_layernorm
         if self.config.post_norms:
             added, before = self.post_attention_layernorm(added), self.pre_feedforward_layernorm
         x = named("after_attention", x + added.astype(x.dtype))
-        normed = tokens.gather(before(x))
+        normed = before(x)
         gate, up = map(named, ("gate", "up"), self.products("gate_up_proj", normed))
         gate = jax.nn.gelu(gate, approximate=True) if self.config.activation == "gelu_tanh" else jax.nn.silu(gate)
-        added = tokens.scatter(self.down_proj(gate * up))
+        added = self.down_proj(gate * up)
         added = self.post_feedforward_layernorm(added) if self.config.post_norms else added
         return x + added.astype(x.dtype)

@@ -35,7 +35,6 @@ from experiments.models.decoder_config import RESIDUAL_DTYPES, DecoderConfig
 from experiments.models.decoder_layer import DecoderLayer
 from experiments.models.parameters import abstract_decoder
 from experiments.models.rope import rotate
-from experiments.models.token_split import UNSPLIT, TokenSplit
 from experiments.presets import PRESETS
 from experiments.sampling.prompts import encode
 from experiments.sampling.sampler import SamplerOptions, sample
@@ -153,11 +152,8 @@ class RoundedLayer(DecoderLayer):
         super().__init__(config, rngs=rngs)
         self.places = places
 
-    def queries_keys_values(
-        self, x: Float[Array, "B T H"], tables: tuple[Array, Array], tokens: TokenSplit = UNSPLIT
-    ) -> tuple[Array, Array, Array]:
+    def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """See `DecoderLayer`; on one device."""
-        del tokens
         x = rounded(self.input_layernorm(x), "norms" in self.places)
         narrow = "attention" in self.places
         queries, keys, values = self.products("qkv_proj", x)
@@ -168,11 +164,8 @@ class RoundedLayer(DecoderLayer):
         dtype = jnp.bfloat16 if narrow and "probabilities" in self.places else jnp.float32
         return queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
 
-    def finish(
-        self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"], tokens: TokenSplit = UNSPLIT
-    ) -> Float[Array, "B T H"]:
+    def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
         """See `DecoderLayer`; on one device."""
-        del tokens
         norms, added, residual, gated = (name in self.places for name in ("norms", "added", "residual", "gated"))
         attended = rounded(attended.astype(jnp.float32), "attention" in self.places)
         x = rounded(x + rounded(self.o_proj(attended), added), residual)

@@ -43,7 +43,6 @@ class MicroBatchSums:
       accumulate: dtype of the gradient's sums over micro-batches.
       frozen: what of the model is not trained.
       frozen_head: whether the head is part of it.
-      sequence_parallel: whether the tensor ranks hold different tokens of the hidden states.
 
     Attributes:
       head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is
@@ -63,15 +62,12 @@ class MicroBatchSums:
         accumulate: str = "float32",
         frozen: nnx.State | None = None,
         frozen_head: bool = False,
-        sequence_parallel: bool = False,
     ) -> None:
         self._graph, self._mesh, self._objective = graph, mesh, objective
         rows, sequence = token_axes(mesh)
         self._row_spec, self._token_spec = P(rows), P(rows, sequence)
-        self._split_spec = P(rows, (*sequence, TENSOR_AXIS))
         self._token_axes = rows + sequence
         self._ranks_here = ranks_here(mesh)
-        self._sequence_parallel = sequence_parallel
         self._frozen, self._frozen_head = nnx.State({}) if frozen is None else frozen, frozen_head
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._sums = jax.jit(self._of_micro_batch)
@@ -164,13 +160,10 @@ class MicroBatchSums:
         spec = dataclasses.replace(spec, temperature=self._temperature)
         head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
         head["frozen_head"] = self._frozen_head
-        hidden_spec = self._token_spec
-        if self._sequence_parallel:
-            hidden_spec, head["sequence_dim"] = self._split_spec, 1
         mapped = jax.shard_map(
             functools.partial(local, head),
             mesh=self._mesh,
-            in_specs=(hidden_spec, P(TENSOR_AXIS), jax.tree.map(self._spec_of, batch), *(P() for _ in replicated)),
+            in_specs=(self._token_spec, P(TENSOR_AXIS), jax.tree.map(self._spec_of, batch), *(P() for _ in replicated)),
             out_specs=out_specs,
         )
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)

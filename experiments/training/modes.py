@@ -79,7 +79,7 @@ class PlainMode:
         self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
         with refused_as("loss"):
             self.vocab = default_shards(self._engine, origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
-        self._cached, self._sequence_parallel = origin.decoder is not None, config.model.sequence_parallel
+        self._cached = origin.decoder is not None
         self.sampler = "whole rows for every token: the model has no cache"
         if origin.decoder is not None:
             run = origin.decoder.cached_attention_run(self._rollout_mesh)
@@ -98,7 +98,7 @@ class PlainMode:
     def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
         """See `Mode`."""
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
-        options |= {"frozen_head": self._frozen_head, "sequence_parallel": self._sequence_parallel}
+        options["frozen_head"] = self._frozen_head
         return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:

@@ -14,7 +14,7 @@ from experiments.models.attention import AttentionRun
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.lora import LoraConfig
-from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, TENSOR_AXIS, size_of
+from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, size_of
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import placed
 from experiments.models.pretrained import Pretrained, open_pretrained
@@ -130,10 +130,6 @@ class DecoderOrigin:
             ranks, heads = size_of(mesh, *HEAD_AXES), self.decoder.num_kv_heads
             expected = f"sequence times tensor ranks that divide the {heads} key-value heads"
             require(heads % ranks == 0, "--mesh", expected, ranks)
-        if self.decoder.sequence_parallel:
-            parts = size_of(mesh, SEQUENCE_AXIS, TENSOR_AXIS)
-            expected = f"a number that {parts} ranks of sequence and tensor divide, with --model.sequence-parallel"
-            require(length % parts == 0, "--schedule.row-length", expected, length)
         try:
             return self.decoder.attention_run(rows, length, mesh)
         except ValueError as error:

@@ -90,7 +90,7 @@ def test_auto_is_what_the_run_made_of_it(folder):
 def test_what_may_change():
     free = {field for field in flat_fields(Config) if may_change(field)}
     assert free == {
-        *("mesh", "model.sequence_parallel", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
+        *("mesh", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
         *("evaluation.every", "evaluation.num_prompts", "drift.every"),
         *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.keep"),
         *("guards.max_refused_steps", "guards.degenerate_steps", "guards.spike_factor", "guards.replica_every"),

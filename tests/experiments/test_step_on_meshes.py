@@ -9,8 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate
-from experiments.config import validate
 from experiments.models.mesh import parse_mesh
 from experiments.tasks.rewards import rewards_of
 from experiments.training.trainer import Trainer
@@ -33,8 +31,7 @@ MESHES = [
     "fsdp=4,tensor=2",
 ]
 MESHES += ["data=2,tensor=4", "data=2,fsdp=2,tensor=2", "data=-1,tensor=2"]
-SPLIT = "+sequence parallel"
-MESHES += ["sequence=2", "tensor=4" + SPLIT, "sequence=2,tensor=2", "fsdp=2,sequence=2,tensor=2" + SPLIT]
+MESHES += ["sequence=2", "tensor=4", "sequence=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 
 
@@ -43,10 +40,9 @@ def of_length(example, completion):
 
 
 def trainer_on(mesh, **changes):
-    mesh, *parallel = mesh.split("+")
     # Of 24 rows of the table and 40 features five ranks divide only the features.
     heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8}
-    model = replace(TINY.model, hidden_size=40, **heads, sequence_parallel=bool(parallel))
+    model = replace(TINY.model, hidden_size=40, **heads)
     options = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.01}, "evaluation": {"kl": False}}
     config = tiny("unused", "unused", mesh=mesh, model=model, **options | changes)
     return Trainer(config, rewards=rewards_of(of_length))
@@ -100,7 +96,7 @@ SPREAD = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SPREAD.values(), ids=SPREAD)
 def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
-    parts, whole = (two_steps(trainer_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2" + SPLIT, ""))
+    parts, whole = (two_steps(trainer_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2", ""))
     check_steps(parts, whole)
     for mine, one in zip(parts, whole, strict=True):
         assert mine.keys() == one.keys()
@@ -128,15 +124,6 @@ def test_sequence_ranks_exchange_tokens_for_heads_and_gather_no_activations():
     # Parameters of the layer, [1, ...], of norms and head; and the ids [16, 32] that say who may read whom.
     assert "s32[16,32]" in gathered
     assert not [shape for shape in gathered if shape.startswith("f32[16,")]
-
-
-def test_tensor_ranks_may_hold_different_tokens_of_the_residual_stream():
-    (split, found), (whole, _) = program_on("tensor=2" + SPLIT), program_on("tensor=2")
-    # Before attention, gated products and head, and the gradients of what the first two add.
-    assert sum(found == ("all-gather", "f32[16,32,40]") for found in found) >= 5
-    assert [shape for kind, shape in found if kind == "reduce-scatter"] == ["f32[16,16,40]"], "of the head's gradient"
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in (split, whole)]
-    assert sizes[0] < 0.95 * sizes[1]
 
 
 def bytes_on(device, tree):
@@ -175,14 +162,6 @@ def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
         ValueError, match="^mesh: expected tensor ranks that divide the 24 rows or the 40 features of embed_"
     ):
         trainer_on("tensor=7")
-
-
-def test_a_run_with_sequence_parallelism_is_evaluated_on_a_mesh_without_tensor_ranks():
-    model = replace(TINY.model, sequence_parallel=True)
-    config = tiny("unused", "unused", mesh="tensor=2", model=model)
-    for mesh, wanted in ((None, 2), ("", 1)):
-        changed = evaluate._changed(config, evaluate.EvaluateConfig(run="unused", mesh=mesh))
-        assert validate(changed).tensor == wanted
 
 
 def test_the_rest_of_the_devices():

@@ -246,14 +246,6 @@ GRPO = [
         "--mesh sequence=2 --schedule.row-length 33",
         "--schedule.row-length: expected a number that 2 sequence ranks divide",
     ),
-    (
-        "--model.sequence-parallel",
-        "--model.sequence-parallel: expected tensor ranks (--mesh tensor=N)",
-    ),
-    (
-        "--model.sequence-parallel --mesh tensor=2 --schedule.row-length 33",
-        "--schedule.row-length: expected a number that 2 ranks of sequence and tensor divide, with --model.sequence",
-    ),
     ("--rollout.mesh sequence=2", "--rollout.mesh: expected no sequence ranks, since a rollout has one token of a row"),
     (
         "--mesh sequence=2 --invariant",
