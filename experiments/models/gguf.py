@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.huggingface.config import MAX_LAYERS
 from jaxlogp.errors import require
 
 MAGIC = b"GGUF"
@@ -94,7 +95,9 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
     scaling = file.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
     scaled = scaling != "none" or "rope_freqs.weight" in file.tensors
     require(not scaled, "gguf, rotary frequencies", "none that are scaled", repr(scaling))
-    sizes = {name: int(file.value(f"{ARCHITECTURE}.{key}")) for name, key in _SIZES.items()}
+    sizes = {name: _size(file, f"{ARCHITECTURE}.{key}") for name, key in _SIZES.items()}
+    layers = sizes["num_layers"]
+    require(layers <= MAX_LAYERS, f"gguf, {ARCHITECTURE}.block_count", f"at most {MAX_LAYERS}", layers)
     head_dim = int(
         file.metadata.get(f"{ARCHITECTURE}.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
     )
@@ -108,6 +111,12 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
         tie_embeddings="output.weight" not in file.tensors,
         **sizes,
     )
+
+
+def _size(file: GgufFile, key: str) -> int:
+    value = file.value(key)
+    require(isinstance(value, int) and value >= 1, f"gguf, {key}", "a positive integer", repr(value))
+    return value
 
 
 _SIZES = {

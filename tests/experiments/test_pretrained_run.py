@@ -13,6 +13,7 @@ from experiments import chat, evaluate, export, grpo
 from experiments.config import ModelConfig
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.models.pretrained import open_pretrained
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
@@ -21,7 +22,7 @@ from experiments.training.run import train
 from experiments.training.trainer import Trainer
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
-from tests.experiments.tiny_gguf import write_tiny_gguf
+from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf
 
 pytest.importorskip("safetensors", reason="the extra hf is not installed")
 pytest.importorskip("tokenizers", reason="the extra hf is not installed")
@@ -139,6 +140,21 @@ def test_a_conversation_goes_on_and_ends_with_its_input(directory, capsys, monke
     answer = second[1]
     assert second == [*first, answer, {"role": "user", "content": "and now?"}] and answer["role"] == "assistant"
     assert printed.startswith(answer["content"] + "\n") and len(printed) > len(answer["content"]) + 1
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("key", "value", "seen"),
+    [
+        ("block_count", 10**9, "block_count: expected at most 1000, got 1000000000"),
+        ("attention.head_count", 0, "attention.head_count: expected a positive integer, got 0"),
+    ],
+)
+def test_sizes_of_a_gguf_file_are_refused_before_anything_is_made_of_them(key, value, seen, tmp_path, monkeypatch):
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    monkeypatch.setitem(METADATA, key, value)
+    with pytest.raises(ValueError, match=f"^gguf, llama.{seen}$"):
+        open_pretrained(write_tiny_gguf(tmp_path / "tiny.gguf").path, chat_template=False)
 
 
 def test_a_gguf_file_goes_through_the_same_door(tmp_path):
