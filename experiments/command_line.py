@@ -20,6 +20,7 @@ import tyro
 from experiments.options import names_as_typed
 from experiments.runs.processes import processes
 from experiments.runs.stops import ExitCode, Stopped
+from experiments.terminal import printable
 
 OptionsT = TypeVar("OptionsT")
 ResultT = TypeVar("ResultT")
@@ -95,8 +96,10 @@ def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> I
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if debug:
-            traceback.print_exc()
-        sentence, here = _sentence(error, code, {} if options is None else names_as_typed(options)), processes()
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        # An error echoes paths, options, and the exceptions of a user's own functions.
+        sentence = printable(_sentence(error, code, {} if options is None else names_as_typed(options)), keep="")
+        here = processes()
         if not isinstance(error, Stopped):
             here.end(code, sentence, caused_here=not _may_come_from_elsewhere(error))
         if here.first:

@@ -1,6 +1,7 @@
 """Which end of a command has which exit code, and what is printed of it."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from experiments import grpo
 from experiments.command_line import run_command
 from experiments.config import CheckpointConfig
+from experiments.runs.console import RunConsole
 from experiments.runs.processes import Processes
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
 
@@ -105,6 +107,38 @@ def test_what_may_come_from_another_process_is_not_told_as_this_ones_fault(name,
     monkeypatch.setattr(Processes, "end", lambda here, code, sentence, *, caused_here: told.append(caused_here))
     end(ENDS[name][0])
     assert told == [name not in FROM_ELSEWHERE]
+
+
+EVIL = "a\x1b]0;owned\x07\rb\x9b2J\u202e"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "error", [ValueError(f"x: {EVIL}"), KeyError(EVIL), OSError(2, "none", f"/{EVIL}\n"), GuardAbort(EVIL)]
+)
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_what_an_error_echoes_reaches_the_terminal_without_control_characters(error, debug, capsys):
+    end(error, *debug)
+    printed = capsys.readouterr().err
+    assert "owned" in printed and all(character.isprintable() for character in printed if character != "\n")
+    assert debug or printed.count("\n") == 1
+
+
+@pytest.mark.bad_input
+def test_an_option_is_echoed_without_control_characters(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_command(Options, print, program="x", description="y", arguments=[f"--{EVIL}"])
+    assert stopped.value.code == 2 and "\x1b" not in (printed := capsys.readouterr().err) and "owned" in printed
+
+
+def test_the_screen_of_a_run_shows_control_characters_as_escapes():
+    console = RunConsole(stream=(stream := io.StringIO()))
+    console.say(EVIL)
+    console.warn(EVIL)
+    console.summary({"task": EVIL}, Path(EVIL), {})
+    lines = stream.getvalue().splitlines()
+    assert sum(r"a\x1b]0;owned\x07\rb\x9b2J\u202e" in line for line in lines) == 4
+    assert all(line.isprintable() for line in lines)
 
 
 @pytest.mark.parametrize("name", ["bad input", "a full disk", "a bug", "Ctrl-C"])

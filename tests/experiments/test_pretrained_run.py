@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -140,6 +141,13 @@ def test_a_conversation_goes_on_and_ends_with_its_input(directory, capsys, monke
     answer = second[1]
     assert second == [*first, answer, {"role": "user", "content": "and now?"}] and answer["role"] == "assistant"
     assert printed.startswith(answer["content"] + "\n") and len(printed) > len(answer["content"]) + 1
+
+
+def test_an_answer_is_printed_without_control_characters(capsys, monkeypatch):
+    pieces = ["a\x1b[", "2J\x07", "\r\n\té", "\x9b\u202e"]
+    monkeypatch.setattr(chat, "start", lambda config: SimpleNamespace(answer=lambda text: iter(pieces)))
+    chat.run_cli(["model", "--prompt", "hello"])
+    assert capsys.readouterr().out == "a\\x1b[2J\\x07\\r\n\té\\x9b\\u202e\n"
 
 
 @pytest.mark.bad_input
