@@ -149,16 +149,14 @@ def test_debug_shows_the_traceback_of_every_end(name, capsys):
     assert printed[0] == "Traceback (most recent call last):" and printed[-1] == line
 
 
-@pytest.mark.parametrize("command", ["grpo", "evaluate", "chat", "export", "plot"])
-def test_ctrl_c_while_a_command_is_imported_is_one_line(command, tmp_path):
-    """A package that takes a minute in the place of jax: nothing else is imported before it."""
-    (tmp_path / "jax.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
-    # As a program in a terminal has it, whatever this process was started with.
+def started(arguments, folder):
+    """A Python process with a folder of stand-ins for packages, which takes Ctrl-C as in a terminal."""
+    # Whatever this process was started with.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"experiments.{command}", "--no-such-option"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": str(folder)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -166,9 +164,47 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(command, tmp_path):
         )
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+SIGNALS = {signal.SIGINT: "error: interrupted\n", signal.SIGTERM: "error: ended by SIGTERM\n"}
+WAIT = "print('begun', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("command", ["grpo", "evaluate", "chat", "export", "plot"])
+def test_a_signal_while_a_command_is_imported_is_one_line(command, number, tmp_path):
+    """A package that takes a minute in the place of jax: nothing else is imported before it."""
+    (tmp_path / "jax.py").write_text(f"import time; {WAIT}")
+    process = started(["-m", f"experiments.{command}", "--no-such-option"], tmp_path)
     assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "error: interrupted\n") and process.returncode == 130
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("moment", [f"{WAIT}", f"atexit.register(lambda: exec({WAIT!r}, globals()))"])
+def test_a_signal_in_a_command_and_after_its_last_line_is_one_line(moment, number, tmp_path):
+    (tmp_path / "command.py").write_text(f"import atexit, time\ndef run_cli(): {moment}")
+    process = started(["-c", "from experiments.entry import run_module; run_module('command')"], tmp_path)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+
+
+def test_nothing_is_imported_before_signals_end_a_command_in_one_line():
+    """Modules that neither the interpreter nor runpy has loaded; a signal while one is read is a traceback."""
+    show = "import runpy, sys; before = set(sys.modules); import experiments; print(*sorted(set(sys.modules) - before))"
+    process = started(["-c", show], ROOT)
+    assert process.communicate(timeout=60) == ("experiments\n", "")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("package", ["flax", "tyro"])
+def test_a_missing_extra_is_one_line(package, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('no', name='{package}.inner')")
+    process = started(["-m", "experiments.grpo"], tmp_path)
+    words = f'error: no package {package}.inner; install the trainer: pip install -e ".[experiments]"\n'
+    assert process.communicate(timeout=60) == ("", words) and process.returncode == 3
 
 
 def test_nothing_to_do_is_no_error(capsys):
