@@ -18,6 +18,7 @@ from experiments.config import CheckpointConfig
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import Processes
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
+from tests.experiments.tiny_directory import write_tiny_directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,6 +206,19 @@ def test_a_missing_extra_is_one_line(package, tmp_path):
     process = started(["-m", "experiments.grpo"], tmp_path)
     words = f'error: no package {package}.inner; install the trainer: pip install -e ".[experiments]"\n'
     assert process.communicate(timeout=60) == ("", words) and process.returncode == 3
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("command", ["grpo", "evaluate --model {model}", "chat {model}"])
+def test_a_platform_that_is_not_here_is_one_line(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    # No GPU is looked for, whatever this machine has.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = command.format(model=write_tiny_directory(tmp_path / "model")).split()
+    process = started(["-m", f"experiments.{words[0]}", *words[1:]], ROOT)
+    out, line = process.communicate(timeout=60)
+    assert (out, process.returncode, line.count("\n")) == ("", 3, 1)
+    assert line.startswith("error: JAX_PLATFORMS: expected devices that are here, got cuda")
 
 
 def test_nothing_to_do_is_no_error(capsys):
