@@ -17,6 +17,7 @@ from experiments.command_line import run_command
 from experiments.config import CheckpointConfig
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import Processes
+from experiments.runs.signals import caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
 from tests.experiments.tiny_directory import write_tiny_directory
 
@@ -190,6 +191,18 @@ def test_a_signal_in_a_command_and_after_its_last_line_is_one_line(moment, numbe
     assert process.stdout.readline() == "begun\n"
     process.send_signal(number)
     assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+
+
+def test_a_failure_of_jax_after_a_signal_is_the_interruption():
+    """SIGTERM to a group of processes ends the assembler that XLA has started, too."""
+    failure = jax.errors.JaxRuntimeError("INTERNAL: ptxas exited with non-zero error code 15")
+    with pytest.raises(Interrupted) as stopped, caught_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise failure
+    words = "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume goes on"
+    assert str(stopped.value).startswith(words) and stopped.value.exit_code == 143
+    with pytest.raises(jax.errors.JaxRuntimeError), caught_signals():
+        raise failure
 
 
 def test_nothing_is_imported_before_signals_end_a_command_in_one_line():
