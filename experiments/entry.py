@@ -1,8 +1,8 @@
 """The way into a command by ``python -m``: a signal ends it in one line, from the first import to the interpreter's end.
 
 A command's module begins with a call of `run_module`, before it imports anything else. Its imports take a second, and so may
-the end of the interpreter. A package that is missing is one line too. Ctrl-C in the first 20 ms, before Python has read a line
-of this project, is Python's own to answer.
+the end of the interpreter. A package that is missing is one line too. Ctrl-C in the first 20 ms, before a line of this
+project has been read, is answered by Python.
 """
 
 import contextlib
@@ -12,6 +12,9 @@ import signal
 import sys
 from types import FrameType
 from typing import NoReturn
+
+ENVIRONMENT = 3
+"""`experiments.runs.stops.ExitCode.ENVIRONMENT`, which is not imported yet."""
 
 
 def run_module(name: str) -> NoReturn:
@@ -43,10 +46,6 @@ def run_module(name: str) -> NoReturn:
         if interrupts:
             signal.signal(signal.SIGINT, _end)
     sys.exit(0)
-
-
-ENVIRONMENT = 3
-"""`experiments.runs.stops.ExitCode.ENVIRONMENT`, which is not imported yet."""
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
