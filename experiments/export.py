@@ -53,6 +53,10 @@ def main(config: ExportConfig) -> Path:
 
 def run_cli(arguments: list[str] | None = None) -> Path:
     """The command line; see `experiments.command_line` for how it ends."""
-    out = run_command(ExportConfig, main, program="experiments.export", description=__doc__, arguments=arguments)
-    print(printable(f"written: {out}"))
-    return out
+
+    def run(config: ExportConfig) -> Path:
+        out = main(config)
+        print(printable(f"written: {out}"))
+        return out
+
+    return run_command(ExportConfig, run, program="experiments.export", description=__doc__, arguments=arguments)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import grpo
+from experiments import export, grpo, plot
 from experiments.command_line import run_command
 from experiments.config import CheckpointConfig
 from experiments.runs.console import RunConsole
@@ -199,7 +199,9 @@ def test_a_failure_of_jax_after_a_signal_is_the_interruption():
     with pytest.raises(Interrupted) as stopped, caught_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         raise failure
-    words = "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume goes on"
+    words = (
+        "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume goes on"
+    )
     assert str(stopped.value).startswith(words) and stopped.value.exit_code == 143
     with pytest.raises(jax.errors.JaxRuntimeError), caught_signals():
         raise failure
@@ -252,12 +254,22 @@ def test_a_result_is_returned_and_the_defaults_may_follow_from_the_arguments():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_an_output_that_cannot_be_written_is_a_fault_of_the_environment(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["run_command", "export", "plot"])
+def test_an_output_that_cannot_be_written_is_a_fault_of_the_environment(command, monkeypatch, capsys):
+    for module in (export, plot):
+        monkeypatch.setattr(module, "main", lambda config: [ROOT])
+    commands = {
+        "run_command": lambda: run_command(
+            Options, lambda options: print("done"), program="x", description="y", arguments=[]
+        ),
+        "export": lambda: export.run_cli(["a", "b"]),
+        "plot": lambda: plot.run_cli(["a"]),
+    }
     full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 (closing it fails again)
     with pytest.raises(SystemExit) as stopped, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)
         patched.setattr("os.dup2", lambda new, old: None)
-        run_command(Options, lambda options: print("done"), program="x", description="y", arguments=[])
+        commands[command]()
     with pytest.raises(OSError):
         full.close()
     assert stopped.value.code == 3 and capsys.readouterr().err == "error: No space left on device\n"
