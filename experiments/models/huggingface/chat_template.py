@@ -25,7 +25,7 @@ Message = Mapping[str, str]
 MAX_SECONDS = 1
 """Computing time of one rendering; templates of models take a few milliseconds."""
 MAX_BYTES = 160 * 2**20
-"""Memory of the process that renders, of which its interpreter takes 20 MiB."""
+"""Memory of the process that renders, of which its interpreter takes 20 MiB. Linux keeps to it, macOS does not."""
 MAX_CHARACTERS = 2**22
 """Length of a rendered text."""
 _SCRIPT = Path(__file__).with_name("template_process.py")
