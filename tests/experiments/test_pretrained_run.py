@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import struct
 from types import SimpleNamespace
 
 import jax
@@ -163,6 +164,22 @@ def test_sizes_of_a_gguf_file_are_refused_before_anything_is_made_of_them(key, v
     monkeypatch.setitem(METADATA, key, value)
     with pytest.raises(ValueError, match=f"^gguf, llama.{seen}$"):
         open_pretrained(write_tiny_gguf(tmp_path / "tiny.gguf").path, chat_template=False)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("kind", [0, 9])
+def test_an_array_of_a_gguf_file_ends_with_the_file(kind, tmp_path):
+    """2^40 bytes, or arrays of arrays, in the place of the tokens."""
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf").path
+    content = bytearray(path.read_bytes())
+    key = b"tokenizer.ggml.tokens"
+    place = content.index(key) + len(key)
+    # After the key: that of an array, the type of its elements, their number.
+    content[place + 4 :] = struct.pack("<IQ", kind, 2**40) * 2000
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="^gguf: expected a whole GGUF file, got tiny.gguf, which ends in "):
+        open_pretrained(path, chat_template=False)
 
 
 def test_a_gguf_file_goes_through_the_same_door(tmp_path):
