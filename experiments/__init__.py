@@ -1,12 +1,15 @@
 """The trainer, its tasks and its studies; ``from experiments import Config, resume, train``
 are the entry points from Python."""
 
-from typing import Any
+# Nothing is imported here: until `experiments.entry` has the signals, Ctrl-C ends a command in a traceback.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _WAY_IN = {"Config": "experiments.config", "resume": "experiments.training.resume", "train": "experiments.training.run"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     # On demand, so that importing only a task or a model does not load the trainer.
     if name not in _WAY_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,8 @@
     python -m experiments.chat runs/NAME --prompt "37+48="
 
 A run folder, a Hugging Face directory or a GGUF file. With a chat template the conversation goes on; without one every
-line is a prompt of its own. An empty line, or the end of the input, ends it.
+line is a prompt of its own. An empty line, or the end of the input, ends it. Control characters in answers are printed as
+escapes, such as ESC as \\x1b.
 """
 
 if __name__ == "__main__":
@@ -25,6 +26,7 @@ from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
 from experiments.tasks.tokenizer import UNKNOWN
+from experiments.terminal import printable
 from experiments.training.loaded import Loaded, load_model
 from jaxlogp.errors import require
 
@@ -108,7 +110,7 @@ def start(config: ChatConfig) -> Chat:
 
 def _say(chat: Chat, text: str) -> None:
     for piece in chat.answer(text):
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
     print()
 
 

@@ -20,6 +20,7 @@ import tyro
 from experiments.options import names_as_typed
 from experiments.runs.processes import processes
 from experiments.runs.stops import ExitCode, Stopped
+from experiments.terminal import printable
 
 OptionsT = TypeVar("OptionsT")
 ResultT = TypeVar("ResultT")
@@ -29,12 +30,14 @@ HELP = f"""
 {DEBUG}, anywhere on the command line, shows the traceback of an error.
 
 Exit codes: 0 all done; 2 an option, a file or a run folder that cannot be used; 3 the environment failed (a full disk, no
-permission, memory that ran out); 4 a guard refused to go on; 130 and 143 ended by Ctrl-C and SIGTERM; 1 a bug.
+permission, a package or device that is not there, memory that ran out); 4 a guard refused to go on; 130 and 143 ended by
+Ctrl-C and SIGTERM; 1 a bug.
 """
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""
 _OF_A_COLLECTIVE = re.compile(r"[A-Z_]+: Gloo ")
 """As JAX writes, into a ValueError too, that a process of the run has gone."""
+_SETS_UP_PLATFORMS = "jax._src.xla_bridge"
 _BOX = "╭╮╰╯─+- "
 """Drawn with the second half where the stream has no other letters."""
 
@@ -95,8 +98,10 @@ def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> I
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if debug:
-            traceback.print_exc()
-        sentence, here = _sentence(error, code, {} if options is None else names_as_typed(options)), processes()
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        # An error echoes paths, options, and the exceptions of a user's own functions.
+        sentence = printable(_sentence(error, code, {} if options is None else names_as_typed(options)), keep="")
+        here = processes()
         if not isinstance(error, Stopped):
             here.end(code, sentence, caused_here=not _may_come_from_elsewhere(error))
         if here.first:
@@ -126,6 +131,8 @@ def _is_fault(error: BaseException) -> bool:
     """Whether the environment failed, and not an option or the program."""
     if isinstance(error, MemoryError | OSError) or _ERRNO_IN_TEXT.search(str(error)):
         return True
+    if _found_no_device(error):
+        return True
     if _OF_A_COLLECTIVE.match(str(error)):
         return True
     if isinstance(error, jax.errors.JaxRuntimeError):
@@ -137,12 +144,21 @@ def _is_fault(error: BaseException) -> bool:
     return inner is not None and _is_fault(inner)
 
 
+def _found_no_device(error: BaseException) -> bool:
+    """Returns True if JAX failed to set up a platform, which it says by an AssertionError without a text, among others."""
+    frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, AssertionError | RuntimeError) and _SETS_UP_PLATFORMS in frames
+
+
 def _sentence(error: BaseException, code: int, names: dict[str, str]) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
+    if _found_no_device(error):
+        platforms = os.environ.get("JAX_PLATFORMS", "no value")
+        return f"JAX_PLATFORMS: expected devices that are here, got {platforms}{text and f' ({text})'}"
     if code == ExitCode.BUG:
         return f"{type(error).__name__}: {text} (a bug; run again with {DEBUG} for the traceback)"
     if code != ExitCode.BAD_INPUT:

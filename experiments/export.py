@@ -20,6 +20,7 @@ import tyro
 from experiments.command_line import run_command
 from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.export import export
+from experiments.terminal import printable
 from experiments.training.loaded import load_model
 from jaxlogp.errors import require
 
@@ -52,6 +53,10 @@ def main(config: ExportConfig) -> Path:
 
 def run_cli(arguments: list[str] | None = None) -> Path:
     """The command line; see `experiments.command_line` for how it ends."""
-    out = run_command(ExportConfig, main, program="experiments.export", description=__doc__, arguments=arguments)
-    print(f"written: {out}")
-    return out
+
+    def run(config: ExportConfig) -> Path:
+        out = main(config)
+        print(printable(f"written: {out}"))
+        return out
+
+    return run_command(ExportConfig, run, program="experiments.export", description=__doc__, arguments=arguments)

@@ -23,6 +23,7 @@ from experiments.command_line import run_command
 from experiments.runs.files import replace_file
 from experiments.runs.page import page, read_runs
 from experiments.runs.plots import plot_runs
+from experiments.terminal import printable
 from jaxlogp.errors import require
 
 
@@ -65,6 +66,10 @@ def main(config: PlotConfig) -> list[Path]:
 
 def run_cli(arguments: list[str] | None = None) -> list[Path]:
     """The command line; see `experiments.command_line` for how it ends."""
-    written = run_command(PlotConfig, main, program="experiments.plot", description=__doc__, arguments=arguments)
-    print("written: " + ", ".join(map(str, written)))
-    return written
+
+    def run(config: PlotConfig) -> list[Path]:
+        written = main(config)
+        print(printable("written: " + ", ".join(map(str, written))))
+        return written
+
+    return run_command(PlotConfig, run, program="experiments.plot", description=__doc__, arguments=arguments)

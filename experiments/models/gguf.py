@@ -15,10 +15,13 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.models.decoder_config import DecoderConfig
+from experiments.models.huggingface.config import MAX_LAYERS
 from jaxlogp.errors import require
 
 MAGIC = b"GGUF"
 ARCHITECTURE = "llama"
+MAX_READS = 2**20
+"""Values outside of the tensors, of which the reader takes some 700 bytes and 10 µs each. SmolLM2's files have 250,000."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,31 @@ def read_gguf(path: Path) -> GgufFile:
         magic = stream.read(len(MAGIC))
     require(magic == MAGIC, "gguf", f"a GGUF file, which begins with {MAGIC!r}", f"{path.name} with {magic!r}")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _bounded_reader(gguf.GGUFReader)(path)
         # The reader's own entries, such as its version, are not metadata of the model.
         fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
         metadata = {name: field.contents() for name, field in fields.items()}
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise ValueError(f"gguf: expected a whole GGUF file, got {path.name}, which ends in {error!r}") from None
     return GgufFile(metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+def _bounded_reader(reader: Any) -> Any:
+    """Bounds the package's reader, which takes what lies beyond the end of a file for empty, as often as a length says."""
+
+    class BoundedReader(reader):
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **named: Any) -> np.ndarray:
+            self.reads += 1
+            if self.reads > MAX_READS:
+                raise ValueError(f"more than {MAX_READS} values beside the tensors")
+            values = super()._get(offset, dtype, count, *options, **named)
+            if len(values) < count:
+                raise IndexError("a value beyond the end of the file")
+            return values
+
+    return BoundedReader
 
 
 def decoder_config(file: GgufFile) -> DecoderConfig:
@@ -94,7 +115,9 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
     scaling = file.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
     scaled = scaling != "none" or "rope_freqs.weight" in file.tensors
     require(not scaled, "gguf, rotary frequencies", "none that are scaled", repr(scaling))
-    sizes = {name: int(file.value(f"{ARCHITECTURE}.{key}")) for name, key in _SIZES.items()}
+    sizes = {name: _size(file, f"{ARCHITECTURE}.{key}") for name, key in _SIZES.items()}
+    layers = sizes["num_layers"]
+    require(layers <= MAX_LAYERS, f"gguf, {ARCHITECTURE}.block_count", f"at most {MAX_LAYERS}", layers)
     head_dim = int(
         file.metadata.get(f"{ARCHITECTURE}.attention.key_length", sizes["hidden_size"] // sizes["num_heads"])
     )
@@ -108,6 +131,12 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
         tie_embeddings="output.weight" not in file.tensors,
         **sizes,
     )
+
+
+def _size(file: GgufFile, key: str) -> int:
+    value = file.value(key)
+    require(isinstance(value, int) and value >= 1, f"gguf, {key}", "a positive integer", repr(value))
+    return value
 
 
 _SIZES = {

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.runs.processes import processes
+from experiments.terminal import printable
 
 HEADER_EVERY = 20
 REPORTS_PER_PHASE = 10
@@ -137,7 +138,8 @@ class RunConsole:
         if not self._quiet:
             table = Table("", "", title="summary", show_header=False, box=box.ROUNDED if self._terminal else box.ASCII)
             for name, value in facts.items():
-                table.add_row(Text(name), Text(f"{value:.6g}" if isinstance(value, float) else str(value)))
+                shown = f"{value:.6g}" if isinstance(value, float) else printable(str(value))
+                table.add_row(Text(name), Text(shown))
             self._console.print(table)
         self._print(f"run folder: {run}")
         for decoding, score in held_out.items():
@@ -146,7 +148,7 @@ class RunConsole:
     def _print(self, text: str, style: str | None = None) -> None:
         # Soft wrap, because rich would otherwise break lines at 80 columns in a file; no markup, because samples and
         # paths may contain square brackets.
-        self._console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(printable(text), style=style, markup=False, emoji=False, soft_wrap=True)
 
     def _counter(self, label: str, total: int, done: int) -> Callable[..., None]:
         every = max(1, math.ceil(total / REPORTS_PER_PHASE))

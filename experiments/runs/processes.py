@@ -28,6 +28,7 @@ import numpy as np
 from jax._src import distributed
 from jaxtyping import Int
 
+from experiments.terminal import printable
 from jaxlogp.errors import require
 
 T = TypeVar("T")
@@ -326,4 +327,4 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)

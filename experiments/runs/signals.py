@@ -7,6 +7,11 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+import jax
+
+from experiments.runs.processes import processes
+from experiments.runs.stops import Interrupted
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,7 +43,8 @@ def caught_signals() -> Iterator[Signals]:
     ignores, as SIGINT under nohup or in a shell's background.
 
     Raises:
-        KeyboardInterrupt: a SIGINT after the first signal.
+        KeyboardInterrupt: if a SIGINT comes after the first signal.
+        Interrupted: if JAX fails after a signal. A signal to a group of processes reaches those of a compilation too.
     """
     signals, before = Signals(), {}
     if threading.current_thread() is threading.main_thread():
@@ -47,6 +53,14 @@ def caught_signals() -> Iterator[Signals]:
                 before[number] = signal.signal(number, signals.note)
     try:
         yield signals
+    except jax.errors.JaxRuntimeError as error:
+        if signals.received is None:
+            raise
+        failed = " ".join(str(error).split())[:200]
+        sentence = f"{signals.received.name}: the step in progress is lost ({failed}); --resume goes on before it"
+        # The others would wait for this process.
+        processes().end(128 + signals.received, sentence, caused_here=True)
+        raise Interrupted(signals.received, sentence) from error
     finally:
         for number, handler in before.items():
             # None stands for a handler that was not installed by Python, and cannot be put back by it.

@@ -11,11 +11,13 @@ holds in addition to prompt and answer.
 
 import hashlib
 import json
+import math
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from experiments.tasks.numbers import only_number, same_number
 from experiments.tasks.protocol import (
@@ -34,6 +36,8 @@ from jaxlogp.errors import require
 PROMPT_KEYS = ("prompt", "question", "messages")
 METADATA = "metadata"
 VERIFIERS = ("exact", "numeric")
+MAX_BYTES = 2**30
+"""Of a file, which is read whole: its examples take several times as much memory."""
 ENOUGH_LINES = 5 * HELD_OUT_ONE_IN
 
 
@@ -232,15 +236,10 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
         The task.
 
     Raises:
-        ValueError: the file cannot be read, is empty, or leaves a split empty; or a line is not what it must be, with
-            the number of the line, counted from 1.
+        ValueError: the file cannot be read, is a pipe or a device, is larger than `MAX_BYTES` or empty, or leaves a split
+            empty; or a line is not what it must be, with the number of the line, counted from 1.
     """
-    try:
-        content = Path(path).read_bytes()
-    # A path with a null character is a ValueError of its own.
-    except (OSError, ValueError) as error:
-        seen = getattr(error, "strerror", None) or error
-        raise ValueError(f"task file {path}: expected a readable file, got {seen}") from error
+    content = _content(path)
     lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -269,9 +268,26 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
     return JsonlTask(str(Path(path).resolve()), divided, form, hashlib.sha256(content).hexdigest())
 
 
+def _content(path: str) -> bytes:
+    """The bytes of a file; a pipe would block, and a device may never end."""
+    try:
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise ValueError("a pipe, socket or device")
+        if found.st_size > MAX_BYTES:
+            raise ValueError(f"{found.st_size} bytes, more than {MAX_BYTES}")
+        return Path(path).read_bytes()
+    # A path with a null character is a ValueError of its own.
+    except (OSError, ValueError) as error:
+        seen = getattr(error, "strerror", None) or error
+        raise ValueError(f"task file {path}: expected a readable file, got {seen}") from error
+
+
 def _record(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+        record = json.loads(
+            line.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite
+        )
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -281,6 +297,16 @@ def _record(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     return record
+
+
+def _constant(word: str) -> NoReturn:
+    raise ValueError(f"invalid JSON: {word} is not a number of JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"expected numbers that float64 holds, got {digits[:40]}")
+    return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which end of a command has which exit code, and what is printed of it."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import grpo
+from experiments import export, grpo, plot
 from experiments.command_line import run_command
 from experiments.config import CheckpointConfig
+from experiments.runs.console import RunConsole
 from experiments.runs.processes import Processes
+from experiments.runs.signals import caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
+from tests.experiments.tiny_directory import write_tiny_directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +111,38 @@ def test_what_may_come_from_another_process_is_not_told_as_this_ones_fault(name,
     assert told == [name not in FROM_ELSEWHERE]
 
 
+EVIL = "a\x1b]0;owned\x07\rb\x9b2J\u202e"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "error", [ValueError(f"x: {EVIL}"), KeyError(EVIL), OSError(2, "none", f"/{EVIL}\n"), GuardAbort(EVIL)]
+)
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_what_an_error_echoes_reaches_the_terminal_without_control_characters(error, debug, capsys):
+    end(error, *debug)
+    printed = capsys.readouterr().err
+    assert "owned" in printed and all(character.isprintable() for character in printed if character != "\n")
+    assert debug or printed.count("\n") == 1
+
+
+@pytest.mark.bad_input
+def test_an_option_is_echoed_without_control_characters(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_command(Options, print, program="x", description="y", arguments=[f"--{EVIL}"])
+    assert stopped.value.code == 2 and "\x1b" not in (printed := capsys.readouterr().err) and "owned" in printed
+
+
+def test_the_screen_of_a_run_shows_control_characters_as_escapes():
+    console = RunConsole(stream=(stream := io.StringIO()))
+    console.say(EVIL)
+    console.warn(EVIL)
+    console.summary({"task": EVIL}, Path(EVIL), {})
+    lines = stream.getvalue().splitlines()
+    assert sum(r"a\x1b]0;owned\x07\rb\x9b2J\u202e" in line for line in lines) == 4
+    assert all(line.isprintable() for line in lines)
+
+
 @pytest.mark.parametrize("name", ["bad input", "a full disk", "a bug", "Ctrl-C"])
 def test_debug_shows_the_traceback_of_every_end(name, capsys):
     error, code, line = ENDS[name]
@@ -115,16 +151,14 @@ def test_debug_shows_the_traceback_of_every_end(name, capsys):
     assert printed[0] == "Traceback (most recent call last):" and printed[-1] == line
 
 
-@pytest.mark.parametrize("command", ["grpo", "evaluate", "chat", "export", "plot"])
-def test_ctrl_c_while_a_command_is_imported_is_one_line(command, tmp_path):
-    """A package that takes a minute in the place of jax: nothing else is imported before it."""
-    (tmp_path / "jax.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
-    # As a program in a terminal has it, whatever this process was started with.
+def started(arguments, folder):
+    """A Python process with a folder of stand-ins for packages, which takes Ctrl-C as in a terminal."""
+    # Whatever this process was started with.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"experiments.{command}", "--no-such-option"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": str(folder)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -132,9 +166,74 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(command, tmp_path):
         )
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+SIGNALS = {signal.SIGINT: "error: interrupted\n", signal.SIGTERM: "error: ended by SIGTERM\n"}
+WAIT = "print('begun', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("command", ["grpo", "evaluate", "chat", "export", "plot"])
+def test_a_signal_while_a_command_is_imported_is_one_line(command, number, tmp_path):
+    """A package that takes a minute in the place of jax: nothing else is imported before it."""
+    (tmp_path / "jax.py").write_text(f"import time; {WAIT}")
+    process = started(["-m", f"experiments.{command}", "--no-such-option"], tmp_path)
     assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "error: interrupted\n") and process.returncode == 130
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("moment", [f"{WAIT}", f"atexit.register(lambda: exec({WAIT!r}, globals()))"])
+def test_a_signal_in_a_command_and_after_its_last_line_is_one_line(moment, number, tmp_path):
+    (tmp_path / "command.py").write_text(f"import atexit, time\ndef run_cli(): {moment}")
+    process = started(["-c", "from experiments.entry import run_module; run_module('command')"], tmp_path)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", SIGNALS[number]) and process.returncode == 128 + number
+
+
+def test_a_failure_of_jax_after_a_signal_is_the_interruption():
+    """SIGTERM to a group of processes ends the assembler that XLA has started, too."""
+    failure = jax.errors.JaxRuntimeError("INTERNAL: ptxas exited with non-zero error code 15")
+    with pytest.raises(Interrupted) as stopped, caught_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise failure
+    words = (
+        "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume goes on"
+    )
+    assert str(stopped.value).startswith(words) and stopped.value.exit_code == 143
+    with pytest.raises(jax.errors.JaxRuntimeError), caught_signals():
+        raise failure
+
+
+def test_nothing_is_imported_before_signals_end_a_command_in_one_line():
+    """Modules that neither the interpreter nor runpy has loaded; a signal while one is read is a traceback."""
+    show = "import runpy, sys; before = set(sys.modules); import experiments; print(*sorted(set(sys.modules) - before))"
+    process = started(["-c", show], ROOT)
+    assert process.communicate(timeout=60) == ("experiments\n", "")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("package", ["flax", "tyro"])
+def test_a_missing_extra_is_one_line(package, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('no', name='{package}.inner')")
+    process = started(["-m", "experiments.grpo"], tmp_path)
+    words = f'error: no package {package}.inner; install the trainer: pip install -e ".[experiments]"\n'
+    assert process.communicate(timeout=60) == ("", words) and process.returncode == 3
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("command", ["grpo", "evaluate --model {model}", "chat {model}"])
+def test_a_platform_that_is_not_here_is_one_line(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    # No GPU is looked for, whatever this machine has.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = command.format(model=write_tiny_directory(tmp_path / "model")).split()
+    process = started(["-m", f"experiments.{words[0]}", *words[1:]], ROOT)
+    out, line = process.communicate(timeout=60)
+    assert (out, process.returncode, line.count("\n")) == ("", 3, 1)
+    assert line.startswith("error: JAX_PLATFORMS: expected devices that are here, got cuda")
 
 
 def test_nothing_to_do_is_no_error(capsys):
@@ -155,12 +254,22 @@ def test_a_result_is_returned_and_the_defaults_may_follow_from_the_arguments():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_an_output_that_cannot_be_written_is_a_fault_of_the_environment(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["run_command", "export", "plot"])
+def test_an_output_that_cannot_be_written_is_a_fault_of_the_environment(command, monkeypatch, capsys):
+    for module in (export, plot):
+        monkeypatch.setattr(module, "main", lambda config: [ROOT])
+    commands = {
+        "run_command": lambda: run_command(
+            Options, lambda options: print("done"), program="x", description="y", arguments=[]
+        ),
+        "export": lambda: export.run_cli(["a", "b"]),
+        "plot": lambda: plot.run_cli(["a"]),
+    }
     full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 (closing it fails again)
     with pytest.raises(SystemExit) as stopped, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)
         patched.setattr("os.dup2", lambda new, old: None)
-        run_command(Options, lambda options: print("done"), program="x", description="y", arguments=[])
+        commands[command]()
     with pytest.raises(OSError):
         full.close()
     assert stopped.value.code == 3 and capsys.readouterr().err == "error: No space left on device\n"

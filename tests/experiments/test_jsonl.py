@@ -1,5 +1,8 @@
 """Tasks from files: every line becomes an example or is refused with its number; keys, answer patterns, verifiers."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from experiments.config import Config, DataConfig
@@ -49,6 +52,9 @@ def test_jsonl_counts_bytes_and_strips(tmp_path):
         (b"", "invalid JSON"),
         (b"{", "invalid JSON"),
         (b"[" * 100_000, "invalid JSON: nested too deeply"),
+        (b'{"prompt": "a", "answer": NaN}', "invalid JSON: NaN is not a number of JSON"),
+        (b'{"prompt": "a", "answer": "1", "metadata": [-Infinity]}', "invalid JSON: -Infinity is not a number of JSON"),
+        (b'{"prompt": "a", "answer": 1e999}', "expected numbers that float64 holds, got 1e999"),
         (b'{"prompt": "\xff", "answer": "1"}', "invalid UTF-8 at byte 12"),
         (["prompt", "answer"], "expected a JSON object, got list"),
         (None, "expected a JSON object, got NoneType"),
@@ -85,6 +91,20 @@ def test_jsonl_refuses_lines(tmp_path, line, reason):
         make_task(f"jsonl:{path}")
     assert str(caught.value).startswith(f"task file {path}, line 61: {reason}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.bad_input
+def test_jsonl_reads_no_pipe_no_device_and_no_file_beyond_its_limit(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with (large := tmp_path / "large").open("wb") as file:
+        file.truncate(2**30 + 1)
+    for path, seen in (
+        (pipe, "a pipe, socket or device"),
+        (Path("/dev/zero"), "a pipe, socket or device"),
+        (large, "1073741825 bytes, more than 1073741824"),
+    ):
+        with pytest.raises(ValueError, match=f"^task file {path}: expected a readable file, got {seen}$"):
+            make_task(f"jsonl:{path}")
 
 
 @pytest.mark.parametrize("missing", ["train", "held_out"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from flax import nnx
 
 from experiments import grpo
 from experiments.models import decoder as decoder_module
+from experiments.models.huggingface.chat_template import _PROCESS, ChatTemplate
 from experiments.models.huggingface.config import config_json, decoder_config
 from experiments.models.huggingface.files import JsonObject
 from experiments.models.mesh import MeshSpec, make_mesh
@@ -263,6 +265,40 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path):
     (path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")
     with pytest.raises(ValueError, match="chat template: expected text for 1 messages, got SecurityError"):
         open_pretrained(path).tokenizer.encode_prompt("a")
+
+
+WITHOUT_BOUND = {
+    "{{ 'A' * 1000000000 }}": "more than 160 MiB of memory",
+    "{{ ('a\\n' * 100000) | indent(100000) }}": "more than 160 MiB of memory",
+    "{{ 'a' | center(10 ** 9) }}": "more than 160 MiB of memory",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "more than 1 s of computing",
+    "{{ 10 ** (10 ** 9) }}": "more than 1 s of computing",
+    "{% for a in range(99999) %}{{ 'b' * 1000 }}{% endfor %}": "more than 4194304 characters",
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("source", WITHOUT_BOUND)
+def test_a_template_has_so_much_time_memory_and_output(source):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"^chat template: expected .*, got {WITHOUT_BOUND[source]}$"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB; the renderer is another process
+    # The next one is rendered, in a new process where the kernel has ended the old one.
+    assert ChatTemplate("{{ messages[0].content }}{{ b }}", {"b": "é\n"}).render([{"content": "a"}]) == "aé\n"
+
+
+def test_an_interrupted_rendering_leaves_no_reply_to_the_next(monkeypatch):
+    template = ChatTemplate("{{ messages[0].content }}", {})
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_PROCESS._process.stdout, "readline", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"content": "first"}])
+    monkeypatch.undo()
+    assert template.render([{"content": "second"}]) == "second"
 
 
 # ---- bad input ----

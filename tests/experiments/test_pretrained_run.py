@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import struct
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from experiments import chat, evaluate, export, grpo
 from experiments.config import ModelConfig
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.models.pretrained import open_pretrained
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
@@ -21,7 +24,7 @@ from experiments.training.run import train
 from experiments.training.trainer import Trainer
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
-from tests.experiments.tiny_gguf import write_tiny_gguf
+from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf
 
 pytest.importorskip("safetensors", reason="the extra hf is not installed")
 pytest.importorskip("tokenizers", reason="the extra hf is not installed")
@@ -139,6 +142,44 @@ def test_a_conversation_goes_on_and_ends_with_its_input(directory, capsys, monke
     answer = second[1]
     assert second == [*first, answer, {"role": "user", "content": "and now?"}] and answer["role"] == "assistant"
     assert printed.startswith(answer["content"] + "\n") and len(printed) > len(answer["content"]) + 1
+
+
+def test_an_answer_is_printed_without_control_characters(capsys, monkeypatch):
+    pieces = ["a\x1b[", "2J\x07", "\r\n\té", "\x9b\u202e"]
+    monkeypatch.setattr(chat, "start", lambda config: SimpleNamespace(answer=lambda text: iter(pieces)))
+    chat.run_cli(["model", "--prompt", "hello"])
+    assert capsys.readouterr().out == "a\\x1b[2J\\x07\\r\n\té\\x9b\\u202e\n"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("key", "value", "seen"),
+    [
+        ("block_count", 10**9, "block_count: expected at most 1000, got 1000000000"),
+        ("attention.head_count", 0, "attention.head_count: expected a positive integer, got 0"),
+    ],
+)
+def test_sizes_of_a_gguf_file_are_refused_before_anything_is_made_of_them(key, value, seen, tmp_path, monkeypatch):
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    monkeypatch.setitem(METADATA, key, value)
+    with pytest.raises(ValueError, match=f"^gguf, llama.{seen}$"):
+        open_pretrained(write_tiny_gguf(tmp_path / "tiny.gguf").path, chat_template=False)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("kind", [0, 9])
+def test_an_array_of_a_gguf_file_ends_with_the_file(kind, tmp_path):
+    """2^40 bytes, or arrays of arrays, in the place of the tokens."""
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf").path
+    content = bytearray(path.read_bytes())
+    key = b"tokenizer.ggml.tokens"
+    place = content.index(key) + len(key)
+    # After the key: that of an array, the type of its elements, their number.
+    content[place + 4 :] = struct.pack("<IQ", kind, 2**40) * 2000
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="^gguf: expected a whole GGUF file, got tiny.gguf, which ends in "):
+        open_pretrained(path, chat_template=False)
 
 
 def test_a_gguf_file_goes_through_the_same_door(tmp_path):

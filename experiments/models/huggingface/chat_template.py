@@ -1,15 +1,34 @@
-"""Chat templates: Jinja programs that turn messages into the text of a prompt, run in a sandbox."""
+"""Chat templates: Jinja programs that turn messages into the text of a prompt.
 
+They come with a model directory and are not trusted: they run in a sandbox, in a process with bounds on time, memory and
+output (template_process.py).
+"""
+
+import atexit
+import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jaxlogp.errors import require
 
 Message = Mapping[str, str]
 """`role` (system, user, assistant) and `content`."""
+
+MAX_SECONDS = 1
+"""Computing time of one rendering; templates of models take a few milliseconds."""
+MAX_BYTES = 160 * 2**20
+"""Memory of the process that renders, of which its interpreter takes 20 MiB. Linux keeps to it, macOS does not."""
+MAX_CHARACTERS = 2**22
+"""Length of a rendered text."""
+_SCRIPT = Path(__file__).with_name("template_process.py")
 
 
 @dataclass(frozen=True)
@@ -30,46 +49,80 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     def __post_init__(self) -> None:
+        installed = importlib.util.find_spec("jinja2") is not None
+        require(installed, "chat template", 'the extra hf (pip install -e ".[experiments,hf]")', "no package jinja2")
         # Compiled here, so that an error of syntax is found when the template is read.
-        _ = self._program
+        self._ask("a Jinja program", None)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation up to where the model is to speak.
+        """Renders a conversation up to where the model is to speak.
 
         Args:
-            messages: in their order.
+            messages: the conversation, oldest message first.
 
         Raises:
-            ValueError: the template refuses the messages, or fails.
+            ValueError: if the template refuses the messages, fails, or takes more time or memory, or writes a longer text,
+                than this module's bounds.
         """
-        try:
-            copies = [dict(each) for each in messages]
-            given = {"messages": copies, "add_generation_prompt": True, "raise_exception": _raise_exception}
-            return self._program.render(**self.tokens, **given)
-        # A template is a program: it fails with whatever its expressions raise.
-        except Exception as error:
-            raise ValueError(f"chat template: expected text for {len(messages)} messages, got {error!r}") from None
+        variables = {**self.tokens, "messages": [dict(each) for each in messages], "add_generation_prompt": True}
+        return self._ask(f"text for {len(messages)} messages", variables)
 
-    @cached_property
-    def _program(self) -> Any:
-        try:
-            from jinja2 import TemplateError
-            from jinja2.ext import loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            require(False, "chat template", 'the extra hf (pip install -e ".[experiments,hf]")', "no package jinja2")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        try:
-            return environment.from_string(self.source)
-        except (TemplateError, RecursionError) as error:
-            raise ValueError(f"chat template: expected a Jinja program, got {error!r}") from None
+    def _ask(self, expected: str, variables: Mapping[str, Any] | None) -> Any:
+        text, error = _PROCESS.ask([self.source, variables])
+        require(error is None, "chat template", expected, error)
+        return text
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own escapes HTML, which templates do not expect.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class _TemplateProcess:
+    """The process that renders: started by the first request, and again after a template has ended it."""
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.Lock(), 0
+        self._process: Any = None
+
+    def ask(self, request: list[Any]) -> list[str | None]:
+        """Returns a text and None, or None and an error."""
+        with self._lock:
+            process = self._running()
+            try:
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except BaseException:
+                # Its reply would be taken for that to the next request.
+                process.kill()
+                self.close()
+                raise
+            if reply:
+                return json.loads(reply)
+            self.close()
+        ended_for_time = process.returncode == -signal.SIGPROF
+        return [None, f"more than {MAX_SECONDS} s of computing" if ended_for_time else f"status {process.returncode}"]
+
+    def close(self) -> None:
+        """Ends the process, by ending its input; one of a parent process is left alone."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.communicate()
+        self._process = None
+
+    def _running(self) -> Any:
+        # A fork of this process would read replies to the other's requests.
+        if self._process is not None and (self._owner != os.getpid() or self._process.poll() is not None):
+            self.close()
+        if self._process is None:
+            # -P: the script's folder is no place to import from.
+            bounds = map(str, (MAX_SECONDS, MAX_BYTES, MAX_CHARACTERS))
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT), *bounds],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+            self._owner = os.getpid()
+        return self._process
 
 
-def _raise_exception(message: str) -> None:
-    raise ValueError(message)
+_PROCESS = _TemplateProcess()
+atexit.register(_PROCESS.close)
