@@ -72,12 +72,13 @@ def leading_spec(x: Any, dimensions: int) -> PartitionSpec:
     return PartitionSpec(*jax.typeof(x).sharding.spec[:dimensions])
 
 
-def resized_spec(x: Any, rows: int) -> PartitionSpec:
-    """The same for an array like ``x`` with another number of rows: not split where the axes do not divide them."""
+def resized_spec(x: Any, rows: int, dim: int = 0) -> PartitionSpec:
+    """How ``x`` is split, with ``rows`` for the size of dimension ``dim``: not where the axes do not divide them."""
     sharding = jax.typeof(x).sharding
-    first, *rest = sharding.spec
-    split = math.prod(sharding.mesh.shape[axis] for axis in axis_tuple(first))
-    return PartitionSpec(first if rows % split == 0 else None, *rest)
+    spec = list(sharding.spec)
+    split = math.prod(sharding.mesh.shape[axis] for axis in axis_tuple(spec[dim]))
+    spec[dim] = spec[dim] if rows % split == 0 else None
+    return PartitionSpec(*spec)
 
 
 def _explicit_mesh(operands: Any) -> Any:
