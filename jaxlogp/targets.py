@@ -1,8 +1,10 @@
 """Targets: checked ids of the whole vocabulary, and their columns in one shard."""
 
+import functools
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
@@ -55,7 +57,12 @@ def localise(
     targets: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
 ) -> LocalTargets:
     """Translates global target ids into columns of the local shard."""
-    targets = as_int32(targets)
+    return _localise(as_int32(targets), mask, shard, out_of_vocab)
+
+
+# One program also outside of jit.
+@functools.partial(jax.jit, static_argnames="out_of_vocab", inline=True)
+def _localise(targets: Array, mask: Array, shard: LocalShard, out_of_vocab: str) -> LocalTargets:
     inside = (targets >= 0) & (targets < shard.vocab_size)
     column = jnp.where(inside, targets, 0) - shard.start
     owned = mask & inside & (column >= 0) & (column < shard.width)

@@ -130,12 +130,18 @@ def linear_log_probs(
     return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
 
 
+# Each pass is one program outside of jit too, where the loops of an engine would be compiled again in every call.
+one_program = functools.partial(jax.jit, static_argnums=0, inline=True)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@one_program
 def head_values(engine: Engine, call: HeadCall) -> TokenLogProbs:
     """Log-probs, entropy and lse by one engine; their gradient is defined here and nowhere else, for all engines."""
     return engine.forward(operands_of(engine, call))[0]
 
 
+@one_program
 def _forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple[HeadCall, Any]]:
     require_checked_axes(call.axis_name)
     call = differentiable_once(engine, call)
@@ -143,6 +149,7 @@ def _forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple[HeadC
     return values, (call, kept)
 
 
+@one_program
 def _backward(engine: Engine, residuals: tuple[HeadCall, Any], g: TokenLogProbs) -> tuple[HeadCall]:
     call, kept = residuals
     g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))

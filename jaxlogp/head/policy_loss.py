@@ -15,6 +15,7 @@ from jaxlogp.head.api import (
     cotangents_of,
     differentiable_once,
     head_values,
+    one_program,
     operands_of,
     owned_gradients,
     refuse_derivative,
@@ -207,6 +208,7 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@one_program
 def _loss_sum(static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None) -> tuple[Array, TokenLogProbs]:
     """The loss sum of this part of the step, and its values; the gradient comes from the forward rule."""
     engine = static.engine
@@ -234,6 +236,7 @@ def _cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> 
     return TokenLogProbs(*g) if with_entropy else TokenLogProbs(g, None)
 
 
+@one_program
 def _loss_forward(
     static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
@@ -260,6 +263,7 @@ def _loss_forward(
     return (_total(loss, values, tokens), values), (call, gradients, unscale)
 
 
+@one_program
 def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogProbs]) -> tuple[HeadCall, None, None]:
     """The gradients times the cotangent of the loss sum, then their psums; the values have no cotangent."""
     call, gradients, unscale = residuals
