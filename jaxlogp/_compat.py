@@ -107,6 +107,31 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
 
 
+def require_manual_axis(axis_name: AxisName) -> None:
+    """Refuses an axis that is not one of the surrounding ``shard_map``: of another mesh, or of a ``vmap``.
+
+    Raises:
+      ValueError: naming ``axis_name``.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    expected = f"an axis of the surrounding shard_map, {axes if axes else 'of which there is none'}"
+    require(axis_name in axes, "axis_name", expected, repr(axis_name))
+
+
+def require_axis_name(weight: Any, *operands: Any) -> None:
+    """Refuses a call without ``axis_name`` whose weight alone varies over an axis of the surrounding ``shard_map``.
+
+    Its rows would be taken for the whole vocabulary. Where an operand varies as well, each rank may have its own model.
+
+    Raises:
+      ValueError: naming ``axis_name``.
+    """
+    alone = varying_axes(weight) - union_of_varying_axes(*operands)
+    split = sorted((axis for axis in alone if lax.axis_size(axis) > 1), key=str)
+    if split:
+        raise ValueError(f"axis_name: expected {split[0]!r}, because weight varies over it, got None")
+
+
 def require_checked_axes(axis_name: AxisName | None) -> None:
     """Refuses to differentiate over a mesh axis under ``shard_map(check_vma=False)``.
 

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jaxlogp._arrays import as_int32
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec, resized_spec
+from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_manual_axis, resized_spec
 from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
 
 TILE = 256
@@ -250,7 +250,8 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
       argument: name of the array that has ``rows``, for messages.
 
     Raises:
-      ValueError: the number of shards, the vocabulary size or the padded width does not match.
+      ValueError: axis_name is not an axis of the surrounding ``shard_map``, or the number of shards, the vocabulary
+        size or the padded width does not match.
     """
     require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
     if axis_name is None:
@@ -258,6 +259,7 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
             require(rows == vocab.vocab_size, "vocab", f"vocab_size {rows}, the V of {argument}", vocab.vocab_size)
         return LocalShard(0, rows, rows)
     require(not isinstance(axis_name, tuple), "axis_name", "the name of one mesh axis", repr(axis_name))
+    require_manual_axis(axis_name)
     num_shards, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     if vocab is None:
         return LocalShard(rank * rows, rows, num_shards * rows, num_shards)

@@ -1,5 +1,6 @@
 """Bad input over the whole public API: a ValueError that names the argument, what was expected and what was seen."""
 
+import functools
 import re
 
 import jax
@@ -56,6 +57,30 @@ def head_in_shard_map(rows, vocab):
         in_specs=(P(), P("tensor"), P()),
         out_specs=P(),
     )(jnp.ones((3, HIDDEN), jnp.float32), jnp.ones((4 * rows, HIDDEN), jnp.float32), jnp.zeros(3, jnp.int32))
+
+
+def log_probs_of(hidden, weight, targets, axis_name):
+    return jaxlogp.linear_log_probs(hidden, weight, targets, axis_name=axis_name).log_probs
+
+
+def loss_sum(hidden, weight, targets, axis_name):
+    given = -jnp.ones(3), jnp.ones(3), jnp.ones(3, bool)
+    return jaxlogp.linear_policy_loss(hidden, weight, targets, *given, axis_name=axis_name)[1].log_probs
+
+
+def logits_of(hidden, weight, targets, axis_name):
+    return jaxlogp.log_probs_from_logits(hidden @ weight.T, targets, axis_name=axis_name).log_probs
+
+
+def rows_of(hidden, weight, targets, axis_name):
+    return jaxlogp.embedding_lookup(weight, targets, axis_name=axis_name)[:, 0]
+
+
+def named_axis(axis_name, function=log_probs_of, mesh=mesh):
+    """Traced, on shards of the weight and tokens that all ranks have."""
+    run = functools.partial(function, axis_name=axis_name)
+    mapped = jax.shard_map(run, mesh=mesh(), in_specs=(P(), P("tensor"), P()), out_specs=P("tensor"))
+    return jax.eval_shape(mapped, floats(3, HIDDEN), floats(12, HIDDEN), ids(3))
 
 
 def embedding(**changes):
@@ -166,6 +191,17 @@ CASES = {
         "targets",
         ["12", "(3, 2)"],
     ),
+    "axis_name forgotten": (lambda: named_axis(None), "axis_name", ["'tensor'", "weight varies"]),
+    "axis_name forgotten in a loss": (lambda: named_axis(None, loss_sum), "axis_name", ["'tensor'", "weight varies"]),
+    "axis_name of no mesh": (lambda: named_axis("model"), "axis_name", ["('data', 'tensor')", "'model'"]),
+    "logits, axis_name of no mesh": (lambda: named_axis("model", logits_of), "axis_name", ["'model'"]),
+    "embedding, axis_name of no mesh": (lambda: named_axis("model", rows_of), "axis_name", ["'model'"]),
+    "axis_name outside of shard_map": (lambda: head(axis_name="tensor"), "axis_name", ["shard_map", "'tensor'"]),
+    "axis_name of a vmap": (
+        lambda: jax.vmap(lambda w: head(weight=w, axis_name="tensor"), axis_name="tensor")(floats(2, VOCAB, HIDDEN)),
+        "axis_name",
+        ["shard_map", "'tensor'"],
+    ),
     # log_probs_from_logits
     "logits of integers": (lambda: logits(logits=ids(*TOKENS, VOCAB)), "logits", ["int32"]),
     "logits without columns": (lambda: logits(logits=floats(*TOKENS, 0)), "logits", ["0"]),
@@ -251,6 +287,9 @@ def test_the_good_arguments_are_good():
     assert head().log_probs.shape == logits().log_probs.shape == TOKENS
     assert jax.eval_shape(sharded_head).log_probs.shape == (4, 3)
     assert jax.eval_shape(lambda: head_in_shard_map(3, jaxlogp.VocabShards.even(12, 4))).shape == (3,)
+    assert named_axis("tensor").shape == (12,)
+    one_rank = jax.make_mesh((2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    assert named_axis(None, mesh=lambda: one_rank).shape == (3,)
     assert embedding().shape == (*TOKENS, HIDDEN)
     assert jax.eval_shape(sharded_embedding).shape == (4, 3, HIDDEN)
     assert int(policy().count) == 6

@@ -97,8 +97,9 @@ def linear_log_probs(
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a weight, or with ``sequence_dim`` hidden states, that are the same
-        on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
+      ValueError: wrong shapes, dtypes or options; an ``axis_name`` that the surrounding ``shard_map`` does not have, or
+        none where the weight alone varies over an axis; a weight, or with ``sequence_dim`` hidden states, that are the
+        same on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
         known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
         differentiated under ``shard_map(check_vma=False)``, and when a gradient is differentiated again with an engine
         that does not allow it.

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import (
     AxisName,
+    require_axis_name,
     require_varying,
     union_of_varying_axes,
     vary_over,
@@ -251,6 +252,8 @@ def head_call(
     require_varying(weight, axis_name, "weight")
     all_live = mask is None
     split = _sequence_split(hidden, axis_name, sequence_dim, shard.num_shards)
+    if axis_name is None:
+        require_axis_name(weight, hidden, targets, mask)
     mask = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
     if out_of_vocab == "error":
         require_ids_in_range(targets, shard.vocab_size, "targets", mask)
