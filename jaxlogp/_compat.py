@@ -72,6 +72,14 @@ def leading_spec(x: Any, dimensions: int) -> PartitionSpec:
     return PartitionSpec(*jax.typeof(x).sharding.spec[:dimensions])
 
 
+def known_sharding(x: Any) -> NamedSharding:
+    """The sharding of ``x`` over a mesh as far as it is known: of a concrete array all, else what its type says."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = sharding if isinstance(sharding, NamedSharding) else jax.typeof(x).sharding
+    padding = [None] * (x.ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *padding))
+
+
 def resized_spec(x: Any, rows: int, dim: int = 0) -> PartitionSpec:
     """How ``x`` is split, with ``rows`` for the size of dimension ``dim``: not where the axes do not divide them."""
     sharding = jax.typeof(x).sharding
@@ -96,7 +104,8 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     """Refuses ``x``, of which each rank of the axis must hold its own shard, if its type says that all hold the same.
 
     Every rank would take the whole for its shard, and every log-prob would be too low by the logarithm of the number of
-    ranks. Under ``shard_map(check_vma=False)``, and over an axis of one rank, types say nothing and nothing is refused.
+    ranks. Under ``shard_map(check_vma=False)`` types say nothing, and the shards have to be given instead
+    (:func:`jaxlogp.vocab.local_shard`); over an axis of one rank nothing is refused.
 
     Raises:
       ValueError: naming ``argument``.

@@ -60,6 +60,11 @@ def linear_log_probs(
     ``check_vma=True`` (its default). Reverse mode only. The gradient of ``reference``, and of ``chunked`` without a
     gradient filter, can be differentiated again (``jax.hessian``); the other engines refuse that.
 
+    On whole arrays whose weight is known to be split along V over one mesh axis (by an Explicit axis in its type, or as a
+    concrete array), the call is :func:`sharded_linear_log_probs`. Under ``jax.jit`` with Auto axes, and while a call with
+    such arrays is differentiated, nothing is known: XLA then gathers the weight, and every device computes all tokens.
+    Call :func:`sharded_linear_log_probs` there.
+
     Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
     NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`. With ``sequence_dim`` (Megatron's sequence
     parallelism) each rank passes its own part of the tokens' hidden states instead, and targets and mask of all tokens:
@@ -115,6 +120,8 @@ def linear_log_probs(
       head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; Korthikanti et al., Reducing
       Activation Recomputation in Large Transformer Models, 2022 (sequence parallelism).
     """
+    from jaxlogp.head import sharded  # it imports this module
+
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": sequence_dim}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy, "frozen": frozen_head}
@@ -128,6 +135,12 @@ def linear_log_probs(
         return jax.tree.map(lambda x: x.reshape(targets.shape), values._replace(lse=lse))
 
     check_operands(hidden, weight, bias, weight_layout)
+    unsharded = axis_name is None and vocab is None and sequence_dim is None
+    mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
+    if mesh is not None:
+        options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
+        options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
+        return sharded.sharded_linear_log_probs(hidden, weight, targets, mask=mask, bias=bias, **options)
     return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
 
 

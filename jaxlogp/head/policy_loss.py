@@ -131,6 +131,8 @@ def linear_policy_loss(
     References:
       Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
+    from jaxlogp.head import sharded  # it imports this module
+
     loss = grpo() if loss is None else loss
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
@@ -148,6 +150,14 @@ def linear_policy_loss(
         return WeightedSum(total, count, loss.grad_divisor), values
 
     check_operands(hidden, weight, bias, weight_layout)
+    unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
+    mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
+    if mesh is not None:
+        options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
+        options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
+        options |= {"ref_log_probs": ref_log_probs, "document_ids": document_ids, "num_documents": num_documents}
+        arguments = hidden, weight, targets, old_log_probs, advantages, mask
+        return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
     if isinstance(num_documents, int | np.integer):
         # A static upper bound of the number of documents.

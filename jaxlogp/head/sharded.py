@@ -12,12 +12,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import as_int32
-from jaxlogp._compat import place
+from jaxlogp._compat import axis_tuple, known_sharding, place
 from jaxlogp.errors import describe, require, require_ids_in_range
 from jaxlogp.head.api import linear_log_probs
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
 from jaxlogp.head.policy_loss import linear_policy_loss
-from jaxlogp.head.registry import default_shards, first_choice, report, with_head_runs
+from jaxlogp.head.registry import EngineChoice, default_shards, first_choice, report, with_head_runs
 from jaxlogp.losses import PolicyLoss, grpo, loss_tokens
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
@@ -183,6 +183,29 @@ def sharded_linear_policy_loss(
     given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))
     given["num_documents"] = value
     return _run(_policy_loss, layout, (hidden, weight, bias), arrays, vocab, options)
+
+
+def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineChoice) -> dict[str, Any] | None:
+    """The arguments of a sharded function for arrays that are known to be split; None where V is not, or in other ways.
+
+    Known are the shardings of concrete arrays and those over Explicit axes, and nothing inside of a ``shard_map``.
+    """
+    tokens, head = known_sharding(hidden), known_sharding(weight)
+    vocab_dim = WEIGHT_LAYOUTS.index(weight_layout)
+    vocab_axis, weight_axis = head.spec[vocab_dim], head.spec[1 - vocab_dim]
+    token_axes = axis_tuple(tokens.spec[0]) if hidden.ndim > 1 else ()
+    chosen = first_choice(engine)
+    possible = (
+        hidden.ndim > 1
+        and isinstance(vocab_axis, str)
+        and (weight_axis is None or isinstance(weight_axis, str))
+        and not (weight_axis is not None and chosen is not None and chosen.reduces_gradients)
+        and not any(tokens.spec[1:])
+        and vocab_axis not in token_axes
+        and (not token_axes or dict(tokens.mesh.shape) == dict(head.mesh.shape))
+    )
+    axes = {"vocab_axis": vocab_axis, "weight_axis": weight_axis, "token_axes": token_axes}
+    return {"mesh": head.mesh, **axes} if possible else None
 
 
 def _log_probs(layout: _Layout, hidden: Array, weight: Array, **given: Any) -> TokenLogProbs:

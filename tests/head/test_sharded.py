@@ -1,12 +1,20 @@
 """The sharded functions with every layout of their arrays, on four devices, against float64 on the whole arrays."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import sharded_linear_log_probs, sharded_linear_policy_loss
+from jaxlogp import (
+    ChunkedEngine,
+    linear_log_probs,
+    linear_policy_loss,
+    record_head_runs,
+    sharded_linear_log_probs,
+    sharded_linear_policy_loss,
+)
 from jaxlogp.losses import grpo, gspo
 from tests import oracle
 from tests.head import policy_problem
@@ -100,3 +108,52 @@ def test_values_are_checked_before_the_program_runs():
         sharded_linear_policy_loss(*given, mesh=mesh(AxisType.Auto), document_axis_name="data")
     with pytest.raises(ValueError, match="^temperature: expected a hashable value"):
         sharded_linear_log_probs(*given[:2], data["targets"] % 41, mesh=mesh(AxisType.Auto), temperature=np.ones(1))
+
+
+def split(kind, vocab_dim=0):
+    """Operands and the data of a loss on a mesh, the weight split along V and tokens over data."""
+    data = problem(vocab=512, bias=False)
+    spec = P(*(None if dim != vocab_dim else "tensor" for dim in range(2)))
+    specs = {"weight": spec} | dict.fromkeys(("hidden", "targets", "old", "advantages", "mask"), P("data"))
+    data["weight"] = data["weight"] if vocab_dim == 0 else data["weight"].T
+    return [jax.device_put(data[name], NamedSharding(mesh(kind), specs[name])) for name in WHOLE]
+
+
+WHOLE = ("hidden", "weight", "targets", "old", "advantages", "mask")
+TILED = ChunkedEngine(token_chunk=16, vocab_tile=64)
+PLAIN = {
+    "log-probs": lambda h, w, targets, old, advantages, mask, **options: linear_log_probs(
+        h, w, targets, mask=mask, **options
+    ).log_probs.sum(),
+    "loss": lambda *given, **options: linear_policy_loss(*given, **options)[0].sum,
+}
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_on_explicit_axes_gathers_no_weight(name, layout):
+    given = split(AxisType.Explicit, ["vh", "hv"].index(layout))
+    step = jax.jit(jax.value_and_grad(lambda *given: PLAIN[name](*given, weight_layout=layout, engine=TILED), (0, 1)))
+    text = step.lower(*given).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    # The control: without a sharding in the types XLA gathers it.
+    automatic = jax.jit(jax.grad(lambda *given: PLAIN[name](*given, weight_layout=layout, engine=TILED), (0, 1)))
+    assert "all-gather" in automatic.lower(*split(AxisType.Auto, ["vh", "hv"].index(layout))).compile().as_text()
+    value, gradients = step(*given)
+    alone = [jnp.asarray(np.asarray(x)) for x in given]
+    wanted, wanted_gradients = jax.value_and_grad(
+        lambda *given: PLAIN[name](*given, weight_layout=layout, engine="reference"), (0, 1)
+    )(*alone)
+    # Two fp32 computations, each within the contract's error of float64.
+    assert abs(float(value) - float(wanted)) < 2 * VALUE_ERROR * np.prod(given[2].shape)
+    for seen, want in zip(gradients, wanted_gradients, strict=True):
+        assert oracle.relative_error(seen, oracle.f64(want)) < 2 * GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
+    with record_head_runs() as runs:
+        PLAIN[name](*split(kind))
+    assert [run.num_vocab_shards for run in runs] == [2]
