@@ -15,7 +15,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jaxlogp._arrays import as_int32
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_manual_axis, resized_spec
+from jaxlogp._compat import (
+    AxisName,
+    automatic_axes,
+    leading_spec,
+    require_manual_axis,
+    resized_spec,
+    tracks_varying_axes,
+)
 from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
 
 TILE = 256
@@ -246,7 +253,7 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     Args:
       rows: rows of the local shard (or of the whole vocabulary when axis_name is None).
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      vocab: the shards; None means equal shards without padding.
+      vocab: the shards; None means equal shards without padding, except under ``shard_map(check_vma=False)``.
       argument: name of the array that has ``rows``, for messages.
 
     Raises:
@@ -262,6 +269,11 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     require_manual_axis(axis_name)
     num_shards, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     if vocab is None:
+        # Where all ranks hold the whole, log-probs would be too low by the logarithm of the number of ranks.
+        known = num_shards == 1 or tracks_varying_axes(axis_name)
+        require(
+            known, "vocab", "the shards under shard_map(check_vma=False), where types cannot tell one from all", None
+        )
         return LocalShard(rank * rows, rows, num_shards * rows, num_shards)
     found = f"{vocab.num_shards} shards"
     require(vocab.num_shards == num_shards, "vocab", f"{num_shards} shards, the size of axis {axis_name!r}", found)

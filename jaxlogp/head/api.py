@@ -77,14 +77,14 @@ def linear_log_probs(
       targets: [*tokens], integer ids of the whole vocabulary.
       mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
       bias: [V] or [V_local], added to the product.
-      temperature: T, a Python number > 0; applied to the logits, so it never rounds the weight.
+      temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
       logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-      softcap: cap, a Python number > 0, or None.
+      softcap: cap, a Python number from 2^-126 to 2^126, or None. It hides an overflow of the product.
       with_entropy: also return the entropy; no additional collective either way.
       with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
       axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width rows
-        (:meth:`VocabShards.shard_rows`).
+      vocab: the shards; None means equal ones, except under ``shard_map(check_vma=False)``, where they must be given.
+        Uneven shards are padded to vocab.max_width rows (:meth:`VocabShards.shard_rows`).
       sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, in equal parts in the order of the
         ranks; None where every rank has all of them.
       out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
