@@ -77,8 +77,8 @@ def log_probs_from_logits(
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")
     require_varying(logits, axis_name, "logits")
-    mask = check_targets(targets, mask, tokens, shard.vocab_size)
-    require_ids_in_range(targets, shard.vocab_size, "targets", mask)
+    labels = check_targets(targets, mask, tokens, shard.vocab_size)
+    require_ids_in_range(targets, shard.vocab_size, "targets", labels)
 
     def run(logits, targets, mask):
         local = localise(targets.reshape(-1), mask.reshape(-1), shard)
@@ -92,7 +92,7 @@ def log_probs_from_logits(
         )
         return jax.tree.map(lambda x: x.reshape(tokens), result)
 
-    return automatic_axes(run, logits, targets, mask, out_specs=leading_spec(logits, len(tokens)))
+    return automatic_axes(run, logits, targets, jnp.asarray(labels), out_specs=leading_spec(logits, len(tokens)))
 
 
 # One program also outside of jit, like the head's.

@@ -129,6 +129,11 @@ CASES = {
     "targets of another shape": (lambda: head(targets=ids(3, 2)), "targets", ["(2, 3)", "(3, 2)"]),
     "targets of floats": (lambda: head(targets=floats(*TOKENS)), "targets", ["float32"]),
     "an active target too large": (lambda: head(targets=ids(*TOKENS).at[1, 2].set(10)), "targets", ["10", "(1, 2)"]),
+    "a known target too large, with traced hidden states": (
+        lambda: jax.eval_shape(lambda h: head(hidden=h, targets=np.full(TOKENS, 10)), floats(*TOKENS, HIDDEN)),
+        "targets",
+        ["10", "(0, 0)"],
+    ),
     "an active target below 0": (lambda: head(targets=ids(*TOKENS).at[0, 1].set(-1)), "targets", ["-1", "(0, 1)"]),
     "an unmasked ignore index": (
         lambda: head(targets=ids(*TOKENS, fill=-100), mask=jnp.zeros(TOKENS, bool).at[1, 0].set(True)),

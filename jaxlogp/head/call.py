@@ -254,10 +254,10 @@ def head_call(
     split = _sequence_split(hidden, axis_name, sequence_dim, shard.num_shards)
     if axis_name is None:
         require_axis_name(weight, hidden, targets, mask)
-    mask = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
+    labels = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
     if out_of_vocab == "error":
-        require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, mask))
+        require_ids_in_range(targets, shard.vocab_size, "targets", labels)
+    hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, labels))
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)
