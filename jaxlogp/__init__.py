@@ -22,6 +22,7 @@ from jaxlogp.head.registry import record_head_runs as record_head_runs
 from jaxlogp.head.registry import register_engine as register_engine
 from jaxlogp.head.registry import why_not as why_not
 from jaxlogp.head.sharded import sharded_linear_log_probs as sharded_linear_log_probs
+from jaxlogp.head.sharded import sharded_linear_policy_loss as sharded_linear_policy_loss
 from jaxlogp.head.triton.engine import TritonEngine as TritonEngine
 from jaxlogp.head.vocab_order import VocabOrder as VocabOrder
 from jaxlogp.head.vocab_order import vocab_order_by_count as vocab_order_by_count

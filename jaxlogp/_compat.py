@@ -72,12 +72,21 @@ def leading_spec(x: Any, dimensions: int) -> PartitionSpec:
     return PartitionSpec(*jax.typeof(x).sharding.spec[:dimensions])
 
 
-def resized_spec(x: Any, rows: int) -> PartitionSpec:
-    """The same for an array like ``x`` with another number of rows: not split where the axes do not divide them."""
+def known_sharding(x: Any) -> NamedSharding:
+    """The sharding of ``x`` over a mesh as far as it is known: of a concrete array all, else what its type says."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = sharding if isinstance(sharding, NamedSharding) else jax.typeof(x).sharding
+    padding = [None] * (x.ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *padding))
+
+
+def resized_spec(x: Any, rows: int, dim: int = 0) -> PartitionSpec:
+    """How ``x`` is split, with ``rows`` for the size of dimension ``dim``: not where the axes do not divide them."""
     sharding = jax.typeof(x).sharding
-    first, *rest = sharding.spec
-    split = math.prod(sharding.mesh.shape[axis] for axis in axis_tuple(first))
-    return PartitionSpec(first if rows % split == 0 else None, *rest)
+    spec = list(sharding.spec)
+    split = math.prod(sharding.mesh.shape[axis] for axis in axis_tuple(spec[dim]))
+    spec[dim] = spec[dim] if rows % split == 0 else None
+    return PartitionSpec(*spec)
 
 
 def _explicit_mesh(operands: Any) -> Any:
@@ -95,7 +104,8 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     """Refuses ``x``, of which each rank of the axis must hold its own shard, if its type says that all hold the same.
 
     Every rank would take the whole for its shard, and every log-prob would be too low by the logarithm of the number of
-    ranks. Under ``shard_map(check_vma=False)``, and over an axis of one rank, types say nothing and nothing is refused.
+    ranks. Under ``shard_map(check_vma=False)`` types say nothing, and the shards have to be given instead
+    (:func:`jaxlogp.vocab.local_shard`); over an axis of one rank nothing is refused.
 
     Raises:
       ValueError: naming ``argument``.
@@ -104,6 +114,31 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
         return
     expected = f"the local shard of each rank of axis {axis_name!r}"
     require(axis_name in varying_axes(x), argument, expected, "an array that is the same on all of them")
+
+
+def require_manual_axis(axis_name: AxisName) -> None:
+    """Refuses an axis that is not one of the surrounding ``shard_map``: of another mesh, or of a ``vmap``.
+
+    Raises:
+      ValueError: naming ``axis_name``.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    expected = f"an axis of the surrounding shard_map, {axes if axes else 'of which there is none'}"
+    require(axis_name in axes, "axis_name", expected, repr(axis_name))
+
+
+def require_axis_name(weight: Any, *operands: Any) -> None:
+    """Refuses a call without ``axis_name`` whose weight alone varies over an axis of the surrounding ``shard_map``.
+
+    Its rows would be taken for the whole vocabulary. Where an operand varies as well, each rank may have its own model.
+
+    Raises:
+      ValueError: naming ``axis_name``.
+    """
+    alone = varying_axes(weight) - union_of_varying_axes(*operands)
+    split = sorted((axis for axis in alone if lax.axis_size(axis) > 1), key=str)
+    if split:
+        raise ValueError(f"axis_name: expected {split[0]!r}, because weight varies over it, got None")
 
 
 def require_checked_axes(axis_name: AxisName | None) -> None:

@@ -94,6 +94,8 @@ class _Rows(NamedTuple):
     codes: Array | None
 
 
+# One program also outside of jit, like the head's.
+@functools.partial(jax.jit, static_argnames=("axis_name", "fixed_order"))
 def _lookup(table: Array, token_ids: Array, shard: LocalShard, axis_name: AxisName | None, fixed_order: bool) -> Array:
     valid = (token_ids >= 0) & (token_ids < shard.vocab_size)
     local = jnp.where(valid, token_ids, 0) - shard.start
@@ -196,14 +198,25 @@ def sharded_embedding_lookup(
     require_ids_in_range(token_ids, table.shape[0], "token_ids")
     shards = VocabShards.even(table.shape[0], mesh.shape[vocab_axis])
     token_spec = PartitionSpec(token_axes if token_axes else None, *sequence_axes)
-    mapped = jax.shard_map(
-        lambda table, ids: embedding_lookup(table, ids, axis_name=vocab_axis, vocab=shards, fixed_order=fixed_order),
-        mesh=mesh,
-        in_specs=(PartitionSpec(vocab_axis), token_spec),
-        out_specs=token_spec,
-    )
     rows = place(shards.shard_rows(table), mesh, PartitionSpec(vocab_axis))
-    return mapped(rows, place(as_int32(token_ids), mesh, token_spec))
+    ids = place(as_int32(token_ids), mesh, token_spec)
+    return _mapped_lookup(rows, ids, mesh, token_spec, vocab_axis, shards, fixed_order)
+
+
+# Outside of jit, a shard_map compiles each of its operations, and in every call again.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
+def _mapped_lookup(
+    rows: Array,
+    ids: Array,
+    mesh: Mesh,
+    token_spec: PartitionSpec,
+    vocab_axis: str,
+    shards: VocabShards,
+    fixed_order: bool,
+) -> Array:
+    run = functools.partial(embedding_lookup, axis_name=vocab_axis, vocab=shards, fixed_order=fixed_order)
+    specs = PartitionSpec(vocab_axis), token_spec
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=token_spec)(rows, ids)
 
 
 def _check(table: Array, token_ids: Array) -> None:

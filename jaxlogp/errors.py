@@ -4,7 +4,6 @@ Every refusal reads ``argument: expected what, got what``. Checks of values (not
 where the values are known, that is, outside ``jax.jit`` and the like; :func:`is_concrete` tells the two apart.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -65,9 +64,12 @@ def is_number(value: Any) -> bool:
 
 
 def require_positive(value: Any, argument: str) -> None:
-    """Raises ``ValueError`` unless ``value`` is a finite Python number > 0."""
-    ok = is_number(value) and math.isfinite(value) and value > 0
-    require(ok, argument, "a finite Python number > 0", describe(value))
+    """Raises ``ValueError`` unless ``value`` is a Python number > 0 that fp32 holds, and so is 1 / value.
+
+    Smaller and larger ones become 0 or inf, or have such a reciprocal.
+    """
+    ok = is_number(value) and 2.0**-126 <= value <= 2.0**126
+    require(ok, argument, "a finite Python number > 0 (in fp32: from 2^-126 to 2^126)", describe(value))
 
 
 def describe(value: Any) -> str:

@@ -77,17 +77,26 @@ def log_probs_from_logits(
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")
     require_varying(logits, axis_name, "logits")
-    mask = check_targets(targets, mask, tokens, shard.vocab_size)
-    require_ids_in_range(targets, shard.vocab_size, "targets", mask)
+    labels = check_targets(targets, mask, tokens, shard.vocab_size)
+    require_ids_in_range(targets, shard.vocab_size, "targets", labels)
 
     def run(logits, targets, mask):
         local = localise(targets.reshape(-1), mask.reshape(-1), shard)
-        result = _flat(logits.reshape(-1, rows), local, temperature, with_entropy, axis_name, shard.vocab_size)
+        result = _flat(
+            logits.reshape(-1, rows),
+            local,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            axis_name=axis_name,
+            vocab_size=shard.vocab_size,
+        )
         return jax.tree.map(lambda x: x.reshape(tokens), result)
 
-    return automatic_axes(run, logits, targets, mask, out_specs=leading_spec(logits, len(tokens)))
+    return automatic_axes(run, logits, targets, jnp.asarray(labels), out_specs=leading_spec(logits, len(tokens)))
 
 
+# One program also outside of jit, like the head's.
+@functools.partial(jax.jit, static_argnames=("temperature", "with_entropy", "axis_name", "vocab_size"))
 def _flat(
     logits: Float[Array, "tokens columns"],
     targets: LocalTargets,

@@ -1,12 +1,15 @@
 """Targets: checked ids of the whole vocabulary, and their columns in one shard."""
 
+import functools
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxlogp._arrays import as_int32, nan_where
+from jaxlogp._arrays import AnyArray, as_int32, nan_where
 from jaxlogp.agreement import id_codes
 from jaxlogp.errors import require, require_integer, require_mask
 from jaxlogp.stats import TokenLogProbs
@@ -35,8 +38,11 @@ class LocalTargets(NamedTuple):
 
 
 def check_targets(
-    targets: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None, tokens: tuple[int, ...], vocab_size: int
-) -> Bool[Array, "*tokens"]:
+    targets: Integer[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"] | None,
+    tokens: tuple[int, ...],
+    vocab_size: int,
+) -> Bool[AnyArray, "*tokens"]:
     """Checks shape and dtype, and ids where they are concrete; returns the mask (all True when it is None).
 
     Raises:
@@ -46,16 +52,25 @@ def check_targets(
     require(targets.shape == tokens, "targets", f"shape {tokens}", f"shape {targets.shape}")
     require(math.prod(tokens) > 0, "targets", "at least one token", f"an empty batch of shape {tokens}")
     if mask is None:
-        mask = jnp.ones(tokens, bool)
+        # Of NumPy: under a trace one of JAX would be traced, and known ids would not be checked.
+        mask = np.ones(tokens, bool)
     require_mask(mask, tokens)
     return mask
 
 
 def localise(
-    targets: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"], shard: LocalShard, out_of_vocab: str = "error"
+    targets: Integer[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"],
+    shard: LocalShard,
+    out_of_vocab: str = "error",
 ) -> LocalTargets:
     """Translates global target ids into columns of the local shard."""
-    targets = as_int32(targets)
+    return _localise(as_int32(targets), mask, shard, out_of_vocab)
+
+
+# One program also outside of jit.
+@functools.partial(jax.jit, static_argnames="out_of_vocab", inline=True)
+def _localise(targets: Array, mask: Array, shard: LocalShard, out_of_vocab: str) -> LocalTargets:
     inside = (targets >= 0) & (targets < shard.vocab_size)
     column = jnp.where(inside, targets, 0) - shard.start
     owned = mask & inside & (column >= 0) & (column < shard.width)

@@ -5,15 +5,24 @@ cover [0, vocab_size) exactly once, so every valid token id has exactly one owne
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jaxlogp._arrays import as_int32
-from jaxlogp._compat import AxisName, automatic_axes, leading_spec, resized_spec
+from jaxlogp._compat import (
+    AxisName,
+    automatic_axes,
+    leading_spec,
+    require_manual_axis,
+    resized_spec,
+    tracks_varying_axes,
+)
 from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
 
 TILE = 256
@@ -162,7 +171,7 @@ class VocabShards:
         owner = jnp.searchsorted(ends, jnp.where(covered, token_ids, 0), side="right").astype(jnp.int32)
         return jnp.where(covered, owner, jnp.int32(-1))
 
-    def shard_rows(self, weight: Shaped[Array, "vocab ..."]) -> Shaped[Array, "blocks ..."]:
+    def shard_rows(self, weight: Shaped[Array, "..."], dim: int = 0) -> Shaped[Array, "..."]:
         """Pads every shard of ``weight`` to max_width rows: a shard's rows first, then rows of zeros.
 
         The result splits evenly over a mesh axis. Differentiable; the identity when all shards are equal. Where only the
@@ -170,28 +179,29 @@ class VocabShards:
         rank receives the rows that it lacks from its neighbour.
 
         Args:
-          weight: [vocab_size, ...], any dtype.
+          weight: [vocab_size, ...], any dtype; vocab_size may stand in another dimension.
+          dim: the dimension of vocab_size, whose slices are the rows: 1 for a weight [H, V].
 
         Returns:
-          [num_shards * max_width, ...].
+          The shape of weight with num_shards * max_width in place of vocab_size.
 
         Raises:
-          ValueError: the first dimension is not vocab_size.
+          ValueError: dimension ``dim`` is not vocab_size.
         """
-        self._check_rows(weight, self.vocab_size, "weight")
+        self._check_rows(weight, self.vocab_size, "weight", dim)
         if len(set(self.widths)) == 1:
             return weight
-        specs = resized_spec(weight, self.num_shards * self.max_width)
-        return automatic_axes(self._padded_rows, weight, out_specs=specs)
+        specs = resized_spec(weight, self.num_shards * self.max_width, dim)
+        return automatic_axes(functools.partial(self._padded_rows, dim=dim), weight, out_specs=specs)
 
-    def _padded_rows(self, weight: Array) -> Array:
-        padding = [(0, 0)] * (weight.ndim - 1)
+    def _padded_rows(self, weight: Array, dim: int) -> Array:
+        def padded(rows: Array, width: int) -> Array:
+            return jnp.pad(rows, [(0, width - size if d == dim else 0) for d, size in enumerate(rows.shape)])
+
         if self._padded_at_the_end:
-            return jnp.pad(weight, [(0, self.num_shards * self.max_width - self.vocab_size), *padding])
-        blocks = [
-            jnp.pad(weight[start:end], [(0, self.max_width - (end - start)), *padding]) for start, end in self.ranges
-        ]
-        return jnp.concatenate(blocks)
+            return padded(weight, self.num_shards * self.max_width)
+        blocks = [lax.slice_in_dim(weight, start, end, axis=dim) for start, end in self.ranges]
+        return jnp.concatenate([padded(block, self.max_width) for block in blocks], axis=dim)
 
     def unshard_rows(self, padded: Shaped[Array, "blocks ..."]) -> Shaped[Array, "vocab ..."]:
         """Undoes :meth:`shard_rows`: [num_shards * max_width, ...] to [vocab_size, ...].
@@ -212,11 +222,14 @@ class VocabShards:
     def _padded_at_the_end(self) -> bool:
         return all(width == self.max_width for width in self.widths[:-1])
 
-    def _check_rows(self, weight: Shaped[Array, "rows ..."], rows: int, argument: str) -> None:
-        ok = getattr(weight, "ndim", 0) >= 1 and weight.shape[0] == rows
-        require(ok, argument, f"{rows} rows for {self}", describe(weight))
+    def _check_rows(self, weight: Shaped[Array, "..."], rows: int, argument: str, dim: int = 0) -> None:
+        ok = getattr(weight, "ndim", 0) > dim >= 0 and weight.shape[dim] == rows
+        require(ok, argument, f"{rows} rows in dimension {dim} for {self}", describe(weight))
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["start", "width"], meta_fields=["vocab_size", "num_shards"]
+)
 @dataclasses.dataclass(frozen=True)
 class LocalShard:
     """The shard of the vocabulary that this rank holds.
@@ -240,11 +253,12 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     Args:
       rows: rows of the local shard (or of the whole vocabulary when axis_name is None).
       axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      vocab: the shards; None means equal shards without padding.
+      vocab: the shards; None means equal shards without padding, except under ``shard_map(check_vma=False)``.
       argument: name of the array that has ``rows``, for messages.
 
     Raises:
-      ValueError: the number of shards, the vocabulary size or the padded width does not match.
+      ValueError: axis_name is not an axis of the surrounding ``shard_map``, or the number of shards, the vocabulary
+        size or the padded width does not match.
     """
     require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
     if axis_name is None:
@@ -252,8 +266,14 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
             require(rows == vocab.vocab_size, "vocab", f"vocab_size {rows}, the V of {argument}", vocab.vocab_size)
         return LocalShard(0, rows, rows)
     require(not isinstance(axis_name, tuple), "axis_name", "the name of one mesh axis", repr(axis_name))
+    require_manual_axis(axis_name)
     num_shards, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     if vocab is None:
+        # Where all ranks hold the whole, log-probs would be too low by the logarithm of the number of ranks.
+        known = num_shards == 1 or tracks_varying_axes(axis_name)
+        require(
+            known, "vocab", "the shards under shard_map(check_vma=False), where types cannot tell one from all", None
+        )
         return LocalShard(rank * rows, rows, num_shards * rows, num_shards)
     found = f"{vocab.num_shards} shards"
     require(vocab.num_shards == num_shards, "vocab", f"{num_shards} shards, the size of axis {axis_name!r}", found)

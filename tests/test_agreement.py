@@ -257,6 +257,7 @@ def on_a_replicated_block(function, mesh_size=2, **options):
 
 
 REPLICATED = {
+    "head": (lambda h, w, t, m: linear_log_probs(h, w, t, mask=m, axis_name="tensor"), "weight"),
     "logits": (from_logits, "logits"),
     "embedding": (lambda h, w, t, m: embedding_lookup(w, t, axis_name="tensor"), "table"),
 }
@@ -268,6 +269,7 @@ def test_a_block_that_does_not_vary_over_the_axis_is_refused(name):
     function, argument = REPLICATED[name]
     with pytest.raises(ValueError, match=f"^{argument}: expected the local shard of each rank of axis 'tensor', got "):
         on_a_replicated_block(function)
-    # One rank holds all of it; and without replication types nothing is known.
+    # One rank holds all of it; and without replication types only the shards tell.
     on_a_replicated_block(function, mesh_size=1)
-    on_a_replicated_block(function, check_vma=False)
+    with pytest.raises(ValueError, match=r"^vocab: expected the shards under shard_map\(check_vma=False\)"):
+        on_a_replicated_block(function, check_vma=False)

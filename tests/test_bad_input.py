@@ -1,5 +1,6 @@
 """Bad input over the whole public API: a ValueError that names the argument, what was expected and what was seen."""
 
+import functools
 import re
 
 import jax
@@ -58,6 +59,30 @@ def head_in_shard_map(rows, vocab):
     )(jnp.ones((3, HIDDEN), jnp.float32), jnp.ones((4 * rows, HIDDEN), jnp.float32), jnp.zeros(3, jnp.int32))
 
 
+def log_probs_of(hidden, weight, targets, axis_name):
+    return jaxlogp.linear_log_probs(hidden, weight, targets, axis_name=axis_name).log_probs
+
+
+def loss_sum(hidden, weight, targets, axis_name):
+    given = -jnp.ones(3), jnp.ones(3), jnp.ones(3, bool)
+    return jaxlogp.linear_policy_loss(hidden, weight, targets, *given, axis_name=axis_name)[1].log_probs
+
+
+def logits_of(hidden, weight, targets, axis_name):
+    return jaxlogp.log_probs_from_logits(hidden @ weight.T, targets, axis_name=axis_name).log_probs
+
+
+def rows_of(hidden, weight, targets, axis_name):
+    return jaxlogp.embedding_lookup(weight, targets, axis_name=axis_name)[:, 0]
+
+
+def named_axis(axis_name, function=log_probs_of, mesh=mesh):
+    """Traced, on shards of the weight and tokens that all ranks have."""
+    run = functools.partial(function, axis_name=axis_name)
+    mapped = jax.shard_map(run, mesh=mesh(), in_specs=(P(), P("tensor"), P()), out_specs=P("tensor"))
+    return jax.eval_shape(mapped, floats(3, HIDDEN), floats(12, HIDDEN), ids(3))
+
+
 def embedding(**changes):
     good = {"table": jnp.ones((VOCAB, HIDDEN), jnp.float32), "token_ids": jnp.zeros(TOKENS, jnp.int32)}
     return jaxlogp.embedding_lookup(**{**good, **changes})
@@ -104,6 +129,11 @@ CASES = {
     "targets of another shape": (lambda: head(targets=ids(3, 2)), "targets", ["(2, 3)", "(3, 2)"]),
     "targets of floats": (lambda: head(targets=floats(*TOKENS)), "targets", ["float32"]),
     "an active target too large": (lambda: head(targets=ids(*TOKENS).at[1, 2].set(10)), "targets", ["10", "(1, 2)"]),
+    "a known target too large, with traced hidden states": (
+        lambda: jax.eval_shape(lambda h: head(hidden=h, targets=np.full(TOKENS, 10)), floats(*TOKENS, HIDDEN)),
+        "targets",
+        ["10", "(0, 0)"],
+    ),
     "an active target below 0": (lambda: head(targets=ids(*TOKENS).at[0, 1].set(-1)), "targets", ["-1", "(0, 1)"]),
     "an unmasked ignore index": (
         lambda: head(targets=ids(*TOKENS, fill=-100), mask=jnp.zeros(TOKENS, bool).at[1, 0].set(True)),
@@ -118,6 +148,10 @@ CASES = {
     "temperature below 0": (lambda: head(temperature=-1.5), "temperature", ["-1.5"]),
     "temperature NaN": (lambda: head(temperature=float("nan")), "temperature", ["nan"]),
     "temperature infinite": (lambda: head(temperature=float("inf")), "temperature", ["inf"]),
+    "temperature whose reciprocal is infinite": (lambda: head(temperature=1e-44), "temperature", ["1e-44"]),
+    "temperature that is infinite in fp32": (lambda: head(temperature=1e39), "temperature", ["1e+39"]),
+    "soft cap that is 0 in fp32": (lambda: head(softcap=1e-60), "softcap", ["1e-60"]),
+    "logits, a subnormal temperature": (lambda: logits(temperature=1e-44), "temperature", ["1e-44"]),
     "soft cap 0": (lambda: head(softcap=0.0), "softcap", ["0"]),
     "soft cap below 0": (lambda: head(softcap=-30.0), "softcap", ["-30"]),
     "logit scale NaN": (lambda: head(logit_scale=float("nan")), "logit_scale", ["nan"]),
@@ -165,6 +199,17 @@ CASES = {
         lambda: sharded_head(targets=ids(4, 3).at[3, 2].set(12)),
         "targets",
         ["12", "(3, 2)"],
+    ),
+    "axis_name forgotten": (lambda: named_axis(None), "axis_name", ["'tensor'", "weight varies"]),
+    "axis_name forgotten in a loss": (lambda: named_axis(None, loss_sum), "axis_name", ["'tensor'", "weight varies"]),
+    "axis_name of no mesh": (lambda: named_axis("model"), "axis_name", ["('data', 'tensor')", "'model'"]),
+    "logits, axis_name of no mesh": (lambda: named_axis("model", logits_of), "axis_name", ["'model'"]),
+    "embedding, axis_name of no mesh": (lambda: named_axis("model", rows_of), "axis_name", ["'model'"]),
+    "axis_name outside of shard_map": (lambda: head(axis_name="tensor"), "axis_name", ["shard_map", "'tensor'"]),
+    "axis_name of a vmap": (
+        lambda: jax.vmap(lambda w: head(weight=w, axis_name="tensor"), axis_name="tensor")(floats(2, VOCAB, HIDDEN)),
+        "axis_name",
+        ["shard_map", "'tensor'"],
     ),
     # log_probs_from_logits
     "logits of integers": (lambda: logits(logits=ids(*TOKENS, VOCAB)), "logits", ["int32"]),
@@ -251,6 +296,9 @@ def test_the_good_arguments_are_good():
     assert head().log_probs.shape == logits().log_probs.shape == TOKENS
     assert jax.eval_shape(sharded_head).log_probs.shape == (4, 3)
     assert jax.eval_shape(lambda: head_in_shard_map(3, jaxlogp.VocabShards.even(12, 4))).shape == (3,)
+    assert named_axis("tensor").shape == (12,)
+    one_rank = jax.make_mesh((2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    assert named_axis(None, mesh=lambda: one_rank).shape == (3,)
     assert embedding().shape == (*TOKENS, HIDDEN)
     assert jax.eval_shape(sharded_embedding).shape == (4, 3, HIDDEN)
     assert int(policy().count) == 6

@@ -16,7 +16,7 @@ NAMES = """
     PolicyLoss policy_loss policy_metrics policy_metric_terms log_ratio ratio kl_k1 kl_k2 kl_k3
     GradientFilter VocabOrder vocab_order_by_mean_logit vocab_order_by_count skipped_tiles
     Engine HeadCall HeadSpec HopperEngine TritonEngine ReferenceEngine register_engine why_not nan_unless_equal
-    linear_policy_loss drift_report DriftReport check_invariance InvarianceReport
+    linear_policy_loss sharded_linear_policy_loss drift_report DriftReport check_invariance InvarianceReport
 """.split()
 EXTRAS = """
     flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers triton jax_triton

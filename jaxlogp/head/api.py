@@ -60,6 +60,11 @@ def linear_log_probs(
     ``check_vma=True`` (its default). Reverse mode only. The gradient of ``reference``, and of ``chunked`` without a
     gradient filter, can be differentiated again (``jax.hessian``); the other engines refuse that.
 
+    On whole arrays whose weight is known to be split along V over one mesh axis (by an Explicit axis in its type, or as a
+    concrete array), the call is :func:`sharded_linear_log_probs`. Under ``jax.jit`` with Auto axes, and while a call with
+    such arrays is differentiated, nothing is known: XLA then gathers the weight, and every device computes all tokens.
+    Call :func:`sharded_linear_log_probs` there.
+
     Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
     NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`. With ``sequence_dim`` (Megatron's sequence
     parallelism) each rank passes its own part of the tokens' hidden states instead, and targets and mask of all tokens:
@@ -72,14 +77,14 @@ def linear_log_probs(
       targets: [*tokens], integer ids of the whole vocabulary.
       mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
       bias: [V] or [V_local], added to the product.
-      temperature: T, a Python number > 0; applied to the logits, so it never rounds the weight.
+      temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
       logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-      softcap: cap, a Python number > 0, or None.
+      softcap: cap, a Python number from 2^-126 to 2^126, or None. It hides an overflow of the product.
       with_entropy: also return the entropy; no additional collective either way.
       with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
       axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width rows
-        (:meth:`VocabShards.shard_rows`).
+      vocab: the shards; None means equal ones, except under ``shard_map(check_vma=False)``, where they must be given.
+        Uneven shards are padded to vocab.max_width rows (:meth:`VocabShards.shard_rows`).
       sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, in equal parts in the order of the
         ranks; None where every rank has all of them.
       out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
@@ -97,8 +102,9 @@ def linear_log_probs(
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a weight, or with ``sequence_dim`` hidden states, that are the same
-        on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
+      ValueError: wrong shapes, dtypes or options; an ``axis_name`` that the surrounding ``shard_map`` does not have, or
+        none where the weight alone varies over an axis; a weight, or with ``sequence_dim`` hidden states, that are the
+        same on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
         known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
         differentiated under ``shard_map(check_vma=False)``, and when a gradient is differentiated again with an engine
         that does not allow it.
@@ -114,6 +120,8 @@ def linear_log_probs(
       head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; Korthikanti et al., Reducing
       Activation Recomputation in Large Transformer Models, 2022 (sequence parallelism).
     """
+    from jaxlogp.head import sharded  # it imports this module
+
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": sequence_dim}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy, "frozen": frozen_head}
@@ -127,15 +135,27 @@ def linear_log_probs(
         return jax.tree.map(lambda x: x.reshape(targets.shape), values._replace(lse=lse))
 
     check_operands(hidden, weight, bias, weight_layout)
+    unsharded = axis_name is None and vocab is None and sequence_dim is None
+    mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
+    if mesh is not None:
+        options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
+        options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
+        return sharded.sharded_linear_log_probs(hidden, weight, targets, mask=mask, bias=bias, **options)
     return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
 
 
+# Each pass is one program outside of jit too, where the loops of an engine would be compiled again in every call.
+one_program = functools.partial(jax.jit, static_argnums=0, inline=True)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@one_program
 def head_values(engine: Engine, call: HeadCall) -> TokenLogProbs:
     """Log-probs, entropy and lse by one engine; their gradient is defined here and nowhere else, for all engines."""
     return engine.forward(operands_of(engine, call))[0]
 
 
+@one_program
 def _forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple[HeadCall, Any]]:
     require_checked_axes(call.axis_name)
     call = differentiable_once(engine, call)
@@ -143,6 +163,7 @@ def _forward(engine: Engine, call: HeadCall) -> tuple[TokenLogProbs, tuple[HeadC
     return values, (call, kept)
 
 
+@one_program
 def _backward(engine: Engine, residuals: tuple[HeadCall, Any], g: TokenLogProbs) -> tuple[HeadCall]:
     call, kept = residuals
     g = differentiable_once(engine, g if call.with_entropy else g._replace(entropy=None))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import (
     AxisName,
+    require_axis_name,
     require_varying,
     union_of_varying_axes,
     vary_over,
@@ -251,10 +252,12 @@ def head_call(
     require_varying(weight, axis_name, "weight")
     all_live = mask is None
     split = _sequence_split(hidden, axis_name, sequence_dim, shard.num_shards)
-    mask = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
+    if axis_name is None:
+        require_axis_name(weight, hidden, targets, mask)
+    labels = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
     if out_of_vocab == "error":
-        require_ids_in_range(targets, shard.vocab_size, "targets", mask)
-    hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, mask))
+        require_ids_in_range(targets, shard.vocab_size, "targets", labels)
+    hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, labels))
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)

@@ -16,6 +16,7 @@ from jaxlogp.head.api import (
     cotangents_of,
     differentiable_once,
     head_values,
+    one_program,
     operands_of,
     owned_gradients,
     refuse_derivative,
@@ -137,6 +138,8 @@ def linear_policy_loss(
     References:
       Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
+    from jaxlogp.head import sharded  # it imports this module
+
     loss = grpo() if loss is None else loss
     spec = HeadSpec(temperature, logit_scale, softcap, fp32_head)
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
@@ -153,6 +156,14 @@ def linear_policy_loss(
         return WeightedSum(total, count, loss.grad_divisor), values
 
     check_operands(hidden, weight, bias, weight_layout)
+    unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
+    mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
+    if mesh is not None:
+        options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
+        options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
+        options |= {"ref_log_probs": ref_log_probs, "document_ids": document_ids, "num_documents": num_documents}
+        arguments = hidden, weight, targets, old_log_probs, advantages, mask
+        return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
     if isinstance(num_documents, int | np.integer):
         # A static upper bound of the number of documents.
@@ -229,6 +240,7 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@one_program
 def _loss_sum(static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None) -> tuple[Array, TokenLogProbs]:
     """The loss sum of this part of the step, and its values; the gradient comes from the forward rule."""
     engine = static.engine
@@ -315,6 +327,7 @@ def _values_backward(engine: Engine, residuals: tuple, g: TokenLogProbs) -> tupl
 _values_with_lse.defvjp(_values_forward, _values_backward)
 
 
+@one_program
 def _loss_forward(
     static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
@@ -344,6 +357,7 @@ def _loss_forward(
     return (_total(loss, values, tokens), values), (call, gradients, unscale)
 
 
+@one_program
 def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogProbs]) -> tuple[HeadCall, None, None]:
     """The gradients times the cotangent of the loss sum, then their psums; the values have no cotangent."""
     call, gradients, unscale = residuals

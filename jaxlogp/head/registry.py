@@ -7,7 +7,8 @@ engines that it names. The record says which one ran, and why those before it di
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ ENGINES: dict[str, Engine] = {
 AUTOMATIC = ("hopper", "triton", "chunked")
 
 
+# Static, so that a compiled program can return the records of its trace.
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class HeadRun:
     """One traced head call.
@@ -196,6 +199,16 @@ def report(run: HeadRun) -> None:
     """Adds ``run`` to every open :func:`record_head_runs`."""
     for record in _records.get():
         record.append(run)
+
+
+def with_head_runs(function: Callable[[], Any]) -> tuple[Any, tuple[HeadRun, ...]]:
+    """Returns the result of ``function`` and its head runs, which no open record sees."""
+    record: list[HeadRun] = []
+    token = _records.set((record,))
+    try:
+        return function(), tuple(record)
+    finally:
+        _records.reset(token)
 
 
 @contextlib.contextmanager

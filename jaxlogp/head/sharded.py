@@ -1,49 +1,90 @@
-"""``linear_log_probs`` on global arrays: the ``shard_map`` around it."""
+"""``linear_log_probs`` and ``linear_policy_loss`` on global arrays: the ``shard_map`` around them, compiled once."""
 
+import functools
 import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._compat import place
+from jaxlogp._arrays import as_int32
+from jaxlogp._compat import axis_tuple, known_sharding, place
 from jaxlogp.errors import describe, require, require_ids_in_range
 from jaxlogp.head.api import linear_log_probs
-from jaxlogp.head.call import check_operands
-from jaxlogp.head.registry import default_shards, first_choice
+from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
+from jaxlogp.head.policy_loss import linear_policy_loss
+from jaxlogp.head.registry import EngineChoice, default_shards, first_choice, report, with_head_runs
+from jaxlogp.losses import PolicyLoss, grpo, loss_tokens
+from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import check_targets
 from jaxlogp.vocab import VocabShards
 
 
+class _Layout(NamedTuple):
+    """How a head call lies on a mesh: static and hashable."""
+
+    mesh: Mesh
+    vocab_axis: str
+    token_axes: tuple[str, ...]
+    weight_axis: str | None
+    vocab_dim: int
+    sequence_dim: int | None
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        return PartitionSpec(self.token_axes if self.token_axes else None)
+
+    @property
+    def hidden(self) -> PartitionSpec:
+        if self.sequence_dim is None:
+            return self.tokens
+        split = [self.token_axes, *[()] * self.sequence_dim]
+        split[self.sequence_dim] += (self.vocab_axis,)
+        return PartitionSpec(*(axes if axes else None for axes in split))
+
+    @property
+    def weight(self) -> PartitionSpec:
+        return PartitionSpec(*(self.vocab_axis if dim == self.vocab_dim else self.weight_axis for dim in range(2)))
+
+    def specs(self, arrays: dict[str, Array | None]) -> dict[str, PartitionSpec]:
+        return {name: PartitionSpec() if x is None or x.ndim == 0 else self.tokens for name, x in arrays.items()}
+
+
 def sharded_linear_log_probs(
     hidden: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "vocab hidden"],
+    weight: HeadWeight,
     targets: Int[Array, "*tokens"],
     *,
     mesh: Mesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
-    vocab: VocabShards | None = None,
     weight_axis: str | None = None,
+    vocab: VocabShards | None = None,
     mask: Bool[Array, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
-    **options: object,
+    **options: Any,
 ) -> TokenLogProbs:
-    """:func:`linear_log_probs` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
+    """:func:`linear_log_probs` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it, as one program.
+
+    Compiled once for each combination of shapes and options, also outside of ``jax.jit``.
 
     Args:
-      hidden: [*tokens, H], first dimension split over ``token_axes``.
-      weight: [V, H], the whole weight; rows split over ``vocab_axis``. Unequal shards are padded to one width first, a
-        copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
+      hidden: [*tokens, H], first dimension split over ``token_axes``; with ``sequence_dim`` that dimension is split over
+        ``vocab_axis`` as well.
+      weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight; V is split over ``vocab_axis``. Unequal
+        shards are padded to one width first, a copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
       targets: [*tokens].
       mesh: the device mesh; Explicit and Auto axes both work.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
-      vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
       weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
         gradient scattered back, inside.
+      vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
       mask: [*tokens] or None.
       bias: [V] or None.
       **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
@@ -53,42 +94,227 @@ def sharded_linear_log_probs(
 
     Raises:
       ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_log_probs refuses.
-    """
-    check_operands(hidden, weight, bias)
-    for argument, axis in [("vocab_axis", vocab_axis), *(("token_axes", axis) for axis in token_axes)]:
-        require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
-    require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
-    choice = options.get("engine", "auto")
-    engine = first_choice(choice)
-    shards = default_shards(choice, weight.shape[0], mesh.shape[vocab_axis]) if vocab is None else vocab
-    require(isinstance(shards, VocabShards), "vocab", "a VocabShards or None", describe(shards))
-    require(weight.shape[0] == shards.vocab_size, "weight", f"vocab_size {shards.vocab_size} rows", describe(weight))
-    tokens = hidden.shape[:-1]
-    labels = check_targets(targets, mask, tokens, shards.vocab_size)
-    if options.get("out_of_vocab", "error") == "error":
-        require_ids_in_range(targets, shards.vocab_size, "targets", labels)
-    split = math.prod(mesh.shape[axis] for axis in token_axes)
-    seen = f"shape {hidden.shape}"
-    require(len(tokens) > 0 and tokens[0] % split == 0, "hidden", f"a first dimension divisible by {split}", seen)
 
-    token_spec = PartitionSpec(token_axes if token_axes else None)
+    Example:
+      >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+      >>> hidden, weight = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4))
+      >>> result = sharded_linear_log_probs(hidden, weight, jax.numpy.array([1, 2]), mesh=mesh)
+      >>> [round(x, 4) for x in result.log_probs.tolist()]
+      [-2.0794, -2.0794]
+    """
+    layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
+    _check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], options)
+    arrays = {"targets": as_int32(targets), "mask": mask}
+    return _run(_log_probs, layout, (hidden, weight, bias), arrays, vocab, options)
+
+
+def sharded_linear_policy_loss(
+    hidden: Float[Array, "*tokens hidden"],
+    weight: HeadWeight,
+    targets: Int[Array, "*tokens"],
+    old_log_probs: Float[Array, "*tokens"],
+    advantages: Float[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"],
+    *,
+    mesh: Mesh,
+    vocab_axis: str = "tensor",
+    token_axes: tuple[str, ...] = ("data",),
+    weight_axis: str | None = None,
+    vocab: VocabShards | None = None,
+    loss: PolicyLoss | None = None,
+    ref_log_probs: Float[Array, "*tokens"] | None = None,
+    document_ids: Int[Array, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[Array, ""] | None = None,
+    lse: Float[Array, "*tokens"] | None = None,
+    bias: Float[Array, " vocab"] | None = None,
+    **options: Any,
+) -> tuple[WeightedSum, TokenLogProbs]:
+    """:func:`linear_policy_loss` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it, as one program.
+
+    The result is that of ``linear_policy_loss`` on one device: the sum over all tokens, psums done. Documents may be
+    split over the mesh anywhere.
+
+    Args:
+      hidden: as in :func:`sharded_linear_log_probs`.
+      weight: as in :func:`sharded_linear_log_probs`.
+      targets: [*tokens].
+      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats.
+      advantages: [*tokens].
+      mask: [*tokens], True where the target is a label.
+      mesh: as in :func:`sharded_linear_log_probs`, like the four arguments below.
+      vocab_axis: mesh axis that shards the vocabulary.
+      token_axes: mesh axes that shard the first token dimension; () for none.
+      weight_axis: mesh axis over which H is split, or None.
+      vocab: the shards, or None.
+      loss: the loss; None means ``jaxlogp.losses.grpo()``.
+      ref_log_probs: [*tokens] or None.
+      document_ids: [*tokens], ids of documents of the whole arrays, or None.
+      num_documents: number of documents of the whole arrays, or None.
+      lse: [*tokens] or None, as in :func:`linear_policy_loss`.
+      bias: [V] or None.
+      **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and
+        ``document_axis_name``.
+
+    Returns:
+      (WeightedSum of all tokens, TokenLogProbs of global arrays [*tokens]).
+
+    Raises:
+      ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_policy_loss refuses.
+
+    Example:
+      >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+      >>> hidden, weight, ones = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4)), jax.numpy.ones(2)
+      >>> given = jax.numpy.array([1, 2]), ones * -2.0794415, ones, ones > 0
+      >>> round(float(sharded_linear_policy_loss(hidden, weight, *given, mesh=mesh)[0].mean()), 4)
+      -1.0
+    """
+    loss = grpo() if loss is None else loss
+    layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
+    _check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], options)
+    documents = {"ref_log_probs": ref_log_probs, "document_ids": document_ids}
+    # Its checks of values, which the program cannot make; nothing is computed.
+    checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, mask, **documents)
+    jax.eval_shape(lambda: checked(num_documents=num_documents)[1])
+    documents["document_ids"] = None if document_ids is None else as_int32(document_ids)
+    arrays = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs, "advantages": advantages}
+    arrays |= documents | {"lse": lse}
+    options = options | {"loss": loss}
+    static = num_documents is None or isinstance(num_documents, int | np.integer)
+    given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))
+    given["num_documents"] = value
+    return _run(_policy_loss, layout, (hidden, weight, bias), arrays, vocab, options)
+
+
+def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineChoice) -> dict[str, Any] | None:
+    """The arguments of a sharded function for arrays that are known to be split; None where V is not, or in other ways.
+
+    Known are the shardings of concrete arrays and those over Explicit axes, and nothing inside of a ``shard_map``.
+    """
+    tokens, head = known_sharding(hidden), known_sharding(weight)
+    vocab_dim = WEIGHT_LAYOUTS.index(weight_layout)
+    vocab_axis, weight_axis = head.spec[vocab_dim], head.spec[1 - vocab_dim]
+    token_axes = axis_tuple(tokens.spec[0]) if hidden.ndim > 1 else ()
+    chosen = first_choice(engine)
+    possible = (
+        hidden.ndim > 1
+        and isinstance(vocab_axis, str)
+        and (weight_axis is None or isinstance(weight_axis, str))
+        and not (weight_axis is not None and chosen is not None and chosen.reduces_gradients)
+        and not any(tokens.spec[1:])
+        and vocab_axis not in token_axes
+        and (not token_axes or dict(tokens.mesh.shape) == dict(head.mesh.shape))
+    )
+    axes = {"vocab_axis": vocab_axis, "weight_axis": weight_axis, "token_axes": token_axes}
+    return {"mesh": head.mesh, **axes} if possible else None
+
+
+def _log_probs(layout: _Layout, hidden: Array, weight: Array, **given: Any) -> TokenLogProbs:
+    return linear_log_probs(hidden, weight, **given)
+
+
+def _policy_loss(layout: _Layout, hidden: Array, weight: Array, **given: Any) -> tuple[WeightedSum, TokenLogProbs]:
+    axes = layout.token_axes if layout.token_axes else None
+    total, values = linear_policy_loss(hidden, weight, document_axis_name=axes, **given)
+    return total.psum(layout.token_axes), values
+
+
+_OUT_SPECS: dict[Callable, Callable[[_Layout], Any]] = {
+    _log_probs: lambda layout: layout.tokens,
+    _policy_loss: lambda layout: (PartitionSpec(), layout.tokens),
+}
+
+
+def _layout(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    mesh: Mesh,
+    vocab_axis: str,
+    token_axes: tuple[str, ...],
+    weight_axis: str | None,
+    options: dict[str, Any],
+) -> _Layout:
+    weight_layout, sequence_dim = options.get("weight_layout", "vh"), options.get("sequence_dim")
+    check_operands(hidden, weight, bias, weight_layout)
+    named = {"vocab_axis": (vocab_axis,), "token_axes": token_axes}
+    named["weight_axis"] = () if weight_axis is None else (weight_axis,)
+    for argument, axis in ((argument, axis) for argument, axes in named.items() for axis in axes):
+        require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+    for name, instead in (("axis_name", "vocab_axis"), ("document_axis_name", "token_axes")):
+        require(name not in options, name, f"not to be given ({instead} names it)", repr(options.get(name)))
+    tokens = hidden.shape[:-1]
+    split = math.prod(mesh.shape[axis] for axis in token_axes)
+    ok = len(tokens) > 0 and tokens[0] % split == 0
+    require(ok, "hidden", f"a first dimension divisible by {split}", f"shape {hidden.shape}")
+    if sequence_dim is not None:
+        ok = isinstance(sequence_dim, int) and 0 <= sequence_dim < len(tokens)
+        require(ok, "sequence_dim", f"a dimension of the tokens {tokens}", repr(sequence_dim))
+        parts = mesh.shape[vocab_axis] * (split if sequence_dim == 0 else 1)
+        expected = f"a dimension {sequence_dim} divisible by {parts}"
+        require(tokens[sequence_dim] % parts == 0, "hidden", expected, f"shape {hidden.shape}")
+    vocab_dim = WEIGHT_LAYOUTS.index(weight_layout)
     if weight_axis is not None:
-        require(weight_axis in mesh.shape, "weight_axis", f"an axis of {tuple(mesh.axis_names)}", repr(weight_axis))
-        size = mesh.shape[weight_axis]
+        size, engine = mesh.shape[weight_axis], first_choice(options.get("engine", "auto"))
         # An engine that sums gradients itself, in its own order, must see the weight as it is stored.
         ok = engine is None or not engine.reduces_gradients
         require(ok, "weight_axis", "None with an engine that sums gradients itself", repr(weight_axis))
-        require(weight.shape[1] % size == 0, "weight", f"a second dimension divisible by {size}", describe(weight))
+        expected = f"a hidden dimension divisible by {size}"
+        require(weight.shape[1 - vocab_dim] % size == 0, "weight", expected, describe(weight))
+    return _Layout(mesh, vocab_axis, token_axes, weight_axis, vocab_dim, sequence_dim)
 
-    def local(hidden: Array, weight: Array, bias: Array | None, targets: Array, mask: Array | None) -> TokenLogProbs:
-        if weight_axis is not None:
-            weight = lax.all_gather(weight, weight_axis, axis=1, tiled=True)
-        return linear_log_probs(
-            hidden, weight, targets, mask=mask, bias=bias, axis_name=vocab_axis, vocab=shards, **options
-        )
 
-    specs = (token_spec, PartitionSpec(vocab_axis, weight_axis), PartitionSpec(vocab_axis), token_spec, token_spec)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=token_spec)
-    rows = shards.shard_rows(weight), None if bias is None else shards.shard_rows(bias)
-    operands = (hidden, *rows, targets, mask)
-    return mapped(*(x if x is None else place(x, mesh, spec) for x, spec in zip(operands, specs, strict=True)))
+def _check_targets(targets: Any, mask: Any, tokens: tuple[int, ...], vocab_size: int, options: dict[str, Any]) -> None:
+    labels = check_targets(targets, mask, tokens, vocab_size)
+    if options.get("out_of_vocab", "error") == "error":
+        require_ids_in_range(targets, vocab_size, "targets", labels)
+
+
+def _run(
+    function: Callable,
+    layout: _Layout,
+    operands: tuple[Array, Array, Array | None],
+    arrays: dict[str, Array | None],
+    vocab: VocabShards | None,
+    options: dict[str, Any],
+) -> Any:
+    """Runs the program of ``function`` on the placed operands and reports its head runs."""
+    hidden, weight, bias = operands
+    mesh, vocab_size = layout.mesh, weight.shape[layout.vocab_dim]
+    engine = options.get("engine", "auto")
+    shards = default_shards(engine, vocab_size, mesh.shape[layout.vocab_axis]) if vocab is None else vocab
+    require(isinstance(shards, VocabShards), "vocab", "a VocabShards or None", describe(shards))
+    require(vocab_size == shards.vocab_size, "weight", f"vocab_size {shards.vocab_size} rows", describe(weight))
+    options = options | {"vocab": shards, "engine": tuple(engine) if isinstance(engine, list) else engine}
+    for name, value in options.items():
+        require(isinstance(value, Hashable), name, "a hashable value, not an array", describe(value))
+
+    weight = place(shards.shard_rows(weight, layout.vocab_dim), mesh, layout.weight)
+    bias = None if bias is None else place(shards.shard_rows(bias), mesh, PartitionSpec(layout.vocab_axis))
+    hidden = place(hidden, mesh, layout.hidden)
+    specs = layout.specs(arrays)
+    arrays = {name: None if x is None else place(x, mesh, specs[name]) for name, x in arrays.items()}
+    result, runs = _program((hidden, weight, bias), arrays, function, layout, tuple(sorted(options.items())))
+    for run in runs:
+        report(run)
+    return result
+
+
+# Outside of jit, a shard_map compiles each of its operations, and in every call again.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _program(
+    operands: tuple[Array, Array, Array | None],
+    arrays: dict[str, Array | None],
+    function: Callable,
+    layout: _Layout,
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
+    def local(operands: tuple[Array, Array, Array | None], arrays: dict[str, Array | None]) -> Any:
+        hidden, weight, bias = operands
+        if layout.weight_axis is not None:
+            weight = lax.all_gather(weight, layout.weight_axis, axis=1 - layout.vocab_dim, tiled=True)
+        given = arrays | dict(options) | {"bias": bias, "axis_name": layout.vocab_axis}
+        return with_head_runs(lambda: function(layout, hidden, weight, **given))
+
+    in_specs = (layout.hidden, layout.weight, PartitionSpec(layout.vocab_axis)), layout.specs(arrays)
+    out_specs = _OUT_SPECS[function](layout), PartitionSpec()
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)(operands, arrays)

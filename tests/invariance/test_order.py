@@ -143,7 +143,7 @@ REFUSED = {
         "weight_axis",
     ),
     "differentiation without replication types": (
-        lambda: in_shard_map(FIXED, 4, 256, grad=True, check_vma=False),
+        lambda: in_shard_map(FIXED, 4, 256, VocabShards.even(256, 4), grad=True, check_vma=False),
         "axis_name",
     ),
     "a sum of integers": (lambda: fixed_order_sum(jnp.arange(3), "tensor"), "x"),
@@ -177,7 +177,10 @@ def test_hidden_states_typed_as_varying_over_the_vocabulary_axis_have_no_fixed_o
 
 def test_the_forward_without_replication_types_is_the_same():
     wanted = np.asarray(jax.jit(lambda: in_shard_map(FIXED, 4, 256))())
-    assert np.asarray(jax.jit(lambda: in_shard_map(FIXED, 4, 256, check_vma=False))()).tobytes() == wanted.tobytes()
+    assert (
+        np.asarray(jax.jit(lambda: in_shard_map(FIXED, 4, 256, VocabShards.even(256, 4), check_vma=False))()).tobytes()
+        == wanted.tobytes()
+    )
 
 
 @functools.cache

@@ -1,0 +1,159 @@
+"""The sharded functions with every layout of their arrays, on four devices, against float64 on the whole arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlogp import (
+    ChunkedEngine,
+    linear_log_probs,
+    linear_policy_loss,
+    record_head_runs,
+    sharded_linear_log_probs,
+    sharded_linear_policy_loss,
+)
+from jaxlogp.losses import grpo, gspo
+from tests import oracle
+from tests.head import policy_problem
+from tests.head.policy_problem import DOCUMENTS, HEAD, OPTIONS, problem
+
+# fp32 on the same inputs (contract): values 1e-5, gradients 2e-5; the psums add four roundings of 2^-24.
+VALUE_ERROR, GRADIENT_ERROR = 1e-5, 2e-5
+LAYOUTS = {
+    "vh": {},
+    "hv": {"weight_layout": "hv"},
+    "hv, H over data": {"weight_layout": "hv", "weight_axis": "data"},
+    "vh, H over data": {"weight_axis": "data"},
+    "sequence parallel": {"sequence_dim": 1},
+    "sequence parallel in the first dimension": {"sequence_dim": 0},
+    "no token axes": {"token_axes": ()},
+}
+
+
+def mesh(kind):
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+
+
+def operands(data, layout):
+    weight = data["weight"].T if layout.get("weight_layout") == "hv" else data["weight"]
+    return data["hidden"], weight, data["bias"]
+
+
+def check_gradients(gradients, wanted, layout):
+    for name, gradient in zip(HEAD, gradients, strict=True):
+        gradient = gradient.T if name == "weight" and layout.get("weight_layout") == "hv" else gradient
+        assert oracle.relative_error(gradient, getattr(wanted, name)) < GRADIENT_ERROR, name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_against_float64(name):
+    data, layout = problem(), LAYOUTS[name]
+    mask = np.asarray(data["mask"])
+
+    def objective(hidden, weight, bias):
+        options = {"mesh": mesh(AxisType.Auto), "mask": data["mask"], **layout, **OPTIONS}
+        log_probs = sharded_linear_log_probs(hidden, weight, data["targets"], bias=bias, **options).log_probs
+        return log_probs.sum(), log_probs
+
+    gradients, log_probs = jax.grad(objective, (0, 1, 2), has_aux=True)(*operands(data, layout))
+    arguments = data["hidden"], data["weight"], data["targets"]
+    wanted, _ = oracle.head_log_probs(*arguments, mask, data["bias"], oracle.Head(**OPTIONS))
+    assert oracle.scaled_error(log_probs, wanted) < VALUE_ERROR
+    head = oracle.head_gradients(*arguments, mask * 1.0, None, mask, data["bias"], oracle.Head(**OPTIONS))
+    check_gradients(gradients, head, layout)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "loss", [grpo(), gspo(weighting="length", epsilon=0.2, epsilon_high=0.2)], ids=lambda x: x.name
+)
+@pytest.mark.parametrize("name", ["vh", "hv, H over data", "sequence parallel"])
+def test_policy_loss_against_float64(name, loss, kind):
+    """A document begins on one data rank and ends on the other."""
+    data, layout = problem(), LAYOUTS[name]
+    mask = np.asarray(data["mask"])
+
+    def objective(hidden, weight, bias):
+        given = (data[argument] for argument in ("targets", "old", "advantages", "mask"))
+        options = {"mesh": mesh(kind), "loss": loss, **policy_problem.of_the_loss(data, loss), **layout, **OPTIONS}
+        total, values = sharded_linear_policy_loss(hidden, weight, *given, bias=bias, **options)
+        return 3.0 * total.mean(), (total, values)
+
+    # Outside of a mesh context JAX itself cannot differentiate a number on Explicit axes.
+    with jax.set_mesh(mesh(kind)):
+        given = jax.device_put(operands(data, layout), NamedSharding(mesh(kind), P()))
+        gradients, (total, values) = jax.grad(objective, (0, 1, 2), has_aux=True)(*given)
+    arguments = data["hidden"], data["weight"], data["targets"]
+    log_probs, _ = oracle.head_log_probs(*arguments, mask, data["bias"], oracle.Head(**OPTIONS))
+    documents = (data["ids"], len(DOCUMENTS)) if loss.needs_documents else ()
+    wanted = getattr(oracle, loss.name.split(",")[0])(log_probs, data["old"], data["advantages"], mask, *documents)
+    assert abs(float(total.mean()) - wanted.loss) < VALUE_ERROR
+    assert oracle.scaled_error(values.log_probs, log_probs) < VALUE_ERROR
+    head = oracle.head_gradients(*arguments, 3 * wanted.gradient, None, mask, data["bias"], oracle.Head(**OPTIONS))
+    check_gradients(gradients, head, layout)
+
+
+@pytest.mark.bad_input
+def test_values_are_checked_before_the_program_runs():
+    data = problem()
+    given = [data[argument] for argument in ("hidden", "weight", "targets", "old", "advantages", "mask")]
+    place = tuple(np.argwhere(np.asarray(data["mask"]))[0])
+    bad = [*given[:4], data["advantages"].at[place].set(np.nan), given[5]]
+    with pytest.raises(ValueError, match="^advantages: expected a finite value"):
+        sharded_linear_policy_loss(*bad, mesh=mesh(AxisType.Auto))
+    with pytest.raises(ValueError, match="^document_axis_name: expected not to be given"):
+        sharded_linear_policy_loss(*given, mesh=mesh(AxisType.Auto), document_axis_name="data")
+    with pytest.raises(ValueError, match="^temperature: expected a hashable value"):
+        sharded_linear_log_probs(*given[:2], data["targets"] % 41, mesh=mesh(AxisType.Auto), temperature=np.ones(1))
+
+
+def split(kind, vocab_dim=0):
+    """Operands and the data of a loss on a mesh, the weight split along V and tokens over data."""
+    data = problem(vocab=512, bias=False)
+    spec = P(*(None if dim != vocab_dim else "tensor" for dim in range(2)))
+    specs = {"weight": spec} | dict.fromkeys(("hidden", "targets", "old", "advantages", "mask"), P("data"))
+    data["weight"] = data["weight"] if vocab_dim == 0 else data["weight"].T
+    return [jax.device_put(data[name], NamedSharding(mesh(kind), specs[name])) for name in WHOLE]
+
+
+WHOLE = ("hidden", "weight", "targets", "old", "advantages", "mask")
+TILED = ChunkedEngine(token_chunk=16, vocab_tile=64)
+PLAIN = {
+    "log-probs": lambda h, w, targets, old, advantages, mask, **options: linear_log_probs(
+        h, w, targets, mask=mask, **options
+    ).log_probs.sum(),
+    "loss": lambda *given, **options: linear_policy_loss(*given, **options)[0].sum,
+}
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_on_explicit_axes_gathers_no_weight(name, layout):
+    given = split(AxisType.Explicit, ["vh", "hv"].index(layout))
+    step = jax.jit(jax.value_and_grad(lambda *given: PLAIN[name](*given, weight_layout=layout, engine=TILED), (0, 1)))
+    text = step.lower(*given).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    # The control: without a sharding in the types XLA gathers it.
+    automatic = jax.jit(jax.grad(lambda *given: PLAIN[name](*given, weight_layout=layout, engine=TILED), (0, 1)))
+    assert "all-gather" in automatic.lower(*split(AxisType.Auto, ["vh", "hv"].index(layout))).compile().as_text()
+    value, gradients = step(*given)
+    alone = [jnp.asarray(np.asarray(x)) for x in given]
+    wanted, wanted_gradients = jax.value_and_grad(
+        lambda *given: PLAIN[name](*given, weight_layout=layout, engine="reference"), (0, 1)
+    )(*alone)
+    # Two fp32 computations, each within the contract's error of float64.
+    assert abs(float(value) - float(wanted)) < 2 * VALUE_ERROR * np.prod(given[2].shape)
+    for seen, want in zip(gradients, wanted_gradients, strict=True):
+        assert oracle.relative_error(seen, oracle.f64(want)) < 2 * GRADIENT_ERROR
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
+    with record_head_runs() as runs:
+        PLAIN[name](*split(kind))
+    assert [run.num_vocab_shards for run in runs] == [2]
