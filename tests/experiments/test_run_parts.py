@@ -136,7 +136,7 @@ def test_changed_files_of_a_model_are_refused(set_up, tmp_path, monkeypatch, cha
     """Of the run's own copy once there is a checkpoint; of the base's directory with adapters."""
     pytest.importorskip("tokenizers", reason="the extra hf is not installed")
     base = write_tiny_directory(tmp_path / "base", "smollm2", num_hidden_layers=1)
-    config = tiny(tmp_path, "run", task="addition:1", schedule={"row_length": 64})
+    config = tiny(tmp_path, "run", task="addition:1", schedule={"row_length": 64}, rollout={"max_new_tokens": 3})
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(type(config.model)(), path=str(base)),

@@ -19,6 +19,8 @@ from jaxlogp import (
     sharded_linear_policy_loss,
 )
 
+pytestmark = pytest.mark.costly
+
 EVENT = "/jax/core/compile/backend_compile_duration"
 VOCAB, HIDDEN = 26, 8
 RNG = np.random.default_rng(0)

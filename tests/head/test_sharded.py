@@ -20,6 +20,8 @@ from tests import oracle
 from tests.head import policy_problem
 from tests.head.policy_problem import DOCUMENTS, HEAD, OPTIONS, problem
 
+pytestmark = pytest.mark.costly
+
 # fp32 on the same inputs (contract): values 1e-5, gradients 2e-5; the psums add four roundings of 2^-24.
 VALUE_ERROR, GRADIENT_ERROR = 1e-5, 2e-5
 LAYOUTS = {
