@@ -44,6 +44,8 @@ GRACE_SECONDS = 5.0
 """A process in which nothing has failed has this long to arrive at the end by itself."""
 LEAVE_SECONDS = 15.0
 """A process that ends for a fault waits at most so long for the others, to leave with them."""
+FINISH_SECONDS = 300.0
+"""A process whose run went well waits at most so long for the others: the first still draws the curves."""
 _POLL_MS = 1000
 
 
@@ -198,7 +200,7 @@ class Processes:
                 return
         if failure.process != self.index and not self._ending.wait(GRACE_SECONDS):
             _say(f"error: {failure}")
-            self._leave(failure.code)
+            self._leave(failure.code, LEAVE_SECONDS)
 
     def _failure(self) -> Failure | None:
         try:
@@ -233,7 +235,7 @@ class Processes:
             _say(f"error: {sentence}" if self.first else f"error: process {self.index}: {sentence}")
         elif failure.sentence != sentence:
             _say(f"error: {failure}")
-        self._leave(failure.code)
+        self._leave(failure.code, LEAVE_SECONDS)
 
     def _told_within(self, seconds: float) -> Failure | None:
         deadline = time.monotonic() + seconds
@@ -252,7 +254,16 @@ class Processes:
             return self._failure() or failure
         return failure
 
-    def _leave(self, code: int) -> None:
+    def finish(self) -> None:
+        """Ends one of several processes after a run that went well.
+
+        The interpreter's own end takes the connections down while JAX still watches them, and JAX logs that as errors.
+        """
+        if self.count > 1:
+            self._ending.set()
+            self._leave(0, FINISH_SECONDS)
+
+    def _leave(self, code: int, seconds: float) -> None:
         """Ends the process without the interpreter's own end, which would wait for the others, and they for it."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -261,7 +272,7 @@ class Processes:
             self._store.key_value_set(f"{ROOM}/left/{self.index}", "left")
         # JAX aborts all others once it misses one, which may be half a heartbeat's timeout after that one has gone: all go
         # together.
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + seconds
         for process in range(self.count):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 while self._read(f"{ROOM}/left/{process}") is None and time.monotonic() < deadline:
