@@ -30,8 +30,8 @@ from jaxlogp.vocab import VocabShards, local_shard
 def log_probs_from_logits(
     logits: Float[Array, "*tokens vocab"],
     targets: Integer[Array, "*tokens"],
-    *,
     mask: Bool[Array, "*tokens"] | None = None,
+    *,
     temperature: float = 1.0,
     with_entropy: bool = False,
     axis_name: AxisName | None = None,

@@ -32,8 +32,8 @@ def linear_log_probs(
     hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
-    *,
     mask: Bool[Array, "*tokens"] | None = None,
+    *,
     bias: Float[Array, " vocab"] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
@@ -268,9 +268,9 @@ def skipped_tiles(
     hidden: Float[Array, "*tokens hidden"],
     weight: Float[Array, "vocab hidden"],
     targets: Int[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"] | None = None,
     *,
     engine: Engine,
-    mask: Bool[Array, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
@@ -289,9 +289,9 @@ def skipped_tiles(
       hidden: [*tokens, H].
       weight: [V, H], or the local shard [V_local, H].
       targets: [*tokens].
+      mask: as in :func:`linear_log_probs`.
       engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
-      mask: as in :func:`linear_log_probs`, and so are the arguments below.
-      bias: [V] or [V_local], or None.
+      bias: as in :func:`linear_log_probs`, like the arguments below.
       temperature: T.
       logit_scale: multiplier of the logits.
       softcap: cap or None.
