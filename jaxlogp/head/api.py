@@ -71,8 +71,8 @@ def linear_log_probs(
     the parts are gathered before the product, and the gradient is summed and split again by one reduce-scatter in fp32.
 
     Args:
-      hidden: [*tokens, H], any float dtype. Cast to the weight's dtype for the product unless ``fp32_head``; its
-        gradient comes back in its own dtype.
+      hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused: all sums are fp32). Cast to the weight's dtype for the
+        product unless ``fp32_head``; its gradient comes back in its own dtype.
       weight: [V, H], or the local shard [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
       targets: [*tokens], integer ids of the whole vocabulary.
       mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
@@ -95,8 +95,9 @@ def linear_log_probs(
         gradients are not computed, and 0.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
-        batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of
-        names and objects, of which the first that can take the call is used.
+        batch, see docs/invariance.md; its default order needs V >= 24), an engine object such as
+        ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, of which the first that can take the call
+        is used.
 
     Returns:
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.

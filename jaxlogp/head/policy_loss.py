@@ -87,7 +87,7 @@ def linear_policy_loss(
     ranks, as a psum of it does. Reverse mode only, and no second derivatives.
 
     Args:
-      hidden: [*tokens, H], any float dtype.
+      hidden: [*tokens, H], bf16, fp16 or fp32.
       weight: [V, H], or the local shard [V_local, H].
       targets: [*tokens], integer ids of the whole vocabulary.
       old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None where the sampler is this head

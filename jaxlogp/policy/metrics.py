@@ -96,7 +96,8 @@ divisor is "num_tokens" instead, and there is no second form."""
 class PolicyMetricTerms:
     """Reducible parts of metrics: scalars by name, each combined the way `METRICS` says.
 
-    Sums are fp32, counts are int32 and exact; an empty part holds the identities 0, -inf and inf.
+    Sums are fp32 (float64 for float64 log-probs or rewards), counts are int32 and exact; an empty part holds the
+    identities 0, -inf and inf.
     """
 
     values: dict[str, Array]
@@ -325,7 +326,7 @@ def reward_terms(
     """
     mask = labels_of(mask, shape_of(rewards, "rewards"))
     check_labels({"rewards": rewards}, mask)
-    return _statistics("reward", "num_rewards", jnp.asarray(rewards).astype(jnp.float32), jnp.asarray(mask))
+    return _statistics("reward", "num_rewards", jnp.asarray(rewards).astype(compute_dtype(rewards)), jnp.asarray(mask))
 
 
 def staleness_terms(
@@ -448,14 +449,14 @@ def _loss_terms(
     rest = {name: given[name] for name in ("old_log_probs", "advantages", "ref_log_probs") if name in given}
     tokens, count = loss_tokens(loss, mask=mask, **rest, **options)
     parts = loss_parts(loss, values.pop("log_probs"), tokens, **values)
-    sums = {f"loss_{name}": jnp.sum(part).astype(jnp.float32) for name, part in parts.items()}
+    sums = {f"loss_{name}": jnp.sum(part) for name, part in parts.items()}
     return sums | {"loss_count": count}
 
 
 def _extremes(name: str, values: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
     return {
-        f"max_{name}": jnp.max(jnp.where(mask, values, -jnp.inf)).astype(jnp.float32),
-        f"min_{name}": jnp.min(jnp.where(mask, values, jnp.inf)).astype(jnp.float32),
+        f"max_{name}": jnp.max(jnp.where(mask, values, -jnp.inf)),
+        f"min_{name}": jnp.min(jnp.where(mask, values, jnp.inf)),
     }
 
 
@@ -472,7 +473,7 @@ def _counts(loss: PolicyLoss, layout: DocumentLayout | None, mask: Bool[AnyArray
 
 
 def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, " tokens"]) -> Float[Array, ""]:
-    return jnp.sum(jnp.where(weights != 0, weights * values, 0.0)).astype(jnp.float32)
+    return jnp.sum(jnp.where(weights != 0, weights * values, 0.0))
 
 
 def _statistics(
