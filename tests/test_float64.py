@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxlogp
+from jaxlogp import log_probs_from_logits
 from jaxlogp.reduce import masked_max, masked_mean
 
 
@@ -20,6 +21,7 @@ def test_float64_operands_are_refused():
         "hidden": lambda: jaxlogp.linear_log_probs(hidden, narrow(weight), targets),
         "weight": lambda: jaxlogp.linear_log_probs(narrow(hidden), jnp.asarray(weight), targets),
         "bias": lambda: jaxlogp.head_logits(narrow(hidden), narrow(weight), bias=bias),
+        "logits": lambda: log_probs_from_logits(jnp.asarray(weight), np.zeros(6, np.int32)),
     }
     for argument, call in calls.items():
         with jax.enable_x64(True):
