@@ -297,6 +297,10 @@ def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh
     shape = "[V, H]" if weight_layout == "vh" else "[H, V]"
     require(weight.ndim == 2 and weight.size > 0, "weight", f"shape {shape} with V, H > 0", describe(weight))
     columns, size = weight.shape if weight_layout == "vh" else weight.shape[::-1]
+    transposed = hidden.shape[-1] == columns != size
+    other = {"vh": "hv", "hv": "vh"}[weight_layout]
+    cause = f"{describe(weight)} ([{', '.join(other.upper())}]? pass weight_layout={other!r})"
+    require(not transposed, "weight", f"shape {shape} with H = {hidden.shape[-1]}, as in hidden", cause)
     require(hidden.shape[-1] == size, "hidden", f"a last dimension of H = {size}, as in weight", describe(hidden))
     if bias is not None:
         require_operand_dtype(bias, "bias")
