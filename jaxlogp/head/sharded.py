@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -126,6 +127,7 @@ def sharded_linear_policy_loss(
     ref_log_probs: Float[Array, "*tokens"] | None = None,
     document_ids: Int[Array, "*tokens"] | None = None,
     num_documents: int | np.integer | Int[Array, ""] | None = None,
+    labels_per_document: float | Float[Array, ""] | None = None,
     lse: Float[Array, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     **options: Any,
@@ -151,6 +153,7 @@ def sharded_linear_policy_loss(
       ref_log_probs: [*tokens] or None.
       document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
       num_documents: number of documents of the whole arrays; None along with document_ids.
+      labels_per_document: as in :func:`jaxlogp.policy_loss`.
       lse: [*tokens] or None, as in :func:`linear_policy_loss`.
       bias: [V] or None.
       **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and
@@ -175,11 +178,13 @@ def sharded_linear_policy_loss(
     documents = {"ref_log_probs": ref_log_probs, "document_ids": document_ids}
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape)
-    checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, labels, **documents)
+    further = documents | {"labels_per_document": labels_per_document}
+    checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, labels, **further)
     jax.eval_shape(lambda: checked(num_documents=num_documents)[1])
     documents["document_ids"] = None if document_ids is None else as_int32(document_ids)
     arrays: dict[str, Any] = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs}
     arrays |= documents | {"advantages": advantages, "lse": lse}
+    arrays["labels_per_document"] = None if labels_per_document is None else jnp.asarray(labels_per_document)
     options = options | {"loss": loss}
     static = num_documents is None or isinstance(num_documents, int | np.integer)
     given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))

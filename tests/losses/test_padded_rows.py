@@ -249,3 +249,20 @@ def test_a_mask_is_the_last_positional_argument_and_optional():
     for parameters in masked:
         by_position = [x for x in parameters.values() if x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         assert by_position[-1].name == "mask" and by_position[-1].default is None, parameters
+
+
+@pytest.mark.parametrize("given", [3.5, np.float32(3.5)], ids=["number", "array"])
+def test_the_sharded_loss_takes_the_labels_per_document(given):
+    hidden, weight, targets = head_operands()
+    _, old, advantages, mask = batch()
+    loss = losses.grpo_paper(entropy_coefficient=0.5, entropy_weights="labels")
+    options = {"loss": loss, "labels_per_document": given}
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    arguments = targets, old, advantages, mask
+    whole = linear_policy_loss(hidden, weight, *arguments, **options)[0]
+    sharded = jaxlogp.sharded_linear_policy_loss(hidden, weight, *arguments, mesh=mesh, **options)[0]
+    split = jax.device_put(weight, jax.NamedSharding(mesh, P("tensor")))
+    known = linear_policy_loss(hidden, split, *arguments, **options)[0]
+    # Sums of 10 terms of size up to 8 in other orders.
+    for total in (sharded.sum, known.sum):
+        np.testing.assert_allclose(total, whole.sum, atol=10 * 8 * 2.0**-24)
