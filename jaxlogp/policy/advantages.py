@@ -77,9 +77,8 @@ def group_advantages(
     rewards = rewards - groups.min(rewards)
     advantages = rewards - groups.mean(rewards)
     if scale_rewards == "group":
-        deviation = jnp.sqrt(groups.sum(jnp.square(advantages)) / groups.others(rewards.dtype))
         # With epsilon 0 the deviation of a degenerate group would make its differences, exactly 0, 0 / 0.
-        advantages = advantages / jnp.where(degenerate, 1.0, deviation + epsilon)
+        advantages = advantages / jnp.where(degenerate, 1.0, groups.deviation(rewards) + epsilon)
     return groups.advantages(advantages, degenerate)
 
 
@@ -138,6 +137,12 @@ class _Groups(NamedTuple):
 
     def mean(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
         return self.sum(x) / jnp.asarray(self.sizes, x.dtype)
+
+    def deviation(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        """The sample standard deviation; 0 in a group of one."""
+        if self.members is None:
+            return jnp.std(x, axis=1, ddof=min(1, self.sizes - 1), keepdims=True)
+        return jnp.sqrt(self.sum(jnp.square(x - self.mean(x))) / self.others(x.dtype))
 
     def advantages(self, x: Float[Array, "*rewards"], degenerate: Bool[Array, "..."]) -> GroupAdvantages:
         return GroupAdvantages(jnp.where(degenerate, 0.0, x), degenerate[:, 0] if self.members is None else degenerate)
