@@ -35,6 +35,7 @@ from jaxlogp.invariance.drift import drift_report as drift_report
 from jaxlogp.invariance.order import ReductionOrder as ReductionOrder
 from jaxlogp.invariance.order import fixed_order_sum as fixed_order_sum
 from jaxlogp.logits import log_probs_from_logits as log_probs_from_logits
+from jaxlogp.logits import sharded_log_probs_from_logits as sharded_log_probs_from_logits
 from jaxlogp.losses.loss import PolicyLoss as PolicyLoss
 from jaxlogp.losses.loss import policy_loss as policy_loss
 from jaxlogp.losses.ratios import kl_k1 as kl_k1

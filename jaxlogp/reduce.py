@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._compat import AxisNames, axis_tuple, refuse_unchecked_gradient
 from jaxlogp.errors import describe, is_concrete, require, require_floating, require_mask, require_tokens
 
@@ -36,7 +36,7 @@ class WeightedSum:
     A pytree with two leaves, ``sum`` and ``count``: ``jax.lax.psum`` and tree additions leave ``grad_divisor`` alone.
 
     Attributes:
-      sum: scalar (or any shape) fp32, the sum of the terms seen so far.
+      sum: scalar (or any shape) fp32 or float64, the sum of the terms seen so far.
       count: int32, the number of labels or documents in the sum.
       grad_divisor: divisor for the gradient of :meth:`mean` where it should differ from ``count``: a finite Python
         number above 0, the same for all parts; or None.
@@ -128,15 +128,15 @@ def weighted_sum(
     *,
     axis_name: AxisNames | None = None,
 ) -> WeightedSum:
-    """Masked sum and count: sum = Σ where(mask, values, 0) in fp32, count = Σ mask.
+    """Masked sum and count: sum = Σ where(mask, values, 0), count = Σ mask.
 
     Args:
-      values: floating-point array of any shape with at least one element; cast to fp32 before the sum.
+      values: floating-point array of any shape with at least one element; cast to fp32 before the sum, float64 kept.
       mask: boolean array of the same shape, True where a value counts; None counts all.
       axis_name: mesh axis or axes of the surrounding ``shard_map`` to sum over.
 
     Returns:
-      WeightedSum with an fp32 sum and an int32 count.
+      WeightedSum with an fp32 (or float64) sum and an int32 count.
 
     Raises:
       ValueError: values are not a floating-point array (integers would be rounded: cast them if that is intended, or
@@ -152,8 +152,8 @@ def weighted_sum(
     mask = _checked_mask(values, mask)
     axes = axis_tuple(axis_name)
     count = _count(mask, axes)
-    selected = jnp.where(mask, values.astype(jnp.float32), jnp.float32(0))
-    return WeightedSum(jnp.sum(selected, dtype=jnp.float32), count).psum(axes)
+    selected = jnp.where(mask, values.astype(compute_dtype(values)), 0.0)
+    return WeightedSum(jnp.sum(selected), count).psum(axes)
 
 
 def masked_sum(
@@ -162,7 +162,7 @@ def masked_sum(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Σ where(mask, values, 0) in fp32, over all elements and over ``axis_name``. See :func:`weighted_sum`."""
+    """Σ where(mask, values, 0), over all elements and over ``axis_name``. See :func:`weighted_sum`."""
     return weighted_sum(values, mask, axis_name=axis_name).sum
 
 
@@ -200,11 +200,11 @@ def masked_max(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Largest active value in fp32, over ``axis_name``; -inf, the identity of max, when nothing is active."""
+    """Largest active value, fp32 (or float64), over ``axis_name``; -inf, the identity of max, when nothing is active."""
     require_floating(values, "values")
     mask = _checked_mask(values, mask)
-    selected = jnp.where(mask, values.astype(jnp.float32), jnp.float32(-jnp.inf))
-    largest = jnp.max(selected, initial=jnp.float32(-jnp.inf))
+    selected = jnp.where(mask, values.astype(compute_dtype(values)), -jnp.inf)
+    largest = jnp.max(selected)
     axes = axis_tuple(axis_name)
     return lax.pmax(largest, axes) if axes else largest
 
@@ -215,6 +215,6 @@ def masked_min(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Smallest active value in fp32, over ``axis_name``; +inf, the identity of min, when nothing is active."""
+    """Smallest active value, fp32 (or float64), over ``axis_name``; +inf, the identity of min, when nothing is active."""
     require_floating(values, "values")
     return -masked_max(-values, mask, axis_name=axis_name)

@@ -83,7 +83,6 @@ def test_every_group_stands_for_itself():
 
 BAD = {
     "rank 1": (np.zeros(4, np.float32), {}, "rewards", "(4,)"),
-    "one generation": (np.zeros((4, 1), np.float32), {}, "rewards", "(4, 1)"),
     "no group": (np.zeros((0, 4), np.float32), {}, "rewards", "(0, 4)"),
     "ints": (np.zeros((2, 4), np.int32), {}, "rewards", "int32"),
     "a list": ([[1.0, 0.0]], {}, "rewards", "list"),
@@ -106,3 +105,65 @@ def test_bad_input_names_the_argument(name):
             function(rewards)
         message = str(raised.value)
         assert message.startswith(f"{argument}: expected ") and seen in message.partition(", got ")[2], message
+
+
+GROUPS = np.int32([7, -3, 7, 40, 7, -3, 11, 11, 11])  # sizes 3, 2, 1, 3; the last has equal rewards
+GROUPED = np.float32([1.0, 0.25, -2.0, 5.0, 0.5, 3.0, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_rewards": "none"}, {"epsilon": 0.0}, None])
+def test_groups_by_id_of_any_size_against_float64(options):
+    """None: leave_one_out. Each entry by its group alone, in float64."""
+    wide, expected = np.float64(GROUPED), np.zeros(len(GROUPED))
+    for group in set(GROUPS):
+        members = np.flatnonzero(group == GROUPS)
+        values, n = wide[members], len(members)
+        if np.ptp(values) == 0:
+            continue
+        if options is None:
+            expected[members] = values - (values.sum() - values) / (n - 1)
+            continue
+        expected[members] = values - values.mean()
+        if "scale_rewards" not in options:
+            expected[members] /= values.std(ddof=1) + options.get("epsilon", 1e-4)
+    function = leave_one_out_advantages if options is None else functools.partial(group_advantages, **options)
+    for run in (function, jax.jit(function)):
+        result = run(GROUPED, group_ids=GROUPS)
+        # Rewards up to 5: a few roundings of half an ulp each.
+        np.testing.assert_allclose(result.advantages, expected, atol=5 * 4 * 2.0**-24)
+        np.testing.assert_array_equal(result.degenerate, np.isin(GROUPS, [40, 11]))
+        assert (np.asarray(result.advantages)[np.isin(GROUPS, [40, 11])] == 0).all()
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out_advantages])
+def test_groups_by_id_are_those_of_rows(advantages):
+    rewards = rewards_of(groups=3, generations=4)
+    rows = advantages(rewards)
+    shuffled = np.random.default_rng(1).permutation(12)
+    ids = np.repeat(np.int32([5, 9, 2]), 4)[shuffled]
+    flat = advantages(rewards.ravel()[shuffled], group_ids=ids).advantages
+    # Sums of 4 in two orders.
+    np.testing.assert_allclose(flat, np.asarray(rows.advantages).ravel()[shuffled], atol=4 * 2.0**-22)
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out_advantages])
+def test_a_group_of_one_has_advantage_zero(advantages):
+    result = advantages(np.float32([[3.0], [-1.0]]))
+    np.testing.assert_array_equal(result.advantages, [[0.0], [0.0]])
+    assert result.degenerate.tolist() == [True, True]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out_advantages])
+def test_bad_group_ids_are_named(advantages):
+    for rewards, ids, argument in (
+        (GROUPED, GROUPS[:3], "group_ids"),
+        (GROUPED, GROUPED, "group_ids"),
+        (GROUPED, [1] * 9, "group_ids"),
+        (GROUPED, None, "rewards"),
+        (GROUPED[None], GROUPS[None], "rewards"),
+        (GROUPED[:0], GROUPS[:0], "rewards"),
+        (np.where(GROUPED == 5.0, np.nan, GROUPED), GROUPS, "rewards"),
+    ):
+        with pytest.raises(ValueError, match=f"^{argument}: expected"):
+            advantages(rewards, group_ids=ids)

@@ -269,7 +269,11 @@ CASES = {
     "epsilon 0": (lambda: policy(loss=jaxlogp.losses.grpo(epsilon=0.0)), "epsilon", ["0"]),
     "advantages of another shape": (lambda: policy(advantages=floats(6)), "advantages", ["(2, 3)", "(6,)"]),
     "NaN at a label": (lambda: policy(log_probs=floats(*TOKENS).at[1, 2].set(np.nan)), "log_probs", ["nan", "(1, 2)"]),
-    "GSPO without documents": (lambda: policy(loss=jaxlogp.losses.gspo()), "document_ids", ["gspo"]),
+    "GSPO without documents": (
+        lambda: jaxlogp.policy_loss(*[jnp.zeros(3)] * 3, loss=jaxlogp.losses.gspo()),
+        "document_ids",
+        ["gspo"],
+    ),
     "unknown document weighting": (
         lambda: policy(loss=jaxlogp.losses.gspo(weighting="equal")),
         "weighting",

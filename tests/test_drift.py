@@ -143,6 +143,7 @@ BAD = {
     "targets ": lambda c, r, t, m: drift_report(c, r, t, vocab=VOCAB),
     "mask": lambda c, r, t, m: drift_report(c, r, t, vocab=VOCAB, mask=m.astype(np.int32)),
     "vocab": lambda c, r, t, m: drift_report(c, r, t, vocab=17, mask=m),
+    "vocab ": lambda c, r, t, m: drift_report(c, r, t, m),
     "candidate ": lambda c, r, t, m: jax.jit(lambda x: drift_report(x, r, t, vocab=VOCAB, mask=m).max_abs_error)(c),
 }
 
@@ -160,3 +161,12 @@ def test_a_dtype_may_be_that_of_the_computation():
     named = {"candidate_dtype": "bfloat16", "reference_dtype": "float32"}
     report = drift_report(values, values, np.array([1]), vocab=VOCAB, **named)
     assert "bfloat16 against float32" in str(report)
+
+
+def test_without_targets_only_the_token_is_unknown():
+    candidate, reference, targets, mask = case()
+    report = drift_report(candidate, reference, mask=mask)
+    unknown = dict.fromkeys(("worst_token_id", "worst_owner", "worst_owner_range", "tp_size"))
+    assert report == drift_report(candidate, reference, targets, mask, vocab=VOCAB)._replace(**unknown)
+    lines = str(report).splitlines()
+    assert "None" not in str(report) and lines[-1].startswith(f"worst token {report.worst_index}: -")

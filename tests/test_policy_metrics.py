@@ -167,7 +167,8 @@ def test_every_metric_is_that_of_float64(kind):
 def test_without_documents_a_token_loss_has_means_over_labels():
     arrays = case()
     del arrays["document_ids"]
-    actual = jax.jit(lambda x: policy_metrics(**x, **options("grpo")))(arrays)
+    flat = {name: values.ravel() for name, values in arrays.items()}
+    actual = jax.jit(lambda x: policy_metrics(**x, **options("grpo")))(flat)
     assert_metrics(actual, expected_metrics("grpo", arrays, 1))
 
 
@@ -409,7 +410,7 @@ BAD = {
     "log_probs": lambda: bad(log_probs=[1.0]),
     "mask   ": lambda: bad(mask=[True]),
     "document_ids": lambda: bad(document_ids=None),
-    "document_ids ": lambda: bad(document_ids=None, num_documents=None, loss=gspo()),
+    "document_ids ": lambda: policy_metrics(*np.ones((3, 4), np.float32), loss=gspo()),
     "ref_log_probs": lambda: bad(ref_log_probs=np.zeros(3, np.float32)),
     "documents_seen  ": lambda: staleness_terms(np.array([5]), np.array([1]), YES),
     "num_documents": lambda: bad(num_documents=None),

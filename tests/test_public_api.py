@@ -10,7 +10,8 @@ import pytest
 import jaxlogp
 
 NAMES = """
-    VocabShards TokenLogProbs log_probs_from_logits linear_log_probs sharded_linear_log_probs ChunkedEngine
+    VocabShards TokenLogProbs log_probs_from_logits sharded_log_probs_from_logits linear_log_probs ChunkedEngine
+    sharded_linear_log_probs
     embedding_lookup sharded_embedding_lookup FixedOrderEngine FixedOrderHopperEngine ReductionOrder fixed_order_sum
     WeightedSum weighted_sum masked_sum masked_count masked_mean masked_max masked_min
     PolicyLoss policy_loss policy_metrics policy_metric_terms log_ratio ratio kl_k1 kl_k2 kl_k3

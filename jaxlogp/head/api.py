@@ -32,8 +32,8 @@ def linear_log_probs(
     hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
-    *,
     mask: Bool[Array, "*tokens"] | None = None,
+    *,
     bias: Float[Array, " vocab"] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
@@ -71,8 +71,8 @@ def linear_log_probs(
     the parts are gathered before the product, and the gradient is summed and split again by one reduce-scatter in fp32.
 
     Args:
-      hidden: [*tokens, H], any float dtype. Cast to the weight's dtype for the product unless ``fp32_head``; its
-        gradient comes back in its own dtype.
+      hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused: all sums are fp32). Cast to the weight's dtype for the
+        product unless ``fp32_head``; its gradient comes back in its own dtype.
       weight: [V, H], or the local shard [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
       targets: [*tokens], integer ids of the whole vocabulary.
       mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
@@ -95,8 +95,9 @@ def linear_log_probs(
         gradients are not computed, and 0.
       engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
         compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
-        batch, see docs/invariance.md), an engine object such as ``ChunkedEngine(token_chunk=256)``, or a sequence of
-        names and objects, of which the first that can take the call is used.
+        batch, see docs/invariance.md; its default order needs V >= 24), an engine object such as
+        ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, of which the first that can take the call
+        is used.
 
     Returns:
       TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
@@ -268,9 +269,9 @@ def skipped_tiles(
     hidden: Float[Array, "*tokens hidden"],
     weight: Float[Array, "vocab hidden"],
     targets: Int[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"] | None = None,
     *,
     engine: Engine,
-    mask: Bool[Array, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
@@ -289,9 +290,9 @@ def skipped_tiles(
       hidden: [*tokens, H].
       weight: [V, H], or the local shard [V_local, H].
       targets: [*tokens].
+      mask: as in :func:`linear_log_probs`.
       engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
-      mask: as in :func:`linear_log_probs`, and so are the arguments below.
-      bias: [V] or [V_local], or None.
+      bias: as in :func:`linear_log_probs`, like the arguments below.
       temperature: T.
       logit_scale: multiplier of the logits.
       softcap: cap or None.

@@ -291,23 +291,32 @@ def _sequence_split(
 def check_operands(hidden: Any, weight: Any, bias: Any, weight_layout: str = "vh") -> None:
     """Raises ``ValueError`` unless hidden [*tokens, H], weight [V, H] (or [H, V]) and bias [V] match."""
     require(weight_layout in WEIGHT_LAYOUTS, "weight_layout", f"one of {WEIGHT_LAYOUTS}", repr(weight_layout))
-    _require_operand_dtype(hidden, "hidden")
-    _require_operand_dtype(weight, "weight")
+    require_operand_dtype(hidden, "hidden")
+    require_operand_dtype(weight, "weight")
     require(hidden.ndim >= 1, "hidden", "shape [*tokens, H]", describe(hidden))
     shape = "[V, H]" if weight_layout == "vh" else "[H, V]"
     require(weight.ndim == 2 and weight.size > 0, "weight", f"shape {shape} with V, H > 0", describe(weight))
     columns, size = weight.shape if weight_layout == "vh" else weight.shape[::-1]
+    transposed = hidden.shape[-1] == columns != size
+    other = {"vh": "hv", "hv": "vh"}[weight_layout]
+    cause = f"{describe(weight)} ([{', '.join(other.upper())}]? pass weight_layout={other!r})"
+    require(not transposed, "weight", f"shape {shape} with H = {hidden.shape[-1]}, as in hidden", cause)
     require(hidden.shape[-1] == size, "hidden", f"a last dimension of H = {size}, as in weight", describe(hidden))
     if bias is not None:
-        _require_operand_dtype(bias, "bias")
+        require_operand_dtype(bias, "bias")
         require(bias.shape == (columns,), "bias", f"shape {(columns,)}", describe(bias))
 
 
-def _require_operand_dtype(array: Any, argument: str) -> None:
-    """Refuses narrower floats too: a gradient is returned in its operand's dtype, and fp8 would round it by half."""
+def require_operand_dtype(array: Any, argument: str) -> None:
+    """Raises ``ValueError`` for floats that JAX sees as wider or narrower than the three that engines compute with.
+
+    Products and sums are fp32, which float64 would not be told; a gradient is returned in its operand's dtype, and fp8
+    would round it by half.
+    """
     require_floating(array, argument)
-    wide_enough = array.dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-    require(wide_enough, argument, "dtype bfloat16, float16 or float32", describe(array))
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    seen = f"{describe(array)}: cast it"
+    require(dtype in (jnp.bfloat16, jnp.float16, jnp.float32), argument, "dtype bfloat16, float16 or float32", seen)
 
 
 def sum_gradients(call: HeadCall, gradients: HeadGradients) -> HeadGradients:

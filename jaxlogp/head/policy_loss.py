@@ -34,6 +34,7 @@ from jaxlogp.head.projection import HeadSpec, product_gradient
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
 from jaxlogp.losses import loss_tokens as make_loss_tokens
+from jaxlogp.losses.inputs import labels_of
 from jaxlogp.losses.options import suggest_options
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
@@ -47,9 +48,9 @@ def linear_policy_loss(
     hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"],
-    advantages: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"],
+    old_log_probs: Float[Array, "*tokens"] | None,
+    advantages: Float[Array, "*rows"],
+    mask: Bool[Array, "*tokens"] | None = None,
     *,
     loss: PolicyLoss | None = None,
     ref_log_probs: Float[Array, "*tokens"] | None = None,
@@ -86,21 +87,23 @@ def linear_policy_loss(
     ranks, as a psum of it does. Reverse mode only, and no second derivatives.
 
     Args:
-      hidden: [*tokens, H], any float dtype.
+      hidden: [*tokens, H], bf16, fp16 or fp32.
       weight: [V, H], or the local shard [V_local, H].
       targets: [*tokens], integer ids of the whole vocabulary.
-      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats.
-      advantages: [*tokens].
-      mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros.
+      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None where the sampler is this head
+        on these hidden states (strictly on policy): every ratio is 1, and the call still takes one pass.
+      advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
+      mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros. None makes every
+        token one.
       loss: the loss; None means ``jaxlogp.losses.grpo()``.
       ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the four arguments below.
-      document_ids: [*tokens].
-      num_documents: number of documents.
+      document_ids: [*tokens]; None for the rows of [B, T].
+      num_documents: number of documents; None along with document_ids.
       document_axis_name: mesh axis (or axes) over which documents are split.
       labels_per_document: labels of the whole step divided by its documents, for a token mean of the entropy.
       lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
-        (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs are
-        taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
+        (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs, of the
+        same call, are taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
         probabilities' relative error is that of lse.
       with_entropy: also return the entropy, which a loss with an entropy coefficient always returns.
       with_lse: also return log Σ e^z.
@@ -146,7 +149,8 @@ def linear_policy_loss(
     layout |= {"sequence_dim": sequence_dim, "frozen": frozen_head}
 
     def run(hidden, weight, bias, targets, mask, lse, given):
-        tokens, count = loss_tokens(loss, mask=mask, document_axis_name=document_axis_name, **given)
+        labels = labels_of(mask, targets.shape)
+        tokens, count = loss_tokens(loss, mask=labels, document_axis_name=document_axis_name, **given)
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
         call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
         total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, targets.shape), engine)
@@ -156,12 +160,15 @@ def linear_policy_loss(
         return WeightedSum(total, count, loss.grad_divisor), values
 
     check_operands(hidden, weight, bias, weight_layout)
+    missing = lse is not None and old_log_probs is None
+    require(not missing, "old_log_probs", "the log-probs that lse belongs to", None)
     unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
     mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         options |= {"ref_log_probs": ref_log_probs, "document_ids": document_ids, "num_documents": num_documents}
+        options["labels_per_document"] = labels_per_document
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
         return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -19,6 +20,7 @@ from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
 from jaxlogp.head.policy_loss import linear_policy_loss
 from jaxlogp.head.registry import EngineChoice, default_shards, first_choice, report, with_head_runs
 from jaxlogp.losses import PolicyLoss, grpo, loss_tokens
+from jaxlogp.losses.inputs import labels_of
 from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import check_targets
@@ -59,13 +61,13 @@ def sharded_linear_log_probs(
     hidden: Float[Array, "*tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
+    mask: Bool[Array, "*tokens"] | None = None,
     *,
     mesh: Mesh,
     vocab_axis: str = "tensor",
     token_axes: tuple[str, ...] = ("data",),
     weight_axis: str | None = None,
     vocab: VocabShards | None = None,
-    mask: Bool[Array, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     **options: Any,
 ) -> TokenLogProbs:
@@ -79,13 +81,13 @@ def sharded_linear_log_probs(
       weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight; V is split over ``vocab_axis``. Unequal
         shards are padded to one width first, a copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
       targets: [*tokens].
+      mask: [*tokens] or None.
       mesh: the device mesh; Explicit and Auto axes both work.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
       weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
         gradient scattered back, inside.
       vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
-      mask: [*tokens] or None.
       bias: [V] or None.
       **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
 
@@ -112,9 +114,9 @@ def sharded_linear_policy_loss(
     hidden: Float[Array, "*tokens hidden"],
     weight: HeadWeight,
     targets: Int[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"],
-    advantages: Float[Array, "*tokens"],
-    mask: Bool[Array, "*tokens"],
+    old_log_probs: Float[Array, "*tokens"] | None,
+    advantages: Float[Array, "*rows"],
+    mask: Bool[Array, "*tokens"] | None = None,
     *,
     mesh: Mesh,
     vocab_axis: str = "tensor",
@@ -125,6 +127,7 @@ def sharded_linear_policy_loss(
     ref_log_probs: Float[Array, "*tokens"] | None = None,
     document_ids: Int[Array, "*tokens"] | None = None,
     num_documents: int | np.integer | Int[Array, ""] | None = None,
+    labels_per_document: float | Float[Array, ""] | None = None,
     lse: Float[Array, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     **options: Any,
@@ -138,9 +141,9 @@ def sharded_linear_policy_loss(
       hidden: as in :func:`sharded_linear_log_probs`.
       weight: as in :func:`sharded_linear_log_probs`.
       targets: [*tokens].
-      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats.
-      advantages: [*tokens].
-      mask: [*tokens], True where the target is a label.
+      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats; None on policy.
+      advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
+      mask: [*tokens], True where the target is a label; None makes every token one.
       mesh: as in :func:`sharded_linear_log_probs`, like the four arguments below.
       vocab_axis: mesh axis that shards the vocabulary.
       token_axes: mesh axes that shard the first token dimension; () for none.
@@ -148,8 +151,9 @@ def sharded_linear_policy_loss(
       vocab: the shards, or None.
       loss: the loss; None means ``jaxlogp.losses.grpo()``.
       ref_log_probs: [*tokens] or None.
-      document_ids: [*tokens], ids of documents of the whole arrays, or None.
-      num_documents: number of documents of the whole arrays, or None.
+      document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
+      num_documents: number of documents of the whole arrays; None along with document_ids.
+      labels_per_document: as in :func:`jaxlogp.policy_loss`.
       lse: [*tokens] or None, as in :func:`linear_policy_loss`.
       bias: [V] or None.
       **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and
@@ -173,11 +177,14 @@ def sharded_linear_policy_loss(
     _check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], options)
     documents = {"ref_log_probs": ref_log_probs, "document_ids": document_ids}
     # Its checks of values, which the program cannot make; nothing is computed.
-    checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, mask, **documents)
+    labels = labels_of(mask, targets.shape)
+    further = documents | {"labels_per_document": labels_per_document}
+    checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, labels, **further)
     jax.eval_shape(lambda: checked(num_documents=num_documents)[1])
     documents["document_ids"] = None if document_ids is None else as_int32(document_ids)
-    arrays = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs, "advantages": advantages}
-    arrays |= documents | {"lse": lse}
+    arrays: dict[str, Any] = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs}
+    arrays |= documents | {"advantages": advantages, "lse": lse}
+    arrays["labels_per_document"] = None if labels_per_document is None else jnp.asarray(labels_per_document)
     options = options | {"loss": loss}
     static = num_documents is None or isinstance(num_documents, int | np.integer)
     given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))
@@ -213,7 +220,8 @@ def _log_probs(layout: _Layout, hidden: Array, weight: Array, **given: Any) -> T
 
 
 def _policy_loss(layout: _Layout, hidden: Array, weight: Array, **given: Any) -> tuple[WeightedSum, TokenLogProbs]:
-    axes = layout.token_axes if layout.token_axes else None
+    # Without ids documents are rows, which no axis splits.
+    axes = layout.token_axes if layout.token_axes and given["document_ids"] is not None else None
     total, values = linear_policy_loss(hidden, weight, document_axis_name=axes, **given)
     return total.psum(layout.token_axes), values
 

@@ -23,8 +23,8 @@ from jaxlogp.head.projection import dot
 def vocab_order_by_mean_logit(
     hidden: Float[Array, "*tokens hidden"],
     weight: Float[Array, "vocab hidden"],
-    *,
     mask: Bool[Array, "*tokens"] | None = None,
+    *,
     bias: Float[Array, " vocab"] | None = None,
 ) -> Int[Array, " vocab"]:
     """Tokens of the vocabulary by their mean logit over some hidden states, the largest first.

@@ -33,13 +33,13 @@ class DriftReport(NamedTuple):
       active_count: tokens that the mask selects, finite or not.
       worst_flat_index: position of the largest absolute error in the flattened array; the first of several equal ones.
       worst_index: the same position as an index into the array.
-      worst_token_id: target id there.
+      worst_token_id: target id there; None without targets, like the two fields below.
       worst_owner: vocabulary shard that owns this id.
       worst_owner_range: that shard's ids, end exclusive.
       worst_candidate: the candidate's value there, nats.
       worst_reference: the reference's value there, nats.
       worst_signed_error: candidate - reference there.
-      tp_size: number of vocabulary shards.
+      tp_size: number of vocabulary shards; None where they are not known.
       backend: label of what computed the candidate.
       reduction: label of how the candidate was reduced over shards.
       candidate_dtype: dtype that the candidate computes in.
@@ -63,7 +63,7 @@ class DriftReport(NamedTuple):
     worst_candidate: float | None
     worst_reference: float | None
     worst_signed_error: float | None
-    tp_size: int
+    tp_size: int | None
     backend: str
     reduction: str
     candidate_dtype: str
@@ -75,11 +75,11 @@ class DriftReport(NamedTuple):
 
     def __str__(self) -> str:
         """A few lines of text; non-finite values come first."""
-        lines = []
+        lines, shards = [], "" if self.tp_size is None else f", {self.tp_size} vocabulary shards"
         if self.num_non_finite:
             lines.append(f"NOT FINITE: {self.num_non_finite} active tokens, the first at {self.first_non_finite}")
         lines += [
-            f"{self.active_count} active tokens, {self.tp_size} vocabulary shards, {self.backend}, {self.reduction},"
+            f"{self.active_count} active tokens{shards}, {self.backend}, {self.reduction},"
             f" {self.candidate_dtype} against {self.reference_dtype}",
             f"|error| max {self.max_abs_error:.3g}, mean {self.mean_abs_error:.3g}, p50 / p90 / p99 / p99.9 "
             + " / ".join(f"{value:.3g}" for value in self.abs_error_quantiles)
@@ -88,20 +88,20 @@ class DriftReport(NamedTuple):
             f" ratio outside [0.9, 1.1]: {self.share_outside:.2%}",
         ]
         if self.worst_index is not None:
-            lines.append(
-                f"worst token {self.worst_index}: id {self.worst_token_id} of shard {self.worst_owner}"
-                f" {self.worst_owner_range}, {self.worst_candidate:.9g} against {self.worst_reference:.9g}"
-            )
+            owned = f"id {self.worst_token_id} of shard {self.worst_owner} {self.worst_owner_range}, "
+            values = f"{self.worst_candidate:.9g} against {self.worst_reference:.9g}"
+            owned = "" if self.worst_token_id is None else owned
+            lines.append(f"worst token {self.worst_index}: {owned}{values}")
         return "\n".join(lines)
 
 
 def drift_report(
     candidate: Float[AnyArray, "*tokens"],
     reference: Float[AnyArray, "*tokens"],
-    targets: Int[AnyArray, "*tokens"],
-    *,
-    vocab: VocabShards,
+    targets: Int[AnyArray, "*tokens"] | None = None,
     mask: Bool[AnyArray, "*tokens"] | None = None,
+    *,
+    vocab: VocabShards | None = None,
     backend: str = "unnamed",
     reduction: str = "unnamed",
     candidate_dtype: str | None = None,
@@ -112,9 +112,10 @@ def drift_report(
     Args:
       candidate: [*tokens], log-probs in nats.
       reference: [*tokens], log-probs of the same targets, nats.
-      targets: [*tokens], integer ids of the whole vocabulary; masked ones may hold anything.
-      vocab: the vocabulary shards of the candidate.
+      targets: [*tokens], integer ids of the whole vocabulary; masked ones may hold anything. None where they are not
+        known: then the worst token has no id and no owner.
       mask: [*tokens], bool, False where a token does not count; None counts all.
+      vocab: the vocabulary shards of the candidate; None without targets.
       backend: label that the report repeats.
       reduction: label that the report repeats.
       candidate_dtype: dtype that the candidate computes in; None takes that of its log-probs.
@@ -148,15 +149,15 @@ def drift_report(
     some = error.size > 0
     nothing = float("nan") if active.any() else 0.0
     worst = int(np.flatnonzero(finite)[np.argmax(error)]) if some else None
-    shape = np.shape(targets)
+    shape = candidate.shape
     return DriftReport(
         max_abs_error=float(error.max()) if some else nothing,
         mean_abs_error=float(error.mean()) if some else nothing,
         max_rel_error=float(relative.max()) if some else nothing,
         mean_rel_error=float(relative.mean()) if some else nothing,
         active_count=int(active.sum()),
-        **_worst_token(worst, shape, np.asarray(targets).reshape(-1), ours, theirs, vocab),
-        tp_size=vocab.num_shards,
+        **_worst_token(worst, shape, targets, ours, theirs, vocab),
+        tp_size=None if vocab is None else vocab.num_shards,
         backend=backend,
         reduction=reduction,
         candidate_dtype=candidate_dtype or str(candidate.dtype),
@@ -173,18 +174,21 @@ def drift_report(
 def _worst_token(
     flat: int | None,
     shape: tuple[int, ...],
-    targets: Int[np.ndarray, " tokens"],
+    targets: Int[AnyArray, "*tokens"] | None,
     candidate: Float[np.ndarray, " tokens"],
     reference: Float[np.ndarray, " tokens"],
-    vocab: VocabShards,
+    vocab: VocabShards | None,
 ) -> dict[str, object]:
     names = ("flat_index", "index", "token_id", "owner", "owner_range", "candidate", "reference", "signed_error")
     if flat is None:
         return {f"worst_{name}": None for name in names}
-    token_id = int(targets[flat])
-    owner = next(rank for rank, (start, end) in enumerate(vocab.ranges) if start <= token_id < end)
+    token_id = owner = owned = None
+    if targets is not None:
+        token_id = int(np.asarray(targets).reshape(-1)[flat])
+        owner = next(rank for rank, (start, end) in enumerate(vocab.ranges) if start <= token_id < end)
+        owned = vocab.ranges[owner]
     ours, theirs = float(candidate[flat]), float(reference[flat])
-    values = (flat, _index(flat, shape), token_id, owner, vocab.ranges[owner], ours, theirs, ours - theirs)
+    values = (flat, _index(flat, shape), token_id, owner, owned, ours, theirs, ours - theirs)
     return {f"worst_{name}": value for name, value in zip(names, values, strict=True)}
 
 
@@ -201,24 +205,28 @@ def _share_outside(log_ratio: Float[np.ndarray, " tokens"]) -> float:
 def _check(
     candidate: Float[AnyArray, "*tokens"],
     reference: Float[AnyArray, "*tokens"],
-    targets: Int[AnyArray, "*tokens"],
+    targets: Int[AnyArray, "*tokens"] | None,
     mask: Bool[AnyArray, "*tokens"] | None,
-    vocab: VocabShards,
+    vocab: VocabShards | None,
 ) -> Bool[np.ndarray, " tokens"]:
     """The flat mask of active tokens."""
     require_floating(candidate, "candidate")
     require_floating(reference, "reference")
-    require_integer(targets, "targets")
     shape = candidate.shape
     require(reference.shape == shape, "reference", f"shape {shape} of candidate", describe(reference))
-    require(targets.shape == shape, "targets", f"shape {shape} of candidate", describe(targets))
-    require(isinstance(vocab, VocabShards), "vocab", "a VocabShards", describe(vocab))
+    if targets is not None:
+        require_integer(targets, "targets")
+        require(targets.shape == shape, "targets", f"shape {shape} of candidate", describe(targets))
+    ok = isinstance(vocab, VocabShards) or (vocab is None and targets is None)
+    require(ok, "vocab", "a VocabShards, or None without targets", describe(vocab))
     if mask is not None:
         require_mask(mask, shape)
     named = {"candidate": candidate, "reference": reference, "targets": targets, "mask": mask}
     for name, value in named.items():
         require(is_concrete(value), name, "known values (a report is made outside of jax.jit)", "a traced array")
     active = np.ones(shape, bool) if mask is None else np.asarray(mask)
+    if targets is None:
+        return active.reshape(-1)
     ids = np.asarray(targets)
     bad = active & ((ids < 0) | (ids >= vocab.vocab_size))
     if bad.any():

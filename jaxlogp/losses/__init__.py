@@ -5,6 +5,7 @@ from jaxlogp.losses.loss import LossTokens as LossTokens
 from jaxlogp.losses.loss import PolicyLoss as PolicyLoss
 from jaxlogp.losses.loss import loss_tokens as loss_tokens
 from jaxlogp.losses.loss import policy_loss as policy_loss
+from jaxlogp.losses.loss import reduce_losses as reduce_losses
 from jaxlogp.losses.loss import weighted_losses as weighted_losses
 from jaxlogp.losses.objectives import Clipped as Clipped
 from jaxlogp.losses.objectives import LogLikelihood as LogLikelihood

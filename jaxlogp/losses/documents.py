@@ -116,6 +116,17 @@ def document_layout(
     return DocumentLayout(clamped, outside, labels, total, axis_name)
 
 
+def with_rows(
+    mask: Bool[AnyArray, "*tokens"],
+    document_ids: Integer[AnyArray, "*tokens"] | None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None,
+) -> tuple[Integer[AnyArray, "*tokens"] | None, int | np.integer | Integer[AnyArray, ""] | None]:
+    """Returns document ids and their number: those given, or else the rows of a mask of two dimensions."""
+    if document_ids is not None or num_documents is not None or mask.ndim != 2:
+        return document_ids, num_documents
+    return np.broadcast_to(np.arange(mask.shape[0], dtype=np.int32)[:, None], mask.shape), mask.shape[0]
+
+
 def _check_document_values(
     mask: Bool[AnyArray, "*tokens"],
     document_ids: Integer[AnyArray, "*tokens"],

@@ -25,6 +25,37 @@ def check_arrays(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) ->
         require(values.shape == mask.shape, name, f"shape {mask.shape} of mask", values.shape)
 
 
+def labels_of(mask: Bool[AnyArray, "*tokens"] | None, tokens: tuple[int, ...]) -> Bool[AnyArray, "*tokens"]:
+    """Returns the mask; all True, of `tokens`, for None."""
+    # Of NumPy: under a trace one of JAX would be traced, and known values would not be checked.
+    return np.ones(tokens, bool) if mask is None else mask
+
+
+def shape_of(values: Float[AnyArray, "*tokens"], argument: str) -> tuple[int, ...]:
+    """Returns the shape of floating-point values; raises ValueError for anything else."""
+    require_floating(values, argument)
+    return tuple(values.shape)
+
+
+def advantages_of_tokens(
+    advantages: Float[AnyArray, "*rows"], mask: Bool[AnyArray, "*tokens"]
+) -> Float[AnyArray, "*tokens"]:
+    """Returns the advantages of tokens; those of rows, [B] or [B, 1], are repeated along rows [B, T].
+
+    Raises:
+        ValueError: any other shape than that of the mask, or no floating-point array.
+    """
+    check_arrays({}, mask)
+    rows = () if mask.ndim != 2 else ((mask.shape[0],), (mask.shape[0], 1))
+    shape = shape_of(advantages, "advantages")
+    or_rows = f", or {rows[0]} or {rows[1]}" if rows else ""
+    require(shape in (mask.shape, *rows), "advantages", f"shape {mask.shape} of mask{or_rows}", shape)
+    if shape == mask.shape:
+        return advantages
+    xp = np if isinstance(advantages, np.ndarray) else jnp
+    return xp.broadcast_to(advantages.reshape(-1, 1), mask.shape)
+
+
 def check_finite(name: str, values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]) -> None:
     """Raises ValueError naming the first label with a non-finite value, where values and mask are known."""
     if not is_concrete(values, mask):

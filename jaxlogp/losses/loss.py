@@ -15,13 +15,23 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
-from jaxlogp.losses.documents import DocumentLayout, document_layout
-from jaxlogp.losses.inputs import check_labels, check_log_probs, constant, flat, selected
+from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
+from jaxlogp.losses.inputs import (
+    advantages_of_tokens,
+    check_labels,
+    check_log_probs,
+    constant,
+    flat,
+    labels_of,
+    selected,
+    shape_of,
+)
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 from jaxlogp.reduce import WeightedSum
@@ -107,7 +117,7 @@ class PolicyLoss:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether `document_ids` and `num_documents` have to be given."""
+        """Whether the loss reads documents: the rows of inputs [B, T], or what `document_ids` says."""
         return self.ratio == "sequence" or reductions.needs_documents(self.reduction)
 
     def _check_length(self) -> None:
@@ -130,7 +140,7 @@ class LossTokens:
     """The inputs of a policy loss that do not depend on the policy: flat, constant, and zero where masked.
 
     Args:
-        old_log_probs: [tokens], log-probs under the sampler.
+        old_log_probs: [tokens], log-probs under the sampler; None on policy, where they are those of the policy.
         advantages: [tokens].
         ref_log_probs: [tokens], log-probs under the reference, or None for a loss without KL.
         mask: bool [tokens].
@@ -139,7 +149,7 @@ class LossTokens:
         layout: the documents, for ratio "sequence" alone.
     """
 
-    old_log_probs: Float[AnyArray, " tokens"]
+    old_log_probs: Float[AnyArray, " tokens"] | None
     advantages: Float[AnyArray, " tokens"]
     ref_log_probs: Float[AnyArray, " tokens"] | None
     mask: Bool[AnyArray, " tokens"]
@@ -150,9 +160,9 @@ class LossTokens:
 
 def policy_loss(
     log_probs: Float[AnyArray, "*tokens"],
-    old_log_probs: Float[AnyArray, "*tokens"],
-    advantages: Float[AnyArray, "*tokens"],
-    mask: Bool[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
     loss: PolicyLoss = PolicyLoss("grpo"),
     entropy: Float[AnyArray, "*tokens"] | None = None,
@@ -168,19 +178,24 @@ def policy_loss(
     The formula is that of :class:`jaxlogp.PolicyLoss`. Masked inputs are replaced before any arithmetic. Ratios
     above exp(`MAX_LOG_RATIO`) have zero gradient. Gradients flow to `log_probs`, `entropy` and `lse` alone.
 
+    **The rows of inputs [B, T] are documents unless `document_ids` says otherwise.** Rows that hold several documents
+    need ids wherever the loss reads documents.
+
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
-        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats.
-        advantages: [*tokens], advantage of each token.
-        mask: [*tokens], true where the target is a label.
+        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats. None where the sampler is the
+            policy in training (strictly on policy): they are then log_probs without their gradient, and every ratio is 1.
+        advantages: [*tokens], advantage of each token; or [B] or [B, 1], that of each row of [B, T].
+        mask: [*tokens], true where the target is a label; None makes every token one.
         loss: the loss; GRPO as the token mean over the step by default.
         entropy: [*tokens], entropy of the distribution of each target in nats; needed with an entropy coefficient.
         lse: [*tokens], log Σ_v e^z of the logits of each token, in nats, differentiable in them; needed with a z-loss
             coefficient. Not that of :func:`jaxlogp.linear_log_probs`, a constant: use
             :func:`jaxlogp.linear_policy_loss`, which needs none.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats; needed with a KL coefficient.
-        document_ids: int [*tokens], document index of each token, of any integer dtype; needed unless ratio is "token"
-            and reduction "labels". Tokens without a label may hold anything.
+        document_ids: int [*tokens], document index of each token, of any integer dtype. Tokens without a label may hold
+            anything. None: the rows of [B, T], also those without a label; of other shapes it is refused unless ratio
+            is "token" and reduction "labels".
         num_documents: number of documents that `document_ids` counts: of this part of the step, not of all ranks, whose
             counts a psum adds up. The number of all ranks on each of them would divide the loss once more by the number
             of ranks. That is refused where types tell, for an array that is the same on ranks whose tokens differ; a
@@ -193,7 +208,8 @@ def policy_loss(
             the reduction is "labels".
 
     Returns:
-        The sum (fp32, or float64 for float64 log-probs) and the int32 count of this part of the step.
+        The sum (fp32, or float64 for float64 log-probs, like every loss and metric) and the int32 count of this part of
+        the step.
 
     Raises:
         ValueError: shapes or dtypes differ from the above, an input that `loss` needs is missing, a value at a label is
@@ -212,6 +228,7 @@ def policy_loss(
     References:
         Those of the presets in `jaxlogp.losses`.
     """
+    mask = labels_of(mask, shape_of(log_probs, "log_probs"))
     values = {"entropy": entropy, "lse": lse}
     values = {name: value for name, value in values.items() if value is not None}
     check_labels({"log_probs": log_probs, **values}, mask)
@@ -230,10 +247,56 @@ def policy_loss(
     return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
 
 
+def reduce_losses(
+    losses: Float[AnyArray, "*tokens"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
+    *,
+    loss: PolicyLoss,
+    document_ids: Integer[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
+    document_axis_name: str | tuple[str, ...] | None = None,
+) -> WeightedSum:
+    """Reduces per-token losses of your own as `loss` would reduce its own: Σ_t w_t m_t losses_t and its count.
+
+    Only the reduction, its length and the grad_divisor of `loss` are read.
+
+    Args:
+        losses: [*tokens], the loss of each token; whatever stands at masked tokens.
+        mask: [*tokens], true where the loss counts; None counts all.
+        loss: the loss whose reduction is wanted.
+        document_ids: as in `policy_loss`, like the two arguments below; of no use to reduction "labels".
+        num_documents: see there.
+        document_axis_name: see there.
+
+    Returns:
+        The sum (fp32, or float64 for float64 losses), differentiable in `losses`, and the int32 count of this part of the
+        step.
+
+    Raises:
+        ValueError: as in `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mask = jnp.array([[True, True], [True, False]])
+        >>> loss = PolicyLoss("mean of rows", reduction="document_mean")
+        >>> float(reduce_losses(jnp.array([[1.0, 3.0], [4.0, 9.0]]), mask, loss=loss).mean())
+        3.0
+    """
+    require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    mask = labels_of(mask, shape_of(losses, "losses"))
+    check_labels({"losses": losses}, mask)
+    needed = reductions.needs_documents(loss.reduction)
+    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name, needed=needed)
+    mask, dtype = flat(mask), compute_dtype(losses)
+    weights = reductions.label_weights(loss.reduction, loss.length, mask, layout, dtype)
+    total = jnp.sum(weights * selected(flat(losses), mask, dtype))
+    return WeightedSum(total, reductions.count(loss.reduction, mask, layout), loss.grad_divisor)
+
+
 def loss_tokens(
     loss: PolicyLoss,
-    old_log_probs: Float[AnyArray, "*tokens"],
-    advantages: Float[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"],
     *,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
@@ -248,7 +311,7 @@ def loss_tokens(
         loss: the loss.
         old_log_probs: as in :func:`jaxlogp.policy_loss`, like every argument below.
         advantages: see there.
-        mask: see there.
+        mask: see there; needed here, because it tells the shape.
         ref_log_probs: see there; ignored by a loss without KL.
         document_ids: see there.
         num_documents: see there.
@@ -262,21 +325,23 @@ def loss_tokens(
         ValueError: as in :func:`jaxlogp.policy_loss`.
     """
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
-    given = {"old_log_probs": old_log_probs} | ({} if ref_log_probs is None else {"ref_log_probs": ref_log_probs})
+    given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
+    given = {name: values for name, values in given.items() if values is not None}
     check_log_probs(given, mask)
+    advantages = given["advantages"] = advantages_of_tokens(advantages, mask)
     check_labels({"advantages": advantages}, mask)
-    given["advantages"] = advantages
     with_kl = loss.kl_coefficient != 0.0
     why = f"log-probs under the reference for kl_coefficient {loss.kl_coefficient}"
     require(not with_kl or ref_log_probs is not None, "ref_log_probs", why, None)
-    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name)
+    needed = loss.needs_documents
+    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name, needed=needed)
 
     mask = flat(mask)
     dtype = compute_dtype(*given.values())
     constants = {name: constant(values, mask, compute_dtype(values)) for name, values in given.items()}
     weights = reductions.label_weights(loss.reduction, loss.length, mask, layout, dtype)
     tokens = LossTokens(
-        constants["old_log_probs"],
+        constants.get("old_log_probs"),
         constants["advantages"],
         constants["ref_log_probs"] if with_kl else None,
         mask,
@@ -293,11 +358,14 @@ def loss_layout(
     document_ids: Integer[AnyArray, "*tokens"] | None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None,
     axis_name: str | tuple[str, ...] | None,
+    needed: bool,
 ) -> DocumentLayout | None:
-    """Returns the documents, or None without `document_ids`, which is refused for a loss that needs them."""
+    """Returns the documents, by default rows where they are needed; None without, which is then refused."""
+    if needed:
+        document_ids, num_documents = with_rows(mask, document_ids, num_documents)
     layout = document_layout(mask, document_ids, num_documents, axis_name)
-    documented = layout is not None or not loss.needs_documents
-    require(documented, "document_ids", f"the document index of each token for loss {loss.name!r}", None)
+    expected = f"the document index of each token, or rows [B, T], for loss {loss.name!r}"
+    require(layout is not None or not needed, "document_ids", expected, None)
     return layout
 
 
@@ -375,7 +443,8 @@ def _parts(
     """Each part of the loss of each label, with its coefficient, before weights."""
     dtype = compute_dtype(log_probs)
     new = selected(log_probs, tokens.mask, dtype)
-    old, advantages = (x.astype(dtype) for x in (tokens.old_log_probs, tokens.advantages))
+    old = lax.stop_gradient(new) if tokens.old_log_probs is None else tokens.old_log_probs.astype(dtype)
+    advantages = tokens.advantages.astype(dtype)
     parts = {"objective": -_objective(loss, new, new - old, advantages, tokens.layout)}
     if loss.kl_coefficient != 0.0:
         kl = KL_ESTIMATORS[loss.kl_estimator](tokens.ref_log_probs.astype(dtype) - new)

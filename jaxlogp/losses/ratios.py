@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.losses.inputs import check_arrays, selected
+from jaxlogp.losses.inputs import check_arrays, labels_of, selected, shape_of
 
 MAX_LOG_RATIO = 30.0
 """Log-ratios above this bound are replaced by it, with zero gradient.
@@ -19,14 +19,14 @@ reaches the bound only for negative advantages, where nothing else limits the ra
 
 
 def log_ratio(
-    new: Float[AnyArray, "*tokens"], old: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
+    new: Float[AnyArray, "*tokens"], old: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"] | None = None
 ) -> Float[Array, "*tokens"]:
     """Difference of two log-probs, new - old, in nats; exactly 0 with zero gradient where masked.
 
     Args:
         new: [*tokens], log-probs in nats.
         old: [*tokens], log-probs in nats.
-        mask: [*tokens], true where the result is wanted.
+        mask: [*tokens], true where the result is wanted; None wants all.
 
     Returns:
         [*tokens], fp32 (float64 for float64 inputs).
@@ -34,13 +34,14 @@ def log_ratio(
     Raises:
         ValueError: shapes or dtypes differ from the above.
     """
+    mask = labels_of(mask, shape_of(new, "new"))
     check_arrays({"new": new, "old": old}, mask)
     dtype = compute_dtype(new, old)
     return selected(new, mask, dtype) - selected(old, mask, dtype)
 
 
 def ratio(
-    new: Float[AnyArray, "*tokens"], old: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
+    new: Float[AnyArray, "*tokens"], old: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"] | None = None
 ) -> Float[Array, "*tokens"]:
     """Importance ratio exp(new - old), exactly 0 with zero gradient where masked.
 
@@ -49,7 +50,7 @@ def ratio(
     Args:
         new: [*tokens], log-probs in nats.
         old: [*tokens], log-probs in nats.
-        mask: [*tokens], true where the result is wanted.
+        mask: [*tokens], true where the result is wanted; None wants all.
 
     Returns:
         [*tokens], fp32 (float64 for float64 inputs).
@@ -57,11 +58,12 @@ def ratio(
     Raises:
         ValueError: shapes or dtypes differ from the above.
     """
-    return jnp.where(mask, jnp.exp(bounded(log_ratio(new, old, mask))), 0.0)
+    value = jnp.exp(bounded(log_ratio(new, old, mask)))
+    return value if mask is None else jnp.where(mask, value, 0.0)
 
 
 def kl_k1(
-    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
+    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"] | None = None
 ) -> Float[Array, "*tokens"]:
     """Per-token k1 estimate of KL(new ‖ ref), new - ref, in nats; exactly 0 with zero gradient where masked.
 
@@ -70,7 +72,7 @@ def kl_k1(
     Args:
         new: [*tokens], log-probs of the sampled tokens under the policy, in nats.
         ref: [*tokens], log-probs of the same tokens under the reference, in nats.
-        mask: [*tokens], true where the result is wanted.
+        mask: [*tokens], true where the result is wanted; None wants all.
 
     Returns:
         [*tokens], fp32 (float64 for float64 inputs).
@@ -85,7 +87,7 @@ def kl_k1(
 
 
 def kl_k2(
-    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
+    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"] | None = None
 ) -> Float[Array, "*tokens"]:
     """Per-token k2 estimate of KL(new ‖ ref), (new - ref)² / 2, in nats; exactly 0 with zero gradient where masked.
 
@@ -94,7 +96,7 @@ def kl_k2(
     Args:
         new: [*tokens], log-probs of the sampled tokens under the policy, in nats.
         ref: [*tokens], log-probs of the same tokens under the reference, in nats.
-        mask: [*tokens], true where the result is wanted.
+        mask: [*tokens], true where the result is wanted; None wants all.
 
     Returns:
         [*tokens], fp32 (float64 for float64 inputs).
@@ -109,7 +111,7 @@ def kl_k2(
 
 
 def kl_k3(
-    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]
+    new: Float[AnyArray, "*tokens"], ref: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"] | None = None
 ) -> Float[Array, "*tokens"]:
     """Per-token k3 estimate of KL(new ‖ ref), exp(ref - new) - (ref - new) - 1, in nats.
 
@@ -119,7 +121,7 @@ def kl_k3(
     Args:
         new: [*tokens], log-probs of the sampled tokens under the policy, in nats.
         ref: [*tokens], log-probs of the same tokens under the reference, in nats.
-        mask: [*tokens], true where the result is wanted.
+        mask: [*tokens], true where the result is wanted; None wants all.
 
     Returns:
         [*tokens], fp32 (float64 for float64 inputs).

@@ -3,34 +3,48 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
-from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating
+from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating, require_integer
+from jaxlogp.losses.inputs import is_array
 
 SCALE_REWARDS = ("group", "none")
 
 
 class GroupAdvantages(NamedTuple):
-    """Advantages [num_groups, num_generations], and the degenerate groups [num_groups], whose rewards are all equal."""
+    """Advantages in the shape of the rewards, and the degenerate groups, whose rewards are all equal.
 
-    advantages: Float[AnyArray, "num_groups num_generations"]
-    degenerate: Bool[AnyArray, " num_groups"]
+    Attributes:
+        advantages: [num_groups, num_generations], or [N] with group ids.
+        degenerate: bool [num_groups], or [N], whether the group of each reward is degenerate.
+    """
+
+    advantages: Float[AnyArray, "*rewards"]
+    degenerate: Bool[AnyArray, " groups"]
 
 
 def group_advantages(
-    rewards: Float[AnyArray, "num_groups num_generations"], *, scale_rewards: str = "group", epsilon: float = 1e-4
+    rewards: Float[AnyArray, "*rewards"],
+    *,
+    group_ids: Integer[AnyArray, " rewards"] | None = None,
+    scale_rewards: str = "group",
+    epsilon: float = 1e-4,
 ) -> GroupAdvantages:
     """Advantages of GRPO: rewards minus the mean of their group, optionally divided by its standard deviation.
 
     A = (r - mean(r)) / (std(r) + epsilon) for "group" and A = r - mean(r) for "none" (as in Dr. GRPO), where std is the
-    sample standard deviation (divisor num_generations - 1). A group is degenerate when its largest and smallest reward
-    are equal; its advantages are exactly 0. A small deviation alone does not make a group degenerate.
+    sample standard deviation (divisor n - 1 in a group of n). A group is degenerate when its largest and smallest reward
+    are equal, such as a group of one; its advantages are exactly 0. A small deviation alone does not make a group
+    degenerate.
 
     Args:
-        rewards: [num_groups, num_generations], one row per prompt, the rewards of its completions.
+        rewards: [num_groups, num_generations], one row per prompt, the rewards of its completions; or [N] with group_ids.
+        group_ids: int [N], of any integer dtype, equal for the completions of one prompt, which may be any number and
+            stand anywhere; or None.
         scale_rewards: "group" or "none".
         epsilon: added to the standard deviation; at least 0.
 
@@ -38,14 +52,17 @@ def group_advantages(
         The advantages (fp32, or float64 for float64 rewards) and the degenerate groups.
 
     Raises:
-        ValueError: a wrong shape or dtype, fewer than two generations, no group, an unknown scale, a negative epsilon,
-            or a reward that is not finite (checked where the values are known).
+        ValueError: a wrong shape or dtype, no reward, an unknown scale, a negative epsilon, or a reward that is not
+            finite (checked where the values are known).
 
     Example:
         >>> import jax.numpy as jnp
         >>> result = group_advantages(jnp.array([[1.0, 0.0], [0.5, 0.5]]), scale_rewards="none")
         >>> result.advantages.tolist(), result.degenerate.tolist()
         ([[0.5, -0.5], [0.0, 0.0]], [False, True])
+        >>> ids = jnp.array([7, 2, 7, 9])
+        >>> group_advantages(jnp.array([1.0, 5.0, 0.0, 2.0]), group_ids=ids, scale_rewards="none").advantages.tolist()
+        [0.5, 0.0, -0.5, 0.0]
 
     References:
         DeepSeekMath, arXiv:2402.03300; Understanding R1-Zero-like training (Dr. GRPO), arXiv:2503.20783.
@@ -53,24 +70,28 @@ def group_advantages(
     require(scale_rewards in SCALE_REWARDS, "scale_rewards", f"one of {SCALE_REWARDS}", repr(scale_rewards))
     ok = is_number(epsilon) and 0.0 <= epsilon < math.inf
     require(ok, "epsilon", "a finite Python number of at least 0", describe(epsilon))
-    rewards, degenerate = _checked(rewards)
+    groups = _groups(rewards, group_ids)
+    rewards = _wide(rewards)
+    degenerate = groups.max(rewards) == groups.min(rewards)
     # Differences of close numbers are exact, their mean is not: so a common offset is subtracted before the mean.
-    rewards = rewards - jnp.min(rewards, axis=1, keepdims=True)
-    advantages = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    rewards = rewards - groups.min(rewards)
+    advantages = rewards - groups.mean(rewards)
     if scale_rewards == "group":
-        deviation = jnp.std(rewards, axis=1, ddof=1, keepdims=True)
-        # The differences of a degenerate group are exactly 0; with epsilon 0 its deviation would make them 0 / 0.
-        advantages = advantages / jnp.where(degenerate[:, None], 1.0, deviation + epsilon)
-    return GroupAdvantages(advantages, degenerate)
+        # With epsilon 0 the deviation of a degenerate group would make its differences, exactly 0, 0 / 0.
+        advantages = advantages / jnp.where(degenerate, 1.0, groups.deviation(rewards) + epsilon)
+    return groups.advantages(advantages, degenerate)
 
 
-def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generations"]) -> GroupAdvantages:
+def leave_one_out_advantages(
+    rewards: Float[AnyArray, "*rewards"], *, group_ids: Integer[AnyArray, " rewards"] | None = None
+) -> GroupAdvantages:
     """Advantages of RLOO: each reward minus the mean of the other rewards of its group.
 
-    A_i = r_i - Σ_{j≠i} r_j / (n - 1), n the number of generations.
+    A_i = r_i - Σ_{j≠i} r_j / (n - 1), n the number of rewards of the group; 0 in a group of one.
 
     Args:
-        rewards: [num_groups, num_generations], one row per prompt, the rewards of its completions.
+        rewards: as in `group_advantages`.
+        group_ids: as in `group_advantages`.
 
     Returns:
         The advantages (fp32, or float64 for float64 rewards) and the degenerate groups, as in `group_advantages`.
@@ -81,28 +102,86 @@ def leave_one_out_advantages(rewards: Float[AnyArray, "num_groups num_generation
     References:
         Back to Basics, arXiv:2402.14740.
     """
-    rewards, degenerate = _checked(rewards)
+    groups = _groups(rewards, group_ids)
+    rewards = _wide(rewards)
+    degenerate = groups.max(rewards) == groups.min(rewards)
     # The rounding of the mean shifts a whole group, and cancels against the mean of the others.
-    centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)
-    others = (jnp.sum(centred, axis=1, keepdims=True) - centred) / (rewards.shape[1] - 1)
-    return GroupAdvantages(jnp.where(degenerate[:, None], 0.0, centred - others), degenerate)
+    centred = rewards - groups.mean(rewards)
+    others = (groups.sum(centred) - centred) / groups.others(rewards.dtype)
+    return groups.advantages(centred - others, degenerate)
 
 
-def _checked(
-    rewards: Float[AnyArray, "num_groups num_generations"],
-) -> tuple[Float[Array, "num_groups num_generations"], Bool[Array, " num_groups"]]:
-    """Returns the rewards in the dtype of computations, and whether all rewards of each group are equal."""
+class _Groups(NamedTuple):
+    """Sums and extremes of groups, repeated at each member (or broadcast to them).
+
+    Attributes:
+        members: int32 [N], the group of each reward in [0, N); None for the rows of an array.
+        sizes: number of rewards of the group of each reward.
+    """
+
+    members: Int[Array, " rewards"] | None
+    sizes: Int[Array, " rewards"] | int
+
+    def others(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        """The number of other rewards of each group; 1 for a group of one, where it divides 0."""
+        return jnp.maximum(jnp.asarray(self.sizes, dtype) - 1, 1)
+
+    def sum(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        return self._reduced(jnp.sum, jax.ops.segment_sum, x)
+
+    def min(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        return self._reduced(jnp.min, jax.ops.segment_min, x)
+
+    def max(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        return self._reduced(jnp.max, jax.ops.segment_max, x)
+
+    def mean(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        return self.sum(x) / jnp.asarray(self.sizes, x.dtype)
+
+    def deviation(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        """The sample standard deviation; 0 in a group of one."""
+        if self.members is None:
+            return jnp.std(x, axis=1, ddof=min(1, self.sizes - 1), keepdims=True)
+        return jnp.sqrt(self.sum(jnp.square(x - self.mean(x))) / self.others(x.dtype))
+
+    def advantages(self, x: Float[Array, "*rewards"], degenerate: Bool[Array, "..."]) -> GroupAdvantages:
+        return GroupAdvantages(jnp.where(degenerate, 0.0, x), degenerate[:, 0] if self.members is None else degenerate)
+
+    def _reduced(self, of_rows, of_segments, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
+        if self.members is None:
+            return of_rows(x, axis=1, keepdims=True)
+        return of_segments(x, self.members, num_segments=x.shape[0])[self.members]
+
+
+def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, " rewards"] | None) -> _Groups:
+    """Checks rewards and ids, and returns the groups."""
     require_floating(rewards, "rewards")
     shape = rewards.shape
-    require(len(shape) == 2, "rewards", "shape [num_groups, num_generations]", shape)
-    require(shape[0] > 0, "rewards", "at least one group", shape)
-    require(shape[1] >= 2, "rewards", "at least two generations per group", shape)
+    if group_ids is None:
+        require(len(shape) == 2, "rewards", "shape [num_groups, num_generations], or [N] with group_ids", shape)
+    else:
+        require(len(shape) == 1, "rewards", "shape [N] of group_ids", shape)
+        require(is_array(group_ids), "group_ids", "an array of an integer dtype", describe(group_ids))
+        require_integer(group_ids, "group_ids")
+        require(group_ids.shape == shape, "group_ids", f"shape {shape} of rewards", group_ids.shape)
+    require(rewards.size > 0, "rewards", "at least one reward", shape)
     if is_concrete(rewards):
         host = np.asarray(rewards, dtype=np.float64)
         bad = np.argwhere(~np.isfinite(host))
         if len(bad):
             first = tuple(int(i) for i in bad[0])
             require(False, "rewards", "finite values", f"{host[first]} at position {first}")
+    if group_ids is None:
+        return _Groups(None, shape[1])
+    # Of NumPy where ids are known: without x64, jnp.asarray would wrap ids of 64 bits.
+    if is_concrete(group_ids):
+        _, members = np.unique(np.asarray(group_ids), return_inverse=True)
+    else:
+        _, members = jnp.unique(group_ids, return_inverse=True, size=shape[0])
+    members = jnp.asarray(members.astype(np.int32))
+    return _Groups(members, jax.ops.segment_sum(jnp.ones_like(members), members, num_segments=shape[0])[members])
+
+
+def _wide(rewards: Float[AnyArray, "*rewards"]) -> Float[Array, "*rewards"]:
     rewards = jnp.asarray(rewards)
-    rewards = rewards.astype(compute_dtype(rewards))
-    return rewards, jnp.max(rewards, axis=1) == jnp.min(rewards, axis=1)
+    return rewards.astype(compute_dtype(rewards))

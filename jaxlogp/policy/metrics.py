@@ -19,8 +19,17 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, require
-from jaxlogp.losses.documents import DocumentLayout
-from jaxlogp.losses.inputs import check_labels, constant, flat, is_array
+from jaxlogp.losses.documents import DocumentLayout, with_rows
+from jaxlogp.losses.inputs import (
+    advantages_of_tokens,
+    check_arrays,
+    check_labels,
+    constant,
+    flat,
+    is_array,
+    labels_of,
+    shape_of,
+)
 from jaxlogp.losses.loss import LOSS_PARTS, PolicyLoss, loss_layout, loss_parts, loss_tokens
 from jaxlogp.losses.presets import grpo
 from jaxlogp.losses.ratios import MAX_LOG_RATIO, bounded, k3
@@ -78,8 +87,8 @@ METRICS: dict[str, Metric] = {
 }
 """Every term with its reduction and divisor. A metric divided by "num_documents" is reported a second time with the
 suffix "_labelled", divided by the number of documents that have a label, because in a step with many fully masked
-documents the first form understates the ratio, the entropy and so on. Without document ids the divisor is "num_tokens"
-instead, and there is no second form."""
+documents the first form understates the ratio, the entropy and so on. Without documents (neither ids nor rows [B, T]) the
+divisor is "num_tokens" instead, and there is no second form."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
@@ -87,7 +96,8 @@ instead, and there is no second form."""
 class PolicyMetricTerms:
     """Reducible parts of metrics: scalars by name, each combined the way `METRICS` says.
 
-    Sums are fp32, counts are int32 and exact; an empty part holds the identities 0, -inf and inf.
+    Sums are fp32 (float64 for float64 log-probs or rewards), counts are int32 and exact; an empty part holds the
+    identities 0, -inf and inf.
     """
 
     values: dict[str, Array]
@@ -148,9 +158,9 @@ class PolicyMetricTerms:
 
 def policy_metrics(
     log_probs: Float[AnyArray, "*tokens"],
-    old_log_probs: Float[AnyArray, "*tokens"],
-    advantages: Float[AnyArray, "*tokens"],
-    mask: Bool[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
@@ -209,9 +219,9 @@ def policy_metrics(
 
 def policy_metric_terms(
     log_probs: Float[AnyArray, "*tokens"],
-    old_log_probs: Float[AnyArray, "*tokens"],
-    advantages: Float[AnyArray, "*tokens"],
-    mask: Bool[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
@@ -246,15 +256,15 @@ def policy_metric_terms(
 
     **Means are over documents, whatever the reduction of the loss:** each document counts once, long or short, also for
     a loss that is a mean over tokens. Metrics divided by M are also reported with the suffix "_labelled", divided by
-    num_documents_labelled. Without `document_ids`, which only some losses need, means are over labels instead: w_t = m_t,
-    divided by num_tokens. No gradient flows.
+    num_documents_labelled. Documents are the rows of inputs [B, T] unless `document_ids` says otherwise; without ids and
+    rows, means are over labels instead: w_t = m_t, divided by num_tokens. No gradient flows.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
-        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats.
-        advantages: [*tokens], advantage of each token.
-        mask: [*tokens], true where the target is a label.
-        document_ids: int [*tokens], document index of each token, as in `policy_loss`; None for means over labels.
+        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats; None for log_probs.
+        advantages: [*tokens], advantage of each token; or [B] or [B, 1], that of each row of [B, T].
+        mask: [*tokens], true where the target is a label; None makes every token one.
+        document_ids: int [*tokens], document index of each token, as in `policy_loss`; None for the rows of [B, T].
         num_documents: number of documents, as in `policy_loss`.
         loss: the loss of the step.
         entropy: [*tokens], entropy of the distribution of each target in nats; needed at level "with_entropy".
@@ -274,6 +284,9 @@ def policy_metric_terms(
     if level == "none":
         return PolicyMetricTerms({})
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
+    mask = labels_of(mask, shape_of(log_probs, "log_probs"))
+    old_log_probs = log_probs if old_log_probs is None else old_log_probs
+    advantages = advantages_of_tokens(advantages, mask)
     given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
     with_entropy = level == "with_entropy"
     missing = with_entropy and entropy is None
@@ -281,7 +294,8 @@ def policy_metric_terms(
     further = {"entropy": entropy if with_entropy else None, "ref_log_probs": ref_log_probs, "lse": lse}
     given |= {name: values for name, values in further.items() if values is not None}
     check_labels(given, mask)
-    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name)
+    document_ids, num_documents = with_rows(mask, document_ids, num_documents)
+    layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name, needed=loss.needs_documents)
     options = {"document_ids": document_ids, "num_documents": num_documents, "document_axis_name": document_axis_name}
     options["labels_per_document"] = labels_per_document
     flat_mask, dtype = flat(mask), compute_dtype(log_probs)
@@ -294,12 +308,15 @@ def policy_metric_terms(
     )
 
 
-def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"]) -> PolicyMetricTerms:
+def reward_terms(
+    rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"] | None = None
+) -> PolicyMetricTerms:
     """Terms of reward_mean, reward_max and reward_min over documents.
 
     Args:
         rewards: [documents], one reward per document.
-        mask: bool [documents], false for entries without a document of this part; each document belongs to one part.
+        mask: bool [documents], false for entries without a document of this part; None where each entry has one. Each
+            document belongs to one part.
 
     Returns:
         The terms, with num_rewards, the divisor of the mean.
@@ -307,14 +324,15 @@ def reward_terms(rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " 
     Raises:
         ValueError: wrong shapes or dtypes, or a reward that is not finite.
     """
+    mask = labels_of(mask, shape_of(rewards, "rewards"))
     check_labels({"rewards": rewards}, mask)
-    return _statistics("reward", "num_rewards", jnp.asarray(rewards).astype(jnp.float32), jnp.asarray(mask))
+    return _statistics("reward", "num_rewards", jnp.asarray(rewards).astype(compute_dtype(rewards)), jnp.asarray(mask))
 
 
 def staleness_terms(
     documents_seen: int | np.integer | Int[AnyArray, ""],
     model_versions: Int[AnyArray, "*entries"],
-    mask: Bool[AnyArray, "*entries"],
+    mask: Bool[AnyArray, "*entries"] | None = None,
 ) -> PolicyMetricTerms:
     """Terms of staleness_mean, staleness_max and staleness_min: documents seen since the sampler's weights were taken.
 
@@ -325,7 +343,8 @@ def staleness_terms(
         documents_seen: documents the trainer has seen before this step.
         model_versions: int [documents] or [*tokens], documents the trainer had seen when the weights were taken that
             the sampler drew the document, or the label, with.
-        mask: bool of the same shape, true for the documents, or the labels, of this part. The same kind in all parts.
+        mask: bool of the same shape, true for the documents, or the labels, of this part; None for all
+            entries. The same kind in all parts.
 
     Returns:
         The terms, with num_stalenesses, the divisor of the mean.
@@ -333,11 +352,11 @@ def staleness_terms(
     Raises:
         ValueError: wrong shapes or dtypes, or a model version above `documents_seen`.
     """
-    require(is_array(mask) and mask.dtype == np.bool_, "mask", "an array of dtype bool", describe(mask))
-    require(mask.size > 0, "mask", "at least one document", f"shape {mask.shape}")
     signed = jnp.signedinteger
     good = is_array(model_versions) and jnp.issubdtype(model_versions.dtype, signed)
     require(good, "model_versions", "an array of a signed integer dtype", describe(model_versions))
+    mask = labels_of(mask, model_versions.shape)
+    check_arrays({}, mask)
     require(model_versions.shape == mask.shape, "model_versions", f"shape {mask.shape} of mask", model_versions.shape)
     versions_dtype = model_versions.dtype
     good = isinstance(documents_seen, int) or is_array(documents_seen) and jnp.issubdtype(documents_seen.dtype, signed)
@@ -430,14 +449,14 @@ def _loss_terms(
     rest = {name: given[name] for name in ("old_log_probs", "advantages", "ref_log_probs") if name in given}
     tokens, count = loss_tokens(loss, mask=mask, **rest, **options)
     parts = loss_parts(loss, values.pop("log_probs"), tokens, **values)
-    sums = {f"loss_{name}": jnp.sum(part).astype(jnp.float32) for name, part in parts.items()}
+    sums = {f"loss_{name}": jnp.sum(part) for name, part in parts.items()}
     return sums | {"loss_count": count}
 
 
 def _extremes(name: str, values: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
     return {
-        f"max_{name}": jnp.max(jnp.where(mask, values, -jnp.inf)).astype(jnp.float32),
-        f"min_{name}": jnp.min(jnp.where(mask, values, jnp.inf)).astype(jnp.float32),
+        f"max_{name}": jnp.max(jnp.where(mask, values, -jnp.inf)),
+        f"min_{name}": jnp.min(jnp.where(mask, values, jnp.inf)),
     }
 
 
@@ -454,7 +473,7 @@ def _counts(loss: PolicyLoss, layout: DocumentLayout | None, mask: Bool[AnyArray
 
 
 def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, " tokens"]) -> Float[Array, ""]:
-    return jnp.sum(jnp.where(weights != 0, weights * values, 0.0)).astype(jnp.float32)
+    return jnp.sum(jnp.where(weights != 0, weights * values, 0.0))
 
 
 def _statistics(

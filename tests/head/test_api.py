@@ -64,3 +64,21 @@ def test_floats_of_8_bits_and_fewer_are_refused(argument, dtype):
     for function in (log_probs, loss, logits):
         with pytest.raises(ValueError, match=f"^{argument}: expected dtype bfloat16, float16 or float32, got float"):
             jax.eval_shape(function, **operands)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("layout, other", [("vh", "hv"), ("hv", "vh")])
+def test_a_transposed_weight_is_named_as_the_likely_cause(layout, other):
+    shape = (5, 3) if layout == "hv" else (3, 5)
+    expected = r"^weight: expected shape .* with H = 3, as in hidden, got float32 array of shape "
+    with pytest.raises(ValueError, match=rf"{expected}.*\? pass weight_layout='{other}'\)$"):
+        linear_log_probs(jnp.ones((2, 3)), jnp.ones(shape), jnp.zeros(2, jnp.int32), weight_layout=layout)
+    with pytest.raises(ValueError, match="^hidden: expected a last dimension of H = 5, as in weight"):
+        linear_log_probs(jnp.ones((2, 4)), jnp.ones((3, 5)), jnp.zeros(2, jnp.int32))
+
+
+@pytest.mark.bad_input
+def test_hopper_on_a_cpu_names_the_device_first():
+    for engine in ("hopper", "triton"):
+        with pytest.raises(ValueError, match="^engine: expected a call that .* takes, got it needs an NVIDIA.* is cpu"):
+            linear_log_probs(jnp.ones((2, 3)), jnp.ones((5, 3)), jnp.zeros(2, jnp.int32), engine=engine)

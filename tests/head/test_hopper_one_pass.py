@@ -207,6 +207,12 @@ def test_on_policy():
     compare(actual, program(two_calls, grpo(), "reference", options)(data), gradient_error=GRADIENT_ERROR)
 
 
+@needs_interpreter
+def test_on_policy_without_the_samplers_log_probs():
+    data, options = bf16_problem(150, bias=True, seed=2)
+    check({**data, "old": None}, hopper(), grpo(), **options)
+
+
 @pytest.mark.parametrize(
     "hidden_size, parts, tokens, rows",
     [(2304, 2, 8192, 1792), (2304, 10, 8192, 2048), (1024, 2, 8192, 2048), (2304, 2, 1500, 1536)],

@@ -50,7 +50,6 @@ BAD = {
     "num_documents a list": ({"num_documents": [5]}, "num_documents", "list [5]"),
     "num_documents missing": ({"num_documents": None}, "num_documents", "None"),
     "document_ids missing": ({"document_ids": None}, "document_ids", "None"),
-    "both missing": ({"document_ids": None, "num_documents": None}, "document_ids", "None"),
     "entropy missing": ({"entropy": None}, "entropy", "None"),
     "lse missing": ({"loss": gspo(z_loss_coefficient=0.1)}, "lse", "None"),
     "labels_per_document missing": (
@@ -103,7 +102,7 @@ def test_the_two_halves_refuse_what_the_whole_refuses():
         with pytest.raises(ValueError, match=f"^{argument}: expected"):
             loss_tokens(loss, **{**given, **changes})
     with pytest.raises(ValueError, match="^document_ids: expected .* for loss 'gspo', got None"):
-        loss_tokens(gspo(), **given)
+        loss_tokens(gspo(), **{name: values.ravel() for name, values in given.items()})
 
 
 @pytest.mark.bad_input

@@ -42,8 +42,10 @@ from jaxlogp.vocab import VocabShards
 class FixedOrderEngine(Engine):
     """Sums in the order that ``order`` fixes; see docs/invariance.md for what this guarantees and what it costs.
 
+    The vocabulary must have as many ids as the order has granules: V >= 24 by default.
+
     Attributes:
-      order: the numeric identity.
+      order: the numeric identity; ``ReductionOrder(granules=8)`` takes V >= 8.
     """
 
     order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder)

@@ -62,8 +62,8 @@ class HopperEngine(HopperSettings, Engine):
     masks_hidden = True
 
     def why_not(self, call: HeadCall) -> str | None:
-        """The installed JAX, the device, then dtypes and sizes that the kernels do not take."""
-        return why_not_available() or self._why_not_here() or self._why_not_operands(call)
+        """The device, the installed JAX, then dtypes and sizes that the kernels do not take."""
+        return self._why_not_here() or why_not_available() or self._why_not_operands(call)
 
     def _why_not_here(self) -> str | None:
         if not self.check_device or self.interpret is not None:

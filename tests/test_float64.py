@@ -1,0 +1,49 @@
+"""float64 with x64 on: refused by the head and by log_probs_from_logits, kept by losses, reductions and metrics."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlogp
+from jaxlogp import log_probs_from_logits
+from jaxlogp.reduce import masked_max, masked_mean
+
+
+@pytest.mark.bad_input
+def test_float64_operands_are_refused():
+    """Engines accumulate in fp32, so a float64 log-prob could not be had."""
+    hidden, weight, bias = np.ones((2, 4)), np.ones((6, 4)), np.ones(6)
+    targets, narrow = np.zeros(2, np.int32), functools.partial(np.asarray, dtype=np.float32)
+    calls = {
+        "hidden": lambda: jaxlogp.linear_log_probs(hidden, narrow(weight), targets),
+        "weight": lambda: jaxlogp.linear_log_probs(narrow(hidden), jnp.asarray(weight), targets),
+        "bias": lambda: jaxlogp.head_logits(narrow(hidden), narrow(weight), bias=bias),
+        "logits": lambda: log_probs_from_logits(jnp.asarray(weight), np.zeros(6, np.int32)),
+    }
+    for argument, call in calls.items():
+        with jax.enable_x64(True):
+            expected = f"^{argument}: expected dtype bfloat16, float16 or float32, got float64 array .*: cast it"
+            with pytest.raises(ValueError, match=expected):
+                call()
+        call()  # without x64 they are float32 to JAX
+
+
+def test_losses_reductions_and_metrics_keep_float64():
+    with jax.enable_x64(True):
+        new, old = np.log(np.array([[0.5, 0.3], [0.2, 0.9]])), np.log(np.array([[0.4, 0.3], [0.3, 0.8]]))
+        expected = np.exp(new - old)
+        metrics = jaxlogp.policy_metrics(new, old, np.ones(2), level="with_entropy", entropy=-new, lse=new)
+        named = {"ratio_new_old": expected.mean(), "max_ratio_new_old": expected.max(), "entropy": -new.mean()}
+        found = {name: (metrics[name], value) for name, value in named.items()}
+        found["masked_mean"] = masked_mean(new), new.mean()
+        found["masked_max"] = masked_max(new), new.max()
+        found["reward_mean"] = jaxlogp.reward_terms(new[0]).finish()["reward_mean"], new[0].mean()
+        found["loss"] = (
+            jaxlogp.policy_loss(new, old, np.ones(2)).mean(),
+            -np.minimum(expected, expected.clip(0.8, 1.2)).mean(),
+        )
+        for name, (actual, value) in found.items():
+            assert actual.dtype == np.float64 and abs(float(actual) - value) < 1e-14, name
