@@ -299,7 +299,7 @@ def test_over_vocabulary_shards_whose_tiles_line_up(shards):
     check(oracle.HeadGradients(*gradients), wanted)
     assert (float(count.sum), int(count.count)) == (skipped, 24 // CHUNK * VOCAB // TILE)
     alone = run(data, engine=engine())[0]
-    # Rows of the weight have norm 1, so Σ|h w| is at most the norm of a hidden state, and that of e^z one of VOCAB terms.
+    # Rows of the weight have norm 1, so Σ|h w| of a logit is at most the norm of a hidden state.
     hidden = np.linalg.norm(oracle.f64(data["hidden"]), axis=1).max() + np.abs(data["bias"]).max()
     bound = 2 * oracle.fp32_bound(hidden, HIDDEN + 1) + oracle.fp32_bound(1.0, VOCAB)
     assert np.abs(np.asarray(result.log_probs) - np.asarray(alone.log_probs)).max() < bound
