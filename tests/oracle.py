@@ -239,6 +239,16 @@ def gspo(
 # --- comparison --------------------------------------------------------------------------------------------
 
 
+def fp32_bound(magnitude, terms: int):
+    """Returns the largest difference of two fp32 sums of `terms` numbers whose absolute values sum to at most `magnitude`.
+
+    In any order each is off by at most terms · 2^-24 · Σ|x|, and so it is where the numbers are products, rounded or
+    fused (Higham, Accuracy and Stability, 2002, section 4.2). A positive sum is off by this share of itself, for a
+    magnitude of 1.
+    """
+    return 2 * terms * 2.0**-24 * magnitude
+
+
 def relative_error(actual, expected) -> float:
     """Norm of the difference over the norm of the expected array; infinite when anything is not finite."""
     actual, expected = f64(actual), f64(expected)

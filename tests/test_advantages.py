@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxlogp.policy.advantages import group_advantages, leave_one_out_advantages
+from tests import oracle
 
-# The largest entry of a row is of size 1; means and deviations of 6 fp32 numbers err by a few 2^-24.
-ERROR = 1e-6
+# A mean of 6 rewards is off by as many roundings of at most 2.1; its difference to a reward, and the square root of a mean
+# of 6 squares, add 4 more. Divided by a deviation of at least 0.4.
+ERROR = oracle.fp32_bound(2.1 / 0.4, 6 + 4)
 
 
 def rewards_of(groups=5, generations=6):
@@ -28,7 +30,7 @@ def test_scaled_by_group_and_not():
         ({"scale_rewards": "none"}, centred),
     ):
         result = jax.jit(functools.partial(group_advantages, **options))(rewards)
-        np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+        np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
         assert not np.asarray(result.degenerate).any() and result.advantages.dtype == jnp.float32
 
 
@@ -36,7 +38,7 @@ def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others():
     rewards = rewards_of()
     expected = np.array([[row[i] - np.mean(np.delete(row, i)) for i in range(6)] for row in np.float64(rewards)])
     result = leave_one_out_advantages(rewards)
-    np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+    np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
@@ -65,7 +67,7 @@ def test_a_small_deviation_is_not_degenerate():
     assert not np.asarray(result.degenerate).any()
     # (2, -1, -1) / 3 over its sample deviation 1 / sqrt(3), whatever the offset and the scale.
     expected = np.array([[-1, -1, 2], [-1, 2, -1]]) / np.sqrt(3)
-    np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+    np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
 
 
 def test_zero_epsilon_and_equal_rewards_are_not_nan():

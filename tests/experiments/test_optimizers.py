@@ -15,6 +15,7 @@ from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.parameters import INPUT_AXES, abstract_decoder
 from experiments.models.sharding import parameter_shardings
 from experiments.training.optimizers import OPTIMIZERS, Optimizer, adamw, learning_rate
+from tests.oracle import fp32_bound
 
 pytestmark = pytest.mark.costly
 
@@ -54,7 +55,7 @@ def two_steps(name, **options):
     params, *gradients = map(parameters, range(3))
     transformation = OPTIMIZERS[name](weight_decay=DECAY, **options)
     new, _, rates = run(Optimizer(transformation, lambda n: jnp.asarray(RATES)[n], 1e9), params, gradients)
-    np.testing.assert_allclose(rates, RATES, rtol=1e-6)
+    np.testing.assert_allclose(rates, RATES, rtol=1e-6)  # one rounding to fp32
     return paths(params), [paths(each) for each in gradients], paths(new)
 
 
@@ -130,7 +131,10 @@ def test_adamw_and_adafactor_are_their_formulas():
         before, gradients, after = two_steps(name)
         for path, value in before.items():
             expected = steps(value, [each[path] for each in gradients])
-            np.testing.assert_allclose(after[path], expected, atol=2e-6, err_msg=f"{name} {path}")
+            # Eight roundings of parameters below 4 and of directions, at rates of 0.04 together, that Adafactor divides by
+            # a root mean square of up to 576 entries.
+            bound = fp32_bound(4.0, 8) + 0.04 * fp32_bound(4.0, value.size)
+            np.testing.assert_allclose(after[path], expected, rtol=0, atol=bound, err_msg=f"{name} {path}")
 
 
 def test_adafactor_keeps_row_and_column_means_of_large_matrices():
@@ -151,7 +155,7 @@ def test_the_global_norm_is_clipped_before_everything():
     optimizer = Optimizer(OPTIMIZERS["adafactor"](momentum=0.5), lambda _: 1.0, max_grad_norm=2.0)
     huge, clipped = {"w": jnp.full(4, 1e6)}, {"w": jnp.full(4, 1.0)}
     first, second = (run(optimizer, params, [each, clipped])[0]["w"] for each in (huge, clipped))
-    np.testing.assert_allclose(first, second, rtol=1e-6)
+    np.testing.assert_allclose(first, second, rtol=1e-6)  # a norm of four equal numbers and a division more
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
@@ -222,10 +226,12 @@ def test_a_hundred_steps_of_a_ten_thousandth_are_not_lost_in_bf16():
 def test_schedules_by_hand(schedule, final, expected):
     """Two updates of warm-up of six."""
     rate = learning_rate(schedule, 2.0, warmup_steps=2, steps=6, **final)
+    # Constants of six digits, times 2.
     np.testing.assert_allclose([float(rate(n)) for n in range(8)], 2 * np.array(expected), atol=2e-6)
 
 
 def test_schedules_without_warm_up_or_shorter_than_it():
+    # Here and below: three or four roundings of numbers of at most 1.
     linear = learning_rate("linear", 1.0, warmup_steps=0, steps=4, final_rate=0.4)
     np.testing.assert_allclose([float(linear(n)) for n in range(4)], [1, 0.8, 0.6, 0.4], rtol=1e-6)
     short = learning_rate("cosine", 1.0, warmup_steps=4, steps=2)

@@ -152,7 +152,7 @@ def test_what_is_left_out_is_within_the_bound_and_the_bound_is_near():
         tail = threshold * math.log(1 / threshold) if threshold < 1 / math.e else 1 / math.e
         g, g_entropy = np.abs(data["g_lp"]), np.abs(data["g_entropy"])
         bound = threshold * g + g_entropy * np.maximum(tail, threshold * entropy)
-        assert skipped > 0 and np.all(np.abs(omitted) < bound[:, None] * (1 + 1e-6))
+        assert skipped > 0 and np.all(np.abs(omitted) < bound[:, None] * (1 + 1e-6))  # float64
         closest = max(closest, float((np.abs(omitted).max(axis=1) / bound).max()))
     assert closest > 0.3, closest
 
@@ -266,7 +266,7 @@ def test_under_vmap():
     seen = jax.jit(jax.vmap(gradients))(*batched.values())
     for index in range(2):
         one = gradients(*(x[index] for x in batched.values()))
-        assert oracle.relative_error(seen[index], one) < 1e-6
+        assert oracle.relative_error(seen[index], one) < 2 * GRADIENT_ERROR  # each is within it of float64
 
 
 # --- vocabulary shards -------------------------------------------------------------------------------------
@@ -299,7 +299,10 @@ def test_over_vocabulary_shards_whose_tiles_line_up(shards):
     check(oracle.HeadGradients(*gradients), wanted)
     assert (float(count.sum), int(count.count)) == (skipped, 24 // CHUNK * VOCAB // TILE)
     alone = run(data, engine=engine())[0]
-    assert oracle.scaled_error(result.log_probs, oracle.f64(alone.log_probs)) < 1e-6
+    # Rows of the weight have norm 1, so Σ|h w| of a logit is at most the norm of a hidden state.
+    hidden = np.linalg.norm(oracle.f64(data["hidden"]), axis=1).max() + np.abs(data["bias"]).max()
+    bound = 2 * oracle.fp32_bound(hidden, HIDDEN + 1) + oracle.fp32_bound(1.0, VOCAB)
+    assert np.abs(np.asarray(result.log_probs) - np.asarray(alone.log_probs)).max() < bound
 
 
 # --- vocabulary orders -------------------------------------------------------------------------------------

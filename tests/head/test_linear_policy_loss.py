@@ -209,7 +209,7 @@ def test_the_gradient_is_scaled_by_the_cotangent_of_the_sum(cotangent):
         return pull(jnp.asarray(cotangent, total.dtype))
 
     for actual, one in zip(jax.jit(pulled_back)(data, cotangent), jax.jit(pulled_back)(data, 1.0), strict=True):
-        np.testing.assert_allclose(actual, cotangent * np.asarray(one), rtol=3e-7)
+        np.testing.assert_allclose(actual, cotangent * np.asarray(one), rtol=3e-7)  # two products
 
 
 @pytest.mark.parametrize("loss", [grpo(entropy_coefficient=0.1), gspo(entropy_coefficient=0.1)], ids=lambda x: x.name)

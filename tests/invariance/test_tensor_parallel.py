@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp.head.call import head_call
 from jaxlogp.head.projection import HeadSpec
 from tests import oracle
-from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, NAIVE, Setting, broken, case, run, tensor_mesh
+from tests.invariance.harness import CHUNKED, FIXED, FIXED_EIGHT, HIDDEN, NAIVE, Setting, broken, case, run, tensor_mesh
 
 TOKENS = 72  # one whole block of 64 rows and part of a second
 FAMILIES = ("normal", "confident", "shifted", "tiny")
@@ -116,8 +116,8 @@ def test_accuracy_against_float64_is_that_of_the_plain_path(name, family):
     for key, truth in wanted.items():
         measure = oracle.scaled_error if key in ("log_probs", "entropy") else oracle.relative_error
         errors = measure(seen[key], truth), measure(plain[key], truth)
-        # A product of 32 terms, one exp and one log: a few 2^-24 of the largest logit in play, 40 to 120 here.
-        assert errors[0] < 2 * errors[1] + 2e-6, (key, errors)
+        # What fp32 resolves in products of 32 terms, relative to the largest result; the plain path may have been lucky.
+        assert errors[0] < 2 * errors[1] + oracle.fp32_bound(1.0, HIDDEN), (key, errors)
 
 
 @functools.cache
@@ -171,6 +171,9 @@ def test_the_log_sum_exp_has_the_bytes_of_one_shard(name, size):
         logits = logits / options.get("temperature", 1.0)
         truth = np.logaddexp.reduce(logits, axis=1)
         found = np.asarray(wanted.max, np.float64) + np.asarray(wanted.log_sum_exp, np.float64)
-        # 32 products a logit and one sum of exponentials: a few 2^-24 of the largest logit.
+        # 32 products and a bias a logit; the sum of exponentials is exact, and its log a rounding or two of 10.
+        bias = np.abs(np.where(np.isfinite(data["bias"]), oracle.f64(data["bias"]), 0.0))
+        sizes = np.abs(oracle.f64(data["hidden"])) @ np.abs(oracle.f64(data["weight"])).T + bias
+        bound = oracle.fp32_bound(sizes.max(axis=1) * 1.3 / 0.7, 32 + 1) + oracle.fp32_bound(10.0, 2)
         active = np.asarray(data["mask"])
-        np.testing.assert_allclose(found.reshape(-1)[:TOKENS][active], truth[active], rtol=1e-6, atol=2e-5)
+        assert (np.abs(found.reshape(-1)[:TOKENS] - truth) < bound)[active].all()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlogp import losses
+from tests import oracle
 
 SHAPE = (4, 6)
 LENGTHS = (5, 1, 7, 4, 7)
@@ -16,8 +17,8 @@ DRIFT = (-0.05, 0.6, 0.6, 0.0, -0.6)  # mean log-ratio: inside the bounds, above
 ADVANTAGES = (1.0, -1.0, 1.0, 1.0, -1.0)
 UNLABELLED = 3  # a document of which every token is masked
 
-# fp32 rounds a log-ratio of size 1 by 6e-8 and each of at most 24 additions by as much; relative to the largest entry.
-ERROR = 3e-6
+# Relative to the largest of at most 24 terms, and so Σ|x| is at most 24.
+ERROR = oracle.fp32_bound(24.0, 24)
 
 
 class Case(NamedTuple):

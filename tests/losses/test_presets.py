@@ -11,6 +11,7 @@ import pytest
 from jaxlogp import losses
 from jaxlogp.losses import PRESETS, Clipped, PolicyLoss, policy_loss, register_loss
 from jaxlogp.policy.metrics import policy_metrics
+from tests import oracle
 from tests.losses.policy_case import ERROR, SHAPE, case, expected_gradient, scaled_error, sum_error
 
 # Document 0 has two labels with A = 1 and the ratios 1.5 and 0.5, document 1 one label with A = -2 and the ratio 0.5;
@@ -24,6 +25,8 @@ BY_HAND = {
     "document_ids": np.array([[0, 0, 2, 1]]),
     "num_documents": 2,
 }
+# Constants of six digits, and three terms with Σ|x| < 6 of ratios of two or three roundings.
+BY_HAND_ERROR = 1e-6 + oracle.fp32_bound(6.0, 3 + 3)
 # What the step's mean is: three labels, two documents.
 HAND_COMPUTED = {
     # min(1.5, 1.2) + min(0.5, 0.8) - 2 max(0.5, 0.8) = 1.2 + 0.5 - 1.6 = 0.1
@@ -54,8 +57,7 @@ HAND_COMPUTED = {
 @pytest.mark.parametrize("name", HAND_COMPUTED)
 def test_the_value_is_the_one_computed_by_hand(name):
     loss, expected = HAND_COMPUTED[name]
-    # The constants above have six digits.
-    np.testing.assert_allclose(policy_loss(**BY_HAND, loss=loss).mean(), expected, atol=2e-6)
+    np.testing.assert_allclose(policy_loss(**BY_HAND, loss=loss).mean(), expected, atol=BY_HAND_ERROR)
 
 
 def test_every_preset_is_computed_by_hand_and_has_its_name():
@@ -75,6 +77,7 @@ def test_delta_limits_a_ratio_with_a_negative_advantage_by_hand():
     for delta, value, gradient in ((None, 8.8, [6.0, 2.8]), (1.5, 5.8, [0.0, 2.8])):
         loss = losses.grpo(delta=delta)
         result = jax.value_and_grad(lambda x, loss=loss: policy_loss(x, zeros, advantages, mask, loss=loss).sum)(new)
+        # A log, an exp, a product and one addition: at most eight roundings.
         np.testing.assert_allclose(result[0], value, rtol=1e-6)
         np.testing.assert_allclose(result[1], gradient, rtol=1e-6)
 
@@ -85,10 +88,10 @@ def test_the_kl_and_the_entropy_bonus_by_hand():
     for estimator, kl in (("k1", 0.693147), ("k2", 0.240227), ("k3", 0.193147)):
         parts = {"kl_coefficient": 0.5, "kl_estimator": estimator, "entropy_coefficient": 0.1}
         by_labels = policy_loss(**given, loss=losses.grpo(**parts)).mean()
-        np.testing.assert_allclose(by_labels, -0.1 / 3 + 0.5 * kl - 0.1 * (1 + 2 + 3) / 3, atol=2e-6)
+        np.testing.assert_allclose(by_labels, -0.1 / 3 + 0.5 * kl - 0.1 * (1 + 2 + 3) / 3, atol=BY_HAND_ERROR)
         # Documents alike: the entropy of document 0 is (1 + 2) / 2.
         by_documents = policy_loss(**given, loss=losses.grpo_paper(**parts)).mean()
-        np.testing.assert_allclose(by_documents, 0.375 + 0.5 * kl - 0.1 * (1.5 + 3) / 2, atol=2e-6)
+        np.testing.assert_allclose(by_documents, 0.375 + 0.5 * kl - 0.1 * (1.5 + 3) / 2, atol=BY_HAND_ERROR)
 
 
 def sum_and_gradient(loss, given, document_ids=None):
@@ -206,7 +209,7 @@ def test_a_loss_of_ones_own_is_a_small_class_and_one_registration():
         loss = PRESETS["squared"](kl_coefficient=0.0)
         # Document 0: 1 - (0.5 - 1)² / 2 and 1 - (-0.5 - 1)² / 2; document 1: -2 - (-0.5 + 2)² / 2.
         expected = -((0.875 - 0.125) / 2 - 3.125) / 2
-        np.testing.assert_allclose(policy_loss(**BY_HAND, loss=loss).mean(), expected, rtol=1e-6)
+        np.testing.assert_allclose(policy_loss(**BY_HAND, loss=loss).mean(), expected, atol=BY_HAND_ERROR)
         metrics = policy_metrics(**BY_HAND, loss=loss)
         np.testing.assert_allclose(metrics["clipped_ratio_fraction"], 0.25)  # one of two labels, one of two documents
         sequence = policy_metrics(**BY_HAND, loss=dataclasses.replace(loss, ratio="sequence"))
