@@ -429,10 +429,11 @@ def _averages(
 def _stopped(loss: PolicyLoss, seen: _Seen) -> tuple[Bool[Array, " tokens"], Bool[Array, " tokens"]]:
     """Returns where the objective has an advantage but no gradient, at ratios below 1 and at others."""
 
-    def total(log_ratio, log_prob):
-        return jnp.sum(loss.objective.value(log_ratio, log_prob, seen.advantages))
+    def objective(log_ratio, log_prob):
+        return loss.objective.value(log_ratio, log_prob, seen.advantages)
 
-    slope, other = jax.grad(total, argnums=(0, 1))(seen.log_ratio, seen.log_prob)
+    values, pull_back = jax.vjp(objective, seen.log_ratio, seen.log_prob)
+    slope, other = pull_back(jnp.ones_like(values))
     no_slope = (slope == 0) | (seen.log_ratio >= MAX_LOG_RATIO)
     stopped = no_slope & (other == 0) & (seen.advantages != 0)
     return stopped & (seen.log_ratio < 0), stopped & (seen.log_ratio >= 0)
