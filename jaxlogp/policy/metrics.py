@@ -6,6 +6,7 @@ by.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -428,15 +429,19 @@ def _averages(
 
 def _stopped(loss: PolicyLoss, seen: _Seen) -> tuple[Bool[Array, " tokens"], Bool[Array, " tokens"]]:
     """Returns where the objective has an advantage but no gradient, at ratios below 1 and at others."""
-
-    def objective(log_ratio, log_prob):
-        return loss.objective.value(log_ratio, log_prob, seen.advantages)
-
-    values, pull_back = jax.vjp(objective, seen.log_ratio, seen.log_prob)
-    slope, other = pull_back(jnp.ones_like(values))
+    slope, other = _slopes(loss, seen.log_ratio, seen.log_prob, seen.advantages)
     no_slope = (slope == 0) | (seen.log_ratio >= MAX_LOG_RATIO)
     stopped = no_slope & (other == 0) & (seen.advantages != 0)
     return stopped & (seen.log_ratio < 0), stopped & (seen.log_ratio >= 0)
+
+
+# Outside of jit the gradient of a sum over Explicit mesh axes would need jax.set_mesh.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _slopes(loss: PolicyLoss, log_ratio: Array, log_prob: Array, advantages: Array) -> tuple[Array, Array]:
+    def total(log_ratio, log_prob):
+        return jnp.sum(loss.objective.value(log_ratio, log_prob, advantages))
+
+    return jax.grad(total, argnums=(0, 1))(log_ratio, log_prob)
 
 
 def _loss_terms(
