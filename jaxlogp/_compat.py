@@ -38,7 +38,7 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def place(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def place(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     """``x`` as ``shard_map`` over ``mesh`` wants it: Explicit axes need the sharding in the type, Auto ones do not."""
     if AxisType.Explicit not in mesh.axis_types:
         return x

@@ -247,7 +247,10 @@ def test_zeros_are_the_first_carry_of_a_scan(ranks):
     assert float(sums.metrics.values["max_advantage"]) == advantages.max() < -1.0
     assert float(sums.metrics.values["min_advantage"]) == advantages.min()
     assert int(sums.loss.count) == advantages.size
-    parts = [micro_sums(make_table(), jax.tree.map(lambda x, i=i: x[i], batches), "grpo", "length") for i in range(4)]
+    parts = [
+        micro_sums(make_table(), jax.tree.map(lambda x, i=i: np.asarray(x[i]), batches), "grpo", "length")
+        for i in range(4)
+    ]
     np.testing.assert_allclose(sums.gradients, sum(parts).gradients, atol=ERROR * np.abs(sums.gradients).max())
 
 

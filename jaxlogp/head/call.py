@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._arrays import AnyArray
 from jaxlogp._compat import (
     AxisName,
     require_axis_name,
@@ -228,7 +229,7 @@ def head_call(
     weight: HeadWeight,
     bias: Float[Array, " vocab"] | None,
     targets: Any,
-    mask: Bool[Array, "*tokens"] | None,
+    mask: Bool[AnyArray, "*tokens"] | None,
     spec: HeadSpec,
     *,
     axis_name: AxisName | None,

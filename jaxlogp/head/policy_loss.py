@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._arrays import refuse_gradient
+from jaxlogp._arrays import AnyArray, refuse_gradient
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import (
@@ -47,18 +47,18 @@ ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "i
 def linear_policy_loss(
     hidden: Float[Array, "*hidden_tokens hidden"],
     weight: HeadWeight,
-    targets: Int[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"] | None,
-    advantages: Float[Array, "*rows"],
-    mask: Bool[Array, "*tokens"] | None = None,
+    targets: Int[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
     loss: PolicyLoss | None = None,
-    ref_log_probs: Float[Array, "*tokens"] | None = None,
-    document_ids: Int[Array, "*tokens"] | None = None,
-    num_documents: int | np.integer | Int[Array, ""] | None = None,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    document_ids: Int[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
     document_axis_name: AxisName | tuple[AxisName, ...] | None = None,
-    labels_per_document: float | Float[Array, ""] | None = None,
-    lse: Float[Array, "*tokens"] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    lse: Float[AnyArray, "*tokens"] | None = None,
     with_entropy: bool = False,
     with_lse: bool = False,
     bias: Float[Array, " vocab"] | None = None,

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlogp._arrays import as_int32
+from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._compat import axis_tuple, known_sharding, place
 from jaxlogp.errors import describe, require, require_ids_in_range
 from jaxlogp.head.api import linear_log_probs
@@ -113,10 +113,10 @@ def sharded_linear_log_probs(
 def sharded_linear_policy_loss(
     hidden: Float[Array, "*tokens hidden"],
     weight: HeadWeight,
-    targets: Int[Array, "*tokens"],
-    old_log_probs: Float[Array, "*tokens"] | None,
-    advantages: Float[Array, "*rows"],
-    mask: Bool[Array, "*tokens"] | None = None,
+    targets: Int[AnyArray, "*tokens"],
+    old_log_probs: Float[AnyArray, "*tokens"] | None,
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
     mesh: Mesh,
     vocab_axis: str = "tensor",
@@ -124,11 +124,11 @@ def sharded_linear_policy_loss(
     weight_axis: str | None = None,
     vocab: VocabShards | None = None,
     loss: PolicyLoss | None = None,
-    ref_log_probs: Float[Array, "*tokens"] | None = None,
-    document_ids: Int[Array, "*tokens"] | None = None,
-    num_documents: int | np.integer | Int[Array, ""] | None = None,
-    labels_per_document: float | Float[Array, ""] | None = None,
-    lse: Float[Array, "*tokens"] | None = None,
+    ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    document_ids: Int[AnyArray, "*tokens"] | None = None,
+    num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    lse: Float[AnyArray, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     **options: Any,
 ) -> tuple[WeightedSum, TokenLogProbs]:

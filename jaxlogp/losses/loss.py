@@ -171,7 +171,7 @@ def policy_loss(
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
-    labels_per_document: float | Float[AnyArray, ""] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> WeightedSum:
     """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
 
@@ -303,7 +303,7 @@ def loss_tokens(
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
-    labels_per_document: float | Float[AnyArray, ""] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
     """The inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
 
@@ -370,7 +370,9 @@ def loss_layout(
 
 
 def _entropy_weights(
-    loss: PolicyLoss, weights: Float[Array, " tokens"], labels_per_document: float | Float[AnyArray, ""] | None
+    loss: PolicyLoss,
+    weights: Float[Array, " tokens"],
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None,
 ) -> Float[Array, " tokens"] | None:
     """Returns the weights of a token mean in a sum that is divided by documents; None where those of the loss do."""
     if loss.entropy_coefficient == 0.0 or loss.entropy_weights == "reduction" or loss.reduction == "labels":

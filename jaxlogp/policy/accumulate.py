@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ class FinishedStep:
     metrics: dict[str, Array]
 
 
+# JAX rebuilds it with leaves that are not arrays, such as those of jax.eval_shape.
+@no_type_check
 @partial(jax.tree_util.register_dataclass, data_fields=["gradients", "loss", "metrics"], meta_fields=[])
 @dataclass(frozen=True)
 class StepSums:

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,8 @@ documents the first form understates the ratio, the entropy and so on. Without d
 divisor is "num_tokens" instead, and there is no second form."""
 
 
+# JAX rebuilds it with leaves that are not arrays, such as those of jax.eval_shape.
+@no_type_check
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
 @dataclass(frozen=True)
 class PolicyMetricTerms:
@@ -169,7 +171,7 @@ def policy_metrics(
     entropy: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
-    labels_per_document: float | Float[AnyArray, ""] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
@@ -230,7 +232,7 @@ def policy_metric_terms(
     entropy: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
-    labels_per_document: float | Float[AnyArray, ""] | None = None,
+    labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
@@ -445,7 +447,7 @@ def _slopes(loss: PolicyLoss, log_ratio: Array, log_prob: Array, advantages: Arr
 
 
 def _loss_terms(
-    loss: PolicyLoss, given: dict[str, Array], mask: Bool[AnyArray, "*tokens"], options: dict[str, Any]
+    loss: PolicyLoss, given: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"], options: dict[str, Any]
 ) -> dict[str, Array]:
     """The sum of each part of the loss whose inputs are given, and the loss's count."""
     inputs = {"kl": "ref_log_probs", "entropy": "entropy", "z_loss": "lse"}
@@ -483,7 +485,7 @@ def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, " tok
 
 
 def _statistics(
-    name: str, count_name: str, values: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"]
+    name: str, count_name: str, values: Float[AnyArray, "*shape"], mask: Bool[AnyArray, "*shape"]
 ) -> PolicyMetricTerms:
     return PolicyMetricTerms(
         {

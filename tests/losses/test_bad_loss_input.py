@@ -157,6 +157,8 @@ def test_the_number_of_documents_of_all_ranks_is_refused_where_types_tell():
     assert float(of_ranks(np.ones(2, np.int32))) == 1.0
 
 
+# Annotations say float, and shape checkers take them at their word.
+@pytest.mark.bad_input
 def test_a_numpy_scalar_is_a_temperature():
     spec = HeadSpec(temperature=np.float32(0.5), logit_scale=np.int64(2))
     assert spec == HeadSpec(0.5, 2) and type(spec.temperature) is float

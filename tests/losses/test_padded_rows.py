@@ -44,7 +44,8 @@ def head_operands():
     rng = np.random.default_rng(1)
     hidden = rng.normal(0.0, 1.0, (ROWS, LENGTH, HIDDEN)).astype(np.float32)
     weight = rng.normal(0.0, 1.0, (VOCAB, HIDDEN)).astype(np.float32)
-    return jnp.asarray(hidden), jnp.asarray(weight), rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    targets = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    return jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(targets)
 
 
 def same(left, right):
@@ -204,7 +205,8 @@ def test_without_a_mask_every_token_is_a_label():
     sharded = jaxlogp.sharded_linear_policy_loss
     same(sharded(*given, mesh=mesh)[0].count, sharded(*given, every, mesh=mesh)[0].count)
     head = functools.partial(jaxlogp.linear_log_probs, hidden, weight, targets)
-    same(head(mask), head(mask=mask))
+    active = jnp.asarray(mask)
+    same(head(active), head(mask=active))
 
 
 @pytest.mark.parametrize("reduction", ["labels", "documents", "document_mean", "constant_length"])
@@ -236,7 +238,7 @@ def test_reduced_losses_are_differentiable_and_checked():
 
 def test_terms_without_a_mask_are_those_of_every_entry():
     rewards, versions = np.float32([1.0, 0.0]), np.int32([3, 5])
-    every = np.ones(2, bool)
+    every = jnp.ones(2, bool)
     same(jaxlogp.reward_terms(rewards), jaxlogp.reward_terms(rewards, every))
     same(jaxlogp.staleness_terms(9, versions), jaxlogp.staleness_terms(9, versions, every))
 
