@@ -82,7 +82,7 @@ def require_same_parts(saved: RunParts, now: RunParts) -> list[str]:
     """
     wanted, given = (None if rewards is None else _listed(rewards) for rewards in (saved.rewards, now.rewards))
     require(
-        wanted == given,
+        saved.rewards == now.rewards,
         "reward",
         _wanted("reward", wanted),
         "none of your own" if given is None else f"your own reward {given}",
@@ -123,7 +123,7 @@ def _examples(saved: RunParts, now: RunParts) -> tuple[str, str]:
 
 
 def _listed(rewards: tuple[tuple[str, float], ...]) -> str:
-    return ", ".join(f"{name} (weight {weight:g})" for name, weight in rewards)
+    return ", ".join(f"{name} (weight {str(weight).removesuffix('.0')})" for name, weight in rewards)
 
 
 def _source_digest(value: Any) -> str | None:
