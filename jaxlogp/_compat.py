@@ -38,6 +38,13 @@ def vary_over(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def require_axes(mesh: Mesh, **named: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` unless ``mesh`` has all axes, which are given by the names of their arguments."""
+    for argument, axes in named.items():
+        for axis in axes:
+            require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+
+
 def place(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     """``x`` as ``shard_map`` over ``mesh`` wants it: Explicit axes need the sharding in the type, Auto ones do not."""
     if AxisType.Explicit not in mesh.axis_types:

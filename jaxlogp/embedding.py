@@ -16,6 +16,7 @@ from jaxlogp._compat import (
     leading_spec,
     place,
     refuse_unchecked_gradient,
+    require_axes,
     require_varying,
     union_of_varying_axes,
     vary_over,
@@ -189,9 +190,7 @@ def sharded_embedding_lookup(
     """
     _check(table, token_ids)
     sequence_axes = () if sequence_axis is None else (sequence_axis,)
-    named = {"vocab_axis": (vocab_axis,), "token_axes": token_axes, "sequence_axis": sequence_axes}
-    for argument, axis in ((argument, axis) for argument, axes in named.items() for axis in axes):
-        require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+    require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes, sequence_axis=sequence_axes)
     require(
         token_ids.ndim > len(sequence_axes), "token_ids", "a second dimension for sequence_axis", describe(token_ids)
     )

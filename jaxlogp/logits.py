@@ -16,11 +16,12 @@ from jaxlogp._compat import (
     leading_spec,
     place,
     refuse_unchecked_gradient,
+    require_axes,
     require_varying,
     union_of_varying_axes,
     vary_over,
 )
-from jaxlogp.errors import describe, require, require_ids_in_range
+from jaxlogp.errors import describe, require
 from jaxlogp.head.call import require_operand_dtype
 from jaxlogp.head.projection import HeadSpec, finish_logits, product_gradient
 from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
@@ -87,9 +88,7 @@ def log_probs_from_logits(
     tokens, rows = logits.shape[:-1], logits.shape[-1]
     shard = local_shard(rows, axis_name, vocab, "logits")
     require_varying(logits, axis_name, "logits")
-    labels = check_targets(targets, mask, tokens, shard.vocab_size)
-    if out_of_vocab == "error":
-        require_ids_in_range(targets, shard.vocab_size, "targets", labels)
+    labels = check_targets(targets, mask, tokens, shard.vocab_size, out_of_vocab)
 
     def run(logits, targets, mask):
         local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
@@ -143,9 +142,7 @@ def sharded_log_probs_from_logits(
       [-2.0794, -2.0794]
     """
     require_operand_dtype(logits, "logits")
-    for argument, axes in (("vocab_axis", (vocab_axis,)), ("token_axes", token_axes)):
-        for axis in axes:
-            require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+    require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes)
     require("axis_name" not in options, "axis_name", "not to be given (vocab_axis names it)", options.get("axis_name"))
     split, shape = math.prod(mesh.shape[axis] for axis in token_axes), logits.shape
     ok = len(shape) >= 2 and shape[0] % split == 0
@@ -155,9 +152,7 @@ def sharded_log_probs_from_logits(
     fits = shards.num_shards == mesh.shape[vocab_axis]
     require(fits, "vocab", f"{mesh.shape[vocab_axis]} shards, as {vocab_axis!r} has ranks", shards.num_shards)
     require(shape[-1] == shards.vocab_size, "logits", f"vocab_size {shards.vocab_size} columns", describe(logits))
-    labels = check_targets(targets, mask, shape[:-1], shards.vocab_size)
-    if options.get("out_of_vocab", "error") == "error":
-        require_ids_in_range(targets, shards.vocab_size, "targets", labels)
+    check_targets(targets, mask, shape[:-1], shards.vocab_size, options.get("out_of_vocab", "error"))
     tokens = PartitionSpec(token_axes if token_axes else None)
     columns = PartitionSpec(*tokens, *[None] * (len(shape) - 2), vocab_axis)
     specs = (columns, tokens, tokens)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, as_int32, nan_where
 from jaxlogp.agreement import id_codes
-from jaxlogp.errors import require, require_integer, require_mask
+from jaxlogp.errors import require, require_ids_in_range, require_integer, require_mask
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.vocab import LocalShard
 
@@ -42,8 +42,9 @@ def check_targets(
     mask: Bool[AnyArray, "*tokens"] | None,
     tokens: tuple[int, ...],
     vocab_size: int,
+    out_of_vocab: str,
 ) -> Bool[AnyArray, "*tokens"]:
-    """Checks shape and dtype, and ids where they are concrete; returns the mask (all True when it is None).
+    """Checks shape and dtype, and with "error" ids where they are concrete; returns the mask (all True when it is None).
 
     Raises:
       ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
@@ -55,6 +56,8 @@ def check_targets(
         # Of NumPy: under a trace one of JAX would be traced, and known ids would not be checked.
         mask = np.ones(tokens, bool)
     require_mask(mask, tokens)
+    if out_of_vocab == "error":
+        require_ids_in_range(targets, vocab_size, "targets", mask)
     return mask
 
 

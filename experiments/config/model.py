@@ -105,6 +105,11 @@ class ModelConfig:
             expected = f"no value together with --model.{option}, which decides it"
             require(mine, option_name(f"model.{each.name}"), expected, value)
 
+    @property
+    def has_task_vocabulary(self) -> bool:
+        """Whether the vocabulary is the task's own, which is small."""
+        return self.path is None and self.name is None
+
     def resolved(self, invariant: bool = False) -> "ModelConfig":
         """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
 

@@ -37,8 +37,10 @@ class OptimizerConfig:
 
     def resolved(self, *, loaded: bool, adapters: bool) -> "OptimizerConfig":
         """Returns the options with a learning rate: that of a new model, of one from disk, or of adapters of one."""
+        if self.learning_rate is not None:
+            return self
         default = (1e-5 if adapters else 1e-6) if loaded else 5e-4
-        return dataclasses.replace(self, learning_rate=self.learning_rate or default)
+        return dataclasses.replace(self, learning_rate=default)
 
     def optimizer(self, steps: int) -> Optimizer:
         """The optimizer object.

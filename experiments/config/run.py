@@ -70,8 +70,8 @@ class Config:
             warm_start = dataclasses.replace(warm_start, max_steps=steps)
         model, invariance = self.model.resolved(self.invariant), self.invariance
         if self.invariant:
-            small = self.model.path is None and self.model.name is None
-            invariance = invariance.resolved("float32" if model.fp32_head else model.dtype, small_vocabulary=small)
+            dtype = "float32" if model.fp32_head else model.dtype
+            invariance = invariance.resolved(dtype, small_vocabulary=self.model.has_task_vocabulary)
         loaded = self.model.path is not None
         if loaded and rollout.max_new_tokens is None:
             rollout = dataclasses.replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)

@@ -61,7 +61,7 @@ def sizes_for(
     countable = task.num_examples("train") is not None
     seen = longest if countable else max(len(encode(tokenizer, task.example(0, split).prompt)) for split in SPLITS)
     require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
-    completion = rollout.max_new_tokens or task.max_answer_tokens + 1
+    completion = longest_completion(task, rollout)
     longest = prompt + completion
     row = schedule.row_length or -(-longest // mesh.sequence) * mesh.sequence
     expected = f"a number that {mesh.sequence} sequence ranks divide"
@@ -76,6 +76,11 @@ def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> in
     micro_batches = -(-documents * row_length // tokens)
     rows = -(-documents // micro_batches) if documents else max(tokens // row_length, 1)
     return -(-rows // leaf_rows) * leaf_rows
+
+
+def longest_completion(task: Task, rollout: RolloutConfig) -> int:
+    """Returns the most tokens of a completion, end token included."""
+    return rollout.max_new_tokens or task.max_answer_tokens + 1
 
 
 def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:

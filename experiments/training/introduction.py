@@ -16,7 +16,7 @@ from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import total_bytes
 from experiments.options import refused_as
 from experiments.runs.console import RunConsole
-from experiments.sampling.prompts import PromptOrder, Sizes, held_out_examples, sizes_for
+from experiments.sampling.prompts import PromptOrder, Sizes, held_out_examples, longest_completion, sizes_for
 from experiments.tasks import Completion, Example, Rewards, Task
 from experiments.tasks.configured import configured_rewards
 from experiments.tasks.protocol import prompt_text
@@ -74,7 +74,7 @@ def introduce(
             "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
             "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
             "completions": f"{config.rollout.prompts_per_rollout} prompts × {config.rollout.num_generations}, at most "
-            f"{config.rollout.max_new_tokens or task.max_answer_tokens + 1} tokens; advantages {config.loss.advantages}",
+            f"{longest_completion(task, config.rollout)} tokens; advantages {config.loss.advantages}",
             "run folder": str(folder),
         }
     )

@@ -168,8 +168,7 @@ class InvariantMode:
         hopper = self._order.engine == "hopper"
         self._engine = FixedOrderHopperEngine(order=self._order) if hopper else FixedOrderEngine(self._order)
         self._block = config.invariance.block
-        small = config.model.path is None and config.model.name is None
-        choice = head_here("auto", dtype, small_vocabulary=small)
+        choice = head_here("auto", dtype, small_vocabulary=config.model.has_task_vocabulary)
         reason = choice.reason if choice.engine == self._order.engine else "not what auto takes here"
         by = f"the trainer's program for blocks of {self._block} tokens"
         self.sampler = f"a cache, by {by}; head {self._order.engine} ({reason})"

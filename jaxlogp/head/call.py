@@ -19,7 +19,7 @@ from jaxlogp._compat import (
     vary_over,
     varying_axes,
 )
-from jaxlogp.errors import describe, require, require_floating, require_ids_in_range
+from jaxlogp.errors import describe, require, require_floating
 from jaxlogp.head.projection import HeadSpec, dot
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
@@ -255,9 +255,8 @@ def head_call(
     split = _sequence_split(hidden, axis_name, sequence_dim, shard.num_shards)
     if axis_name is None:
         require_axis_name(weight, hidden, targets, mask)
-    labels = check_targets(targets, mask, hidden.shape[:-1] if split is None else split.whole, shard.vocab_size)
-    if out_of_vocab == "error":
-        require_ids_in_range(targets, shard.vocab_size, "targets", labels)
+    tokens = hidden.shape[:-1] if split is None else split.whole
+    labels = check_targets(targets, mask, tokens, shard.vocab_size, out_of_vocab)
     hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, labels))
     local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
     flat = hidden.reshape(-1, hidden.shape[-1])

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp._compat import axis_tuple, known_sharding, place
-from jaxlogp.errors import describe, require, require_ids_in_range
+from jaxlogp._compat import axis_tuple, known_sharding, place, require_axes
+from jaxlogp.errors import describe, require
 from jaxlogp.head.api import linear_log_probs
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
 from jaxlogp.head.policy_loss import linear_policy_loss
@@ -105,7 +105,8 @@ def sharded_linear_log_probs(
       [-2.0794, -2.0794]
     """
     layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
-    _check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], options)
+    out_of_vocab = options.get("out_of_vocab", "error")
+    check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
     arrays = {"targets": as_int32(targets), "mask": mask}
     return _run(_log_probs, layout, (hidden, weight, bias), arrays, vocab, options)
 
@@ -174,7 +175,8 @@ def sharded_linear_policy_loss(
     """
     loss = grpo() if loss is None else loss
     layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
-    _check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], options)
+    out_of_vocab = options.get("out_of_vocab", "error")
+    check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
     documents = {"ref_log_probs": ref_log_probs, "document_ids": document_ids}
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape)
@@ -244,10 +246,8 @@ def _layout(
 ) -> _Layout:
     weight_layout, sequence_dim = options.get("weight_layout", "vh"), options.get("sequence_dim")
     check_operands(hidden, weight, bias, weight_layout)
-    named = {"vocab_axis": (vocab_axis,), "token_axes": token_axes}
-    named["weight_axis"] = () if weight_axis is None else (weight_axis,)
-    for argument, axis in ((argument, axis) for argument, axes in named.items() for axis in axes):
-        require(axis in mesh.shape, argument, f"an axis of the mesh {tuple(mesh.axis_names)}", repr(axis))
+    weight_axes = () if weight_axis is None else (weight_axis,)
+    require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes, weight_axis=weight_axes)
     for name, instead in (("axis_name", "vocab_axis"), ("document_axis_name", "token_axes")):
         require(name not in options, name, f"not to be given ({instead} names it)", repr(options.get(name)))
     tokens = hidden.shape[:-1]
@@ -269,12 +269,6 @@ def _layout(
         expected = f"a hidden dimension divisible by {size}"
         require(weight.shape[1 - vocab_dim] % size == 0, "weight", expected, describe(weight))
     return _Layout(mesh, vocab_axis, token_axes, weight_axis, vocab_dim, sequence_dim)
-
-
-def _check_targets(targets: Any, mask: Any, tokens: tuple[int, ...], vocab_size: int, options: dict[str, Any]) -> None:
-    labels = check_targets(targets, mask, tokens, vocab_size)
-    if options.get("out_of_vocab", "error") == "error":
-        require_ids_in_range(targets, vocab_size, "targets", labels)
 
 
 def _run(
