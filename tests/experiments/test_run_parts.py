@@ -78,6 +78,11 @@ ONE = [(mine, 1.0)]
             "reward: expected your own reward mine (weight 1), .* got your own reward mine (weight 3)",
         ),
         (
+            {"reward": ONE},
+            {"reward": [(mine, 1.0 + 1e-9)]},
+            "reward: expected your own reward mine (weight 1), .* got your own reward mine (weight 1.000000001)",
+        ),
+        (
             {"reward": lambda e, c: 1.0},
             {},
             "reward: expected your own reward lambda (weight 1), as .* got none",
