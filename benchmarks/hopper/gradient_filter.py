@@ -2,7 +2,7 @@
 
     python -m benchmarks.hopper.gradient_filter [H,V ...]
 
-Policies are those of experiments/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token
+Policies are those of benchmarks/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token
 drawn from them), generated on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are
 relative, in norm, against the unfiltered gradient. "shuffled" is a vocabulary in random order, "ordered" one renumbered
 beforehand by mean logit.

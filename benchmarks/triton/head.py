@@ -1,18 +1,16 @@
 """The triton engine, forward and forward + backward, against one cuBLAS product in the same run, with errors and memory.
 
-    python -m benchmarks.triton.head [H,V ...] [--sweep] [--windows] [--only-forward]
+    python -m benchmarks.triton.head [H,V ...] [--windows] [--only-forward]
 
 The protocol is that of benchmarks/hopper/head.py. Goals at (4096, 151936): forward 1.35 x, forward + backward 4.6 x,
-0.6 GiB. The table's tiles come first: errors against float64, then times. --sweep then measures the first shape's
-kernels and products separately (benchmarks/triton/tile_sweep.py) and the whole engine again with the fastest tiles;
---windows adds other widths of the backward's windows. Failures are printed and dropped.
+0.6 GiB. Errors against float64 come first, then times. --windows adds other widths of the backward's windows. Failures
+are printed and dropped.
 """
 
 import sys
 
 from benchmarks.beside_product import cases, say
 from benchmarks.engines import measure
-from benchmarks.triton.tile_sweep import sweep
 from jaxlogp import TritonEngine
 from jaxlogp.head.triton.availability import why_not_device, why_not_installed
 
@@ -29,15 +27,11 @@ def main() -> int:
     say(f"Triton {triton.__version__}")
     arguments = sys.argv[1:]
     with_backward = "--only-forward" not in arguments
-    table = TritonEngine()
-    engines = {"table": table}
+    engines = {"table": TritonEngine()}
     if "--windows" in arguments:
         engines |= {f"window {window}": TritonEngine(window=window) for window in WINDOWS}
-    for index, case in enumerate(cases(arguments)):
+    for case in cases(arguments):
         measure(case, engines, with_backward)
-        if index == 0 and "--sweep" in arguments:
-            tiles = sweep(case, table.head_tiles(), with_backward)
-            measure(case, {"fastest tiles": TritonEngine(tiles=tiles)}, with_backward)
     return 0
 
 
