@@ -83,20 +83,11 @@ class Pretrained:
             ValueError: files that are missing or damaged, or whose tensors are not the model's.
         """
         if self.file is not None:
-            return gguf_weights(self.file)
+            return Weights(self.config, self.file, parameters.GGUF)
         source = SafetensorsDirectory(self.path)
         if self.config.tie_embeddings:
             source.drop_copy("lm_head.weight", "model.embed_tokens.weight")
         return Weights(self.config, source, parameters.HUGGING_FACE)
-
-
-def gguf_weights(file: gguf.GgufFile) -> Weights:
-    """The weights in a GGUF file.
-
-    Raises:
-        ValueError: another architecture than Llama's, or tensors that are not the model's.
-    """
-    return Weights(gguf.decoder_config(file), file, parameters.GGUF)
 
 
 def small_files(pretrained: Pretrained) -> dict[str, bytes]:

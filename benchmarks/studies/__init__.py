@@ -1,0 +1,1 @@
+"""Programs that each measure one question and print a table."""

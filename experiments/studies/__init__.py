@@ -1,1 +1,0 @@
-"""Programs that each answer one question by measuring, and write a report."""
