@@ -1,4 +1,4 @@
-"""The trainer, its tasks and its studies; ``from experiments import Config, resume, train``
+"""The trainer and its tasks; ``from experiments import Config, resume, train``
 are the entry points from Python."""
 
 # Nothing is imported here: until `experiments.entry` has the signals, Ctrl-C ends a command in a traceback.
