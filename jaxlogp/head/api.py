@@ -79,7 +79,7 @@ def linear_log_probs(
       bias: [V] or [V_local], added to the product.
       temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
       logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-      softcap: cap, a Python number from 2^-126 to 2^126, or None. It hides an overflow of the product.
+      softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
       with_entropy: also return the entropy; no additional collective either way.
       with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
       axis_name: mesh axis over which the vocabulary is sharded.
