@@ -87,6 +87,13 @@ def known_sharding(x: Any) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *padding))
 
 
+def automatic_mesh_axes() -> tuple[str, ...]:
+    """Auto axes of more than one device in the mesh context of ``jax.set_mesh``; those of a ``shard_map`` are Manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1)
+
+
 def resized_spec(x: Any, rows: int, dim: int = 0) -> PartitionSpec:
     """How ``x`` is split, with ``rows`` for the size of dimension ``dim``: not where the axes do not divide them."""
     sharding = jax.typeof(x).sharding

@@ -63,7 +63,7 @@ def linear_log_probs(
     On whole arrays whose weight is known to be split along V over one mesh axis (by an Explicit axis in its type, or as a
     concrete array), the call is :func:`sharded_linear_log_probs`. Under ``jax.jit`` with Auto axes, and while a call with
     such arrays is differentiated, nothing is known: XLA then gathers the weight, and every device computes all tokens.
-    Call :func:`sharded_linear_log_probs` there.
+    Call :func:`sharded_linear_log_probs` there. The first such call in a mesh context (``jax.set_mesh``) warns.
 
     Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
     NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`. With ``sequence_dim`` (Megatron's sequence
@@ -79,7 +79,7 @@ def linear_log_probs(
       bias: [V] or [V_local], added to the product.
       temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
       logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-      softcap: cap, a Python number from 2^-126 to 2^126, or None. It hides an overflow of the product.
+      softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
       with_entropy: also return the entropy; no additional collective either way.
       with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
       axis_name: mesh axis over which the vocabulary is sharded.
@@ -142,6 +142,8 @@ def linear_log_probs(
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         return sharded.sharded_linear_log_probs(hidden, weight, targets, mask=mask, bias=bias, **options)
+    if unsharded:
+        sharded.warn_of_unknown_layout("linear_log_probs", hidden, weight, stacklevel=3)
     return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
 
 

@@ -171,6 +171,9 @@ def linear_policy_loss(
         options["labels_per_document"] = labels_per_document
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
         return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
+    if unsharded:
+        # The caller's frame lies beyond that of the decorator.
+        sharded.warn_of_unknown_layout("linear_policy_loss", hidden, weight, stacklevel=4)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
     if isinstance(num_documents, int | np.integer):
         # A static upper bound of the number of documents.

@@ -77,6 +77,7 @@ def finish_logits(
     products: Float[Array, "tokens columns"], bias: Float[Array, " columns"] | None, spec: HeadSpec
 ) -> Float[Array, "tokens columns"]:
     """softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, fp32, with softcap(a) = cap tanh(a / cap)."""
+    products = products if spec.softcap is None else nan_unless_finite(products)
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
     if spec.logit_scale != 1.0:
         logits = logits * spec.logit_scale
@@ -85,12 +86,21 @@ def finish_logits(
     return logits if spec.temperature == 1.0 else logits / spec.temperature
 
 
+def nan_unless_finite(products: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
+    """Products with NaN in place of ±inf, which tanh would make a finite ±cap, of the wrong sign after some overflows.
+
+    For kernels too: from operations that every kernel language has.
+    """
+    return jnp.where(lax.abs(products) < jnp.inf, products, jnp.nan)
+
+
 def product_gradient(
     gradient: Float[Array, "tokens columns"], logits: Float[Array, "tokens columns"], spec: HeadSpec
 ) -> Float[Array, "tokens columns"]:
     """Propagates a gradient of the final logits back through :func:`finish_logits` to hidden · weightᵀ + bias."""
     if spec.softcap is not None:
-        capped = logits * (spec.temperature / spec.softcap)
+        # Where a logit is NaN, so is its gradient, unless it is one of the exact zeros of a token without a cotangent.
+        capped = jnp.where(jnp.isnan(logits), 0.0, logits) * (spec.temperature / spec.softcap)
         gradient = gradient * (1.0 - capped * capped)
     factor = spec.logit_scale / spec.temperature
     return gradient if factor == 1.0 else gradient * factor

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray, as_int32
-from jaxlogp._compat import axis_tuple, known_sharding, place, require_axes
+from jaxlogp._compat import automatic_mesh_axes, axis_tuple, known_sharding, place, require_axes
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import linear_log_probs
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
@@ -25,6 +26,9 @@ from jaxlogp.reduce import WeightedSum
 from jaxlogp.stats import TokenLogProbs
 from jaxlogp.targets import check_targets
 from jaxlogp.vocab import VocabShards
+
+# Functions that :func:`warn_of_unknown_layout` has warned of.
+_WARNED: set[str] = set()
 
 
 class _Layout(NamedTuple):
@@ -215,6 +219,17 @@ def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineCho
     )
     axes = {"vocab_axis": vocab_axis, "weight_axis": weight_axis, "token_axes": token_axes}
     return {"mesh": head.mesh, **axes} if possible else None
+
+
+def warn_of_unknown_layout(function: str, *operands: Any, stacklevel: int) -> None:
+    """Warns, once per process for each function, if traced operands may be split over Auto axes of the mesh context."""
+    axes = automatic_mesh_axes()
+    if not axes or function in _WARNED or not any(isinstance(x, jax.core.Tracer) for x in operands):
+        return
+    _WARNED.add(function)
+    unknown = f"{function}: traced arrays do not say how they are split over the Auto mesh axes {axes}"
+    cure = f"so XLA may gather them; call sharded_{function}(..., mesh=...) instead"
+    warnings.warn(f"{unknown}, {cure}", stacklevel=stacklevel)
 
 
 def _log_probs(layout: _Layout, hidden: Array, weight: Array, **given: Any) -> TokenLogProbs:

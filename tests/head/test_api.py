@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxlogp import ChunkedEngine, head_logits, linear_log_probs, linear_policy_loss, record_head_runs
@@ -41,6 +42,10 @@ def test_head_logits_are_the_logits_before_the_temperature():
     wanted = oracle.head_logits(data["hidden"], data["weight"], data["bias"], oracle.Head(1.0, 1.3, 5.0))
     assert logits.dtype == jnp.float32
     assert oracle.scaled_error(logits, wanted) < cases.VALUE_ERROR
+    # A product that overflows is NaN, and no other logit is.
+    hidden, weight = data["hidden"].at[1, 3, 0].set(3e38), data["weight"].at[5, 0].set(-4.0)
+    broken = np.isnan(head_logits(hidden, weight, bias=data["bias"], softcap=5.0))
+    assert np.argwhere(broken).tolist() == [[1, 3, 5]]
 
 
 @pytest.mark.bad_input

@@ -299,6 +299,34 @@ def test_columns_of_minus_infinity_carry_no_probability_and_no_gradient(entry):
     assert not np.asarray(gradients.weight[gone], np.float32).any() and not np.asarray(gradients.bias[gone]).any()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in matmul")  # of the interpreter of the Hopper kernels
+@engines()
+@pytest.mark.parametrize("factor", [4.0, -4.0])
+def test_a_product_that_overflows_is_nan_under_a_soft_cap(entry, factor):
+    """tanh would make ±inf a finite ±cap, of the wrong sign where a partial sum overflowed."""
+    data, bad = entry.case(seed=14), np.zeros(TOKENS, bool)
+    bad[1, 3] = True
+    data["weight"] = data["weight"].at[5, 0].set(factor)
+    clean, clean_gradients = cases.run(data, entry.engine, **ALL_OPTIONS)
+    hidden = data["hidden"].at[1, 3, 0].set(3e38)
+    result, gradients = cases.run({**data, "hidden": hidden}, entry.engine, **ALL_OPTIONS)
+    for values, of_clean in zip(result[:2], clean[:2], strict=True):
+        np.testing.assert_array_equal(np.isnan(values), bad)
+        cases.same_bits(values[~bad], of_clean[~bad])
+    np.testing.assert_array_equal(np.isnan(np.asarray(gradients.hidden, np.float32)).all(axis=-1), bad)
+    cases.same_bits(gradients.hidden[~bad], clean_gradients.hidden[~bad])
+    assert np.isnan(np.asarray(gradients.weight, np.float32)).all() and np.isnan(gradients.bias).all()
+    # Without a label the token touches nothing; likewise without a cotangent, but the Hopper kernels read masks only.
+    unused = [{"mask": jnp.asarray(~bad)}]
+    if entry.name != "hopper":
+        unused.append({name: jnp.where(bad, 0.0, data[name]) for name in ("g_lp", "g_entropy")})
+    for changes in unused:
+        _, wanted = cases.run({**data, **changes}, entry.engine, **ALL_OPTIONS)
+        _, gradients = cases.run({**data, **changes, "hidden": hidden}, entry.engine, **ALL_OPTIONS)
+        assert not np.asarray(gradients.hidden, np.float32)[bad].any()
+        cases.same_bits(gradients, wanted)
+
+
 @engines()
 def test_a_confident_target_keeps_its_small_gradient(entry):
     count = TOKENS[0] * TOKENS[1]

@@ -423,6 +423,20 @@ def test_on_policy_stores_no_logits():
     assert memory < 0.2 * 4 * tokens * vocab, memory
 
 
+def test_a_product_that_overflows_is_nan_under_a_soft_cap():
+    """In one pass, on one device and over shards."""
+    data, bad = problem(), np.zeros((ROWS, LENGTH), bool)
+    bad[0, 1] = True
+    data["weight"] = data["weight"].at[5, 0].set(-4.0)
+    data["hidden"] = data["hidden"].at[0, 1, 0].set(3e38)
+    for seen in (run(one_call, data, grpo(), **OPTIONS), sharded(data, grpo(), (2, 3), **OPTIONS)):
+        loss, values, gradients = seen
+        assert np.isnan(loss.sum)
+        np.testing.assert_array_equal(np.isnan(values.log_probs), bad)
+        np.testing.assert_array_equal(np.isnan(gradients.hidden).all(axis=-1), bad)
+        assert np.isnan(gradients.weight).all() and np.isnan(gradients.bias).all()
+
+
 # --- vocabulary shards and data ranks -----------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """The sharded functions with every layout of their arrays, on four devices, against float64 on the whole arrays."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import (
     ChunkedEngine,
+    VocabShards,
     linear_log_probs,
     linear_policy_loss,
     record_head_runs,
     sharded_linear_log_probs,
     sharded_linear_policy_loss,
 )
+from jaxlogp.head import sharded
 from jaxlogp.losses import grpo, gspo
 from tests import oracle
 from tests.head import policy_problem
@@ -159,3 +163,68 @@ def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
     with record_head_runs() as runs:
         PLAIN[name](*split(kind))
     assert [run.num_vocab_shards for run in runs] == [2]
+
+
+AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
+
+
+def manual(axes, function):
+    """The function in a shard_map over some axes of the context, with every operand whole on every rank."""
+    return jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=axes)
+
+
+def sentences_of(function, kinds=AUTO, sizes=(2, 2)):
+    """What a traced call under jax.set_mesh warns with."""
+    count = sizes[0] * sizes[1]
+    context = jax.make_mesh(sizes, ("data", "tensor"), axis_types=kinds, devices=jax.devices()[:count])
+    data = problem(vocab=512, bias=False)
+    with warnings.catch_warnings(record=True) as caught, jax.set_mesh(context):
+        warnings.simplefilter("always")
+        jax.eval_shape(function, *(data[argument] for argument in WHOLE))
+    assert all(each.category is UserWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@pytest.fixture
+def no_warning_yet(monkeypatch):
+    monkeypatch.setattr(sharded, "_WARNED", set())
+
+
+@pytest.mark.parametrize(
+    "axes, wrap, context",
+    [
+        (("data", "tensor"), jax.jit, {}),
+        (("data", "tensor"), jax.grad, {}),
+        (("tensor",), jax.jit, {"sizes": (1, 2)}),
+        (("tensor",), jax.jit, {"kinds": (AxisType.Explicit, AxisType.Auto)}),
+        (("tensor",), lambda function: manual({"data"}, function), {}),
+    ],
+    ids=["jit", "a gradient", "an axis of one device", "an Explicit axis", "a shard_map over the other axis"],
+)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_traced_call_on_auto_axes_of_a_context_warns_once(no_warning_yet, name, axes, wrap, context):
+    function = {"log-probs": "linear_log_probs", "loss": "linear_policy_loss"}[name]
+    (sentence,) = sentences_of(wrap(PLAIN[name]), **context)
+    assert str(axes) in sentence and f"call sharded_{function}(..., mesh=...)" in sentence
+    assert sentences_of(wrap(lambda *given: PLAIN[name](*given)), **context) == []
+
+
+SHARDED = {
+    "log-probs": lambda h, w, targets, old, advantages, mask: sharded_linear_log_probs(
+        h, w, targets, mask=mask, mesh=mesh(AxisType.Auto)
+    ).log_probs.sum(),
+    "loss": lambda *given: sharded_linear_policy_loss(*given, mesh=mesh(AxisType.Auto))[0].sum,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_other_traced_call_in_a_context_warns(no_warning_yet, name):
+    plain = PLAIN[name]
+    assert sentences_of(plain, EXPLICIT) == []
+    assert sentences_of(plain, sizes=(1, 1)) == []
+    assert sentences_of(manual({"data", "tensor"}, plain)) == []
+    assert sentences_of(SHARDED[name]) == []
+    assert sentences_of(lambda *given: plain(*given, vocab=VocabShards.even(512, 1))) == []
+    # Untraced arrays say how they are split.
+    with jax.set_mesh(mesh(AxisType.Auto)):
+        plain(*split(AxisType.Auto))

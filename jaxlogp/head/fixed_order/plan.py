@@ -18,7 +18,7 @@ from jaxlogp._compat import AxisName
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.fold import MOST_TILES
-from jaxlogp.head.projection import HeadSpec, dot, take_rows, write_rows
+from jaxlogp.head.projection import HeadSpec, dot, nan_unless_finite, take_rows, write_rows
 from jaxlogp.invariance.exact import one_minus_square, product, scaled
 from jaxlogp.invariance.order import ReductionOrder
 
@@ -115,6 +115,7 @@ def _filled_up(x: Array, missing: int, dim: int) -> Array:
 
 def _logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
     """As :func:`jaxlogp.head.projection.finish_logits`, from exact partial products, so that any addition may follow."""
+    products = products if spec.softcap is None else nan_unless_finite(products)
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
     logits = scaled(logits, spec.logit_scale)
     if spec.softcap is not None:
@@ -125,6 +126,7 @@ def _logits(products: Array, bias: Array | None, spec: HeadSpec) -> Array:
 def product_gradient(gradient: Array, logits: Array, spec: HeadSpec) -> Array:
     """As :func:`jaxlogp.head.projection.product_gradient`."""
     if spec.softcap is not None:
+        logits = jnp.where(jnp.isnan(logits), 0.0, logits)
         capped = jnp.clip(scaled(logits, spec.temperature / spec.softcap), -1.0, 1.0)
         gradient = product(gradient, one_minus_square(capped))
     return scaled(gradient, spec.logit_scale / spec.temperature)

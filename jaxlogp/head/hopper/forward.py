@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.product import CONSUMERS, output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.head.projection import HeadSpec
+from jaxlogp.head.projection import HeadSpec, nan_unless_finite
 from jaxlogp.mosaic_gpu import plgpu
 
 # Columns of a tile whose statistics are taken at a time; part of the order of summation, so the same in every configuration.
@@ -35,6 +35,7 @@ def finish_tile(products: Any, bias: Any, spec: HeadSpec) -> Any:
 
     tanh goes through exp2: the hardware's tanh is good to 2^-11 only.
     """
+    products = products if spec.softcap is None else nan_unless_finite(products)
     logits = products if bias is None else products + lax.broadcast_in_dim(bias, products.shape, [1])
     if spec.softcap is not None:
         # tanh(x) = 1 - 2 / (1 + e^(2 x)); e^(2 x) = inf gives 1 and 0 gives -1, as it should be.

@@ -91,6 +91,9 @@ def finish(
 ):
     """softcap(SCALE (products + bias)) / TEMPERATURE; SOFTCAP 0 means none."""
     logits = products
+    if SOFTCAP > 0.0:
+        # tanh would make an overflow, of either sign, a finite ±cap.
+        logits = tl.where(tl.abs(logits) < float("inf"), logits, float("nan"))
     if HAS_BIAS:
         logits = logits + tl.load(bias + columns)[None, :]
     if SOFTCAP > 0.0:
