@@ -117,8 +117,8 @@ class ModelConfig:
         """
         dtype = dtype_here(self.dtype).dtype
         attention = "repeatable" if invariant and self.attention == "auto" else self.attention
-        spacious = jax.default_backend() == "cpu" or invariant
-        remat = ("none" if spacious else "attention") if self.remat == "auto" else self.remat
+        here = "none" if jax.default_backend() == "cpu" else "attention"
+        remat = here if self.remat == "auto" else self.remat
         return dataclasses.replace(self, dtype=dtype, attention=attention, remat=remat)
 
 

@@ -141,7 +141,7 @@ class Completer:
     def __init__(
         self, draw: Draw, rewards: Rewards, tokenizer: Tokenizer, sizes: Sizes, stop: tuple[str, ...] = ()
     ) -> None:
-        self._draw, self._tokenizer, self._sizes, self._stop = draw, tokenizer, sizes, stop
+        self.draw, self._tokenizer, self._sizes, self._stop = draw, tokenizer, sizes, stop
         self.rewards = Scorer(rewards)
 
     def complete(self, params: nnx.State, examples: list[Example], key: jax.Array, *, copies: int = 1) -> Completions:
@@ -157,7 +157,7 @@ class Completer:
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        samples = self._draw(params, padded, lengths, copies, key)
+        samples = self.draw(params, padded, lengths, copies, key)
         drawn = [row[:end] for row, end in zip(samples.tokens, samples.lengths.tolist(), strict=True)]
         texts = Texts(self._completion, drawn)
 
@@ -173,10 +173,6 @@ class Completer:
         repeated = [example for example in examples for _ in range(copies)]
         prompts = [prompt for prompt in prompts for _ in range(copies)]
         return Completions(prompts, tokens, scored, texts, ended, empty, *self.rewards.score(repeated, texts))
-
-    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
-        """See `Draw.memory`."""
-        return self._draw.memory(params, prompts, copies)
 
     def fits(self, example: Example) -> bool:
         """Whether a completion can be the example's answer with an end token."""

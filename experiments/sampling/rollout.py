@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import RolloutConfig
-from experiments.sampling.completer import Completer, Completions
+from experiments.sampling.completer import Completer, Completions, Draw
 from experiments.sampling.finite import require_finite
 from experiments.sampling.prompts import PromptOrder
 from jaxlogp import Document, GroupAdvantages, group_advantages, leave_one_out_advantages
@@ -138,9 +138,10 @@ class Rollouts:
         choose = self._with_differences if self._options.resample_degenerate else self._draw
         return [document for group in choose(params, model_version) for document in group.documents]
 
-    def memory(self, params: nnx.State) -> int | None:
-        """Most bytes of a device that a rollout takes beside the parameters; see `Draw.memory`."""
-        return self._completer.memory(params, self._options.prompts_per_rollout, self._options.num_generations)
+    @property
+    def draw(self) -> Draw:
+        """What completes prompts."""
+        return self._completer.draw
 
     def _with_differences(self, params: nnx.State, model_version: int) -> list[Group]:
         options, kept, equal = self._options, [], []

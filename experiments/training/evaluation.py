@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.runs.folder import Sample
-from experiments.sampling.completer import Completer, Completions, readable
+from experiments.sampling.completer import Completer, Completions, Draw, readable
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import held_out_examples
 from experiments.sampling.scorer import Scorer
@@ -96,9 +96,10 @@ class Evaluation:
             score, sampled, greedy, readable(self._examples[:SHOWN_SAMPLES], sampled.first(SHOWN_SAMPLES), self._names)
         )
 
-    def memory(self, params: nnx.State, prompts: int) -> int | None:
-        """Most bytes of a device that so many prompts take beside the parameters; see `Draw.memory`."""
-        return self._sampled.memory(params, prompts, 1)
+    @property
+    def draw(self) -> Draw:
+        """What completes prompts."""
+        return self._sampled.draw
 
     def exact_match_on(self, examples: list[Example], params: nnx.State, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""

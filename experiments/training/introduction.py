@@ -1,28 +1,26 @@
 """What is about to run, said before anything is compiled."""
 
-import os
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.config import Config, RolloutConfig
+from experiments.config import Config
 from experiments.config.ranges import validate
-from experiments.models.decoder_config import DecoderConfig
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import total_bytes
 from experiments.options import refused_as
 from experiments.runs.console import RunConsole
-from experiments.sampling.prompts import PromptOrder, Sizes, held_out_examples, longest_completion, sizes_for
+from experiments.sampling.prompts import PromptOrder, held_out_examples, longest_completion, sizes_for
 from experiments.tasks import Completion, Example, Rewards, Task
 from experiments.tasks.configured import configured_rewards
 from experiments.tasks.protocol import prompt_text
 from experiments.tasks.rewards import RewardNotFinite
 from experiments.training.answers import warn_of_long_answers
-from experiments.training.memory import device_limit, size
+from experiments.training.memory import require_room
 from experiments.training.origin import Origin, OwnOrigin
 
 FEW_PROMPTS = 20
@@ -61,6 +59,7 @@ def introduce(
     # For its checks.
     PromptOrder(task, config.seed, config.schedule.epochs)
     params = _parameters(origin)
+    require_room(_least_bytes(config, task, origin, params, mesh), mesh.num_devices)
     steps = f"{config.schedule.steps}, of {_documents(config)}; loss {config.loss.name}"
     warm = config.warm_start.max_steps
     console.begin(
@@ -70,7 +69,6 @@ def introduce(
             "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
             "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
-            "memory": _memory(config, task, origin, params, mesh, len(held_out)),
             "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
             "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
             "completions": f"{config.rollout.prompts_per_rollout} prompts × {config.rollout.num_generations}, at most "
@@ -131,52 +129,20 @@ def _trained(params: nnx.State) -> str:
     return "" if trained is params else f" ({_count(trained):,} of them trained)"
 
 
-def _memory(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec, held_out: int) -> str:
-    """A lower bound: what is held all the time, and the sampler's cache; intermediate results come on top. What programs
-    take is said once they are compiled; see `experiments.training.memory`."""
+def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec) -> int:
+    """Bytes on all devices together of what a run cannot do without: its state, gradients, and the cache of a rollout."""
     trained = _trained_part(params)
-    state = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
-    # With --invariant one device of each process has the state, and updates it.
+    optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
+    gradients = (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained)
+    # With --invariant one device of each process has the state and updates it, and a leaf's rows are drawn at a time.
     copies = jax.process_count() if config.invariant else mesh.data
-    parts = {
-        "parameters": total_bytes(params) * copies,
-        "optimizer": total_bytes(state) * copies,
-        "gradients": (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained) * copies,
-    }
-    # With --invariant the rows of a leaf are drawn at a time.
-    if origin.decoder is not None and not config.invariant:
-        sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh)
-        drawn_on = (mesh if config.rollout.mesh is None else parse_mesh(config.rollout.mesh)).of_rollouts
-        parts["sampler's cache"] = cache_bytes(origin.decoder, sizes, config.rollout, held_out, drawn_on.ranks)
-    devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
-    total, here = sum(parts.values()), _memory_here(devices)
-    text = f"at least {size(total)}: " + ", ".join(f"{name} {size(each)}" for name, each in parts.items())
-    if here is None:
-        return text
-    if total > here:
-        # Else the system would end the process, without a word.
-        raise ValueError(f"memory: the run needs {text}; here are {size(here)}")
-    return f"{text}; here are {size(here)}"
-
-
-def cache_bytes(decoder: DecoderConfig, sizes: Sizes, rollout: RolloutConfig, held_out: int, ranks: int) -> int:
-    """Bytes of the sampler's cache on all devices, in the larger of a rollout and an evaluation of so many prompts, which
-    are filled up until the ranks divide them."""
-    drawn, asked = (-(-count // ranks) * ranks for count in (rollout.prompts_per_rollout, held_out))
-    slots = drawn * (sizes.prompt + rollout.num_generations * sizes.completion)
-    slots = max(slots, asked * (sizes.prompt + sizes.completion))
+    state, decoder = copies * (total_bytes(params) + total_bytes(optimizer) + gradients), origin.decoder
+    if decoder is None or config.invariant:
+        return state
+    sizes, rollout = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh), config.rollout
+    slots = rollout.prompts_per_rollout * (sizes.prompt + rollout.num_generations * sizes.completion)
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
-    return slots * width * jnp.dtype(decoder.dtype).itemsize
-
-
-def _memory_here(devices: int) -> int | None:
-    """Bytes of this many devices; of the machine where they are its CPU."""
-    if jax.default_backend() == "cpu":
-        names = os.sysconf_names
-        known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-    limit = device_limit(jax.local_devices())
-    return None if limit is None else limit * devices
+    return state + slots * width * jnp.dtype(decoder.dtype).itemsize
 
 
 def _uneven_steps(config: Config) -> list[str]:

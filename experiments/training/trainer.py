@@ -23,7 +23,7 @@ from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.processes import processes
 from experiments.runs.store import FollowedStore, RunStore, SavedRun
-from experiments.sampling.completer import Completer, Completions
+from experiments.sampling.completer import Completer, Completions, Draw
 from experiments.sampling.finite import NotFinite
 from experiments.sampling.packing import Packing, Round
 from experiments.sampling.pick import DrawOptions
@@ -47,7 +47,6 @@ from jaxlogp import Document, DocumentSchedule, HeadRun
 from jaxlogp.errors import require
 
 CHECK_PROMPTS = 512
-ROLLOUT, EVALUATION, WARM_START_CHECK = "a rollout", "an evaluation", "a check of the warm start"
 FASTEST_ON_GPU = ("hopper", "triton")
 
 
@@ -179,6 +178,11 @@ class Trainer:
         return self.prompts.exhausted and not any(self.stream.queues)
 
     @property
+    def evaluation_draw(self) -> Draw:
+        """What completes held-out prompts."""
+        return self._evaluation.draw
+
+    @property
     def num_held_out(self) -> int:
         """Number of prompts of an evaluation, which is that of the options unless the task has fewer."""
         return self._evaluation.num_prompts
@@ -218,16 +222,6 @@ class Trainer:
     def warm_start_moments(self) -> Any:
         """Shapes and dtypes of the state of the warm start's optimizer."""
         return jax.eval_shape(warm_start_optimizer(self.config.warm_start).init, self.state.params)
-
-    def memory_of_draws(self) -> dict[str, int] | None:
-        """Most bytes of a device that a rollout, an evaluation, and where it is to come a check of the warm start take
-        beside the state; None where that is not known. See `Draw.memory`."""
-        params, options = self.state.params, self.config.warm_start
-        needs = {ROLLOUT: self.rollouts.memory(params), EVALUATION: self._evaluation.memory(params, self.num_held_out)}
-        if self.warm_start_to_come and options.check_every <= options.max_steps:
-            needs[WARM_START_CHECK] = self._evaluation.memory(params, CHECK_PROMPTS)
-        known = {name: need for name, need in needs.items() if need is not None}
-        return known if known.keys() == needs.keys() else None
 
     # Warm start
 

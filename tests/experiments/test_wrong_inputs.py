@@ -154,7 +154,7 @@ GRPO = [
     ),
     # More memory than any machine has.
     *(
-        (f"{options} --quiet", "memory: the run needs at least ")
+        (f"{options} --quiet", "memory: parameters, optimizer state, gradients and the sampler's cache need at least ")
         for options in (
             "--model.hidden-size 2000000000",
             "--rollout.prompts-per-rollout 1000000000",
