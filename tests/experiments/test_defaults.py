@@ -1,5 +1,6 @@
 """Defaults that depend on other options: what a loss and a model from disk bring with them."""
 
+import jax
 import pytest
 
 from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, invariance
@@ -46,3 +47,12 @@ def test_the_rest_of_the_devices_is_a_number_where_it_is_said(tmp_path):
     folder = RunFolder.create(tmp_path, "run")
     save_config(folder.config, config)
     assert identity_of_run(folder, config).numerics["mesh"] == "data=8,fsdp=1,sequence=1,tensor=1"
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("cpu", "none"), ("gpu", "attention")])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_layers_keep_little_on_a_gpu_with_invariant_too(monkeypatch, backend, kept, invariant):
+    """With 28 layers, all that a leaf computes took 27 GiB."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert ModelConfig(dtype="float32").resolved(invariant).remat == kept
+    assert ModelConfig(dtype="float32", remat="none").resolved(invariant).remat == "none"
