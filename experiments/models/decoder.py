@@ -257,12 +257,7 @@ class Decoder(nnx.Module):
         return self._final_norm(x), keys, values
 
     def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys]) -> tuple[View, ...]:
-        """One view where all layers are alike; else that of the full layers and that of the sliding ones.
-
-        Args:
-            positions: int [B, T] of the queries.
-            reads: what the queries read in a window, or without one.
-        """
+        """One view where all layers are alike; else that of the full layers and that of the sliding ones."""
         full, own = self._rotations(positions)
         sliding = self.config.sliding
         views = []

@@ -32,25 +32,14 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class View(NamedTuple):
-    """What a layer's attention is told of its tokens.
-
-    Attributes:
-        tables: cosine and sine of the rotary angles.
-        keys: which keys a query reads.
-    """
+    """What a layer's attention is told of its tokens."""
 
     tables: tuple[Array, Array]
     keys: AllowedKeys
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and gated products, each preceded by a norm and added to the residual stream.
-
-    Args:
-        config: sizes and options.
-        rngs: stream `params` draws the projections.
-        split_tokens: whether a mesh splits the tokens of every row.
-    """
+    """Attention and gated products, each preceded by a norm and added to the residual stream."""
 
     qkv_proj: JoinedProjections
     gate_up_proj: JoinedProjections
@@ -122,13 +111,6 @@ class DecoderLayer(nnx.Module):
         """What the new token of every row reads of the cache and itself, and the cache of this layer with it.
 
         The kernel takes joined projections and norms and rotates them itself, without `queries_keys_values`.
-
-        Args:
-            x: the residual stream at the new tokens.
-            tables: cosine and sine of their angles.
-            cache: without them.
-            index: of the layer.
-            mesh: what rows and heads are split over, or None.
         """
         window = self.config.window_of(index)
         if cache.implementation == "triton":

@@ -22,10 +22,6 @@ class DtypeChoice(NamedTuple):
 def choose_dtype(platform: str, capability: tuple[int, int] | None) -> DtypeChoice:
     """What "auto" means on a device.
 
-    Args:
-        platform: as `jax.default_backend` has it.
-        capability: compute capability of an NVIDIA GPU; None where the device has none.
-
     Example:
         >>> print(choose_dtype("gpu", (7, 5)))
         float32 (auto: compute capability 7.5 emulates bfloat16, which needs 8.0)

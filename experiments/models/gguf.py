@@ -26,12 +26,7 @@ MAX_READS = 2**20
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file holds.
-
-    Attributes:
-        metadata: its key-value pairs as Python values.
-        tensors: readers of its tensors by name, memory-mapped.
-    """
+    """What a GGUF file holds."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Any]

@@ -17,10 +17,6 @@ CONTROL = 3
 def load_gguf_tokenizer(file: GgufFile, *, chat_template: bool | None = True) -> PretrainedTokenizer:
     """The tokenizer in a file.
 
-    Args:
-        file: the file.
-        chat_template: whether prompts go through its chat template; None where there is one.
-
     Raises:
         ValueError: a tokenizer of another kind, no chat template where there has to be one, or the extra is not installed.
     """

@@ -32,15 +32,6 @@ def matrix_init(fan_in: int, scale: float = 1.0) -> Callable[..., Array]:
 class Projection(nnx.Module):
     """x · kernel + bias, a sum over several axes where there are several inputs.
 
-    Args:
-        sizes: of the kernel's axes by name, inputs first.
-        dtype: of the parameters; the product is computed in that of x.
-        rngs: stream `params` draws the kernel.
-        inputs: how many axes are inputs.
-        bias: whether there is one; it begins with zeros.
-        scale: multiplier of the initial kernel.
-        split_tokens: whether a mesh splits the tokens of every row.
-
     Example:
         >>> out = Projection({"heads": 4, "head_dim": 8, "embed": 32}, "float32", nnx.Rngs(0), inputs=2)
         >>> out(jnp.ones((1, 5, 4, 8))).shape
@@ -98,10 +89,6 @@ class JoinedProjections(nnx.Module):
 
     Made before a loop: a GPU's compiler joins such products, but puts the kernels side by side again in every step.
 
-    Args:
-        modules: each with one axis of inputs.
-        shards: how many tensor ranks split the outputs of every module; the parts of a rank are side by side.
-
     Example:
         >>> joined = JoinedProjections([Projection({"embed": 32, "mlp": 8}, "float32", nnx.Rngs(0)) for _ in range(2)])
         >>> [part.shape for part in joined(jnp.ones((5, 32)))]
@@ -150,11 +137,6 @@ class RMSNorm(nnx.Module):
     """x / √(mean(x²) + eps) · scale, or · (1 + scale), over the last axis; fp32 inside, in the activations' dtype outside.
 
     So it is here that a residual stream of fp32 becomes the operand of a product.
-
-    Args:
-        axis: name of the normed axis.
-        features: its size.
-        config: of the model; says eps, whether 1 is added, and the dtypes of parameters and activations.
     """
 
     def __init__(self, axis: str, features: int, config: DecoderConfig) -> None:
@@ -177,12 +159,7 @@ class RMSNorm(nnx.Module):
 
 
 class Head(nnx.Module):
-    """A head of its own: a weight [V, H], outputs first, as `jaxlogp.linear_log_probs` takes it.
-
-    Args:
-        config: of the model.
-        rngs: stream `params` draws the weight.
-    """
+    """A head of its own: a weight [V, H], outputs first, as `jaxlogp.linear_log_probs` takes it."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         shape, dtype = (config.vocab_size, config.hidden_size), jnp.dtype(config.param_dtype)

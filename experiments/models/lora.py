@@ -37,11 +37,6 @@ def merged(adapters: nnx.State, base: nnx.State, scale: float) -> nnx.State:
     """The base with W + scale · A · B in the place of every adapted kernel W.
 
     The sum is computed in fp32 and rounded once, to the kernel's dtype.
-
-    Args:
-        adapters: `lora_a` and `lora_b` of every adapted projection.
-        base: parameters of the decoder without adapters.
-        scale: alpha / rank.
     """
     parts, whole = dict(nnx.to_flat_state(adapters)), dict(nnx.to_flat_state(base))
     for path, a in parts.items():

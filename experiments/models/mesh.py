@@ -192,12 +192,6 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
 
     The axes are of type Auto: the compiler places what the caller has not placed.
 
-    Args:
-        spec: the sizes.
-
-    Returns:
-        A mesh with axis names ("data", "fsdp", "sequence", "tensor"), all present even at size 1.
-
     Raises:
         ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them. With several
             processes, more devices than it takes: each of them has to have a part of it.

@@ -155,12 +155,6 @@ def load_parameters(
 ) -> nnx.State:
     """Reads all parameters straight into their shardings, in the dtype of `config.param_dtype`.
 
-    Args:
-        config: sizes and options.
-        source: has been checked by `check_tensors`.
-        column: of `NAMES`.
-        shardings: a sharding for every leaf of a state, such as `parameter_shardings`.
-
     Raises:
         ValueError: a tensor that cannot be read, or that holds NaN or an infinity.
     """

@@ -30,11 +30,6 @@ from jaxlogp.errors import require
 class Weights:
     """Tensors that are a decoder's parameters, every one of them accounted for.
 
-    Attributes:
-        config: sizes and options; fp32 unless replaced.
-        source: the tensors.
-        column: of `experiments.models.parameters.NAMES`.
-
     Raises:
         ValueError: a tensor is missing, has another shape, or is left over.
     """

@@ -42,10 +42,6 @@ class Model(Protocol):
 def check_model(model: nnx.Module, vocab_size: int) -> None:
     """Traces both methods on a row of two tokens.
 
-    Args:
-        model: a `Model`.
-        vocab_size: of the tokenizer.
-
     Raises:
         ValueError: something of `Model` that it does not have, or shapes that do not belong together.
     """

@@ -53,9 +53,6 @@ class Llama3Scaling:
 class LinearScaling:
     """Every frequency divided by the same factor, so that positions count less.
 
-    Args:
-        factor: the divisor, at least 1.
-
     Raises:
         ValueError: a factor outside this range.
     """
@@ -95,15 +92,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 def rope_tables(
     positions: Int[Array, "*tokens"], frequencies: np.ndarray
 ) -> tuple[Float[Array, "*tokens 1 half"], Float[Array, "*tokens 1 half"]]:
-    """Cosine and sine of position times frequency, in fp32, with an axis of size 1 in the place of the heads.
-
-    Args:
-        positions: int [*tokens], distance from the start of the document.
-        frequencies: [half] from `rope_frequencies`.
-
-    Returns:
-        cos, sin: fp32 [*tokens, 1, half].
-    """
+    """Cosine and sine of position times frequency, in fp32, with an axis of size 1 in the place of the heads."""
     angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -112,15 +101,7 @@ def rotate(
     features: Float[Array, "*tokens heads head_dim"],
     tables: tuple[Float[Array, "*tokens 1 half"], Float[Array, "*tokens 1 half"]],
 ) -> Float[Array, "*tokens heads head_dim"]:
-    """Rotates feature i against feature i + head_dim / 2 by the token's angle; fp32 inside.
-
-    Args:
-        features: queries or keys [*tokens, heads, head_dim].
-        tables: from `rope_tables`.
-
-    Returns:
-        Array like `features`.
-    """
+    """Rotates feature i against feature i + head_dim / 2 by the token's angle; fp32 inside."""
     cos, sin = tables
     first, second = jnp.split(features.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

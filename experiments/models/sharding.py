@@ -126,10 +126,6 @@ def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
 
     Their gradient is summed over the ranks along these axes and split again in one step, a reduce-scatter, so that no
     device keeps more than its shard.
-
-    Args:
-        module: its parameters lie as `parameter_shardings` says; leading axes may have been taken off by a scan.
-        mesh: the mesh, or None.
     """
     if mesh is None or size_of(mesh, *PARAMETER_AXES) == 1:
         return module

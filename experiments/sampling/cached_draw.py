@@ -16,15 +16,7 @@ from experiments.tasks.tokenizer import Tokenizer
 
 
 class CachedDraw:
-    """A `Draw` with one static shape per number of prompts and copies.
-
-    Args:
-      graph: graph definition of the decoder.
-      mesh: prompts are split over its ranks.
-      tokenizer: end and padding token.
-      sizes: bounds of prompts and completions.
-      options: how tokens are drawn.
-    """
+    """A `Draw` with one static shape per number of prompts and copies."""
 
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions

@@ -48,12 +48,7 @@ class Draw(Protocol):
 
 
 class Texts(Sequence[Completion]):
-    """Completions, each decoded when it is first read: of several processes each reads its part, and few others.
-
-    Args:
-      decode: makes a completion from a row of `rows`.
-      rows: ids, one row for each completion.
-    """
+    """Completions, each decoded when it is first read: of several processes each reads its part, and few others."""
 
     def __init__(self, decode: Callable[[np.ndarray], Completion], rows: Sequence[np.ndarray]) -> None:
         self._decode, self._rows = decode, rows

@@ -42,15 +42,7 @@ class _Rows(NamedTuple):
 
 
 class LeafDraw:
-    """A `Draw`, leaf by leaf; the same draws on every mesh.
-
-    Args:
-      programs: the leaf's programs, shared with the trainer.
-      tokenizer: end and padding tokens.
-      sizes: bounds of completions and rows.
-      leaf_rows: rows of a leaf.
-      greedy: take the most likely token instead of drawing.
-    """
+    """A `Draw`, leaf by leaf; the same draws on every mesh."""
 
     def __init__(
         self, programs: LeafPrograms, tokenizer: Tokenizer, sizes: Sizes, *, leaf_rows: int, greedy: bool

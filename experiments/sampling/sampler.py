@@ -122,13 +122,6 @@ def make_sampler(graph: nnx.GraphDef[Decoder], options: SamplerOptions) -> Calla
     """Builds `draw(state, prompts, prompt_lengths, key, row_ids=None) -> Samples`, compiled once per shape.
 
     Functions built from equal arguments share what has been compiled.
-
-    Args:
-        graph: first half of `nnx.split(model)`; `state` is the second half, from this model or a later version of it.
-        options: how to draw. With several `copies`, row ids number the copies too.
-
-    Returns:
-        The function; it checks the values of its arguments, then runs the compiled sampler.
     """
 
     def draw(state, prompts, prompt_lengths, key, row_ids=None):
@@ -154,13 +147,6 @@ def bytes_beside_parameters(graph, options: SamplerOptions, state, prompts, prom
 
     Its programs are compiled for it, and found again by `draw`: all but those for the rows that are left when others have
     ended, which take less.
-
-    Args:
-        graph: as of `make_sampler`.
-        options: likewise.
-        state: arrays, or their shapes, dtypes and places.
-        prompts: where `draw` will get them; their values do not matter.
-        prompt_lengths: likewise.
     """
     count, held = prompts.shape[0] * options.copies, bytes_a_device(state)
     row_ids = jnp.arange(count, dtype=jnp.int32)
@@ -177,16 +163,7 @@ def bytes_beside_parameters(graph, options: SamplerOptions, state, prompts, prom
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Rows:
-    """Rows being completed.
-
-    Attributes:
-        samples: what has been drawn so far.
-        tokens: int32 [B], the last token of each row.
-        done: bool [B].
-        keys: [B], random keys.
-        step: int32 scalar, tokens drawn so far of a row that is not done.
-        cache: without the last token.
-    """
+    """Rows being completed."""
 
     samples: Samples
     tokens: Array
@@ -289,16 +266,7 @@ def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, "
 
 
 def next_tokens(options: SamplerOptions, hidden, head, row_keys, step, done) -> tuple[Picked, Bool[Array, " B"]]:
-    """One token a row, padding and log-probs of 0.0 where the row is done; and which rows are done after it.
-
-    Args:
-        options: how to draw.
-        hidden: [B, H], at the last token of each row.
-        head: the model's.
-        row_keys: from `keys_of_rows`.
-        step: int32 scalar, tokens drawn before.
-        done: bool [B].
-    """
+    """One token a row, padding and log-probs of 0.0 where the row is done; and which rows are done after it."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
     picked = pick(logits_of(hidden, *head), keys, options.draw)
     empty = Picked(jnp.int32(options.pad_id), jnp.float32(0.0), jnp.float32(0.0))
@@ -316,11 +284,6 @@ def check_prompts(
     prompts: Int[Array | np.ndarray, "B P"], prompt_lengths: Int[Array | np.ndarray, " B"], vocab_size: int
 ) -> None:
     """Checks shapes and dtypes always, and values where they are known: not under a JAX transformation.
-
-    Args:
-        prompts: int32 [B, P].
-        prompt_lengths: int32 [B].
-        vocab_size: ids are in [0, vocab_size).
 
     Raises:
         ValueError: names the argument, what was expected, what was seen and where.

@@ -15,11 +15,7 @@ _RAISED = {error.__name__: error for error in (RewardFailed, RewardNotFinite)}
 
 
 class Scorer:
-    """Scores completions by functions, which every process has.
-
-    Args:
-      rewards: the functions with their weights.
-    """
+    """Scores completions by functions, which every process has."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards

@@ -25,10 +25,6 @@ SMALLEST = 64
 class StreamOptions:
     """How tokens are drawn.
 
-    Args:
-        max_new_tokens: of one answer, at least 1.
-        temperature: divisor of the logits, positive; 0 takes the likeliest token.
-
     Raises:
         ValueError: an option out of range.
     """
@@ -45,15 +41,7 @@ class StreamOptions:
 def stream_tokens(
     graph: nnx.GraphDef[Decoder], params: nnx.State, prompt: Sequence[int], key: jax.Array, options: StreamOptions
 ) -> Iterator[int]:
-    """Draws tokens until the reader stops or `max_new_tokens` are drawn; end tokens are the reader's business.
-
-    Args:
-        graph: graph definition of the decoder.
-        params: its parameters.
-        prompt: ids, at least one.
-        key: a JAX random key.
-        options: how to draw.
-    """
+    """Draws tokens until the reader stops or `max_new_tokens` are drawn; end tokens are the reader's business."""
     width, slots = _round_up(len(prompt)), _round_up(options.max_new_tokens)
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(prompt)] = prompt

@@ -17,15 +17,7 @@ from experiments.tasks.tokenizer import Tokenizer
 
 
 class UncachedDraw:
-    """A `Draw` with one static shape per number of prompts and copies; its work grows with the square of a row's tokens.
-
-    Args:
-      graph: graph definition of a `Model`.
-      mesh: rows are split over its ranks.
-      tokenizer: end and padding token.
-      sizes: bounds of prompts and completions.
-      options: how tokens are drawn.
-    """
+    """A `Draw` with one static shape per number of prompts and copies; its work grows with the square of a row's tokens."""
 
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions

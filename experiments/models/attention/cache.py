@@ -38,12 +38,7 @@ def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Shaped[Array, "ranks*C ..."]:
-    """The rows with these indices among those of each rank, in this order; nothing is sent between ranks.
-
-    Args:
-        x: rows, equally many on every rank.
-        kept: indices, split over the ranks as the rows are.
-    """
+    """The rows with these indices among those of each rank, in this order; nothing is sent between ranks."""
     ranks = len(kept)
     taken = jax.vmap(lambda own, indices: own[indices])(x.reshape(ranks, -1, *x.shape[1:]), kept)
     return taken.reshape(-1, *x.shape[1:])

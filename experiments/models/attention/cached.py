@@ -22,15 +22,7 @@ IMPLEMENTATIONS = ("einsum", "triton")
 
 
 def choose_cached(packed: str, kv_heads: int, head_dim: int, dtype: str, mesh: Mesh | None = None) -> AttentionRun:
-    """How the cache is attended to here, and why.
-
-    Args:
-        packed: what is asked for packed rows: with "einsum" or "chunked" no kernel runs here either.
-        kv_heads: K.
-        head_dim: D.
-        dtype: of queries, keys and values.
-        mesh: the mesh that rows and heads are split over, or None.
-    """
+    """How the cache is attended to here, and why."""
     refusal = _why_not_triton(packed, kv_heads, head_dim, dtype, mesh)
     if refusal is None:
         return AttentionRun("triton", "the kernel for caches can run here")

@@ -64,11 +64,6 @@ def over_heads(attend: Callable[..., Array], mesh: Mesh | None, *operands: Array
 
     Attention reads other tokens and no other heads, so the ranks exchange one split for the other, and back (Jacobs et
     al., DeepSpeed Ulysses, 2023).
-
-    Args:
-        attend: of whole rows.
-        mesh: the mesh, or None.
-        operands: queries, keys and values [B, T, heads, D].
     """
     if mesh is None or size_of(mesh, SEQUENCE_AXIS) == 1:
         return attend(*operands)

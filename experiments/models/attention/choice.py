@@ -45,20 +45,12 @@ class AttentionRun:
     mesh: Mesh | None = None
 
     def allow(self, first: Int[Array, "B T"]) -> AllowedKeys:
-        """What `attend_packed` wants to know of the keys: make it once for all layers that read the same keys.
-
-        Args:
-            first: int32 [B, T] from `first_keys`.
-        """
+        """What `attend_packed` wants to know of the keys: make it once for all layers that read the same keys."""
         return AllowedKeys.of(first, self.implementation, self.mesh)
 
 
 def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
     """The implementation to run and the reason.
-
-    Args:
-        name: one of NAMES.
-        call: shapes and dtype.
 
     Raises:
         ValueError: an unknown name, or one that cannot take the call here; the sentence says why not.

@@ -40,20 +40,7 @@ def attend_chunked(
     softcap: float | None = None,
     block: int = BLOCK,
 ) -> Float[Array, "B T N D"]:
-    """What `attend_packed` computes, block by block.
-
-    Args:
-        queries: [B, T, N, D].
-        keys: [B, T, K, D] with K a divisor of N.
-        values: [B, T, K, D].
-        first: int32 [B, T], the first key slot of each query, at most its own.
-        scale: multiplier of the products.
-        softcap: bound of the scaled products, or None.
-        block: queries, and keys, of a block; the last one may be short.
-
-    Returns:
-        [B, T, N, D] in the values' dtype.
-    """
+    """What `attend_packed` computes, block by block."""
     rows, length, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
     block = min(block, length)

@@ -37,10 +37,6 @@ class ChatTemplate:
 
     No date is given to it (`strftime_now` is undefined), so that a prompt is the same text on every day.
 
-    Args:
-        source: the Jinja program.
-        tokens: special tokens by name, such as `bos_token`.
-
     Raises:
         ValueError: a program with an error of syntax, or the extra hf is not installed.
     """
@@ -56,9 +52,6 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> str:
         """Renders a conversation up to where the model is to speak.
-
-        Args:
-            messages: the conversation, oldest message first.
 
         Raises:
             ValueError: if the template refuses the messages, fails, or takes more time or memory, or writes a longer text,

@@ -44,12 +44,7 @@ def read_object(path: Path) -> "JsonObject":
 
 @dataclass(frozen=True)
 class JsonObject:
-    """An object of a JSON file, which names file and key where a value is not what it must be.
-
-    Args:
-        place: the file, and where in it.
-        values: what is in it.
-    """
+    """An object of a JSON file, which names file and key where a value is not what it must be."""
 
     place: str
     values: Mapping[str, Any]

@@ -78,10 +78,6 @@ class PretrainedTokenizer:
 def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
     """The tokenizer of a directory.
 
-    Args:
-        path: the directory.
-        chat_template: whether prompts go through its chat template; None where there is one.
-
     Raises:
         ValueError: a file that is missing or damaged, no chat template where there has to be one, no end token, or the
             extra hf is not installed.

@@ -20,9 +20,6 @@ COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 class SafetensorsDirectory:
     """A `TensorSource` of one directory. A file is opened for one tensor at a time: what has been read leaves memory.
 
-    Args:
-        path: the directory.
-
     Raises:
         ValueError: no weights, a shard that is missing or outside of the directory, a file that is damaged or cut short,
             a tensor of another dtype, or the extra hf is not installed.
