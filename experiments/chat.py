@@ -50,13 +50,7 @@ class ChatConfig:
 
 
 class Chat:
-    """A conversation with one model.
-
-    Args:
-        loaded: the model.
-        options: how it draws.
-        seed: of the answers.
-    """
+    """A conversation with one model."""
 
     def __init__(self, loaded: Loaded, options: StreamOptions, seed: int) -> None:
         self._loaded, self._options, self._graph = loaded, options, loaded.graph

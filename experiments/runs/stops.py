@@ -40,12 +40,7 @@ class GuardAbort(Stopped):
 
 
 class Interrupted(Stopped):
-    """A signal, answered at the end of a step.
-
-    Args:
-        number: SIGINT or SIGTERM.
-        message: what was kept, and the command that goes on.
-    """
+    """A signal, answered at the end of a step."""
 
     def __init__(self, number: signal.Signals, message: str) -> None:
         super().__init__(message)

@@ -24,13 +24,6 @@ _LATEX_SPACE = re.compile(r"\\[,;:! ]|\\quad|\\(?:text|mathrm|mbox)\b")
 def extract_answer(completion: str, rules: Sequence[str]) -> str | None:
     """The answer in a completion.
 
-    Args:
-        completion: any text.
-        rules: names of `RULES`.
-
-    Returns:
-        The text that the first rule with something to find has found, or None.
-
     Raises:
         ValueError: an unknown rule.
 

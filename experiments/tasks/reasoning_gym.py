@@ -59,10 +59,6 @@ class ReasoningGymTask:
     Making the task generates `SAMPLE_SIZE` examples. The longest prompt and the longest answer among them become the
     limits `max_prompt_tokens` and `max_answer_tokens`; longer examples are passed over when drawing.
 
-    Args:
-        dataset: name of the data set, for example "chain_sum".
-        seed: seed of the data set and of the draws.
-
     Raises:
         ValueError: the package is missing, or the data set is unknown, cannot be made as it is, or is refused.
     """

@@ -19,13 +19,6 @@ def warn_of_long_answers(
 
     The bound that a task gives has room for its own answers. Examples without an answer's text say nothing.
 
-    Args:
-      config: the options.
-      task: the task.
-      held_out: examples to look at, beside those of training.
-      tokenizer: encodes answers.
-      rewards: the caller's own; None for those that ``config.reward`` names.
-
     Raises:
       ValueError: no completion can be right, and nothing else is rewarded.
     """

@@ -25,14 +25,7 @@ Weights = tuple[Array, ...]
 
 
 class BlockReader:
-    """One compiled program for the hidden states of `block` tokens in each of a few rows.
-
-    Args:
-      graph: graph definition of a decoder without a mesh.
-      config: sizes and options of the decoder.
-      block: tokens of a block.
-      compiler_options: of XLA.
-    """
+    """One compiled program for the hidden states of `block` tokens in each of a few rows."""
 
     def __init__(
         self, graph: nnx.GraphDef[Decoder], config: DecoderConfig, block: int, compiler_options: dict[str, Any] | None

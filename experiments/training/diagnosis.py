@@ -40,16 +40,7 @@ def why_refused(
     sums: GradientSums,
     tokenizer: Tokenizer,
 ) -> str:
-    """What of a refused step is not finite, in the order in which a step computes.
-
-    Args:
-      sound: what the update found.
-      state: which it left as it was.
-      rounds: of the step.
-      update: knows what of a state is sound.
-      sums: scores documents with the parameters of the state.
-      tokenizer: shows prompts.
-    """
+    """What of a refused step is not finite, in the order in which a step computes."""
     # Before the scores: of parameters that are not finite no log-prob is.
     unsound = update.unsound(state)
     if unsound is not None:

@@ -32,14 +32,6 @@ def introduce(
 ) -> None:
     """Prints what is about to run, and warnings about options that will not do what they seem to.
 
-    Args:
-      config: the options, resolved.
-      task: the task.
-      origin: the model.
-      folder: the run folder, which need not exist yet.
-      dtype: of activations and head.
-      rewards: the caller's own, if any.
-
     Raises:
       ValueError: an option out of range, a prompt that does not fit, no answer that fits, or a run that needs more memory
         than there is here.

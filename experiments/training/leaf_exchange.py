@@ -28,11 +28,7 @@ from experiments.training.leaf_ranks import LeafRanks
 
 
 class LeafExchange:
-    """Deals trees of one structure out, and puts what was made of them together.
-
-    Args:
-      ranks: those of the leaves.
-    """
+    """Deals trees of one structure out, and puts what was made of them together."""
 
     def __init__(self, ranks: LeafRanks) -> None:
         self._ranks = ranks

@@ -34,13 +34,7 @@ from jaxlogp.errors import require
 
 
 class LeafSums:
-    """Sums of a step in one fixed order; see `experiments.training.sums.GradientSums`.
-
-    Args:
-      programs: the leaf's programs.
-      objective: the loss.
-      leaf_rows: rows of a leaf; a micro-batch is a whole number of leaves.
-    """
+    """Sums of a step in one fixed order; see `experiments.training.sums.GradientSums`."""
 
     def __init__(self, programs: LeafPrograms, objective: Objective, leaf_rows: int) -> None:
         self._programs, self._objective, self._leaf_rows = programs, objective, leaf_rows
@@ -162,9 +156,6 @@ class TreeFold:
     """Adds successive parts in the binary tree over their order, keeping only log2 of their number in memory.
 
     ((p0 p1) (p2 p3)) p4 for five parts; neutral parts at the end change nothing.
-
-    Args:
-      add: adds two neighbours.
 
     Example:
       >>> fold = TreeFold(lambda a, b: f"({a}{b})")

@@ -32,22 +32,7 @@ from jaxlogp.head.registry import default_shards
 
 
 class MicroBatchSums:
-    """Compiled sums for one model, mesh and objective; see `experiments.training.sums.GradientSums`.
-
-    Args:
-      graph: graph definition of a `experiments.models.protocol.Model`.
-      mesh: axes "data", "fsdp", "sequence" and "tensor", of type Auto.
-      objective: the loss.
-      temperature: divisor of the logits.
-      engine: engine of the head.
-      accumulate: dtype of the gradient's sums over micro-batches.
-      frozen: what of the model is not trained.
-      frozen_head: whether the head is part of it.
-
-    Attributes:
-      head_run: the head call of the newest micro-batch (or trace): public function and engine; None before it is
-        traced.
-    """
+    """Compiled sums for one model, mesh and objective; see `experiments.training.sums.GradientSums`."""
 
     compiler_options = None
 

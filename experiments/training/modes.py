@@ -118,13 +118,7 @@ def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 class WholeModelDraw:
-    """A `Draw` for the trained parameters alone, of one that needs all that the model consists of.
-
-    Args:
-      draw: the one.
-      frozen: what is not trained, where `draw` needs it.
-      places: shardings of the trained parameters that `draw` needs, on a mesh of its own; None where they have them.
-    """
+    """A `Draw` for the trained parameters alone, of one that needs all that the model consists of."""
 
     def __init__(self, draw: Draw, frozen: nnx.State, places: nnx.State | None) -> None:
         self._draw, self._frozen, self._places = draw, frozen, places

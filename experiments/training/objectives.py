@@ -80,13 +80,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy loss of `jaxlogp.losses`, with its metrics.
-
-    Args:
-      loss: the loss.
-      metrics: "none", "basic" or "with_entropy".
-      document_axis: the mesh axis over which the tokens of a document are split, or None.
-    """
+    """A policy loss of `jaxlogp.losses`, with its metrics."""
 
     loss: PolicyLoss
     metrics: str

@@ -130,13 +130,7 @@ def learning_rate(
 
 
 class OptimizerState(NamedTuple):
-    """State of an `Optimizer`.
-
-    Attributes:
-      count: updates that were applied.
-      exact: fp32 parameters, or None where the parameters themselves are fp32.
-      inner: optax's state.
-    """
+    """State of an `Optimizer`."""
 
     count: Int[Array, ""]
     exact: nnx.State | None

@@ -19,15 +19,7 @@ NAMED = 3
 
 
 class Soundness(NamedTuple):
-    """Of a step, what is sound; trees by leaf, in their order.
-
-    Attributes:
-        loss: the loss.
-        norm: the gradient's norm, which may overflow where no leaf does.
-        gradients: the step's gradient.
-        params: the parameters after the update.
-        opt_state: the optimizer's state after it.
-    """
+    """Of a step, what is sound; trees by leaf, in their order."""
 
     loss: Bool[Array, ""]
     norm: Bool[Array, ""]
