@@ -1,10 +1,6 @@
-"""Draws the curves of one run, or of several seeds of one, and writes a page about them.
+"""Draws the curves of one run, or of several seeds of one: each is a thin line then, and their mean a thick one.
 
-    python -m experiments.plot runs/A --figure a.png
-    python -m experiments.plot runs/A runs/B runs/C --figure seeds.png --page seeds.md --title "Three seeds"
-
-Several runs may differ in their seeds alone: each is a thin line, their mean a thick one. Page and figure are made of
-what is in the run folders; nothing is measured again.
+python -m experiments.plot runs/A runs/B runs/C --figure seeds.png
 """
 
 if __name__ == "__main__":
@@ -13,63 +9,56 @@ if __name__ == "__main__":
 
     run_module("experiments.plot")
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from experiments.command_line import run_command
-from experiments.runs.files import replace_file
-from experiments.runs.page import page, read_runs
+from experiments.runs.config_file import read_config
+from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.plots import plot_runs
 from experiments.terminal import printable
 from jaxlogp.errors import require
 
+MAY_DIFFER = ("seed", "name", "out", "quiet")
+"""Options in which the runs of one figure may differ."""
+
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Options of figure and page."""
+    """Options of the figure."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run folders."""
     figure: str = "curves.png"
     """PNG to write."""
-    page: str | None = None
-    """Markdown file to write."""
-    title: str = "A run"
-    """Heading of the page."""
-    samples: int = 3
-    """Held-out prompts on the page, each with the completions before and after."""
 
 
-def main(config: PlotConfig) -> list[Path]:
-    """Writes what was asked for; returns the files.
+def main(config: PlotConfig) -> Path:
+    """Writes the figure; returns its path.
 
     Raises:
       ValueError: a run folder that cannot be read, runs with different options, or a folder that does not exist.
     """
-    require(config.samples >= 0, "--samples", "at least 0", config.samples)
-    figure, text = Path(config.figure), None if config.page is None else Path(config.page)
-    for option, path in (("--figure", figure), ("--page", text)):
-        if path is not None:
-            require(path.parent.is_dir(), option, "a file in an existing folder", path)
-    runs = read_runs(config.runs)
-    plot_runs([run.metrics for run in runs], figure)
-    if text is None:
-        return [figure]
-    relative = Path(os.path.relpath(figure.resolve(), text.resolve().parent)).as_posix()
-    written = page(runs, title=config.title, figure=relative, samples=config.samples)
-    replace_file(text, written.encode())
-    return [figure, text]
+    figure = Path(config.figure)
+    require(figure.parent.is_dir(), "--figure", "a file in an existing folder", figure)
+    require(len(config.runs) > 0, "runs", "at least one run folder", "none")
+    folders = [RunFolder.open(run) for run in config.runs]
+    first, *others = [read_config(folder.config) for folder in folders]
+    for run, options in zip(config.runs[1:], others, strict=True):
+        differ = [name for name in first if name not in MAY_DIFFER and options.get(name) != first[name]]
+        require(not differ, "runs", "runs that differ in their seeds alone", f"{run} with another {', '.join(differ)}")
+    plot_runs([read_metrics(folder.metrics).records for folder in folders], figure)
+    return figure
 
 
-def run_cli(arguments: list[str] | None = None) -> list[Path]:
+def run_cli(arguments: list[str] | None = None) -> Path:
     """The command line; see `experiments.command_line` for how it ends."""
 
-    def run(config: PlotConfig) -> list[Path]:
-        written = main(config)
-        print(printable("written: " + ", ".join(map(str, written))))
-        return written
+    def run(config: PlotConfig) -> Path:
+        figure = main(config)
+        print(printable(f"written: {figure}"))
+        return figure
 
     return run_command(PlotConfig, run, program="experiments.plot", description=__doc__, arguments=arguments)

@@ -124,7 +124,7 @@ def cheap_processes(monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
 
 
-DRAWN = {"test_grpo.py", "test_page.py", "test_plots.py"}
+DRAWN = {"test_grpo.py", "test_plots.py"}
 """Files of experiments that look at the curves of their runs."""
 
 

@@ -242,7 +242,7 @@ class MetricsWriter:
         self._metrics = LogFile(folder.metrics, marks.get(folder.metrics.name, NOTHING))
         try:
             self._samples = LogFile(folder.samples, marks.get(folder.samples.name, NOTHING))
-            records = (_parse_line(line, "kind", str(folder.metrics)) for line in self._metrics.kept)
+            records = (_parse_line(line, str(folder.metrics)) for line in self._metrics.kept)
             self._last_steps = {record["kind"]: record["step"] for record in records}
         except BaseException:
             self._metrics.close()
@@ -312,20 +312,21 @@ def read_metrics(path: Path) -> MetricsLog:
     Raises:
         ValueError: an unreadable file, or a damaged line other than an unfinished last one, with its number.
     """
-    records, torn = _read_lines(path, "kind")
+    try:
+        *whole, last = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: expected a readable file, got {type(error).__name__}: {error}") from error
+    records = [_parse_line(line, f"{path} line {number}") for number, line in enumerate(whole, start=1)]
+    torn = None
+    if last:
+        try:
+            records.append(_parse_line(last, "last line"))
+        except ValueError:
+            torn = f"{path} line {len(whole) + 1}: cut short after {len(last)} bytes, left out"
     for record in records:
         texts = {name: value for name, value in record.items() if isinstance(value, str)}
         record.update({name: NON_FINITE[value] for name, value in texts.items() if value in NON_FINITE})
     return MetricsLog(records, torn)
-
-
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Reads samples.jsonl, but for a last line that a crash cut short.
-
-    Raises:
-        ValueError: an unreadable file, or a damaged line, with its number.
-    """
-    return _read_lines(path, "phase")[0]
 
 
 def _scalar(name: str, value: Any) -> Any:
@@ -338,25 +339,11 @@ def _scalar(name: str, value: Any) -> Any:
     return value
 
 
-def _parse_line(line: bytes, kind: str, place: str) -> dict[str, Any]:
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{place}: expected a JSON object, got {error}") from error
-    is_record = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get(kind), str)
-    require(is_record, place, f"an object with step and {kind}", repr(line[:80]))
+    is_record = isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("kind"), str)
+    require(is_record, place, "an object with step and kind", repr(line[:80]))
     return record
-
-
-def _read_lines(path: Path, kind: str) -> tuple[list[dict[str, Any]], str | None]:
-    try:
-        *whole, last = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: expected a readable file, got {type(error).__name__}: {error}") from error
-    records = [_parse_line(line, kind, f"{path} line {number}") for number, line in enumerate(whole, start=1)]
-    if not last:
-        return records, None
-    try:
-        return [*records, _parse_line(last, kind, "last line")], None
-    except ValueError:
-        return records, f"{path} line {len(whole) + 1}: cut short after {len(last)} bytes, left out"

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from experiments import plot
+from experiments.config import Config
 from experiments.runs import plots
+from experiments.runs.config_file import save_config
 from experiments.runs.console import HEADER_EVERY, HeldOut, RunConsole
+from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.plots import plot_runs
 
 pytestmark = pytest.mark.costly
@@ -146,6 +150,35 @@ def test_the_same_metrics_give_the_same_bytes(tmp_path):
     for name in ("a.png", "b.png"):
         plot_runs([records(3)], tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def write_run(parent, seed, task="addition"):
+    folder = RunFolder.create(parent, f"run-{seed}")
+    save_config(folder.config, Config(task=task, seed=seed, out=str(parent), name=folder.path.name))
+    with MetricsWriter(folder) as writer:
+        for step in range(3):
+            writer.write(step, "train", {"loss": float(step + seed)})
+    return str(folder.path)
+
+
+def test_the_command_plots_seeds_of_one_run_alone(tmp_path, figures, capsys):
+    runs = [write_run(tmp_path, seed) for seed in (2, 0)]
+    figure = tmp_path / "seeds.png"
+    assert plot.run_cli([*runs, "--figure", str(figure)]) == figure
+    assert capsys.readouterr().out == f"written: {figure}\n"
+    losses = [line.get_ydata() for line in panel(figures[0], "Policy loss").get_lines()]
+    np.testing.assert_array_equal(losses, [[2, 3, 4], [0, 1, 2], [1, 2, 3]])
+    other = write_run(tmp_path, 5, task="addition:2")
+    differs = f"runs: expected runs that differ in their seeds alone, got {other} with another task"
+    for arguments, words in [
+        ([runs[0], other], differs),
+        ([runs[0], "--figure", str(tmp_path / "no" / "a.png")], "--figure: expected a file in an existing folder, got"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            plot.run_cli(["--figure", str(tmp_path / "a.png"), *arguments])
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert stopped.value.code == 2 and line.startswith(f"error: {words}"), line
+    assert not (tmp_path / "a.png").exists()
 
 
 STEP = {
