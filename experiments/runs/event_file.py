@@ -1,6 +1,7 @@
 """Event files of TensorBoard, written by the thread that calls: a full disk is an OSError there and then.
 
-tensorboardX's own writer hands events to a thread; on a full disk that thread dies, and its queue then blocks for ever.
+Of tensorboardX's writers, EventFileWriter hands events to a thread, which dies on a full disk and leaves a queue that
+blocks for ever; EventsWriter buffers them, syncs the disk in every flush, and cannot be closed after a failed one.
 """
 
 import os
@@ -23,15 +24,7 @@ _summary: Any = summary_pb2
 
 
 class EventFile:
-    """A new event file in a folder, which is made if missing.
-
-    Args:
-        folder: of one kind of records.
-        purge_step: hides what earlier files have from this step on; None hides nothing.
-
-    Raises:
-        ValueError: something other than a folder has its name, a link to one included.
-    """
+    """A new event file in a folder, which is made if missing; it hides what earlier files have from `purge_step` on."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         make_folder(folder)
@@ -39,10 +32,9 @@ class EventFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._stream = create_file(folder / f"{name}.{secrets.token_hex(4)}")
         try:
-            self._write(_event.Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._write(file_version="brain.Event:2")
             if purge_step is not None:
-                started = _event.SessionLog(status=_event.SessionLog.START)
-                self._write(_event.Event(wall_time=time.time(), step=purge_step, session_log=started))
+                self._write(step=purge_step, session_log=_event.SessionLog(status=_event.SessionLog.START))
         except BaseException:
             self._stream.close()
             raise
@@ -50,14 +42,14 @@ class EventFile:
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds the scalars of one step."""
         values = [_summary.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._write(_event.Event(wall_time=time.time(), step=step, summary=_summary.Summary(value=values)))
+        self._write(step=step, summary=_summary.Summary(value=values))
 
     def close(self) -> None:
         """Closes the file."""
         self._stream.close()
 
-    def _write(self, event: Any) -> None:
-        content = event.SerializeToString()
+    def _write(self, **fields: Any) -> None:
+        content = _event.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(content))
         checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
         write_whole(self._stream, length + checks[0] + content + checks[1])
