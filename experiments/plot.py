@@ -49,7 +49,10 @@ def main(config: PlotConfig) -> Path:
     for run, options in zip(config.runs[1:], others, strict=True):
         differ = [name for name in first if name not in MAY_DIFFER and options.get(name) != first[name]]
         require(not differ, "runs", "runs that differ in their seeds alone", f"{run} with another {', '.join(differ)}")
-    plot_runs([read_metrics(folder.metrics).records for folder in folders], figure)
+    runs = [read_metrics(folder.metrics).records for folder in folders]
+    for run, records in zip(config.runs, runs, strict=True):
+        require(any(record["kind"] == "train" for record in records), "run", "one with optimizer steps", run)
+    plot_runs(runs, figure)
     return figure
 
 

@@ -9,8 +9,6 @@ class GuardsConfig:
 
     max_refused_steps: int = 5
     """Refused steps in a row after which the run ends, with a checkpoint and exit code 4."""
-    degenerate_steps: int = 5
-    """Steps in a row without a difference of rewards in any group after which there is a warning; 0 never warns."""
     spike_factor: float = 10.0
     """Warn of a gradient norm that is this many times the median of the 32 before it; 0 never warns."""
     replica_every: int = 50

@@ -66,13 +66,6 @@ class InvarianceConfig:
     each of its tokens. A GPU wants leaf-rows times block of 512 to 1024."""
     engine: str = "auto"
     """Engine of the head: fixed_order, hopper (NVIDIA's Hopper, bfloat16), or auto, hopper where it can run."""
-    granules: int | None = None
-    """Parts of the vocabulary that no rank splits; a multiple of the tensor ranks. None takes 24, or 8 below 24 tokens and
-    for hopper."""
-    vocab_tile: int | None = None
-    """Upper bound of the vocabulary columns of one product, a multiple of 64; None takes 512, hopper has its own."""
-    row_block: int | None = None
-    """Tokens of one product of the head, a multiple of 64; None takes 128, hopper has its own."""
 
     def resolved(self, dtype: str, *, small_vocabulary: bool) -> "InvarianceConfig":
         """The same with the engine that multiplies operands of `dtype` here; a task's own vocabulary is small."""
@@ -82,14 +75,10 @@ class InvarianceConfig:
         """The numeric identity of the head for a vocabulary of at least 8 tokens; the engine has been resolved.
 
         Raises:
-          ValueError: sizes that hopper has of its own, or a dtype that it does not multiply.
+          ValueError: a dtype that hopper does not multiply.
         """
         if self.engine == "hopper":
-            for option in ("vocab_tile", "row_block"):
-                value = getattr(self, option)
-                require(value is None, f"--invariance.{option.replace('_', '-')}", "None with engine hopper", value)
             expected = "fixed_order for operands of another dtype than bfloat16"
             require(dtype == "bfloat16", "--invariance.engine", expected, f"hopper for {dtype}")
-            return ReductionOrder.for_hopper(self.granules or 8)
-        granules = self.granules or (24 if vocab_size >= 24 else 8)
-        return ReductionOrder(granules, self.vocab_tile or 512, self.row_block or 128, dtype)
+            return ReductionOrder.for_hopper(8)
+        return ReductionOrder(24 if vocab_size >= 24 else 8, vocab_tile=512, row_block=128, dtype=dtype)

@@ -39,22 +39,12 @@ class ModelConfig:
     """Key-value heads, a divisor of num_heads."""
     head_dim: int = 16
     """Features per head, an even number."""
-    qk_norm: bool = True
-    """RMSNorm over queries and keys (Qwen3)."""
-    attention_bias: bool = False
-    """Biases on queries, keys and values (Qwen2)."""
     tie_embeddings: bool = True
     """Use the embedding table as head."""
-    logit_scale: float = 1.0
-    """Multiplier of the logits (MuP output scale)."""
-    logit_softcap: float | None = None
-    """Soft cap of the logits, cap tanh(logits / cap); None applies no cap."""
     fp32_head: bool = False
     """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler. Both have been
     rounded to dtype before that, and products of bf16 numbers are exact in fp32 accumulators anyway: with bf16 only the
     order of sums changes. What sampler and trainer disagree by in bf16 comes from the layers below the head, and stays."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary frequencies."""
     dtype: str = "auto"
     """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on GPUs that multiply it (NVIDIA's from compute
     capability 8 on), else float32."""
@@ -79,7 +69,7 @@ class ModelConfig:
         options = vars(self.resolved(invariant))
         if self.name is None:
             own = {name: options[name] for name in options if name not in _NOT_OF_THE_DECODER}
-            return DecoderConfig(vocab_size=vocab_size, **own)
+            return DecoderConfig(vocab_size=vocab_size, qk_norm=True, **own)
         require(self.name in NAMED_SHAPES, "--model.name", f"one of {', '.join(NAMED_SHAPES)}", self.name)
         self._leave_to("name")
         shape = NAMED_SHAPES[self.name]

@@ -21,8 +21,6 @@ class ScheduleConfig:
     tokens on a CPU, 16384 elsewhere."""
     row_length: int | None = None
     """Tokens of one packed row; no document may be longer. None takes the task's longest document."""
-    max_empty_micro_batches: int = 16
-    """Consecutive micro-batches without a document on any rank before the run gives up."""
     accumulate: str = "float32"
     """Dtype of the gradient's sums over micro-batches: float32, or bfloat16, which rounds at every addition. Loss, counts
     and metrics do not depend on it."""

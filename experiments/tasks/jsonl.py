@@ -55,10 +55,6 @@ class JsonlOptions:
     """Lines may have further keys, which become the example's source; else they are refused."""
     verifier: str = "exact"
     """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
-    tolerance: float = 0.0
-    """Largest difference of numbers that the numeric verifier takes for equal."""
-    percent: str = "unit"
-    """Numeric verifier, what 50% is: unit (50) or fraction (1/2)."""
     max_text_bytes: int = 4096
     """Longest prompt, and longest answer, in bytes of UTF-8: memory is allotted for the longest of the file in every row."""
 
@@ -73,13 +69,6 @@ class JsonlFormat(JsonlOptions):
 
     def __post_init__(self) -> None:
         require(self.verifier in VERIFIERS, "verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))
-        # Raises for an option of the numeric verifier that is out of range.
-        same_number("0", "0", tolerance=self.tolerance, percent=self.percent)
-        for each in ("tolerance", "percent"):
-            unused = self.verifier == "exact" and getattr(self, each) != getattr(JsonlOptions, each)
-            require(
-                not unused, each, "no value without --data.verifier numeric, which alone has it", getattr(self, each)
-            )
         require(self.max_text_bytes >= 1, "max_text_bytes", "at least 1", self.max_text_bytes)
         if self.answer_pattern is None:
             return
@@ -120,7 +109,7 @@ class JsonlFormat(JsonlOptions):
         """Whether a completion is the answer."""
         if self.verifier == "exact":
             return completion.strip() == answer.strip()
-        return same_number(completion, answer, tolerance=self.tolerance, percent=self.percent)
+        return same_number(completion, answer)
 
     def _check_length(self, key: str, text: str) -> None:
         length = len(text.encode())
@@ -153,7 +142,7 @@ class JsonlFormat(JsonlOptions):
                     f"got {len(found)} matches"
                 )
             value = found[0].strip()
-        if self.verifier == "numeric" and only_number(value, percent=self.percent) is None:
+        if self.verifier == "numeric" and only_number(value) is None:
             raise ValueError(
                 f"{self.answer_key!r} must hold exactly one number for a numeric verifier, got {value[:80]!r}"
             )

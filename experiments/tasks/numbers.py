@@ -6,21 +6,18 @@ A number is, with an optional sign and a currency sign before it,
 - a decimal: 3.50, .5, 1,234.5, each also with an exponent of at most two digits: 1.2e3;
 - a fraction of whole numbers, alone or after a whole one: 3/4, 3 / 4, 1 1/2, \frac{3}{4};
 
-and an optional percent sign after it. A minus is a sign where no letter, digit or closing bracket comes before it: "5-3"
-holds 5 and 3. Other commas separate numbers: "1,2" holds 1 and 2. What stands inside of a word (x2, H2O) or of a longer
-chain (3.4.5, 1/2/2020) is no number, nor are more than 40 digits in a row; a fraction over zero is a number without a value.
+and an optional percent sign after it, which changes nothing: 50% is 50. A minus is a sign where no letter, digit or closing
+bracket comes before it: "5-3" holds 5 and 3. Other commas separate numbers: "1,2" holds 1 and 2. What stands inside of a
+word (x2, H2O) or of a longer chain (3.4.5, 1/2/2020) is no number, nor are more than 40 digits in a row; a fraction over
+zero is a number without a value.
 
 Every repetition of the grammar is bounded and begins at one place only, so the time grows as the length of the text.
 """
 
-import math
 import re
 from fractions import Fraction
 
 from jaxlogp.errors import require
-
-PERCENT = ("unit", "fraction")
-"""What a percent sign means: "unit", nothing, so that 50% is 50; "fraction", that 50% is 1/2."""
 
 _WHOLE = r"(?:\d{1,3}(?:,\d{3}){1,12}|\d{1,40})"
 _NUMBER = re.compile(
@@ -33,32 +30,21 @@ _NUMBER = re.compile(
       | (?P<decimal>{_WHOLE}(?:\.\d{{1,40}})?|\.\d{{1,40}})(?P<exponent>[eE][-+]?\d{{1,2}})?
     )
     (?![\d_]|[./]\d|[eE][-+]?\d)
-    (?P<percent>[ ]?\\?%)?
+    (?:[ ]?\\?%)?
     """,
     re.ASCII | re.VERBOSE,
 )
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{FULLWIDTH HYPHEN-MINUS}": "-"})
 
 
-def numbers_in(text: str, *, percent: str = "unit") -> list[Fraction | None]:
-    """Every number of a text, in order.
-
-    Args:
-        text: any text.
-        percent: one of `PERCENT`.
-
-    Returns:
-        The values; None for a fraction with a denominator of zero.
-
-    Raises:
-        ValueError: an unknown meaning of the percent sign.
+def numbers_in(text: str) -> list[Fraction | None]:
+    """The values of all numbers of a text, in order; None for a fraction with a denominator of zero.
 
     Example:
         >>> [str(value) for value in numbers_in("7 boxes of 1,200 make -$8,400.50, or 3/4 of it")]
         ['7', '1200', '-16801/2', '3/4']
     """
-    require(percent in PERCENT, "percent", f"one of {', '.join(PERCENT)}", repr(percent))
-    return [_value(match, percent) for match in _NUMBER.finditer(text.translate(_MINUS))]
+    return [_value(match) for match in _NUMBER.finditer(text.translate(_MINUS))]
 
 
 def last_number_text(text: str) -> str | None:
@@ -75,44 +61,30 @@ def last_number_text(text: str) -> str | None:
     return None if found is None else text[found.start() : found.end()]
 
 
-def same_number(text: str, reference: str, *, tolerance: float | Fraction = 0, percent: str = "unit") -> bool:
-    """Whether the only number of a text is that of the reference: |a - b| ≤ tolerance, in exact arithmetic.
+def same_number(text: str, reference: str) -> bool:
+    """Whether the only number of a text, such as "42 apples", is that of the reference, which has exactly one.
 
-    Words and units may stand around the number. A text with no number, or with several, is not right.
-
-    Args:
-        text: an answer, such as "42 apples".
-        reference: text with exactly one number.
-        tolerance: largest difference, at least 0; a float means the decimal that it prints as.
-        percent: one of `PERCENT`.
+    A text with no number, or with several, is not right.
 
     Raises:
-        ValueError: a reference without exactly one number, or an option out of range.
+        ValueError: a reference without exactly one number.
 
     Example:
-        >>> same_number("$1,050.00", "1050"), same_number("1/3", "0.33"), same_number("1/3", "0.33", tolerance=0.01)
-        (True, False, True)
+        >>> same_number("$1,050.00", "1050"), same_number("1/3", "0.33")
+        (True, False)
     """
-    allowed = _exact(tolerance)
-    wanted = only_number(reference, percent=percent)
+    wanted = only_number(reference)
     require(wanted is not None, "reference", "text with exactly one number", repr(reference[:80]))
-    seen = only_number(text, percent=percent)
-    return seen is not None and abs(seen - wanted) <= allowed
+    return only_number(text) == wanted
 
 
-def only_number(text: str, *, percent: str = "unit") -> Fraction | None:
+def only_number(text: str) -> Fraction | None:
     """The value of the only number of a text; None where there is none, several, or one that has no value."""
-    values = numbers_in(text, percent=percent)
+    values = numbers_in(text)
     return values[0] if len(values) == 1 else None
 
 
-def _exact(tolerance: float | Fraction) -> Fraction:
-    ok = isinstance(tolerance, int | float | Fraction) and 0 <= tolerance < math.inf
-    require(ok, "tolerance", "a finite number of at least 0", repr(tolerance))
-    return Fraction(str(tolerance))
-
-
-def _value(match: re.Match[str], percent: str) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     part = match.groupdict()
     if part["decimal"] is not None:
         value = Fraction(_digits(part["decimal"]) + (part["exponent"] or ""))
@@ -122,9 +94,7 @@ def _value(match: re.Match[str], percent: str) -> Fraction | None:
         if denominator == 0:
             return None
         value = int(part["ones"] or 0) + Fraction(int(_digits(over)), denominator)
-    if "-" in (part["sign"], part["inner_sign"]):
-        value = -value
-    return value / 100 if percent == "fraction" and part["percent"] else value
+    return -value if "-" in (part["sign"], part["inner_sign"]) else value
 
 
 def _digits(text: str) -> str:

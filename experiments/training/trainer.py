@@ -157,9 +157,7 @@ class Trainer:
         self._stream_packing = replace(self._packing, columns=self._columns())
         self.stream = RoundStream(self._next_documents, self._stream_packing)
         options = config.schedule
-        self._schedule = DocumentSchedule(
-            options.docs_per_step, options.micro_batches or MICRO_BATCHES, options.max_empty_micro_batches
-        )
+        self._schedule = DocumentSchedule(options.docs_per_step, options.micro_batches or MICRO_BATCHES)
         self._trace()
         found = (origin.warning, slower_head(self.sums.head_run, dtype))
         self.warnings = [text for text in found if text is not None]

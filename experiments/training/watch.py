@@ -13,6 +13,8 @@ WINDOW = 32
 FEWEST = 8
 """Of which there have to be so many."""
 
+DEGENERATE_STEPS = 5
+"""Steps in a row without a difference of rewards in any group after which there is a warning."""
 MANY_TRUNCATED = 0.2
 """Share of truncated completions above which a step warns."""
 
@@ -44,7 +46,7 @@ class Watch:
     def __init__(self, options: GuardsConfig, max_new_tokens: int) -> None:
         self._options, self._max_new_tokens = options, max_new_tokens
         self._degenerate = 0
-        self._next_warning = options.degenerate_steps
+        self._next_warning = DEGENERATE_STEPS
         self._truncated_steps, self._next_truncated = 0, 1
 
     def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutCounts) -> list[str]:
@@ -60,10 +62,10 @@ class Watch:
 
     def _nothing_to_learn(self, step: int, counts: RolloutCounts) -> str | None:
         """A warning after some such steps in a row, and each time that there are twice as many."""
-        if not counts.groups or not self._options.degenerate_steps:
+        if not counts.groups:
             return None
         if counts.degenerate < counts.groups:
-            self._degenerate, self._next_warning = 0, self._options.degenerate_steps
+            self._degenerate, self._next_warning = 0, DEGENERATE_STEPS
             return None
         self._degenerate += 1
         if self._degenerate < self._next_warning:

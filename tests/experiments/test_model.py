@@ -333,6 +333,7 @@ def test_an_axis_without_a_rule_is_named():
         ("rope_scaling", 8.0),
         ("activation", "relu"),
         ("attention_softcap", 0.0),
+        ("logit_softcap", 0.0),
         ("remat", "some"),
         ("attention", "flash"),
     ],

@@ -46,7 +46,7 @@ def test_a_name_decides_sizes_and_vocabulary_and_leaves_the_dtypes():
 @pytest.mark.parametrize(
     ("options", "vocab_size", "words"),
     [
-        ({"name": "qwen3-0.6b", "logit_softcap": 5.0}, 16, "--model.logit-softcap: expected no value"),
+        ({"name": "qwen3-0.6b", "num_layers": 5}, 16, "--model.num-layers: expected no value"),
         ({"name": "qwen3-0.6b"}, 200_000, "--model.name: expected a shape for at least 200000 tokens, got qwen3-0.6b"),
     ],
 )

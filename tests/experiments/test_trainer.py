@@ -11,8 +11,10 @@ import optax
 import pytest
 
 from experiments import Config, train
-from experiments.config import LossConfig
+from experiments.config import LossConfig, ModelConfig
+from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
+from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
@@ -197,7 +199,9 @@ def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_pat
 def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_path, monkeypatch):
     specs, plain = [], leaf_draw.logits_of
     monkeypatch.setattr(leaf_draw, "logits_of", lambda *operands: specs.append(operands[1]) or plain(*operands))
-    model = {"fp32_head": True, "logit_softcap": 5.0}
+    shape = DecoderConfig(24, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, logit_softcap=5.0)
+    monkeypatch.setitem(NAMED_SHAPES, "capped", shape)
+    model = ModelConfig(name="capped", fp32_head=True)
     options = {"schedule": {"steps": 0, "rows": 16, "row_length": None}, "rollout": {"temperature": 0.8}}
     trainer = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).trainer
     trainer.rollouts.next(trainer.state.params, 0)

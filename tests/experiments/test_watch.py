@@ -13,6 +13,7 @@ from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
 from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
+from experiments.training import watch as watch_module
 from experiments.training.watch import WINDOW, Watch, over_median, with_norm
 
 TASK = make_task("addition:1")
@@ -41,9 +42,9 @@ def rollouts(
     return Rollouts(PromptOrder(task, 0, epochs), completer, config, "centred", jax.random.key(0))
 
 
-def warnings_of(made, steps, **options):
+def warnings_of(made, steps):
     """What is warned of, by step."""
-    watch, found = Watch(GuardsConfig(**options), SIZES.completion), {}
+    watch, found = Watch(GuardsConfig(), SIZES.completion), {}
     for step in range(1, steps + 1):
         made.counts = RolloutCounts()
         made.next(None, 0)
@@ -53,20 +54,18 @@ def warnings_of(made, steps, **options):
 
 
 def test_steps_that_teach_nothing_are_warned_of_and_then_less_often():
-    found = warnings_of(rollouts(), 13, degenerate_steps=3)
-    assert list(found) == [3, 6, 12]
-    assert found[3] == (
-        "step 3: no group had a difference of rewards in 3 steps in a row, so that nothing is learnt: every reward is 0"
+    found = warnings_of(rollouts(), 21)
+    assert list(found) == [5, 10, 20]
+    assert found[5] == (
+        "step 5: no group had a difference of rewards in 5 steps in a row, so that nothing is learnt: every reward is 0"
     )
-    assert warnings_of(rollouts(), 13, degenerate_steps=0) == {}
 
 
 def test_one_group_with_a_difference_is_enough():
     right = TASK.example(2, "train")
     reward = lambda example, completion: float(example == right and completion == "7")  # noqa: E731
     # The third prompt is in the first of these rollouts.
-    found = warnings_of(rollouts(reward=reward), 4, degenerate_steps=2)
-    assert list(found) == [3]
+    assert list(warnings_of(rollouts(reward=reward), 7)) == [6]
 
 
 def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
@@ -93,9 +92,10 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_a_warning_says_what_is_the_same(name):
+def test_a_warning_says_what_is_the_same(name, monkeypatch):
+    monkeypatch.setattr(watch_module, "DEGENERATE_STEPS", 1)
     options, words = CAUSES[name]
-    (warning,) = warnings_of(rollouts(**options), 1, degenerate_steps=1).values()
+    (warning,) = warnings_of(rollouts(**options), 1).values()
     assert warning.endswith(f": {words}")
 
 
