@@ -20,7 +20,7 @@ NAMES = """
     linear_policy_loss sharded_linear_policy_loss drift_report DriftReport check_invariance InvarianceReport
 """.split()
 EXTRAS = """
-    flax optax orbax grain tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers triton jax_triton
+    flax optax orbax tyro rich chex beartype hypothesis tensorboardX matplotlib torch transformers triton jax_triton
 """.split()
 
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-import grain
 import jax
+import numpy as np
 
 from experiments.config import RolloutConfig, ScheduleConfig
 from experiments.models.mesh import MeshSpec
@@ -130,15 +130,15 @@ def answer_length(tokenizer: Tokenizer, example: Example) -> int | None:
 class PromptOrder:
     """Training prompts in a seeded order; its whole state is one integer, the number of prompts taken.
 
-    A task with a finite number of examples is reshuffled in every pass; others are read by index.
+    A task with a finite number of examples is shuffled anew in every pass; others are read by index.
     """
 
-    def __init__(self, task: Task, seed: int, epochs: int | None, cursor: int = 0) -> None:
-        self._task, self.cursor = task, cursor
-        count = task.num_examples("train")
+    def __init__(self, task: Task, seed: int, epochs: int | None) -> None:
+        self._task, self._seed, self.cursor = task, seed, 0
+        self._count = count = task.num_examples("train")
         finite = "a task with a finite number of training prompts, such as jsonl:PATH"
         require(epochs is None or count is not None, "--schedule.epochs", f"None, or {finite}", epochs)
-        self._order = None if count is None else grain.MapDataset.range(count).seed(seed).shuffle().repeat(epochs)
+        self._epoch, self._order = -1, np.arange(0)
         self._end = None if epochs is None else count * epochs
 
     @property
@@ -154,7 +154,14 @@ class PromptOrder:
         return taken
 
     def _index(self, position: int) -> int:
-        return position if self._order is None else int(self._order[position])
+        if self._count is None:
+            return position
+        epoch, place = divmod(position, self._count)
+        if epoch != self._epoch:
+            # By the bits themselves, which every version of NumPy draws alike; what permutation() makes of them may change.
+            bits = np.random.Philox([self._seed, epoch]).random_raw(self._count)
+            self._epoch, self._order = epoch, np.argsort(bits, kind="stable")
+        return int(self._order[place])
 
 
 def held_out_examples(task: Task, number: int) -> list[Example]:

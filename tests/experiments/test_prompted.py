@@ -8,7 +8,7 @@ import pytest
 
 from experiments.config import Config, DataConfig, RolloutConfig, ScheduleConfig
 from experiments.models.mesh import MeshSpec
-from experiments.sampling.prompts import encode, encode_prompt, longest_prompt, sizes_for
+from experiments.sampling.prompts import PromptOrder, encode, encode_prompt, longest_prompt, sizes_for
 from experiments.tasks import Message, make_task
 from experiments.tasks.configured import task_for
 from experiments.tasks.tokenizer import ByteTokenizer, tokenizer_for
@@ -160,3 +160,26 @@ def test_sets_of_reasoning_gym_are_asked_through_a_chat_template(tokenizers, mon
         assert len(encode_prompt(tokenizer, example, sizes)) <= sizes.prompt
         assert task.verify(example, f"I add 1. <answer>{example.answer}</answer>") == 1.0
         assert task.verify(example, f"I add 1: {example.answer}") == 0.0
+
+
+class Eight:
+    """A task with eight training prompts, each its own index."""
+
+    def num_examples(self, split):
+        return 8
+
+    def example(self, index, split):
+        return index
+
+
+def test_every_pass_has_its_own_order_and_a_cursor_goes_on_in_it():
+    taken = PromptOrder(Eight(), 0, 3).take(30)
+    passes = [taken[:8], taken[8:16], taken[16:]]
+    assert [sorted(each) for each in passes] == [list(range(8))] * 3 and len({tuple(each) for each in passes}) == 3
+    # Other numbers would change the order of runs that are resumed.
+    assert passes[0] == [0, 3, 7, 5, 1, 2, 6, 4] and passes[1] == [3, 7, 4, 2, 1, 6, 5, 0]
+    assert PromptOrder(Eight(), 7, None).take(8) == [4, 3, 6, 2, 1, 0, 5, 7]
+    for cursor in (3, 8, 17):
+        resumed = PromptOrder(Eight(), 0, 3)
+        resumed.cursor = cursor
+        assert resumed.take(5) + resumed.take(30) == taken[cursor:] and resumed.exhausted
