@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from experiments.runs.processes import processes
 from experiments.terminal import printable
@@ -54,13 +51,9 @@ class HeldOut(NamedTuple):
 
 
 class RunConsole:
-    """Prints a run.
+    """Prints a run to a stream, standard output when None; of several processes the first alone does.
 
-    Args:
-        quiet: print only warnings and the lines of the summary that are meant for grep.
-        stream: where to print; standard output when None.
-
-    Of several processes the first alone prints.
+    A quiet one prints only warnings and the lines of the summary that are meant for grep.
     """
 
     def __init__(self, quiet: bool = False, stream: TextIO | None = None) -> None:
@@ -82,7 +75,7 @@ class RunConsole:
         self._print(f"WARNING: {text}", style="bold red")
 
     def begin(self, facts: Mapping[str, str]) -> None:
-        """Prints what is about to run, a line for each fact."""
+        """Prints a line for each fact."""
         width = max(map(len, facts))
         for name, value in facts.items():
             self.say(f"{name:<{width}}  {value}")
@@ -93,16 +86,10 @@ class RunConsole:
 
     @contextlib.contextmanager
     def progress(self, label: str, total: int, done: int = 0, lines: bool = True) -> Iterator[Callable[..., None]]:
-        """Shows the progress of `total` steps while the block runs.
+        """Shows the progress of `total` steps while the block runs, of which a restored run has `done` some already.
 
-        Args:
-            label: what the steps do, for example "warm start".
-            total: number of steps.
-            done: steps that a restored run has already completed.
-            lines: off a terminal, print a line per tenth of the work; False where `step` prints lines anyway.
-
-        Yields:
-            A function to call after every step; its text (may be empty) is shown after the count.
+        Yields a function to call after every step; its text (may be empty) is shown after the count. Without `lines`
+        nothing is printed off a terminal, where `step` prints anyway.
         """
         if self._quiet or not self._terminal:
             yield self._counter(label, total, done) if lines else lambda note="": None
@@ -127,20 +114,8 @@ class RunConsole:
         self._print(f"{step:>6} " + " ".join(cells))
 
     def summary(self, facts: Mapping[str, str | float], run: Path, held_out: Mapping[str, HeldOut]) -> None:
-        """Prints the table of facts, then plain lines: the run folder, and each held-out score as `before -> after`.
-
-        Args:
-            facts: name and value of each row of the table.
-            run: the run folder.
-            held_out: scores by decoding method, for example "temperature 1" and "greedy"; the last lines printed,
-                in this order.
-        """
-        if not self._quiet:
-            table = Table("", "", title="summary", show_header=False, box=box.ROUNDED if self._terminal else box.ASCII)
-            for name, value in facts.items():
-                shown = f"{value:.6g}" if isinstance(value, float) else printable(str(value))
-                table.add_row(Text(name), Text(shown))
-            self._console.print(table)
+        """Prints a line for each fact, then the run folder and the held-out scores by decoding, as `before -> after`."""
+        self.begin({name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in facts.items()})
         self._print(f"run folder: {run}")
         for decoding, score in held_out.items():
             self._print(f"held-out exact match ({decoding}): {score.before:.2f} -> {score.after:.2f}")

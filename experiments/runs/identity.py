@@ -22,21 +22,18 @@ DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class RunParts:
-    """Parts of a run that its options do not describe; the sha256 digests are hexadecimal.
-
-    Attributes:
-        examples: sha256 of the task's file; None for a task that makes its examples.
-        task: class of the caller's own task; None for a built-in one.
-        rewards: name and weight of each of the caller's own rewards; None for those of the options.
-        files: name and sha256 of each file of a model from disk, other than its weights.
-        sources: name and sha256 of the source code of the caller's own task, rewards and model, where it can be read.
-    """
+    """Parts of a run that its options do not describe; the sha256 digests are hexadecimal."""
 
     examples: str | None = None
+    """sha256 of the task's file; None for a task that makes its examples."""
     task: str | None = None
+    """Class of the caller's own task; None for a built-in one."""
     rewards: tuple[tuple[str, float], ...] | None = None
+    """Name and weight of each of the caller's own rewards; None for those of the options."""
     files: tuple[tuple[str, str], ...] = ()
+    """Name and sha256 of each file of a model from disk, other than its weights."""
     sources: tuple[tuple[str, str], ...] = ()
+    """Name and sha256 of the source code of the caller's own task, rewards and model, where it can be read."""
 
     def fixed(self) -> dict[str, Any]:
         """Returns the parts that may not change, as JSON values."""
@@ -45,14 +42,8 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Identity:
-    """Plain values.
-
-    Attributes:
-        options: values by dotted name, but for those that a run may be resumed with.
-        parts: parts of the run that options do not describe, see `RunParts.fixed`.
-        settings: JAX's, of random numbers.
-        numerics: what may change the last bits, by a name for the reader.
-    """
+    """Plain values: options by dotted name, but for those that a resume may change; the run's other parts, see
+    `RunParts.fixed`; JAX's settings of random numbers; and what may change the last bits, by a name for the reader."""
 
     options: dict[str, Any]
     parts: dict[str, Any]
@@ -73,13 +64,7 @@ class Identity:
 
 
 def identity_of(options: Mapping[str, Any], mesh: str, parts: RunParts) -> Identity:
-    """The identity of a run, in this process.
-
-    Args:
-        options: values by dotted name, but for those that a run may be resumed with.
-        mesh: of devices, as on the command line.
-        parts: parts of the run that options do not describe.
-    """
+    """The identity of a run, in this process, with a mesh as on the command line."""
     device = jax.devices()[0]
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG))
     numerics = {
