@@ -25,11 +25,7 @@ def fixed_values(config: Config) -> dict[str, Any]:
 
 
 def changed(stored: Config, changes: Mapping[str, Any]) -> Config:
-    """The options of a run with those that a resume brings.
-
-    Args:
-        stored: those of the run.
-        changes: values by dotted name; equal ones are no change.
+    """The options of a run with those that a resume brings by dotted name; equal ones are no change.
 
     Raises:
         ValueError: values that are not the run's, of options that may not change; all of them in one sentence.

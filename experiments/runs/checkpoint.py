@@ -241,18 +241,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def restore_template(arrays: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Shapes, dtypes and shardings for `Checkpoints.restore`, every pytree leaf placed on one mesh.
-
-    A leaf with a named sharding keeps its partition; any other (the count of an optimiser, a random key) is
-    replicated over the mesh, because a scalar committed to one device cannot be combined with arrays on a mesh.
-
-    Args:
-        arrays: pytree of jax Arrays or `jax.ShapeDtypeStruct`.
-        mesh: where the restored arrays will be; need not be the mesh that they were saved from.
-
-    Returns:
-        The same structure of `jax.ShapeDtypeStruct`.
-    """
+    """The same structure of `jax.ShapeDtypeStruct`, on a mesh that need not be the one that the arrays were saved from."""
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
         # Only a named sharding has a spec that can be used on another mesh.

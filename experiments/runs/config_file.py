@@ -40,14 +40,7 @@ def save_config(path: Path, config: Any) -> None:
 
 
 def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
-    """Rebuilds the configuration that `save_config` wrote.
-
-    Args:
-        path: config.json.
-        config_type: the dataclass that was saved.
-
-    Returns:
-        The configuration; lists come back as tuples where the field says so.
+    """Rebuilds the configuration that `save_config` wrote; lists come back as tuples where the field says so.
 
     Raises:
         ValueError: a damaged file, a key that is unknown or missing, or a value of another type.

@@ -83,13 +83,7 @@ class RunFolder:
         """Creates `parent/name` with env.json; it is a complete run folder once `save_config` has written config.json.
 
         It is made under another name and renamed, so that a process that is killed leaves nothing under this one. What
-        such a process left is removed.
-
-        Args:
-            parent: made if missing.
-            name: of the folder.
-            fill: writes what else is in the folder from the start, before it has its name.
-            parts: parts of the run that options do not describe.
+        such a process left is removed. `fill` writes what else is in the folder before it has its name.
 
         Raises:
             ValueError: a name that is not one path component, a path that exists already, or a parent that is no folder.
@@ -224,12 +218,9 @@ Marks = dict[str, Mark]
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, samples.jsonl and tb/, each line at once.
+    """Appends to metrics.jsonl, samples.jsonl and tb/ of a run that this process has locked, each line at once.
 
-    Args:
-        folder: the run, locked by this process.
-        marks: None begins from the start. Otherwise those of the checkpoint that the run goes on from: lines up to them
-            must be there, unchanged.
+    The marks are those of the checkpoint that the run goes on from: lines up to them must be there, unchanged.
 
     Raises:
         ValueError: a log whose lines up to the marks are missing, more, or others; it names file and line.
@@ -255,11 +246,8 @@ class MetricsWriter:
         self.close()
 
     def cut(self) -> list[str]:
-        """Cuts off the lines after the marks, before others are added; until then nothing is written.
-
-        Returns:
-            A sentence for each log that had any.
-        """
+        """Cuts off the lines after the marks, before others are added; until then nothing is written. Returns a sentence for
+        each log that had any."""
         logs = (self._metrics, self._samples)
         for log in logs:
             log.cut()

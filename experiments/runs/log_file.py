@@ -21,13 +21,8 @@ DIGITS = 8
 
 
 class Mark(NamedTuple):
-    """The lines of a log up to a checkpoint.
-
-    Attributes:
-        lines: their number.
-        sha256: of all of them.
-        checksums: CRC-32 of each, 8 hexadecimal digits a line: it finds the line that made sha256 another.
-    """
+    """The lines of a log up to a checkpoint: their number, the sha256 of all, and the CRC-32 of each in 8 hexadecimal
+    digits, which finds the line that made sha256 another."""
 
     lines: int
     sha256: str
@@ -38,15 +33,8 @@ NOTHING = Mark(0, hashlib.sha256().hexdigest(), "")
 
 
 class LogFile:
-    """A log that only this process appends to (it holds the run's lock).
-
-    Args:
-        path: an existing file.
-        mark: of the checkpoint that the run goes on from; `NOTHING` begins from the start.
-
-    Attributes:
-        kept: the lines up to the mark; empty after `cut`.
-        dropped: number of lines after it.
+    """A log that only this process appends to (it holds the run's lock); the mark is that of the checkpoint that the run
+    goes on from. `kept` are the lines up to it, until `cut`, `dropped` is the number of lines after it.
 
     Raises:
         ValueError: not a file, or lines up to the mark that are not those of the mark.

@@ -79,14 +79,10 @@ PANELS = {
 
 
 def plot_runs(runs: Sequence[Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draws the panels into a PNG of 1400 x 1200 pixels.
+    """Draws the records of metrics.jsonl of each run into a PNG of 1400 x 1200 pixels.
 
     Of several runs every one is a thin line, and their mean, at the steps that all of them have, a thick one. A metric
     without values leaves a note in its panel; values that are not finite become gaps and are counted.
-
-    Args:
-        runs: of each run the records of metrics.jsonl, each with step, kind and scalars.
-        path: the PNG to write.
     """
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
     for name, axes in figure.subplot_mosaic(MOSAIC).items():

@@ -53,12 +53,6 @@ def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
 def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes everything; it is durable when this returns.
 
-    Args:
-        folder: unfinished, and empty.
-        step: its number.
-        extra: the caller's record.
-        arrays: by their paths.
-
     Raises:
         OSError: the disk is full, or cannot be written to.
     """

@@ -17,12 +17,7 @@ OWN = "run"
 
 
 class SavedRun:
-    """The checkpoints of a run, to read.
-
-    Args:
-        folder: the run.
-        identity: of the run as its folder describes it.
-    """
+    """The checkpoints of a run, to read; the identity is that of the run as its folder describes it."""
 
     def __init__(self, folder: RunFolder, identity: Identity) -> None:
         self._steps, self._identity = SavedSteps(folder.checkpoints), identity
@@ -40,15 +35,10 @@ class SavedRun:
 
 
 class RunStore:
-    """A run folder open for writing; the caller holds its lock.
+    """A run folder open for writing; the caller holds its lock. The identity is that of the run as it is now.
 
     `begin` or `restore` comes first: they read, and change nothing in the folder. `take_up` comes once nothing else can
     refuse the run, and before anything is written.
-
-    Args:
-        folder: the run.
-        keep: checkpoints to keep, at least 1.
-        identity: of the run as it is now, see `identity.identity_of`.
     """
 
     def __init__(self, folder: RunFolder, keep: int, identity: Identity) -> None:
@@ -131,12 +121,7 @@ class RunStore:
 
 
 class FollowedStore:
-    """The store as the other processes have it: they read the run folder, which process 0 writes.
-
-    Args:
-        folder: the run.
-        identity: of the run as it is now.
-    """
+    """The store as the other processes have it: they read the run folder, which process 0 writes."""
 
     def __init__(self, folder: RunFolder, identity: Identity) -> None:
         self._folder, self._identity = folder, identity

@@ -41,15 +41,7 @@ def sizes_for(
 
     A row length that is not given is that of the longest document, because the cost of attention is quadratic in it,
     and enough padding for the mesh to divide it. A number of rows that is not given divides the documents of a step,
-    each as long as a row, into equal micro-batches.
-
-    Args:
-      task: gives the bounds of prompts and answers.
-      tokenizer: adds its special tokens to prompts.
-      rollout: may give other bounds.
-      schedule: may give the number of rows and their length.
-      mesh: its data ranks have rows of their own, and its sequence ranks parts of rows.
-      leaf_rows: divisor of the number of rows.
+    each as long as a row, into equal micro-batches of whole leaves.
 
     Raises:
       ValueError: the longest document does not fit into ``schedule.row_length``, or the mesh does not divide it, or a

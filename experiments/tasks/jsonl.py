@@ -151,15 +151,9 @@ class JsonlFormat(JsonlOptions):
 
 @dataclass(frozen=True)
 class JsonlTask:
-    """The examples of one file, in the order of its lines; make it with `load_jsonl`.
+    """The examples of one file by split, in the order of its lines, with the sha256 of the file; `load_jsonl` makes it.
 
     The split hashes the prompt and not the path, so a moved or copied file keeps its split.
-
-    Args:
-        path: where the examples came from, absolute.
-        examples: the examples of each split.
-        format: how its lines were read, and verifies completions.
-        digest: sha256 of the file.
     """
 
     path: str
@@ -215,14 +209,7 @@ DEFAULT_FORMAT = JsonlFormat()
 
 
 def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
-    """Reads a file of examples, all of it, into memory.
-
-    Args:
-        path: a UTF-8 file, one JSON object a line.
-        form: how to read the lines.
-
-    Returns:
-        The task.
+    """Reads a file of examples, all of it, into memory: UTF-8, one JSON object a line.
 
     Raises:
         ValueError: the file cannot be read, is a pipe or a device, is larger than `MAX_BYTES` or empty, or leaves a split

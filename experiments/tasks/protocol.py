@@ -103,12 +103,7 @@ def right_only_as_written(task: Task) -> bool:
 def split_of(family: str, prompt: str) -> Split:
     """The split that a prompt belongs to, from the first 8 bytes of a SHA-256; about one in ten is held out.
 
-    Args:
-        family: the kind of task, without its size, so that a prompt held out at one size is held out at every size.
-        prompt: the prompt.
-
-    Returns:
-        "train" or "held_out".
+    The family is without a size, so that a prompt held out at one size is held out at every size.
 
     Example:
         >>> split_of("addition", "37+48=")
@@ -148,21 +143,10 @@ def draw_example(
     candidate: Callable[[random.Random], Example | None],
     belongs_to: Callable[[Example], Split],
 ) -> Example:
-    """Draws candidates until one belongs to the split.
+    """Draws candidates until one belongs to the split, passing over None.
 
     Every attempt has its own generator, seeded by the text (name, seed, split, index, attempt), so that an example
-    depends on nothing that was drawn before it.
-
-    Args:
-        name: the task with its size, for the seed and for messages.
-        seed: seed of the task.
-        split: the split to draw from.
-        index: which of its examples.
-        candidate: makes an example from a generator, or returns None to pass over what it drew.
-        belongs_to: the split of an example.
-
-    Returns:
-        The first candidate that belongs to the split.
+    depends on nothing that was drawn before it. The name is that of the task with its size.
 
     Raises:
         ValueError: bad index or split, or no candidate belonged to the split in `MAX_ATTEMPTS` attempts.

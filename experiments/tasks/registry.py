@@ -19,18 +19,11 @@ TASK_FORMS = (*(f"{family}[:SIZE]" for family in SIZED_TASKS), "reasoning_gym:NA
 
 
 def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -> Task:
-    """Makes the task that a text names.
+    """Makes the task that a text names, one of `TASK_FORMS`: a task of our own with its size if another than its default is
+    wanted ("addition:3"), a data set of reasoning-gym ("reasoning_gym:chain_sum"), or a file ("jsonl:questions.jsonl").
 
-    Args:
-        spec: one of `TASK_FORMS`: a task of our own with its size if another than its default is wanted
-            ("addition", "addition:3"), a data set of reasoning-gym ("reasoning_gym:chain_sum"), or a file
-            ("jsonl:questions.jsonl").
-        seed: which examples are drawn, in which order. It moves no prompt from one split to the other, and has no
-            effect on a file, whose order is that of its lines.
-        form: how to read the lines of a file.
-
-    Returns:
-        The task, with an example in either split.
+    The seed says which examples are drawn, in which order. It moves no prompt from one split to the other, and has no
+    effect on a file, whose order is that of its lines. There is an example in either split.
 
     Raises:
         ValueError: the text names no task, its argument is bad, or the task cannot be made.

@@ -35,12 +35,8 @@ class RewardFailed(ValueError):
 
 
 class Completion(str):
-    """The text of a completion.
-
-    Attributes:
-        num_tokens: its tokens, the end token included.
-        ended: whether an end token ended it; else it was cut at the longest length.
-    """
+    """The text of a completion, its number of tokens, end token included, and whether an end token ended it; else it was
+    cut at the longest length."""
 
     num_tokens: int
     ended: bool
@@ -137,13 +133,7 @@ class Rewards:
 
 
 def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | None, options: "RewardOptions") -> Rewards:
-    """Rewards by their names.
-
-    Args:
-        task: whose verdict is "correct".
-        names: "correct", or names of `REWARDS`.
-        weights: one for each name; None for 1.0 each.
-        options: of the functions.
+    """Rewards by their names, each of weight 1.0 unless `weights` says another; "correct" is the task's verdict.
 
     Raises:
         ValueError: an unknown name, another number of weights, or an option that a function lacks.
@@ -165,9 +155,6 @@ def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | Non
 def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> Rewards:
     """Rewards of functions, each called by its name in Python.
 
-    Args:
-        functions: one function, pairs of function and weight, or rewards as they are.
-
     Raises:
         ValueError: something else, or as `Rewards`.
     """
@@ -181,12 +168,7 @@ def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> 
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """What the functions of `REWARDS` need in addition to example and completion.
-
-    Args:
-        pattern: regular expression of the reward "pattern".
-        length: tokens of the reward "short".
-    """
+    """What functions of `REWARDS` need: "pattern" its regular expression, "short" its tokens."""
 
     pattern: str | None = None
     length: int | None = None

@@ -34,18 +34,8 @@ TIMES = {2: "twice", 3: "three times", 4: "four times"}
 
 @dataclass
 class Story:
-    """A story as it is told.
-
-    Args:
-        draw: the generator of everything in it.
-
-    Attributes:
-        sentences: so far.
-        numbers: those that were told, in order.
-        work: the calculation of each step.
-        amount: what the hero has now.
-        last: the newest turn, which is not told twice in a row.
-    """
+    """A story as it is told: sentences, their numbers and the calculation of each step so far, what the hero has now, and
+    the newest turn, which is not told twice in a row."""
 
     draw: random.Random
     sentences: list[str] = field(default_factory=list)
@@ -159,12 +149,7 @@ def _begin_with_product(story: Story) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """Something that happens in a story: one step.
-
-    Args:
-        possible: whether it can happen to so many things.
-        tell: makes it happen.
-    """
+    """Something that happens in a story: one step, which may be possible for some amounts only."""
 
     possible: Callable[[int], bool]
     tell: Callable[[Story], None]

@@ -36,14 +36,8 @@ _REPORTED = {
 
 
 class Place(NamedTuple):
-    """Where the worst token is.
-
-    Attributes:
-      document: its number within the step, from 0.
-      position: of the token in the document, from 0, prompt included.
-      token: its text, quoted; of an end token `END`.
-      context: the text before it, quoted.
-    """
+    """Where the worst token is: the document's number within the step and the token's position in it, prompt included, both
+    from 0; its text (`END` of an end token) and the text before it, quoted."""
 
     document: int
     position: int
@@ -65,14 +59,8 @@ class _Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class StepDrift:
-    """The report of one step.
-
-    Attributes:
-      report: trainer (candidate) against sampler (reference).
-      worst: where its worst token is, or None without a finite one.
-      first_non_finite: where the first one is of which a log-prob is not finite, or None.
-      seconds: that it took.
-    """
+    """The report of one step, trainer (candidate) against sampler (reference), and the seconds that it took; where its worst
+    token is, and the first one of which a log-prob is not finite."""
 
     report: DriftReport
     worst: Place | None
@@ -102,15 +90,7 @@ class StepDrift:
 
 
 class DriftWatch:
-    """Makes reports.
-
-    Args:
-      sums: scores documents as the trainer computes their log-probs.
-      vocab: shards of the head's vocabulary.
-      tokenizer: the model's.
-      reduction: label of the mesh.
-      dtype: that the model computes in, in trainer and sampler; None where it is not known.
-    """
+    """Makes reports of what `sums` computes as the trainer; `dtype` is None where it is not known."""
 
     def __init__(
         self, sums: GradientSums, vocab: VocabShards, tokenizer: Tokenizer, reduction: str, dtype: str | None
@@ -119,16 +99,7 @@ class DriftWatch:
         self._labels = {"reduction": reduction, "candidate_dtype": dtype, "reference_dtype": dtype}
 
     def report(self, params: nnx.State, rounds: list[Round], documents_seen: int) -> StepDrift | None:
-        """The report on a step's rounds, before its update.
-
-        Args:
-          params: those about to be updated.
-          rounds: of the step.
-          documents_seen: before the step, the version of `params`.
-
-        Returns:
-          The report, or None where no token tells the difference.
-        """
+        """The report on a step's rounds, before its update of `params`; None where no token tells the difference."""
         started = time.perf_counter()
         compared = [each for each in self._compared(params, rounds, documents_seen) if each.trainer.size]
         if not compared:

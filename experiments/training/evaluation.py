@@ -28,14 +28,7 @@ class ExactMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a policy has answered, and how well.
-
-    Attributes:
-      exact_match: the result.
-      sampled: completions drawn at temperature 1.
-      greedy: those of the likeliest tokens.
-      samples: some of the sampled ones, to read.
-    """
+    """What a policy has answered, at temperature 1 and greedily, how well, and some of the sampled answers to read."""
 
     exact_match: ExactMatch
     sampled: Completions
@@ -53,15 +46,7 @@ class Evaluated:
 
 
 class Evaluation:
-    """Held-out prompts, completed with the same random numbers every time.
-
-    Args:
-      task: whose prompts and verdict they are.
-      rewards: that the completers compute.
-      num_prompts: how many, unless the task has fewer.
-      completer: makes what completes prompts.
-      key: of the run.
-    """
+    """Held-out prompts, completed with the same random numbers every time."""
 
     def __init__(
         self,

@@ -36,12 +36,7 @@ from jaxlogp.errors import require
 def restored(
     run: str | Path, change: Callable[[Config], Config] = lambda stored: stored, *, task: Task | None = None
 ) -> Trainer:
-    """The trainer of a run with its newest checkpoint. Nothing is written, so that the run may be training.
-
-    Args:
-      run: run folder, or RUN@STEP for the checkpoint of that step.
-      change: of its options.
-      task: the task, if the run began with one of the caller's own.
+    """The trainer of a run, or of RUN@STEP, with its newest checkpoint. Nothing is written, so that the run may be training.
 
     Raises:
       ValueError: no run folder, no good checkpoint, or one of another run, task or model.
@@ -69,14 +64,7 @@ def restored(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory.
-
-    Attributes:
-      params: its parameters, adapters merged.
-      config: sizes and options.
-      tokenizer: its tokenizer.
-      pretrained: what it began as, where it is or was a model on disk.
-    """
+    """A model in memory, adapters merged, and what it began as, where it is or was a model on disk."""
 
     params: nnx.State
     config: DecoderConfig
@@ -100,11 +88,8 @@ class Loaded:
 
 
 def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
-    """A run's newest checkpoint, or a model on disk on the first device, with its chat template where there is one.
-
-    Args:
-      path: run folder or RUN@STEP, GGUF file, `package:NAME` or Hugging Face directory.
-      dtype: of activations and parameters of a model on disk; a run has its own.
+    """A run's newest checkpoint, or RUN@STEP, or a model on disk on the first device, with its chat template where there is
+    one. The dtype is that of activations and parameters of a model on disk; a run has its own.
 
     Raises:
       ValueError: neither of them, or one that cannot be used.

@@ -33,21 +33,12 @@ def run_to_end(
     step: int | None = None,
     on_resume: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[ExactMatch, ExactMatch]:
-    """Warm start or restore, then steps, evaluations and checkpoints up to the last one.
+    """Warm start or restore, then steps, evaluations and checkpoints up to the last one; the held-out scores before the
+    first step and after the last.
 
     SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
-    start nothing is kept: a resume begins it again, and arrives at the same bits.
-
-    Args:
-      trainer: the trainer.
-      folder: its run, locked.
-      console: where to print.
-      resumed: whether the run goes on.
-      step: of the checkpoint to go on from; None for the newest.
-      on_resume: called with the restored trainer, before anything is written; what it raises ends the resume.
-
-    Returns:
-      Scores on held-out prompts before the first step and after the last.
+    start nothing is kept: a resume begins it again, and arrives at the same bits. `on_resume` gets the restored trainer
+    before anything is written; what it raises ends the resume.
 
     Raises:
       Interrupted: a signal; the message says what is kept, and the command that goes on.
@@ -245,12 +236,7 @@ class Loop:
 
 
 def identity_of_run(folder: RunFolder, config: Config) -> Identity:
-    """What a run is, where it lies being no part of it.
-
-    Args:
-      folder: of the run; its config.json says what may not change.
-      config: the options that it is opened with.
-    """
+    """What a run is, where it lies being no part of it."""
     options = fixed_values(load_config(folder.config, Config))
     options = {field: value for field, value in options.items() if field not in ("name", "out")}
     # The bits of an invariant run are the same on every mesh.

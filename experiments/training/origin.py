@@ -29,13 +29,7 @@ Shardings = Callable[[nnx.State], Any]
 
 
 class Parts(NamedTuple):
-    """A model taken apart: `nnx.merge(graph, params, frozen)` is it again.
-
-    Attributes:
-        graph: its graph definition.
-        params: what is trained.
-        frozen: what is not.
-    """
+    """A model taken apart: `nnx.merge(graph, params, frozen)` is it again."""
 
     graph: nnx.GraphDef
     params: nnx.State
@@ -43,15 +37,7 @@ class Parts(NamedTuple):
 
 
 class Origin(Protocol):
-    """A model that a run begins with.
-
-    Attributes:
-        tokenizer: its tokenizer.
-        vocab_size: V, rows of its head.
-        decoder: sizes and options, where it is a `Decoder`.
-        pretrained: where it is on disk.
-        warning: what the console should say of this model, or None.
-    """
+    """A model that a run begins with; one that is no `Decoder` has no `decoder`, one that is not on disk no `pretrained`."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -60,12 +46,7 @@ class Origin(Protocol):
     warning: str | None
 
     def parts(self, shardings: Shardings, mesh: Mesh | None) -> Parts:
-        """The model, parameters in their places or still to be placed.
-
-        Args:
-            shardings: where they belong.
-            mesh: what the model is told of the mesh.
-        """
+        """The model, parameters in their places or still to be placed; `mesh` is what the model is told of it."""
 
     def graph(self, mesh: Mesh) -> nnx.GraphDef:
         """Graph definition of the model on another mesh."""
@@ -76,15 +57,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class DecoderOrigin:
-    """A `Decoder`, drawn from a seed or read from disk.
-
-    Args:
-        tokenizer: its tokenizer.
-        decoder: sizes and options.
-        seed: of the parameters that are drawn.
-        pretrained: where it is on disk, or None.
-        restored: a checkpoint will bring the parameters: none are drawn or read.
-    """
+    """A `Decoder`, drawn from a seed or read from disk; of one that is `restored` a checkpoint brings the parameters."""
 
     tokenizer: Tokenizer
     decoder: DecoderConfig
@@ -142,10 +115,6 @@ class DecoderOrigin:
 class OwnOrigin:
     """The caller's own model. It stays as it is: what is trained is a copy of its parameters.
 
-    Args:
-        tokenizer: that of the task.
-        model: a `experiments.models.protocol.Model`.
-
     Raises:
         ValueError: something that the protocol asks for and it does not have.
     """
@@ -188,13 +157,7 @@ class OwnOrigin:
 
 
 def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored: bool) -> Origin:
-    """The origin that the options, or the caller, name.
-
-    Args:
-        config: the options.
-        task: gives the tokenizer of a model that is not from disk.
-        model: the caller's own model, or None.
-        restored: whether a checkpoint will bring the parameters.
+    """The origin that the options, or the caller, name; of one that is `restored` a checkpoint brings the parameters.
 
     Raises:
         ValueError: a model that cannot be used, or a run that began with another one.

@@ -114,13 +114,7 @@ def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a resume asks of a run.
-
-    Args:
-      folder: the run.
-      stored: its options so far.
-      kept: its options from now on.
-    """
+    """What a resume asks of a run: its options so far, and those from now on."""
 
     folder: RunFolder
     stored: Config

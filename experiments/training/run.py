@@ -78,15 +78,9 @@ class Continued(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder.
+    """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder, in the first process.
 
-    Attributes:
-      trainer: without parameters where the run goes on from a checkpoint.
-      folder: of the run.
-      lock: of the folder; None in other processes than the first.
-      dtype: of activations.
-      resumption: None for a new run.
-      step: of the checkpoint to go on from; None for the newest.
+    One that goes on from a checkpoint, the newest unless there is a `step`, has no parameters yet.
     """
 
     trainer: Trainer

@@ -26,14 +26,7 @@ def parts_of(
     own_model: nnx.Module | None,
     pretrained: Pretrained | None,
 ) -> RunParts:
-    """Describes the parts of a run.
-
-    Args:
-        task: the task, as the run uses it.
-        own_task: the caller's own task, or None.
-        own_rewards: the caller's own rewards, or None.
-        own_model: the caller's own model, or None.
-        pretrained: the model from disk, or None.
+    """The parts of a run; `own_task` and the like are None unless the caller brings them.
 
     Raises:
         ValueError: if the processes of a run have different parts.

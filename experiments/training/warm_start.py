@@ -51,15 +51,7 @@ def warm_start_optimizer(options: WarmStartConfig) -> Optimizer:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Trains until the score reaches the target, or max_steps.
-
-    Attributes:
-      options: the resolved options of this phase.
-      sums: gradient sums of cross-entropy.
-      examples: what it learns.
-      packing: makes rounds of them.
-      score: share of right answers with given parameters, at a step.
-    """
+    """Trains on examples until the score, the share of right answers at a step, reaches the target, or max_steps."""
 
     options: WarmStartConfig
     sums: GradientSums
@@ -70,13 +62,7 @@ class WarmStart:
     def run(
         self, params: nnx.State, console: RunConsole, metrics: MetricsWriter, between: Callable[[], None]
     ) -> nnx.State:
-        """The trained parameters.
-
-        Args:
-          params: parameters to begin with.
-          console: shows the progress.
-          metrics: where records are written.
-          between: called after every step; what it raises ends the phase.
+        """The trained parameters. `between` is called after every step; what it raises ends the phase.
 
         Raises:
           GuardAbort: a step with something that is not finite.
