@@ -87,12 +87,7 @@ def arguments_of(arguments: Sequence[str] | None) -> list[str]:
 
 @contextlib.contextmanager
 def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> Iterator[None]:
-    """Turns what ends the ``with`` block into one line and an exit code.
-
-    Args:
-        options: dataclass whose fields are written in the line as on the command line.
-        debug: print the traceback before the line.
-    """
+    """Turns what ends the ``with`` block into one line, fields of `options` as on the command line, and an exit code."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -84,13 +84,7 @@ class MeshSpec:
 
 
 def parse_mesh(text: str) -> MeshSpec:
-    """Reads `axis=size` pairs, separated by commas; an axis that is not named has size 1.
-
-    Args:
-        text: for example `data=2,tensor=4`, `fsdp=-1`, or nothing for a single device; -1 is the rest of the devices.
-
-    Returns:
-        The sizes.
+    """Reads `axis=size` pairs, separated by commas; an axis that is not named has size 1, and -1 is the rest of the devices.
 
     Raises:
         ValueError: unknown or repeated axis, a size that is neither a positive integer nor -1, more than one -1, or

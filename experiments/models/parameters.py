@@ -67,14 +67,8 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a decoder.
-
-    Attributes:
-        name: path in `Decoder` or `DecoderLayer`, a key of `NAMES`.
-        path: in the parameters' tree.
-        shape: here, of one layer.
-        layers: L where the tree has all layers stacked, or None.
-    """
+    """One parameter of a decoder: its path in `Decoder` or `DecoderLayer`, a key of `NAMES`; its path in the parameters'
+    tree; its shape here, of one layer; and L where the tree has all layers stacked, or None."""
 
     name: str
     path: tuple[str, ...]

@@ -57,14 +57,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model on disk.
-
-    Attributes:
-        path: of the directory or file.
-        config: sizes and options.
-        tokenizer: its own.
-        file: the opened GGUF file, where it is one.
-    """
+    """A model on disk, and its opened GGUF file, where it is one."""
 
     path: Path
     config: DecoderConfig
@@ -95,11 +88,9 @@ def small_files(pretrained: Pretrained) -> dict[str, bytes]:
 
 
 def open_pretrained(path: str | Path, *, chat_template: bool | None = True) -> Pretrained:
-    """Opens a model on disk.
+    """Opens a model on disk: a directory with config.json, a GGUF file, or `package:NAME`.
 
-    Args:
-        path: a directory with config.json, a GGUF file, or `package:NAME`.
-        chat_template: whether prompts go through the chat template, which then has to be there; None where there is one.
+    Prompts go through the chat template, which then has to be there; with None they do where there is one.
 
     Raises:
         ValueError: no such path, a model that cannot be expressed, or a tokenizer with more ids than the embedding has.

@@ -77,9 +77,6 @@ class SavedSteps:
             template: pytree of jax Arrays or `jax.ShapeDtypeStruct` with shardings, see `restore_template`.
             step: the step to read; None for the newest undamaged one.
 
-        Returns:
-            Arrays committed to the template's shardings, the extra record, the step, and the warnings.
-
         Raises:
             ValueError: no such step, no undamaged step, or a pytree leaf whose path, shape or dtype is not the
                 template's.

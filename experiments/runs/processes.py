@@ -62,12 +62,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Processes:
-    """All processes of a run, seen from one of them.
-
-    Attributes:
-        index: number of this process.
-        count: how many there are.
-    """
+    """All processes of a run, seen from one of them."""
 
     index: int = 0
     count: int = 1
@@ -81,11 +76,9 @@ class Processes:
         return self.index == 0
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every process's value, by their numbers. All of them have to call it, in the same order.
+        """Every process's value, as JSON returns it unchanged, by their numbers; infinities and NaN are allowed.
 
-        Args:
-            what: names the value; process for process the same.
-            value: as JSON returns it unchanged; infinities and NaN are allowed.
+        All of them have to call it, in the same order, with the same name for the value.
 
         Raises:
             RuntimeError: another process gathers something else: the processes do not run the same program any more.
@@ -101,13 +94,7 @@ class Processes:
         return values
 
     def each_its_part(self, what: str, count: int, make: Callable[[range], list[Any]]) -> list[Any]:
-        """Values of `count` things, of which each process makes its part, in all processes.
-
-        Args:
-            what: names the values.
-            count: how many there are.
-            make: the values of the things with these numbers, as `gather` takes them.
-        """
+        """Values of `count` things, of which each process makes its part, as `gather` takes them, in all processes."""
         return self.in_order(self.gather(what, make(self.part_of(count))))
 
     def in_order(self, parts: Sequence[Sequence[T]]) -> list[T]:
@@ -126,11 +113,7 @@ class Processes:
         return self.gather(what, make() if self.first else None)[0]
 
     def require_same(self, what: str, values: Mapping[str, Any]) -> None:
-        """Refuses values that are not the same in every process.
-
-        Args:
-            what: names all of them.
-            values: by the names of the arguments; as for `gather`.
+        """Refuses values, by the names of arguments, that are not the same in every process.
 
         Raises:
             ValueError: names the first argument, and the first process with another value.
@@ -212,12 +195,9 @@ class Processes:
         return None if text is None else Failure(*json.loads(text))
 
     def end(self, code: int, sentence: str, *, caused_here: bool) -> None:
-        """Ends this process for a fault; returns where it is the only one.
+        """Ends this process for a fault, and tells the others why; returns where it is the only one.
 
-        Args:
-            code: exit code.
-            sentence: why, to be told to the others.
-            caused_here: False of what may be the consequence of a fault elsewhere, such as a broken connection.
+        What may be the consequence of a fault elsewhere, such as a broken connection, is not `caused_here`.
         """
         if self.count == 1:
             return
@@ -299,11 +279,8 @@ def processes() -> Processes:
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Joins the other processes; before anything has asked JAX for its devices.
 
-    Args:
-        coordinator: host:port of process 0; None, with the other two, where the cluster says it (SLURM, Open MPI,
-            Kubernetes, a Cloud TPU).
-        num_processes: how many there are.
-        process_id: number of this one.
+    The coordinator is host:port of process 0; all three are None where the cluster says it (SLURM, Open MPI, Kubernetes, a
+    Cloud TPU).
 
     Raises:
         ValueError: some of the three without the others, a number out of range, or a cluster that does not say.

@@ -14,12 +14,7 @@ SHOWN = 100
 
 
 class NotFinite(ValueError):
-    """Numbers of some documents that cannot be trained on.
-
-    Args:
-        what: the numbers, such as "log-probs of the sampler".
-        prompts: tokens of the prompt of each such document, by its number.
-    """
+    """Numbers of some documents, such as "log-probs of the sampler", that cannot be trained on, with their prompts."""
 
     def __init__(self, what: str, prompts: dict[int, list[int]]) -> None:
         super().__init__(f"{what}: expected finite numbers, got others in {len(prompts)} documents")
@@ -36,12 +31,7 @@ class NotFinite(ValueError):
 
 
 def require_finite(what: str, values: Sequence[np.ndarray], prompt: Callable[[int], list[int]]) -> None:
-    """Checks values of documents, one array each, for what they are in fp32.
-
-    Args:
-        what: names the values.
-        values: one array for each document.
-        prompt: tokens of the prompt of a document, by its number.
+    """Checks values of documents, one array each, for what they are in fp32; `prompt` has the tokens of a document's prompt.
 
     Raises:
         NotFinite: some are not.

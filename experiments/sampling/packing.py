@@ -98,14 +98,9 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One micro-batch of every data rank.
+    """One micro-batch of every data rank, the documents of each in order; arrays lack the columns `without`.
 
     All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device.
-
-    Args:
-      by_rank: the documents of each rank, in order.
-      packing: that they fit into.
-      without: names of per-token values that are left out of the arrays.
     """
 
     by_rank: tuple[tuple[Document, ...], ...]

@@ -102,19 +102,8 @@ class Group(NamedTuple):
 
 
 class Rollouts:
-    """Makes one rollout after the other.
-
-    Args:
-      prompts: gives the next prompts.
-      completer: completes them.
-      options: sizes of a rollout.
-      advantages: a name of `ADVANTAGES`.
-      key: random key of all rollouts; each folds in its number.
-
-    Attributes:
-      made: number of rollouts so far.
-      counts: of the rollouts since the reader last reset them.
-    """
+    """Makes one rollout after the other, each with its number folded into the key: `made` so far, and the `counts` of those
+    since the reader last reset them."""
 
     def __init__(
         self, prompts: PromptOrder, completer: Completer, options: RolloutConfig, advantages: str, key: jax.Array

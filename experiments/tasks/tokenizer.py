@@ -186,15 +186,8 @@ class ByteTokenizer(_StartToken):
 
 
 def tokenizer_for(task: Task, num_ids: int | None = None) -> Tokenizer:
-    """The tokenizer that a task's `max_prompt_tokens` and `max_answer_tokens` count in.
-
-    Args:
-        task: any task.
-        num_ids: of the model, None for as many as the tokenizer needs.
-
-    Returns:
-        A `CharTokenizer` of the task's alphabet, or a `ByteTokenizer` where that is None.
-    """
+    """The tokenizer that a task's `max_prompt_tokens` and `max_answer_tokens` count in, with as many ids as a model has: a
+    `CharTokenizer` of the task's alphabet, or a `ByteTokenizer` where that is None."""
     return ByteTokenizer(num_ids) if task.alphabet is None else CharTokenizer(task.alphabet, num_ids)
 
 

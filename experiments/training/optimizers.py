@@ -110,13 +110,6 @@ def learning_rate(
         peak · (final + (1 - final) · f((n - W) / (steps - W)))      from there to n = steps, constant after it
 
     with f(t) = 1 (constant), (1 + cos πt) / 2 (cosine) or 1 - t (linear).
-
-    Args:
-      schedule: constant, cosine or linear.
-      peak: the largest rate.
-      warmup_steps: updates of linear warm-up.
-      steps: updates of the whole run.
-      final_rate: share of the peak at the last of them; without effect on `constant`.
     """
     warm_up = max(warmup_steps, 1)
     decay = max(steps - warm_up, 1)
@@ -138,13 +131,9 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer:
-    """Global-norm clipping, a transformation at learning rate 1, and a schedule.
+    """Global-norm clipping, a transformation of `OPTIMIZERS` at learning rate 1, and a schedule, the rate at a count.
 
-    Args:
-      transformation: one of `OPTIMIZERS`.
-      schedule: the learning rate at a count.
-      max_grad_norm: norm above which a gradient is scaled down.
-      elementwise: whether it is one of `ELEMENTWISE`, cheaper to compute twice than to keep.
+    An elementwise transformation is cheaper to compute twice than to keep.
     """
 
     def __init__(
@@ -169,13 +158,7 @@ class Optimizer:
     def update(
         self, gradients: nnx.State, state: OptimizerState, params: nnx.State
     ) -> tuple[nnx.State, OptimizerState, Float[Array, ""]]:
-        """New parameters and state, and the learning rate that was applied.
-
-        Args:
-          gradients: fp32.
-          state: of the last update.
-          params: in the dtypes that the new ones will have.
-        """
+        """New parameters, in the dtypes of the old ones, the new state, and the learning rate that was applied."""
         exact = params if state.exact is None else state.exact
         directions, inner = self._transformation.update(gradients, state.inner, exact)
         rate = jnp.asarray(self._schedule(state.count), jnp.float32)

@@ -70,9 +70,6 @@ REFUSED = {
 def decoder_config(file: JsonObject) -> DecoderConfig:
     """Sizes and options of the model that config.json describes; fp32 activations and parameters.
 
-    Args:
-        file: config.json.
-
     Raises:
         ValueError: another model type, a field that cannot be expressed, or a value out of range; names the field.
 

@@ -19,11 +19,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class PretrainedTokenizer:
     """A `Tokenizer` whose prompts go through a chat template; without one, they are plain text after the start token.
 
-    Attributes:
-        inner: a `tokenizers.Tokenizer`.
-        eos_ids: tokens that end an answer; the first is the one that training answers end with.
-        pad_id: token after the end.
-        template: the chat template, or None.
+    Its inner one is of the package tokenizers. Training answers end with the first of `eos_ids`.
     """
 
     inner: Any
