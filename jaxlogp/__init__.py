@@ -24,9 +24,6 @@ from jaxlogp.head.registry import why_not as why_not
 from jaxlogp.head.sharded import sharded_linear_log_probs as sharded_linear_log_probs
 from jaxlogp.head.sharded import sharded_linear_policy_loss as sharded_linear_policy_loss
 from jaxlogp.head.triton.engine import TritonEngine as TritonEngine
-from jaxlogp.head.vocab_order import VocabOrder as VocabOrder
-from jaxlogp.head.vocab_order import vocab_order_by_count as vocab_order_by_count
-from jaxlogp.head.vocab_order import vocab_order_by_mean_logit as vocab_order_by_mean_logit
 from jaxlogp.invariance.check import Difference as Difference
 from jaxlogp.invariance.check import InvarianceReport as InvarianceReport
 from jaxlogp.invariance.check import check_invariance as check_invariance

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import (
     ChunkedEngine,
     GradientFilter,
-    VocabOrder,
     VocabShards,
     embedding_lookup,
     group_advantages,
@@ -32,7 +31,6 @@ from jaxlogp import (
     sharded_embedding_lookup,
     sharded_linear_log_probs,
     skipped_tiles,
-    vocab_order_by_mean_logit,
     weighted_sum,
 )
 from jaxlogp.losses import gspo
@@ -93,10 +91,6 @@ def fused(d):
     return loss, jax.lax.stop_gradient(values)
 
 
-def order():
-    return VocabOrder(np.random.default_rng(1).permutation(VOCAB).astype(np.int32))
-
-
 # By name: what to call on the arrays by name, and which of these arrays have a gradient.
 FILTERED = ChunkedEngine(token_chunk=4, vocab_tile=8, gradient_filter=GradientFilter())
 CALLS = {
@@ -119,9 +113,6 @@ CALLS = {
     ),
     "VocabShards.owners": (lambda d: VocabShards.even(VOCAB, 5).owners(d["targets"], d["mask"]), []),
     "VocabShards.shard_rows": (lambda d: VocabShards.even(UNEVEN, 4).shard_rows(d["uneven"]) ** 2, ["uneven"]),
-    "VocabOrder.places": (lambda d: order().tokens(order().places(d["targets"])), []),
-    "VocabOrder.rows": (lambda d: order().rows(d["weight"]) ** 2, ["weight"]),
-    "vocab_order_by_mean_logit": (lambda d: vocab_order_by_mean_logit(d["hidden"], d["weight"], mask=d["mask"]), []),
     "weighted_sum": (lambda d: weighted_sum(d["new"] ** 2, d["mask"]), ["new"]),
     "masked_mean": (lambda d: masked_mean(d["new"] ** 2, d["mask"]), ["new"]),
     "masked_max and so on": (

@@ -12,7 +12,6 @@ from jaxlogp import (
     ChunkedEngine,
     Document,
     GradientFilter,
-    VocabOrder,
     VocabShards,
     drift_report,
     embedding_lookup,
@@ -25,7 +24,6 @@ from jaxlogp import (
     sharded_embedding_lookup,
     sharded_linear_log_probs,
     skipped_tiles,
-    vocab_order_by_count,
 )
 from jaxlogp.losses import grpo_paper, gspo
 from tests import oracle
@@ -60,11 +58,6 @@ def data():
 @functools.cache
 def mesh():
     return jax.make_mesh((1, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
-
-
-@functools.cache
-def order():
-    return VocabOrder(np.random.default_rng(1).permutation(VOCAB))
 
 
 def policy(ids, loss, function=policy_loss, **options):
@@ -105,9 +98,6 @@ TRACED = {
     "policy_loss, grpo_paper": lambda ids: policy(ids, grpo_paper()).sum,
     "policy_metrics": lambda ids: policy(ids, gspo(), policy_metrics)["ratio_new_old"],
     "VocabShards.owners": lambda ids: VocabShards.even(VOCAB, 3).owners(ids),
-    "VocabOrder.places": lambda ids: order().places(ids),
-    "VocabOrder.tokens": lambda ids: order().tokens(ids),
-    "vocab_order_by_count": lambda ids: vocab_order_by_count(ids),
 }
 
 
@@ -122,7 +112,6 @@ HOST = {
         drift_report(np.arange(6.0), np.zeros(6), ids, vocab=VocabShards.even(VOCAB, 3)).worst_owner
     ),
     "pack_documents": packed,
-    "VocabOrder": lambda ids: VocabOrder(np.argsort(np.argsort(ids)).astype(ids.dtype)).place,
 }
 
 
@@ -164,8 +153,8 @@ def test_and_under_jit(name, dtype):
 
 
 # By name: what an id out of range gives where the values are not known; NaN where nothing is said.
-OUTSIDE = {"linear_log_probs, zero": 0.0, "VocabShards.owners": -1, "VocabOrder.places": -1, "VocabOrder.tokens": -1}
-NO_RANGE = {"skipped_tiles", "vocab_order_by_count"}
+OUTSIDE = {"linear_log_probs, zero": 0.0, "VocabShards.owners": -1}
+NO_RANGE = {"skipped_tiles"}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +172,7 @@ def test_a_wide_id_is_out_of_range_and_not_what_it_wraps_to(name, value, dtype):
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("value, dtype", [(2**32 + 3, np.int64), (2**32 - 5, np.uint32), (2**63 + 3, np.uint64)])
-@pytest.mark.parametrize("name", [name for name in (*TRACED, *HOST) if name not in NO_RANGE | {"VocabOrder"}])
+@pytest.mark.parametrize("name", [name for name in (*TRACED, *HOST) if name not in NO_RANGE])
 def test_a_known_wide_id_is_named(name, value, dtype):
     ids = IDS.astype(dtype)
     ids[1] = value
@@ -193,8 +182,3 @@ def test_a_known_wide_id_is_named(name, value, dtype):
         return
     with pytest.raises(ValueError, match=str(value)):
         {**TRACED, **HOST}[name](ids)
-
-
-def test_counts_beyond_int32_keep_their_order():
-    counts = np.array([3, 2**32 + 1, 2**31, 5], np.int64)
-    assert vocab_order_by_count(counts).tolist() == [1, 2, 3, 0]

@@ -15,7 +15,7 @@ NAMES = """
     embedding_lookup sharded_embedding_lookup FixedOrderEngine FixedOrderHopperEngine ReductionOrder fixed_order_sum
     WeightedSum weighted_sum masked_sum masked_count masked_mean masked_max masked_min
     PolicyLoss policy_loss policy_metrics policy_metric_terms log_ratio ratio kl_k1 kl_k2 kl_k3
-    GradientFilter VocabOrder vocab_order_by_mean_logit vocab_order_by_count skipped_tiles
+    GradientFilter skipped_tiles
     Engine HeadCall HeadSpec HopperEngine TritonEngine ReferenceEngine register_engine why_not nan_unless_equal
     linear_policy_loss sharded_linear_policy_loss drift_report DriftReport check_invariance InvarianceReport
 """.split()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import VocabOrder, VocabShards, embedding_lookup
+from jaxlogp import VocabShards, embedding_lookup
 
 UNEVEN_17 = ((0, 2), (2, 7), (7, 13), (13, 17))
 
@@ -177,11 +177,9 @@ def test_errors_say_what_was_seen(name):
     "function",
     [
         VocabShards.even(10, 4).owners,
-        VocabOrder(np.arange(10)).places,
-        VocabOrder(np.arange(10)).tokens,
         lambda ids: embedding_lookup(jnp.ones((10, 2)), ids),
     ],
-    ids=["owners", "places", "tokens", "embedding_lookup"],
+    ids=["owners", "embedding_lookup"],
 )
 def test_no_ids_at_all_and_lists_are_refused(function):
     with pytest.raises(ValueError, match="^token_ids: expected at least one element, got an empty array"):

@@ -4,8 +4,7 @@
 
 Policies are those of benchmarks/studies/gradient_filter.py (Zipf frequencies, hidden states that point at a token
 drawn from them), generated on the GPU. Times are medians of interleaved turns, each at settled clocks. Errors are
-relative, in norm, against the unfiltered gradient. "shuffled" is a vocabulary in random order, "ordered" one renumbered
-beforehand by mean logit.
+relative, in norm, against the unfiltered gradient.
 """
 
 import dataclasses
@@ -18,14 +17,7 @@ import jax.numpy as jnp
 
 from benchmarks.beside_product import TOKENS, Timed, cases, print_times, say
 from benchmarks.hopper.one_pass import relative
-from jaxlogp import (
-    GradientFilter,
-    HopperEngine,
-    VocabOrder,
-    linear_log_probs,
-    skipped_tiles,
-    vocab_order_by_mean_logit,
-)
+from jaxlogp import GradientFilter, HopperEngine, linear_log_probs, skipped_tiles
 
 THRESHOLDS = (2.0**-8, 2.0**-12, 2.0**-16)
 ENTROPY = 0.5
@@ -97,11 +89,11 @@ def compile_all(arguments):
     return {threshold: (done[threshold, "run"], done.get((threshold, "count"))) for threshold, _ in done}
 
 
-def filtered(name, arguments):
+def filtered(arguments):
     """Timed calls of every threshold, by label; prints how much they skip, and their errors."""
     calls, exact = {}, None
     for threshold, (run, count) in compile_all(arguments).items():
-        label = f"{name}, {'off' if threshold is None else f'{threshold:.1e}'}"
+        label = "off" if threshold is None else f"{threshold:.1e}"
         result = jax.block_until_ready(run(*arguments))
         note = f"temp {run.memory_analysis().temp_size_in_bytes / 2**30:.3f} GiB"
         if threshold is None:
@@ -119,12 +111,10 @@ def main() -> None:
     for case in cases(sys.argv[1:]):
         hidden, weight, targets, entropy = policy(case.hidden.shape[1], case.weight.shape[0])
         case = dataclasses.replace(case, hidden=hidden, weight=weight, targets=targets)
-        order = VocabOrder(vocab_order_by_mean_logit(hidden, weight))
         say(f"{case.label}: mean entropy {entropy:.2f} nat")
         forward = jax.jit(lambda h, w, t: linear_log_probs(h, w, t, with_entropy=True, engine=HopperEngine()))
         calls = {"forward": Timed(functools.partial(forward, hidden, weight, targets))}
-        calls |= filtered("shuffled", (hidden, weight, targets, case.g_log_probs))
-        calls |= filtered("ordered", (hidden, order.rows(weight), order.places(targets), case.g_log_probs))
+        calls |= filtered((hidden, weight, targets, case.g_log_probs))
         print_times(case, calls, turns=3)
 
 

@@ -1,4 +1,4 @@
-"""The gradient filter's cost in accuracy and gain in time, for peaked and flat policies and two vocabulary orders.
+"""The gradient filter's cost in accuracy and gain in time, for peaked and flat policies.
 
     python -m benchmarks.studies.gradient_filter            # N=1024, H=256, V=32768, fp32, on this machine
 
@@ -22,14 +22,7 @@ import numpy as np
 
 from benchmarks.clock import time_in_turns
 from experiments.command_line import run_command
-from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
-    VocabOrder,
-    linear_log_probs,
-    skipped_tiles,
-    vocab_order_by_mean_logit,
-)
+from jaxlogp import ChunkedEngine, GradientFilter, linear_log_probs, skipped_tiles
 from jaxlogp.errors import require
 
 # The hidden state's factor for the frequencies; this size keeps that column of the weight as small as the others.
@@ -71,14 +64,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy, vocabulary order and threshold; None is the unfiltered gradient, to which errors are relative.
+    """One policy and threshold; None is the unfiltered gradient, to which errors are relative.
 
     Attributes:
         errors: of the gradient of hidden states, in norm and of the largest entry, then of the weight's.
     """
 
     policy: str
-    order: str
     threshold: float | None
     skipped: float
     errors: tuple[float, ...]
@@ -151,55 +143,45 @@ def _relative_errors(seen: np.ndarray, exact: np.ndarray) -> tuple[float, float]
 
 
 def measure(config: GradientFilterConfig, policy: Policy) -> list[Row]:
-    """Measures every order and threshold for one policy."""
+    """Measures every threshold for one policy."""
     g = jax.random.normal(jax.random.key(0), (config.tokens,))
-    orders = {
-        "shuffled": np.arange(config.vocab_size),
-        "by mean logit": vocab_order_by_mean_logit(jnp.asarray(policy.hidden), jnp.asarray(policy.weight)),
-    }
-    calls, skipped = {}, {("shuffled", None): 0.0}
-    for name, ids in orders.items():
-        # Renumbered once and not timed, as a training run does before its first step.
-        order = VocabOrder(ids)
-        operands = jnp.asarray(policy.hidden), order.rows(jnp.asarray(policy.weight)), order.places(policy.targets)
-        for threshold in config.thresholds if name != "shuffled" else (None, *config.thresholds):
-            gradient_filter = None if threshold is None else GradientFilter(threshold)
-            engine = ChunkedEngine(config.token_chunk, config.vocab_tile, gradient_filter)
-            program = jax.jit(functools.partial(_gradients, engine)).lower(*operands, g).compile()
-            calls[name, threshold] = functools.partial(program, *operands, g), jax.block_until_ready
-            if threshold is not None:
-                blocks = jax.jit(functools.partial(skipped_tiles, engine=engine))(*operands)
-                skipped[name, threshold] = float(blocks.mean())
+    operands = jnp.asarray(policy.hidden), jnp.asarray(policy.weight), jnp.asarray(policy.targets)
+    calls, skipped = {}, {None: 0.0}
+    for threshold in (None, *config.thresholds):
+        gradient_filter = None if threshold is None else GradientFilter(threshold)
+        engine = ChunkedEngine(config.token_chunk, config.vocab_tile, gradient_filter)
+        program = jax.jit(functools.partial(_gradients, engine)).lower(*operands, g).compile()
+        calls[threshold] = functools.partial(program, *operands, g), jax.block_until_ready
+        if threshold is not None:
+            blocks = jax.jit(functools.partial(skipped_tiles, engine=engine))(*operands)
+            skipped[threshold] = float(blocks.mean())
     medians, failed = time_in_turns(calls, config.repeats)
     for error in failed.values():
         raise error
-    d_hidden, d_weight = (np.asarray(x, np.float64) for x in calls["shuffled", None][0]())
+    d_hidden, d_weight = (np.asarray(x, np.float64) for x in calls[None][0]())
     rows = []
-    for (name, threshold), (run, _) in calls.items():
+    for threshold, (run, _) in calls.items():
         found = run()
-        errors = *_relative_errors(found[0], d_hidden), *_relative_errors(found[1], d_weight[orders[name]])
-        seconds = medians[name, threshold].seconds
-        rows.append(Row(policy.name, name, threshold, skipped[name, threshold], errors, seconds))
+        errors = *_relative_errors(found[0], d_hidden), *_relative_errors(found[1], d_weight)
+        rows.append(Row(policy.name, threshold, skipped[threshold], errors, medians[threshold].seconds))
     return rows
 
 
 def main(config: GradientFilterConfig) -> list[Row]:
-    """Measures all policies, orders and thresholds, and prints and returns the table."""
+    """Measures all policies and thresholds, and prints and returns the table."""
     policies = [make_policy(config, entropy) for entropy in config.entropies]
     policies += [with_common_part(policies[0]), make_policy(config, None)]
     print(f"{config}, fp32, engine chunked; JAX {jax.__version__}, {jax.devices()[0].device_kind}\n")
     print("Mean entropies, in nats:", "; ".join(f"{policy.name}: {policy.entropy:.2f}" for policy in policies), "\n")
-    print(
-        "| policy | vocabulary | threshold | left out | dHidden, norm | largest | dWeight, norm | largest | time | × off |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| policy | threshold | left out | dHidden, norm | largest | dWeight, norm | largest | time | × off |")
+    print("|---|---|---|---|---|---|---|---|---|")
     table = []
     for policy in policies:
         rows = measure(config, policy)
         for row in rows:
             threshold = "off" if row.threshold is None else f"{row.threshold:.1e}"
             errors = " | ".join(f"{error:.1e}" for error in row.errors)
-            print(f"| {row.policy} | {row.order} | {threshold} | {row.skipped:.1%} | {errors} ", end="")
+            print(f"| {row.policy} | {threshold} | {row.skipped:.1%} | {errors} ", end="")
             print(f"| {row.seconds * 1e3:.1f} ms | {row.seconds / rows[0].seconds:.2f} |", flush=True)
         table += rows
     return table

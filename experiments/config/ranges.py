@@ -41,6 +41,7 @@ def validate(config: Config) -> MeshSpec:
         require(value is None or value in choices, option_name(option), f"one of {', '.join(choices)}", value)
     config.loss.policy_loss(1)
     _validate_unused(config, mesh)
+    _validate_filter(config)
     _validate_lora(config)
     require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
     if config.rollout.draw_options().filters:
@@ -100,6 +101,16 @@ def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     require(repeatable, "--model.attention", "auto, repeatable or einsum with --invariant", attention)
     accumulate = config.schedule.accumulate
     require(accumulate == "float32", "--schedule.accumulate", "float32 with --invariant", accumulate)
+
+
+def _validate_filter(config: Config) -> None:
+    threshold, engine, option = config.loss.gradient_filter, config.loss.engine, "--loss.gradient-filter"
+    if threshold is None:
+        return
+    require(0.0 <= threshold < 1.0, option, "None or a number in [0, 1)", threshold)
+    require(not config.invariant, option, "None with --invariant, whose engine has no filter", threshold)
+    filtered = engine in ("auto", "hopper", "chunked")
+    require(filtered, option, f"None with --loss.engine {engine} (hopper and chunked have a filter)", threshold)
 
 
 def _validate_lora(config: Config) -> None:

@@ -28,7 +28,7 @@ from experiments.sampling.packing import Round
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs
-from jaxlogp.head.registry import default_shards
+from jaxlogp.head.registry import EngineChoice, default_shards
 
 
 class MicroBatchSums:
@@ -43,7 +43,7 @@ class MicroBatchSums:
         objective: Objective,
         *,
         temperature: float,
-        engine: str,
+        engine: EngineChoice,
         accumulate: str = "float32",
         frozen: nnx.State | None = None,
         frozen_head: bool = False,

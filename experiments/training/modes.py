@@ -76,7 +76,7 @@ class PlainMode:
         self.mesh = make_mesh(parse_mesh(config.mesh))
         self.replicas = Replicas(self.mesh)
         self._rollout_mesh = rollout_mesh(config, self.mesh)
-        self._engine, self._accumulate = config.loss.engine, config.schedule.accumulate
+        self._engine, self._accumulate = config.loss.head_engine(), config.schedule.accumulate
         with refused_as("loss"):
             self.vocab = default_shards(self._engine, origin.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = origin.decoder is not None

@@ -262,7 +262,9 @@ class Trainer:
         """Rounds, without log-sum-exps that come from other parameters than those about to be updated."""
         if not self.config.rollout.rescore:
             return rounds
-        if self.objective.takes_lse and scoring.on_policy(rounds, self.progress.documents_seen):
+        # A gradient filter needs the largest logits of a forward pass.
+        takes_lse = self.objective.takes_lse and self.config.loss.gradient_filter is None
+        if takes_lse and scoring.on_policy(rounds, self.progress.documents_seen):
             return rounds
         return [each.leaving_out(scoring.ON_POLICY_COLUMNS) for each in rounds]
 
@@ -458,22 +460,26 @@ class Trainer:
 
 
 def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:
-    """A warning where "auto" ended on a slower engine than a GPU could use, or None.
+    """A warning where no engine was named and a slower one runs than a GPU could use, or None.
 
     Args:
       head_run: the head call of the trainer.
       dtype: that the head multiplies; None for a model of the caller's own.
     """
-    if jax.default_backend() != "gpu" or head_run is None or not head_run.reason.startswith("auto"):
+    if jax.default_backend() != "gpu" or head_run is None or head_run.reason == "named by the caller":
         return None
     if head_run.engine in FASTEST_ON_GPU:
         return None
     capability, advice = capability_of(jax.devices()[0]), []
+    # The candidates with --loss.gradient-filter are a sequence, without triton.
+    filtered = not head_run.reason.startswith("auto")
+    if filtered and capability != (9, 0):
+        advice.append("no --loss.gradient-filter")
     if capability == (9, 0) and jax.__version_info__ < (0, 11):
         advice.append("JAX 0.11 or newer (Python 3.12 or newer)")
     if capability == (9, 0) and dtype == "float32":
         advice.append("--model.dtype bfloat16")
-    if capability is not None and capability[0] == 8 and find_spec("jax_triton") is None:
+    if not filtered and capability is not None and capability[0] == 8 and find_spec("jax_triton") is None:
         advice.append('pip install -e ".[triton]"')
     remedy = f". What to do: {' and '.join(advice)}" if advice else ""
     return f"the head runs on engine {head_run.engine}, slower than the kernels for GPUs: {head_run.reason}{remedy}"

@@ -35,21 +35,21 @@ class GradientFilter:
     Tokens whose cotangents are 0, masked ones among them, keep nothing: their rows of the gradient are exact zeros.
 
     Attributes:
-      threshold: θ, a Python number in [0, 1); 0 skips only blocks that are exactly zero.
+      threshold: θ, a Python number in [0, 1); 0 skips only blocks that are exactly zero. The default is 2^-16, because at
+        2^-12 the error on a trained policy is above that of bf16.
 
     Raises:
       ValueError: a threshold outside of [0, 1) or not a number.
 
     Example:
-      >>> GradientFilter().threshold == 2.0**-12
+      >>> GradientFilter().threshold == 2.0**-16
       True
 
     References:
-      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering, vocabulary
-      sorting).
+      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering).
     """
 
-    threshold: float = 2.0**-12
+    threshold: float = 2.0**-16
 
     def __post_init__(self) -> None:
         """Refuses anything but a number in [0, 1)."""

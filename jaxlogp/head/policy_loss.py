@@ -238,14 +238,14 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
         expected = "None where engine, call or loss do not allow a backward from it"
         require(refusal is None, "lse", expected, f"an array, but {engine.name}: {refusal}")
         return KNOWN_LSE
-    if loss.ratio == "sequence":
-        refusal = "the ratio of a document needs the log-probs of all its tokens first"
-    elif engine.reduces_gradients:
+    if engine.reduces_gradients:
         refusal = "it sums gradients over mesh axes in its own order"
     elif call.scaled:
         refusal = "fp16 operands need the largest cotangent first"
     else:
         refusal = engine.why_not_one_pass(call, loss.entropy_coefficient != 0.0)
+    if refusal is None and loss.ratio == "sequence":
+        refusal = "the ratio of a document needs the log-probs of all its tokens first"
     return ONE_PASS if refusal is None else f"{TWO_STEPS}: {refusal}"
 
 

@@ -15,11 +15,10 @@ def test_policies_and_rows(capsys):
     assert policy.entropy == pytest.approx(0.5, abs=0.01)
     assert np.ptp(moved, axis=1).max() < 1e-4 * np.abs(moved).max(), "the same number for every token"
     rows = main(SMALL)
-    assert [row.policy for row in rows[::3]] == ["peaked, 0.5 nat", "peaked, 0.5 nat, common part", "flat"]
-    for off, shuffled, ordered in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+    assert [row.policy for row in rows[::2]] == ["peaked, 0.5 nat", "peaked, 0.5 nat, common part", "flat"]
+    for off, filtered in zip(rows[::2], rows[1::2], strict=True):
         assert off.threshold is None and off.errors == (0.0,) * 4
         # It has the same blocks as the unfiltered program: left out or not is all the difference.
-        assert (shuffled.skipped > 0) == (min(shuffled.errors) > 0)
-        assert ordered.order == "by mean logit" and max(ordered.errors) < 1.0, "an order that is not undone gives 1.4"
-    assert rows[2].skipped > rows[1].skipped, "the order by mean logit must be seen"
+        assert (filtered.skipped > 0) == (min(filtered.errors) > 0)
+    assert rows[1].skipped > 0
     assert capsys.readouterr().out.count("\n| ") == 1 + len(rows)

@@ -23,6 +23,16 @@ def test_a_loss_brings_its_advantages(loss, advantages):
 
 
 @pytest.mark.parametrize(
+    "engine, names", [("auto", ["hopper", "chunked"]), ("hopper", ["hopper"]), ("chunked", ["chunked"])]
+)
+def test_a_gradient_filter_is_that_of_every_engine(engine, names):
+    chosen = LossConfig(engine=engine, gradient_filter=0.5).head_engine()
+    engines = chosen if isinstance(chosen, tuple) else (chosen,)
+    assert [(each.name, each.gradient_filter.threshold) for each in engines] == [(name, 0.5) for name in names]
+    assert LossConfig(engine=engine).head_engine() == engine
+
+
+@pytest.mark.parametrize(
     "options, learning_rate, longest",
     [({}, 5e-4, None), ({"model": LOADED}, 1e-6, 256), ({"model": LOADED, "lora": LoraConfig(rank=4)}, 1e-5, 256)],
 )

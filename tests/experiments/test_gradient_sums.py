@@ -1,5 +1,6 @@
-"""Gradient sums over micro-batches in bf16, and what does not depend on their dtype."""
+"""Gradient sums over micro-batches in bf16, what does not depend on their dtype, and the head's gradient filter."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.config import ScheduleConfig, validate
+from experiments.config import LossConfig, ScheduleConfig, validate
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
@@ -17,6 +18,7 @@ from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import PolicyObjective
 from jaxlogp import Document
 from jaxlogp.losses import grpo
+from tests import oracle
 from tests.experiments.tiny import tiny
 
 MODEL = DecoderConfig.qwen3(
@@ -63,6 +65,32 @@ def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp3
             # Half a unit in the last of eight bits.
             np.testing.assert_allclose(part.astype(np.float64), exact[number], rtol=2**-8, atol=1e-30)
     assert {leaf.dtype for leaf in jax.tree.leaves(finished[1].gradients)} == {jnp.dtype("float32")}
+
+
+def test_the_gradient_filter_leaves_out_blocks_of_the_heads_gradient():
+    """Of four tiles of the vocabulary the first has all targets; no token of the untrained model has p >= 1/2."""
+    mesh, tile = make_mesh(MeshSpec()), 256
+    model = dataclasses.replace(MODEL, vocab_size=4 * tile, tie_embeddings=False)
+    graph, params = nnx.split(Decoder(model, rngs=nnx.Rngs(0), mesh=mesh))
+
+    def run(threshold):
+        engine = LossConfig(gradient_filter=threshold).head_engine()
+        sums = MicroBatchSums(graph, mesh, PolicyObjective(grpo(), "basic"), temperature=1.0, engine=engine)
+        gradients = sums.sums_of(params, rounds()[:1], 0).sums.gradients
+        weight = np.asarray(gradients["lm_head"]["weight"][...])
+        return sums.head_run, weight, np.asarray(gradients["embed_tokens"]["embedding"][...])
+
+    plain, exact, _ = run(None)
+    assert plain.gradient == "in one pass"
+    runs, weights, embeddings = zip(*map(run, (0.0, 0.5)), strict=True)
+    for each in runs:
+        assert each.engine == "chunked" and each.reason.startswith("first of the sequence that can; hopper not used: ")
+        assert each.gradient == "in two steps: its gradient filter needs the maxima of all tiles first"
+    # Each is within 2e-5 of float64 (contract E).
+    assert oracle.relative_error(weights[0], oracle.f64(exact)) < 4e-5
+    assert np.abs(weights[0][tile:]).max(axis=1).all() and not weights[1][tile:].any()
+    np.testing.assert_array_equal(weights[1][:tile], weights[0][:tile])
+    assert (embeddings[0] != embeddings[1]).any(), "the hidden gradient lacks three tiles"
 
 
 @pytest.mark.bad_input

@@ -15,6 +15,7 @@ from experiments.config import LossConfig, ModelConfig
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.runs.config_file import load_config
 from experiments.sampling import leaf_draw
 from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
@@ -109,6 +110,18 @@ def test_rescored_log_probs_are_the_trainers_and_their_log_sum_exp_spares_the_fo
         assert mine["reward_mean"] == other["reward_mean"]
     for mine, other in zip(leaves(scored), leaves(plain), strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-4)
+
+
+def test_a_filtered_run_records_the_filter_and_takes_no_known_log_sum_exp(tmp_path):
+    """Half a rollout a step, as above: the first one could take it."""
+    schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}
+    options = {"schedule": schedule, "loss": {"gradient_filter": 2.0**-16}, "mesh": "tensor=2"}
+    result = train(short(tmp_path, "filtered", **options), reward=parity)
+    for record in train_records(result):
+        assert record["update_applied"] == 1 and record["head_engine"] == "chunked"
+        assert record["head_reason"].startswith("first of the sequence that can; hopper not used: ")
+        assert record["head_gradient"] == "in two steps: its gradient filter needs the maxima of all tiles first"
+    assert load_config(result.run.config, Config).loss.gradient_filter == 2.0**-16
 
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -225,6 +238,8 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
     )
     assert advice((9, 0), (0, 11, 2), "bfloat16") == "", "both hold: the reason is another"
     assert advice((8, 0), (0, 10, 2), "bfloat16") == 'pip install -e ".[triton]"'
+    filtered = replace(slow, reason=slow.reason.replace("auto", "first of the sequence that can"))
+    assert slower_head(filtered, "bfloat16").endswith("older than 0.11. What to do: no --loss.gradient-filter")
     assert slower_head(replace(slow, engine="hopper"), "float32") is None
     assert slower_head(replace(slow, reason="named by the caller"), "float32") is None
 

@@ -204,6 +204,14 @@ GRPO = [
     ("--loss.metrics all", "--loss.metrics: expected one of none, basic, with_entropy, got all"),
     ("--loss.kl-coefficient -1", "--loss.kl-coefficient: expected "),
     ("--loss.kl-estimator k9 --loss.kl-coefficient 0.1", "--loss.kl-estimator: expected "),
+    ("--loss.gradient-filter 1", "--loss.gradient-filter: expected None or a number in [0, 1), got 1.0"),
+    ("--loss.gradient-filter -0.1", "--loss.gradient-filter: expected None or a number in [0, 1), got -0.1"),
+    ("--loss.gradient-filter nan", "--loss.gradient-filter: expected None or a number in [0, 1), got nan"),
+    ("--loss.gradient-filter small", "error parsing --loss.gradient-filter"),
+    (
+        "--loss.gradient-filter 0 --loss.engine triton",
+        "--loss.gradient-filter: expected None with --loss.engine triton (hopper and chunked have a filter), got 0.0",
+    ),
     # Models.
     ("--model.head-dim 15", "--model.head-dim: expected an even number, got 15"),
     ("--model.num-layers 0", "--model.num-layers: expected a positive integer, got 0"),
@@ -251,6 +259,7 @@ GRPO = [
     ("--invariant --schedule.docs-per-step 100", "--schedule.docs-per-step: expected 512 with --invariant"),
     ("--invariant --schedule.rows 7", "--schedule.rows: expected a multiple of --invariance.leaf-rows 8, got 7"),
     ("--invariant --loss.engine chunked", "--loss.engine: expected auto with --invariant"),
+    ("--invariant --loss.gradient-filter 0", "--loss.gradient-filter: expected None with --invariant"),
     ("--invariant --rollout.top-k 5", "--rollout: expected the whole distribution"),
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
     # Options that would do nothing.
@@ -319,6 +328,7 @@ GRPO = [
     ("--resume {place}/run --out elsewhere", "--out: the run has {place}, given elsewhere"),
     ("--resume {place}/run --evaluation.kl", "--evaluation.kl: the run has False, given True"),
     ("--resume {place}/run --preset smollm2", "--preset: the run has None, given smollm2"),
+    ("--resume {place}/run --loss.gradient-filter 0", "--loss.gradient-filter: the run has None, given 0.0"),
     ("--resume {place}/run --optimizer.b1 0.5", "--optimizer.b1: the run has None, given 0.5"),
     (
         "--resume {place}/run --loss.name gspo --seed 0 --rollout.num-generations 8 --schedule.steps 9",

@@ -1,4 +1,4 @@
-"""The gradient filter against a float64 oracle of the filtered gradient, block by block; orders; counts; bad input."""
+"""The gradient filter against a float64 oracle of the filtered gradient, block by block; counts; bad input."""
 
 import functools
 import math
@@ -13,14 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import (
     ChunkedEngine,
     GradientFilter,
-    VocabOrder,
     linear_log_probs,
     linear_policy_loss,
     record_head_runs,
     skipped_tiles,
-    vocab_order_by_count,
-    vocab_order_by_mean_logit,
 )
+from jaxlogp.losses import grpo, gspo
 from tests import oracle
 
 pytestmark = pytest.mark.costly
@@ -305,55 +303,6 @@ def test_over_vocabulary_shards_whose_tiles_line_up(shards):
     assert np.abs(np.asarray(result.log_probs) - np.asarray(alone.log_probs)).max() < bound
 
 
-# --- vocabulary orders -------------------------------------------------------------------------------------
-
-
-def test_order_by_mean_logit_is_that_of_the_logits():
-    data = case()
-    order = np.asarray(vocab_order_by_mean_logit(data["hidden"], data["weight"], mask=data["mask"], bias=data["bias"]))
-    logits = oracle.head_logits(data["hidden"], data["weight"], data["bias"])[np.asarray(data["mask"])]
-    assert order.dtype == np.int32 and sorted(order) == list(range(VOCAB))
-    assert np.all(np.diff(logits.mean(axis=0)[order]) < 1e-5)
-    broken = jnp.where(data["mask"][:, None], data["hidden"], jnp.nan)
-    np.testing.assert_array_equal(
-        order, vocab_order_by_mean_logit(broken, data["weight"], mask=data["mask"], bias=data["bias"])
-    )
-
-
-def test_an_order_changes_no_token_and_maps_gradients_back():
-    data = case()
-    rng = np.random.default_rng(3)
-    order = VocabOrder(rng.permutation(VOCAB))
-    ids = jnp.asarray([[0, 5, VOCAB - 1], [-100, VOCAB, -1]], jnp.int32)
-    np.testing.assert_array_equal(order.tokens(order.places(ids)), ids)
-    np.testing.assert_array_equal(order.places(ids)[1], ids[1])
-    np.testing.assert_array_equal(order.unordered_rows(order.rows(data["weight"])), data["weight"])
-    np.testing.assert_array_equal(order.rows(data["weight"])[order.places(ids[0])], data["weight"][ids[0]])
-
-    def total(hidden, weight, bias, targets, *rest):
-        return objective(hidden, order.rows(weight), order.rows(bias), order.places(targets), *rest, engine=engine(0.0))
-
-    gradients, result = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*data.values())
-    plain, exact = run(data, engine=engine(None))
-    assert oracle.scaled_error(result.log_probs, oracle.f64(plain.log_probs)) < 1e-5
-    check(oracle.HeadGradients(*gradients), exact)
-
-
-def test_an_order_makes_tiles_without_a_frequent_token():
-    """Tokens 0, 20, 40 … of a vocabulary in tiles of 20 are the ones in use: a tile each, or all in one."""
-    counts = np.zeros(VOCAB, np.int32)
-    counts[::TILE] = 1 + np.arange(VOCAB // TILE)
-    hidden = jnp.asarray(30.0 * np.eye(VOCAB)[::TILE], jnp.float32)
-    weight, targets = jnp.eye(VOCAB, dtype=jnp.float32), jnp.arange(0, VOCAB, TILE, dtype=jnp.int32)
-    settings = engine(chunk=12)
-    mask = jnp.ones(12, bool)
-    assert float(counted(hidden, weight, targets, mask, engine=settings).sum) == 0
-    for order in (vocab_order_by_count(counts), vocab_order_by_mean_logit(hidden, weight)):
-        order = VocabOrder(order)
-        seen = counted(hidden, order.rows(weight), order.places(targets), mask, engine=settings)
-        assert (float(seen.sum), int(seen.count)) == (11.0, 12)
-
-
 # --- bad input ---------------------------------------------------------------------------------------------
 
 
@@ -364,53 +313,18 @@ def test_a_threshold_that_is_no_number_in_range_is_refused(value):
         GradientFilter(value)
 
 
-@pytest.mark.parametrize(
-    "order, words",
-    [
-        (np.array([0, 1, 1]), "permutation of 3 ids, got 1 ids missing"),
-        (np.array([0, 1, 3]), r"ids in \[0, 3\), got \[3\]"),
-        (np.array([0, -1, 1]), r"ids in \[0, 3\), got \[-1\]"),
-        (np.array([[0, 1]]), "shape"),
-        (np.array([], np.int32), "shape"),
-        (np.array([0.0, 1.0]), "integer"),
-        ([0, 1], "integer"),
-    ],
-    ids=str,
-)
-@pytest.mark.bad_input
-def test_an_order_that_is_no_permutation_is_refused(order, words):
-    with pytest.raises(ValueError, match=f"order: expected .*{words}"):
-        VocabOrder(order)
-
-
-def test_a_policy_loss_is_filtered_in_two_steps():
+@pytest.mark.parametrize("loss", [grpo(), gspo()], ids=lambda loss: loss.name)
+def test_a_policy_loss_is_filtered_in_two_steps(loss):
+    """Recorded as such, also where the loss alone would take two steps."""
     data = case()
     operands = (data[name] for name in ("hidden", "weight", "targets", "g_lp", "g_entropy", "mask"))
+    ids = {"document_ids": jnp.zeros(TOKENS, jnp.int32), "num_documents": 1}
     with record_head_runs() as runs:
-        jax.eval_shape(lambda *x: linear_policy_loss(*x, engine=engine())[0].sum, *operands)
+        jax.eval_shape(lambda *x: linear_policy_loss(*x, loss=loss, engine=engine(), **ids)[0].sum, *operands)
     assert runs[0].gradient == "in two steps: its gradient filter needs the maxima of all tiles first"
 
 
 REFUSED = {
-    "an order of a traced value": (lambda: jax.jit(lambda x: VocabOrder(x).place)(jnp.arange(3)), "order: .*jax.jit"),
-    "a weight of another length": (lambda: VocabOrder(np.arange(3)).rows(jnp.ones((4, 2))), "weight: expected 3 rows"),
-    "a weight going back": (lambda: VocabOrder(np.arange(3)).unordered_rows(jnp.ones(2)), "weight: expected 3 rows"),
-    "ids that are floats": (lambda: VocabOrder(np.arange(3)).places(jnp.ones(2)), "token_ids: .*integer"),
-    "counts that are floats": (lambda: vocab_order_by_count(np.ones(3)), "counts: .*integer"),
-    "counts of two dimensions": (lambda: vocab_order_by_count(np.ones((3, 1), int)), "counts: expected shape"),
-    "hidden of another width": (
-        lambda: vocab_order_by_mean_logit(jnp.ones((2, 3)), jnp.ones((5, 4))),
-        "hidden: expected shape",
-    ),
-    "no hidden state": (lambda: vocab_order_by_mean_logit(jnp.ones((0, 4)), jnp.ones((5, 4))), "hidden: expected"),
-    "a mask of another shape": (
-        lambda: vocab_order_by_mean_logit(jnp.ones((2, 4)), jnp.ones((5, 4)), mask=jnp.ones(3, bool)),
-        "mask: expected shape",
-    ),
-    "a bias of another length": (
-        lambda: vocab_order_by_mean_logit(jnp.ones((2, 4)), jnp.ones((5, 4)), bias=jnp.ones(4)),
-        "bias: expected shape",
-    ),
     "a filter that is a number": (lambda: ChunkedEngine(gradient_filter=0.1), "gradient_filter: expected"),
     "counting without a filter": (
         lambda: skipped_tiles(jnp.ones((2, 4)), jnp.ones((5, 4)), jnp.zeros(2, int), engine=ChunkedEngine()),
