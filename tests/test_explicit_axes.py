@@ -11,8 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
     VocabOrder,
     VocabShards,
     embedding_lookup,
@@ -31,10 +29,10 @@ from jaxlogp import (
     policy_metrics,
     sharded_embedding_lookup,
     sharded_linear_log_probs,
-    skipped_tiles,
     vocab_order_by_mean_logit,
     weighted_sum,
 )
+from jaxlogp.head import ChunkedEngine, GradientFilter, skipped_tiles
 from jaxlogp.losses import gspo
 from tests import oracle
 

@@ -9,9 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxlogp import (
-    ChunkedEngine,
     Document,
-    GradientFilter,
     VocabOrder,
     VocabShards,
     drift_report,
@@ -24,9 +22,9 @@ from jaxlogp import (
     policy_metrics,
     sharded_embedding_lookup,
     sharded_linear_log_probs,
-    skipped_tiles,
     vocab_order_by_count,
 )
+from jaxlogp.head import ChunkedEngine, GradientFilter, skipped_tiles
 from jaxlogp.losses import grpo_paper, gspo
 from tests import oracle
 

@@ -18,14 +18,8 @@ import jax.numpy as jnp
 
 from benchmarks.beside_product import TOKENS, Timed, cases, print_times, say
 from benchmarks.hopper.one_pass import relative
-from jaxlogp import (
-    GradientFilter,
-    HopperEngine,
-    VocabOrder,
-    linear_log_probs,
-    skipped_tiles,
-    vocab_order_by_mean_logit,
-)
+from jaxlogp import VocabOrder, linear_log_probs, vocab_order_by_mean_logit
+from jaxlogp.head import GradientFilter, HopperEngine, skipped_tiles
 
 THRESHOLDS = (2.0**-8, 2.0**-12, 2.0**-16)
 ENTROPY = 0.5

@@ -10,17 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
-    VocabOrder,
-    linear_log_probs,
-    linear_policy_loss,
-    record_head_runs,
-    skipped_tiles,
-    vocab_order_by_count,
-    vocab_order_by_mean_logit,
-)
+from jaxlogp import VocabOrder, linear_log_probs, linear_policy_loss, vocab_order_by_count, vocab_order_by_mean_logit
+from jaxlogp.head import ChunkedEngine, GradientFilter, record_head_runs, skipped_tiles
 from tests import oracle
 
 pytestmark = pytest.mark.costly
