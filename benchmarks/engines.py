@@ -8,7 +8,8 @@ import numpy as np
 
 from benchmarks.beside_product import Timed, compiled_or_said, print_times, say
 from benchmarks.cases import Case, Exact, Outputs, errors, exact
-from jaxlogp import Engine, TokenLogProbs, linear_log_probs
+from jaxlogp import TokenLogProbs, linear_log_probs
+from jaxlogp.head import Engine
 
 
 def operands(case: Case) -> tuple[jax.Array, ...]:

@@ -7,7 +7,7 @@ from flax import nnx
 from experiments import Config, train
 from experiments.tasks import make_task
 from experiments.tasks.tokenizer import tokenizer_for
-from jaxlogp import HeadSpec
+from jaxlogp.head import HeadSpec
 
 TASK = "comparison:1"
 

@@ -1,67 +1,97 @@
-"""jaxlogp: log-probs, entropies and policy losses for reinforcement-learning post-training on JAX."""
+"""Log-probs, entropies and policy losses for reinforcement-learning post-training on JAX.
 
-from jaxlogp import losses as losses
-from jaxlogp.embedding import embedding_lookup as embedding_lookup
-from jaxlogp.embedding import sharded_embedding_lookup as sharded_embedding_lookup
-from jaxlogp.head.api import head_logits as head_logits
-from jaxlogp.head.api import linear_log_probs as linear_log_probs
-from jaxlogp.head.api import skipped_tiles as skipped_tiles
-from jaxlogp.head.call import HeadCall as HeadCall
-from jaxlogp.head.call import HeadGradients as HeadGradients
-from jaxlogp.head.chunked.engine import ChunkedEngine as ChunkedEngine
-from jaxlogp.head.engine import Engine as Engine
-from jaxlogp.head.fixed_order.engine import FixedOrderEngine as FixedOrderEngine
-from jaxlogp.head.gradient_filter import GradientFilter as GradientFilter
-from jaxlogp.head.hopper.engine import HopperEngine as HopperEngine
-from jaxlogp.head.hopper.fixed_order import FixedOrderHopperEngine as FixedOrderHopperEngine
-from jaxlogp.head.policy_loss import linear_policy_loss as linear_policy_loss
-from jaxlogp.head.projection import HeadSpec as HeadSpec
-from jaxlogp.head.reference import ReferenceEngine as ReferenceEngine
-from jaxlogp.head.registry import HeadRun as HeadRun
-from jaxlogp.head.registry import record_head_runs as record_head_runs
-from jaxlogp.head.registry import register_engine as register_engine
-from jaxlogp.head.registry import why_not as why_not
-from jaxlogp.head.sharded import sharded_linear_log_probs as sharded_linear_log_probs
-from jaxlogp.head.sharded import sharded_linear_policy_loss as sharded_linear_policy_loss
-from jaxlogp.head.triton.engine import TritonEngine as TritonEngine
-from jaxlogp.invariance.check import Difference as Difference
-from jaxlogp.invariance.check import InvarianceReport as InvarianceReport
-from jaxlogp.invariance.check import check_invariance as check_invariance
-from jaxlogp.invariance.drift import DriftReport as DriftReport
-from jaxlogp.invariance.drift import drift_report as drift_report
-from jaxlogp.invariance.order import ReductionOrder as ReductionOrder
-from jaxlogp.invariance.order import fixed_order_sum as fixed_order_sum
-from jaxlogp.logits import log_probs_from_logits as log_probs_from_logits
-from jaxlogp.logits import sharded_log_probs_from_logits as sharded_log_probs_from_logits
-from jaxlogp.losses.loss import PolicyLoss as PolicyLoss
-from jaxlogp.losses.loss import policy_loss as policy_loss
-from jaxlogp.losses.ratios import kl_k1 as kl_k1
-from jaxlogp.losses.ratios import kl_k2 as kl_k2
-from jaxlogp.losses.ratios import kl_k3 as kl_k3
-from jaxlogp.losses.ratios import log_ratio as log_ratio
-from jaxlogp.losses.ratios import ratio as ratio
-from jaxlogp.policy.accumulate import DocumentSchedule as DocumentSchedule
-from jaxlogp.policy.accumulate import StepSums as StepSums
-from jaxlogp.policy.advantages import GroupAdvantages as GroupAdvantages
-from jaxlogp.policy.advantages import group_advantages as group_advantages
-from jaxlogp.policy.advantages import leave_one_out_advantages as leave_one_out_advantages
-from jaxlogp.policy.documents import Document as Document
-from jaxlogp.policy.documents import MicroBatch as MicroBatch
-from jaxlogp.policy.documents import pack_documents as pack_documents
-from jaxlogp.policy.metrics import PolicyMetricTerms as PolicyMetricTerms
-from jaxlogp.policy.metrics import policy_metric_terms as policy_metric_terms
-from jaxlogp.policy.metrics import policy_metrics as policy_metrics
-from jaxlogp.policy.metrics import reward_terms as reward_terms
-from jaxlogp.policy.metrics import staleness_terms as staleness_terms
-from jaxlogp.reduce import WeightedSum as WeightedSum
-from jaxlogp.reduce import masked_count as masked_count
-from jaxlogp.reduce import masked_max as masked_max
-from jaxlogp.reduce import masked_mean as masked_mean
-from jaxlogp.reduce import masked_min as masked_min
-from jaxlogp.reduce import masked_sum as masked_sum
-from jaxlogp.reduce import weighted_sum as weighted_sum
-from jaxlogp.replicas import nan_unless_equal as nan_unless_equal
-from jaxlogp.stats import TokenLogProbs as TokenLogProbs
-from jaxlogp.vocab import VocabShards as VocabShards
+Eight functions do most of the work:
+
+* `linear_log_probs`: log-probs and entropies of tokens straight from hidden states and the head's weight.
+* `linear_policy_loss`: a policy loss of these, whose gradient is computed in the same pass.
+* `log_probs_from_logits`: the same values where logits exist already.
+* `policy_loss`: a loss of `jaxlogp.losses` from log-probs, as a sum and the count that divides it.
+* `group_advantages`: advantages of completions of one prompt.
+* `pack_documents`: documents as rows of a micro-batch, with targets and masks.
+* `policy_metrics`: KL, ratios, clipping, entropy and rewards.
+* `check_invariance`: which changes of batch, mesh and program change a log-prob's bits.
+
+With a mesh there are `sharded_linear_log_probs`, `sharded_linear_policy_loss`, `sharded_log_probs_from_logits` and
+`sharded_embedding_lookup`. Losses are in `jaxlogp.losses`, engines and what writing one takes in `jaxlogp.head`, sums of a
+fixed order in `jaxlogp.invariance`.
+"""
+
+from jaxlogp import losses
+from jaxlogp._embedding import embedding_lookup, sharded_embedding_lookup
+from jaxlogp._logits import log_probs_from_logits, sharded_log_probs_from_logits
+from jaxlogp._reduce import (
+    WeightedSum,
+    masked_count,
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    weighted_sum,
+)
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._vocab import VocabShards
+from jaxlogp.head.api import head_logits, linear_log_probs
+from jaxlogp.head.policy_loss import linear_policy_loss
+from jaxlogp.head.sharded import sharded_linear_log_probs, sharded_linear_policy_loss
+from jaxlogp.invariance.check import InvarianceReport, check_invariance
+from jaxlogp.invariance.drift import DriftReport, drift_report
+from jaxlogp.losses.loss import PolicyLoss, policy_loss
+from jaxlogp.losses.ratios import kl_k1, kl_k2, kl_k3, log_ratio, ratio
+from jaxlogp.policy.accumulate import DocumentSchedule, StepSums
+from jaxlogp.policy.advantages import GroupAdvantages, group_advantages, leave_one_out_advantages
+from jaxlogp.policy.documents import Document, MicroBatch, pack_documents
+from jaxlogp.policy.metrics import (
+    PolicyMetricTerms,
+    policy_metric_terms,
+    policy_metrics,
+    reward_terms,
+    staleness_terms,
+)
+
+__all__ = [
+    "check_invariance",
+    "Document",
+    "DocumentSchedule",
+    "drift_report",
+    "DriftReport",
+    "embedding_lookup",
+    "group_advantages",
+    "GroupAdvantages",
+    "head_logits",
+    "InvarianceReport",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "leave_one_out_advantages",
+    "linear_log_probs",
+    "linear_policy_loss",
+    "log_probs_from_logits",
+    "log_ratio",
+    "losses",
+    "masked_count",
+    "masked_max",
+    "masked_mean",
+    "masked_min",
+    "masked_sum",
+    "MicroBatch",
+    "pack_documents",
+    "policy_loss",
+    "policy_metric_terms",
+    "policy_metrics",
+    "PolicyLoss",
+    "PolicyMetricTerms",
+    "ratio",
+    "reward_terms",
+    "sharded_embedding_lookup",
+    "sharded_linear_log_probs",
+    "sharded_linear_policy_loss",
+    "sharded_log_probs_from_logits",
+    "staleness_terms",
+    "StepSums",
+    "TokenLogProbs",
+    "VocabShards",
+    "weighted_sum",
+    "WeightedSum",
+]
 
 __version__ = "0.1.0"

@@ -119,7 +119,7 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
 
     Every rank would take the whole for its shard, and every log-prob would be too low by the logarithm of the number of
     ranks. Under ``shard_map(check_vma=False)`` types say nothing, and the shards have to be given instead
-    (:func:`jaxlogp.vocab.local_shard`); over an axis of one rank nothing is refused.
+    (:func:`jaxlogp._vocab.local_shard`); over an axis of one rank nothing is refused.
 
     Raises:
       ValueError: naming ``argument``.

@@ -41,7 +41,8 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxlogp import linear_log_probs, record_head_runs
+from jaxlogp import linear_log_probs
+from jaxlogp.head import record_head_runs
 
 device = jax.devices()[0]
 ON_GPU = device.platform == "gpu"

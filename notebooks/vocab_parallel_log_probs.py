@@ -46,7 +46,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import FixedOrderEngine, ReductionOrder, VocabShards, check_invariance, linear_log_probs
+from jaxlogp import VocabShards, check_invariance, linear_log_probs
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 
 print(f"JAX {jax.__version__}, {len(jax.devices())} {jax.devices()[0].platform} devices")
 

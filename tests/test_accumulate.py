@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxlogp._reduce import WeightedSum
 from jaxlogp.losses import grpo, gspo, policy_loss
 from jaxlogp.policy.accumulate import CollectedStep, DocumentSchedule, StepSums
 from jaxlogp.policy.documents import Document, pack_documents
 from jaxlogp.policy.metrics import policy_metric_terms, reward_terms
-from jaxlogp.reduce import WeightedSum
 from tests import oracle
 
 VOCAB, ROWS, ROW_LENGTH = 6, 9, 12

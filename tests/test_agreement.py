@@ -10,17 +10,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    ChunkedEngine,
-    FixedOrderEngine,
-    ReductionOrder,
-    embedding_lookup,
-    linear_log_probs,
-    linear_policy_loss,
-    log_probs_from_logits,
-)
-from jaxlogp.agreement import counters, id_codes, same_ids
+from jaxlogp import embedding_lookup, linear_log_probs, linear_policy_loss, log_probs_from_logits
+from jaxlogp._agreement import counters, id_codes, same_ids
+from jaxlogp.head import ChunkedEngine, FixedOrderEngine
 from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
+from jaxlogp.invariance import ReductionOrder
 from tests import oracle
 
 pytestmark = pytest.mark.costly

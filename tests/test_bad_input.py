@@ -159,8 +159,8 @@ CASES = {
     "unknown engine": (lambda: head(engine="fastest"), "engine", ["chunked", "fastest"]),
     "a wrong global vocabulary": (lambda: head(vocab=jaxlogp.VocabShards.even(11, 1)), "vocab", ["10", "11"]),
     "vocab that is a number": (lambda: head(vocab=10), "vocab", ["VocabShards", "10"]),
-    "token_chunk 0": (lambda: jaxlogp.ChunkedEngine(token_chunk=0), "token_chunk", ["0"]),
-    "vocab_tile below 0": (lambda: jaxlogp.ChunkedEngine(vocab_tile=-8), "vocab_tile", ["-8"]),
+    "token_chunk 0": (lambda: jaxlogp.head.ChunkedEngine(token_chunk=0), "token_chunk", ["0"]),
+    "vocab_tile below 0": (lambda: jaxlogp.head.ChunkedEngine(vocab_tile=-8), "vocab_tile", ["-8"]),
     # the sharded head
     "a wrong global vocabulary in shard_map": (
         lambda: head_in_shard_map(3, jaxlogp.VocabShards.even(20, 4)),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxlogp import (
-    ChunkedEngine,
     embedding_lookup,
     group_advantages,
     linear_log_probs,
@@ -18,6 +17,7 @@ from jaxlogp import (
     masked_mean,
     policy_loss,
 )
+from jaxlogp.head import ChunkedEngine
 from jaxlogp.losses import gspo
 
 pytestmark = pytest.mark.costly

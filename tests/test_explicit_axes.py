@@ -11,8 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
     VocabShards,
     embedding_lookup,
     group_advantages,
@@ -30,9 +28,9 @@ from jaxlogp import (
     policy_metrics,
     sharded_embedding_lookup,
     sharded_linear_log_probs,
-    skipped_tiles,
     weighted_sum,
 )
+from jaxlogp.head import ChunkedEngine, GradientFilter, skipped_tiles
 from jaxlogp.losses import gspo
 from tests import oracle
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxlogp
 from jaxlogp import log_probs_from_logits
-from jaxlogp.reduce import masked_max, masked_mean
+from jaxlogp._reduce import masked_max, masked_mean
 
 
 @pytest.mark.bad_input

@@ -9,9 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxlogp import (
-    ChunkedEngine,
     Document,
-    GradientFilter,
     VocabShards,
     drift_report,
     embedding_lookup,
@@ -23,8 +21,8 @@ from jaxlogp import (
     policy_metrics,
     sharded_embedding_lookup,
     sharded_linear_log_probs,
-    skipped_tiles,
 )
+from jaxlogp.head import ChunkedEngine, GradientFilter, skipped_tiles
 from jaxlogp.losses import grpo_paper, gspo
 from tests import oracle
 

@@ -15,15 +15,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    ChunkedEngine,
-    VocabShards,
-    embedding_lookup,
-    linear_log_probs,
-    losses,
-    policy_loss,
-    policy_metric_terms,
-)
+from jaxlogp import VocabShards, embedding_lookup, linear_log_probs, losses, policy_loss, policy_metric_terms
+from jaxlogp.head import ChunkedEngine
 from jaxlogp.policy.accumulate import StepSums
 from jaxlogp.policy.documents import Document, pack_documents
 from tests import oracle

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, linear_log_probs, log_probs_from_logits
+from jaxlogp import linear_log_probs, log_probs_from_logits
+from jaxlogp.head import ChunkedEngine
 
 ROWS, VOCAB = 1000, 257
 

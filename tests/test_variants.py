@@ -10,7 +10,8 @@ import numpy as np
 from absl.testing import parameterized
 
 import jaxlogp
-from jaxlogp import FixedOrderEngine, ReductionOrder
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 from tests import oracle
 
 TOKENS, HIDDEN, VOCAB = (3, 5), 16, 40

@@ -18,7 +18,7 @@ from benchmarks.clock import SETTLE_SECONDS, Timing, time_in_turns
 from benchmarks.head_speed.peers import PEERS, JaxPeer, TorchPeer
 from benchmarks.head_speed.programs import Prepared, compile_all, operands, our_programs, prepare_jax
 from benchmarks.head_speed.report import NotRun, ShapeRow, product_dtype
-from jaxlogp import why_not
+from jaxlogp.head import why_not
 from jaxlogp.head.registry import ENGINES
 
 EVERY = "every program"

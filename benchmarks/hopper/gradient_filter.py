@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from benchmarks.beside_product import TOKENS, Timed, cases, print_times, say
 from benchmarks.hopper.one_pass import relative
-from jaxlogp import GradientFilter, HopperEngine, linear_log_probs, skipped_tiles
+from jaxlogp import linear_log_probs
+from jaxlogp.head import GradientFilter, HopperEngine, skipped_tiles
 
 THRESHOLDS = (2.0**-8, 2.0**-12, 2.0**-16)
 ENTROPY = 0.5

@@ -10,7 +10,7 @@ import sys
 
 from benchmarks.beside_product import cases
 from benchmarks.engines import measure
-from jaxlogp import HopperEngine
+from jaxlogp.head import HopperEngine
 
 VARIANTS: dict[str, HopperEngine] = {"table": HopperEngine()}
 

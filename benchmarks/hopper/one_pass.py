@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from benchmarks.beside_product import Timed, cases, compile_or_say, memory_note, print_times, say
 from benchmarks.cases import ENTROPY_BONUS, Case
-from jaxlogp import HopperEngine, linear_log_probs, linear_policy_loss, policy_loss
+from jaxlogp import linear_log_probs, linear_policy_loss, policy_loss
+from jaxlogp.head import HopperEngine
 from jaxlogp.losses import grpo
 
 ENGINE = HopperEngine()

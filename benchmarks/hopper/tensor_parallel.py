@@ -32,8 +32,9 @@ from benchmarks.beside_product import TOKENS, Timed, cases, print_times, say
 from benchmarks.cases import Outputs, errors, exact
 from benchmarks.engines import operands
 from benchmarks.module_text import collectives
-from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs
-from jaxlogp.vocab import TILE
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp._vocab import TILE
+from jaxlogp.head import HopperEngine
 
 SHAPES = ("4096,151936", "1024,151936")
 VALUE_ERROR, GRADIENT_ERROR = 1e-4, 5e-3
@@ -206,7 +207,7 @@ def main():
     if "--interpret" not in sys.argv:
         return 0 if run(shapes, sizes, {}, checks) else 1
 
-    from jaxlogp.mosaic_gpu import interpreter
+    from jaxlogp._mosaic_gpu import interpreter
     from tests.head.cases import interpreted_together
 
     engine = {"interpret": interpreter(), "num_sms": 2, "chunk": 256}

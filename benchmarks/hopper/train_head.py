@@ -25,7 +25,8 @@ from jax.stages import Compiled
 from benchmarks.beside_product import TOKENS, Timed, cases, compile_or_say, memory_note, print_times, say
 from benchmarks.cases import ENTROPY_BONUS, Case
 from benchmarks.module_text import collectives, multiplications
-from jaxlogp import linear_log_probs, linear_policy_loss, policy_loss, record_head_runs
+from jaxlogp import linear_log_probs, linear_policy_loss, policy_loss
+from jaxlogp.head import record_head_runs
 from jaxlogp.losses import grpo
 
 ROWS, DOCUMENT, PROMPT = 4, 512, 128

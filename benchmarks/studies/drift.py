@@ -19,15 +19,15 @@ from jax.sharding import AxisType
 from experiments.command_line import run_command
 from jaxlogp import (
     DriftReport,
-    FixedOrderEngine,
     InvarianceReport,
-    ReductionOrder,
     VocabShards,
     check_invariance,
     drift_report,
     linear_log_probs,
     sharded_linear_log_probs,
 )
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 from jaxlogp.invariance.check import TokenFunction
 
 FIXED = FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=128, row_block=64))

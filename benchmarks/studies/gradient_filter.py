@@ -22,8 +22,9 @@ import numpy as np
 
 from benchmarks.clock import time_in_turns
 from experiments.command_line import run_command
-from jaxlogp import ChunkedEngine, GradientFilter, linear_log_probs, skipped_tiles
+from jaxlogp import linear_log_probs
 from jaxlogp.errors import require
+from jaxlogp.head import ChunkedEngine, GradientFilter, skipped_tiles
 
 # The hidden state's factor for the frequencies; this size keeps that column of the weight as small as the others.
 LEVER = np.float32(8.0)

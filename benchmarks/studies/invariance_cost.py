@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.clock import time_in_turns
 from experiments.command_line import run_command
-from jaxlogp import FixedOrderEngine, ReductionOrder, linear_log_probs
+from jaxlogp import linear_log_probs
 from jaxlogp.errors import require
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 
 ENGINES = {
     "chunked": "chunked",

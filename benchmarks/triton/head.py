@@ -11,7 +11,7 @@ import sys
 
 from benchmarks.beside_product import cases, say
 from benchmarks.engines import measure
-from jaxlogp import TritonEngine
+from jaxlogp.head import TritonEngine
 from jaxlogp.head.triton.availability import why_not_device, why_not_installed
 
 WINDOWS = [7616, 30400]

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 
 from experiments.models.dtype_choice import capability_of
-from jaxlogp import ReductionOrder
 from jaxlogp.errors import require
+from jaxlogp.invariance import ReductionOrder
 
 ENGINES = ("fixed_order", "hopper")
 

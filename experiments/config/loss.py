@@ -5,8 +5,8 @@ import inspect
 from dataclasses import dataclass
 
 from experiments.options import option_name, refused_as
-from jaxlogp import ChunkedEngine, GradientFilter, HopperEngine
 from jaxlogp.errors import require
+from jaxlogp.head import ChunkedEngine, GradientFilter, HopperEngine
 from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import PRESETS, PolicyLoss
 

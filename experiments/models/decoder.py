@@ -41,8 +41,9 @@ from experiments.models.mesh import SEQUENCE_AXIS, TENSOR_AXIS, axes_of_rows, do
 from experiments.models.remat import rematerialised
 from experiments.models.rope import rope_frequencies, rope_tables
 from experiments.models.sharding import gathered
-from jaxlogp import HeadSpec, embedding_lookup, sharded_embedding_lookup
+from jaxlogp import embedding_lookup, sharded_embedding_lookup
 from jaxlogp.errors import require
+from jaxlogp.head import HeadSpec
 
 MAX_UNROLLED_LAYERS = 4
 """Up to here the layers are compiled one by one: faster to run, and still a matter of seconds to compile."""

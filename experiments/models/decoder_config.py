@@ -9,8 +9,8 @@ from experiments.models.attention import NAMES, AttentionCall, AttentionRun, cho
 from experiments.models.lora import LoraConfig
 from experiments.models.remat import POLICIES
 from experiments.models.rope import Llama3Scaling, RopeScaling
-from jaxlogp import HeadSpec
 from jaxlogp.errors import require
+from jaxlogp.head import HeadSpec
 
 DTYPES = ("float32", "bfloat16")
 RESIDUAL_DTYPES = ("auto", "float32")

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlogp import HeadSpec
 from jaxlogp.errors import require
+from jaxlogp.head import HeadSpec
 
 
 class Model(Protocol):

@@ -32,8 +32,9 @@ from experiments.models.decoder import Decoder
 from experiments.models.mesh import axes_of_rows, size_of
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
 from experiments.sampling.pick import DrawOptions, Picked, pick
-from jaxlogp import HeadSpec, head_logits
+from jaxlogp import head_logits
 from jaxlogp.errors import require
+from jaxlogp.head import HeadSpec
 
 FEWEST_ROWS = 16
 """No rank's batch is narrowed to fewer rows."""

@@ -20,16 +20,9 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS
 from experiments.training.block_reader import BlockReader, Weights
 from experiments.training.leaf_ranks import LeafRanks
-from jaxlogp import (
-    FixedOrderEngine,
-    FixedOrderHopperEngine,
-    HeadRun,
-    TokenLogProbs,
-    VocabShards,
-    linear_log_probs,
-    record_head_runs,
-)
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.errors import require
+from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine, HeadRun, record_head_runs
 
 LeafEngine = FixedOrderEngine | FixedOrderHopperEngine
 

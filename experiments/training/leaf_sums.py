@@ -29,8 +29,9 @@ from experiments.training.leaf_exchange import LeafExchange
 from experiments.training.leaf_programs import LeafPrograms, Loaded
 from experiments.training.objectives import Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
-from jaxlogp import HeadRun, MicroBatch, StepSums, TokenLogProbs
+from jaxlogp import MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.errors import require
+from jaxlogp.head import HeadRun
 
 
 class LeafSums:

@@ -27,7 +27,8 @@ from experiments.models.sharding import parameter_shardings
 from experiments.sampling.packing import Round
 from experiments.training.objectives import LossParts, Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
-from jaxlogp import HeadRun, MicroBatch, StepSums, linear_log_probs, record_head_runs
+from jaxlogp import MicroBatch, StepSums, linear_log_probs
+from jaxlogp.head import HeadRun, record_head_runs
 from jaxlogp.head.registry import EngineChoice, default_shards
 
 

@@ -29,8 +29,9 @@ from experiments.training.objectives import Objective
 from experiments.training.origin import Origin
 from experiments.training.replicas import Replicas
 from experiments.training.sums import GradientSums
-from jaxlogp import FixedOrderEngine, FixedOrderHopperEngine, VocabShards
+from jaxlogp import VocabShards
 from jaxlogp.errors import require
+from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 from jaxlogp.head.registry import default_shards
 
 

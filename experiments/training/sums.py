@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from experiments.models.ahead import Ahead
 from experiments.sampling.packing import Round
-from jaxlogp import HeadRun, StepSums
+from jaxlogp import StepSums
+from jaxlogp.head import HeadRun
 
 
 class MicroSums(NamedTuple):

@@ -43,8 +43,9 @@ from experiments.training.origin import Origin, fingerprint, origin_of
 from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WarmStart, WorkedExamples, warm_start_optimizer
 from experiments.training.watch import Watch, over_median, with_norm
-from jaxlogp import Document, DocumentSchedule, HeadRun
+from jaxlogp import Document, DocumentSchedule
 from jaxlogp.errors import require
+from jaxlogp.head import HeadRun
 
 CHECK_PROMPTS = 512
 FASTEST_ON_GPU = ("hopper", "triton")

@@ -9,6 +9,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
+from jaxlogp._reduce import WeightedSum
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import (
     HeadCall,
@@ -23,9 +26,6 @@ from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import materialised_logits
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
-from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.vocab import VocabShards
 
 
 def linear_log_probs(
@@ -66,9 +66,10 @@ def linear_log_probs(
     Call :func:`sharded_linear_log_probs` there. The first such call in a mesh context (``jax.set_mesh``) warns.
 
     Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
-    NaN; hidden states can be checked with :func:`jaxlogp.nan_unless_equal`. With ``sequence_dim`` (Megatron's sequence
-    parallelism) each rank passes its own part of the tokens' hidden states instead, and targets and mask of all tokens:
-    the parts are gathered before the product, and the gradient is summed and split again by one reduce-scatter in fp32.
+    NaN; hidden states can be checked with :func:`jaxlogp.invariance.nan_unless_equal`. With ``sequence_dim``
+    (Megatron's sequence parallelism) each rank passes its own part of the tokens' hidden states instead, and targets
+    and mask of all tokens: the parts are gathered before the product, and the gradient is summed and split again by
+    one reduce-scatter in fp32.
 
     Args:
       hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused: all sums are fp32). Cast to the weight's dtype for the
@@ -311,7 +312,7 @@ def skipped_tiles(
       ValueError: an engine without a gradient filter, or what linear_log_probs refuses.
 
     Example:
-      >>> from jaxlogp import ChunkedEngine, GradientFilter
+      >>> from jaxlogp.head import ChunkedEngine, GradientFilter
       >>> weight = jnp.where(jnp.arange(8) < 4, 20.0, 0.0)[:, None]
       >>> engine = ChunkedEngine(vocab_tile=2, gradient_filter=GradientFilter())
       >>> float(skipped_tiles(jnp.ones((3, 1)), weight, jnp.zeros(3, jnp.int32), engine=engine).mean())

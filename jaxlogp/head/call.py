@@ -19,11 +19,11 @@ from jaxlogp._compat import (
     vary_over,
     varying_axes,
 )
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
+from jaxlogp._vocab import VocabShards, local_shard
 from jaxlogp.errors import describe, require, require_floating
 from jaxlogp.head.projection import HeadSpec, dot
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
-from jaxlogp.vocab import VocabShards, local_shard
 
 HeadWeight = Float[Array, "vocab hidden"] | Float[Array, "hidden vocab"]
 """A head in either layout; see :data:`WEIGHT_LAYOUTS`."""

@@ -5,10 +5,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
+from jaxlogp._reduce import WeightedSum
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._vocab import VocabShards
 from jaxlogp.head.call import HeadCall, HeadGradients
-from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.vocab import VocabShards
 
 LossCotangents = Callable[[TokenLogProbs, Any], TokenLogProbs]
 """(values of some tokens, the loss's data of these tokens) -> cotangents of log_probs, and of entropy or None."""
@@ -19,7 +19,7 @@ class Engine(Protocol):
     """Computes log-probs and gradients in its own way. Stateless and hashable: a frozen dataclass of its settings.
 
     An engine of your own subclasses this, defines ``name``, :meth:`forward` and :meth:`backward`, and is given as
-    ``engine=`` or registered under a name (:func:`jaxlogp.register_engine`). It sees operands that are typed as varying
+    ``engine=`` or registered under a name (:func:`jaxlogp.head.register_engine`). It sees operands that are typed as varying
     over every mesh axis in use, reduces its statistics over ``call.axis_name``, and returns the gradients of its own
     tokens and columns; psums of gradients over mesh axes are left to the caller. Where ``call.frozen``, the gradients of
     weight and bias may be None, which saves a product.

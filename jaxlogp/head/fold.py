@@ -19,13 +19,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._agreement import counters, same_ids
 from jaxlogp._arrays import nan_where
 from jaxlogp._compat import AxisName, vary_over
-from jaxlogp.agreement import counters, same_ids
+from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.live_rows import LiveRows
-from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # x = whole + middle 2^-18 + low 2^-36: the sum of 4096 tiles (a million columns), two terms each, fits int32, and what
 # is truncated below 2^-36 adds up to 1e-8 over 600 tiles, where S is at least 1.
@@ -172,7 +172,7 @@ def spoiled_together(sums: TileSums) -> TileSums:
 def finish_sums(
     sums: TileSums, mask: Bool[Array, " tokens"], vocab_size: int, invalid: Bool[Array, " tokens"] | None
 ) -> tuple[TokenLogProbs, Normaliser]:
-    """:func:`jaxlogp.stats.finish` without any addition of a product.
+    """:func:`jaxlogp._stats.finish` without any addition of a product.
 
     Args:
       sums: over the whole vocabulary.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._stats import Normaliser
 from jaxlogp.errors import describe, require
-from jaxlogp.stats import Normaliser
 
 
 @dataclasses.dataclass(frozen=True)

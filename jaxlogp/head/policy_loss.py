@@ -11,6 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray, refuse_gradient
 from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_checked_axes
+from jaxlogp._reduce import WeightedSum
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import (
     cotangents_of,
@@ -36,9 +39,6 @@ from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
 from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.losses.inputs import labels_of
 from jaxlogp.losses.options import suggest_options
-from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.vocab import VocabShards
 
 ONE_PASS, KNOWN_LSE, TWO_STEPS = "in one pass", "from the known log-sum-exp", "in two steps"
 
@@ -79,7 +79,7 @@ def linear_policy_loss(
     loss.sum = policy_loss(linear_log_probs(hidden, weight, targets, ...), old_log_probs, ...).sum, differentiable in hidden,
     weight and bias. The gradient is computed in the forward pass and multiplied by the cotangent of the sum in the
     backward: three products instead of four. A loss or an engine that does not allow that is computed in two steps, and
-    the record (:func:`jaxlogp.record_head_runs`) says why: a document's ratio needs the log-probs of all its tokens
+    the record (:func:`jaxlogp.head.record_head_runs`) says why: a document's ratio needs the log-probs of all its tokens
     first. Without differentiation only values are computed.
 
     Inside ``shard_map`` everything is as in :func:`jaxlogp.linear_log_probs`; the caller psums the WeightedSum over the

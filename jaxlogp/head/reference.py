@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxlogp._stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 from jaxlogp.head.call import HeadCall, HeadGradients, HeadWeight, weight_gradient
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec, dot, finish_logits, product_gradient
-from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
 
 
 class _Kept(NamedTuple):

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlogp._targets import LocalTargets
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import HeadCall, check_operands
 from jaxlogp.head.chunked.engine import ChunkedEngine
@@ -23,8 +25,6 @@ from jaxlogp.head.hopper.engine import HopperEngine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import ReferenceEngine
 from jaxlogp.head.triton.engine import TritonEngine
-from jaxlogp.targets import LocalTargets
-from jaxlogp.vocab import VocabShards
 
 EngineChoice = str | Engine | Sequence[str | Engine]
 
@@ -69,7 +69,7 @@ def register_engine(name: str, engine: Engine) -> None:
 
     Args:
       name: a name that is not taken.
-      engine: an object with the methods of :class:`jaxlogp.Engine`.
+      engine: an object with the methods of :class:`jaxlogp.head.Engine`.
 
     Raises:
       ValueError: a name that is taken or reserved, or an object that is not an engine.
@@ -93,7 +93,7 @@ def named_engine(engine: str | Engine) -> Engine:
 
 
 def _checked(engine: object) -> Engine:
-    expected = f"'auto', one of {sorted(ENGINES)}, an engine object (jaxlogp.Engine), or a sequence of these"
+    expected = f"'auto', one of {sorted(ENGINES)}, an engine object (jaxlogp.head.Engine), or a sequence of these"
     require(isinstance(engine, Engine) and not isinstance(engine, type), "engine", expected, describe(engine))
     return engine
 
@@ -134,7 +134,7 @@ def _why_not(engine: Engine, call: HeadCall) -> str | None:
 
 def _sequence(engine: object) -> Sequence[str | Engine]:
     ok = isinstance(engine, list | tuple) and len(engine) > 0
-    expected = f"'auto', one of {sorted(ENGINES)}, an engine object (jaxlogp.Engine), or a sequence of these"
+    expected = f"'auto', one of {sorted(ENGINES)}, an engine object (jaxlogp.head.Engine), or a sequence of these"
     require(ok, "engine", expected, describe(engine))
     return engine
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxlogp._stats import Normaliser
 from jaxlogp.head.live_rows import LiveRows
 from jaxlogp.head.projection import HeadSpec
-from jaxlogp.stats import Normaliser
 
 
 class RowScalars(NamedTuple):

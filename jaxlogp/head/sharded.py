@@ -15,6 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._compat import automatic_mesh_axes, axis_tuple, known_sharding, place, require_axes
+from jaxlogp._reduce import WeightedSum
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._targets import check_targets
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, require
 from jaxlogp.head.api import linear_log_probs
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
@@ -22,10 +26,6 @@ from jaxlogp.head.policy_loss import linear_policy_loss
 from jaxlogp.head.registry import EngineChoice, default_shards, first_choice, report, with_head_runs
 from jaxlogp.losses import PolicyLoss, grpo, loss_tokens
 from jaxlogp.losses.inputs import labels_of
-from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.targets import check_targets
-from jaxlogp.vocab import VocabShards
 
 # Functions that :func:`warn_of_unknown_layout` has warned of.
 _WARNED: set[str] = set()

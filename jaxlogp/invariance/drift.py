@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxlogp._arrays import AnyArray
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer, require_mask
-from jaxlogp.vocab import VocabShards
 
 SMALLEST_REFERENCE = 1e-12
 """Denominators of relative errors are at least this."""

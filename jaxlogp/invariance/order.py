@@ -19,9 +19,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxlogp._compat import AxisName, AxisNames, axis_tuple, refuse_unchecked_gradient, union_of_varying_axes, vary_over
+from jaxlogp._vocab import TILE, VocabShards
 from jaxlogp.errors import describe, require
 from jaxlogp.invariance.exact import no_negative_zero
-from jaxlogp.vocab import TILE, VocabShards
 
 LANES = 64
 # Above this, Σ exp of one tile may be too large for the integers in which tiles are added up.
@@ -44,8 +44,8 @@ class ReductionOrder:
       row_block: R, rows of every product, a multiple of 64. Tokens are padded to whole blocks.
       dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
         takes the dtype that follows from the operands.
-      engine: whose arithmetic it is: "fixed_order" (:class:`jaxlogp.FixedOrderEngine`) or "hopper"
-        (:class:`jaxlogp.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which multiplies
+      engine: whose arithmetic it is: "fixed_order" (:class:`jaxlogp.head.FixedOrderEngine`) or "hopper"
+        (:class:`jaxlogp.head.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which multiplies
         bfloat16; :meth:`for_hopper` makes one.
 
     Example:
@@ -76,7 +76,7 @@ class ReductionOrder:
 
     @classmethod
     def for_hopper(cls, granules: int = 8) -> "ReductionOrder":
-        """The order of :class:`jaxlogp.FixedOrderHopperEngine`.
+        """The order of :class:`jaxlogp.head.FixedOrderHopperEngine`.
 
         Args:
           granules: G; the number of shards must divide it. A granule is a chunk of the backward: more of them take more

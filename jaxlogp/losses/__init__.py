@@ -1,32 +1,53 @@
 """Policy losses: objects made of orthogonal parts, presets by the field's names, and their values as unreduced sums."""
 
-from jaxlogp.losses.documents import DocumentLayout as DocumentLayout
-from jaxlogp.losses.loss import LossTokens as LossTokens
-from jaxlogp.losses.loss import PolicyLoss as PolicyLoss
-from jaxlogp.losses.loss import loss_tokens as loss_tokens
-from jaxlogp.losses.loss import policy_loss as policy_loss
-from jaxlogp.losses.loss import reduce_losses as reduce_losses
-from jaxlogp.losses.loss import weighted_losses as weighted_losses
-from jaxlogp.losses.objectives import Clipped as Clipped
-from jaxlogp.losses.objectives import LogLikelihood as LogLikelihood
-from jaxlogp.losses.objectives import Objective as Objective
-from jaxlogp.losses.objectives import SoftGate as SoftGate
-from jaxlogp.losses.objectives import StopGradientWeight as StopGradientWeight
-from jaxlogp.losses.presets import PRESETS as PRESETS
-from jaxlogp.losses.presets import bnpo as bnpo
-from jaxlogp.losses.presets import cispo as cispo
-from jaxlogp.losses.presets import dapo as dapo
-from jaxlogp.losses.presets import dr_grpo as dr_grpo
-from jaxlogp.losses.presets import grpo as grpo
-from jaxlogp.losses.presets import grpo_paper as grpo_paper
-from jaxlogp.losses.presets import gspo as gspo
-from jaxlogp.losses.presets import register_loss as register_loss
-from jaxlogp.losses.presets import reinforce as reinforce
-from jaxlogp.losses.presets import rloo as rloo
-from jaxlogp.losses.presets import sapo as sapo
-from jaxlogp.losses.ratios import MAX_LOG_RATIO as MAX_LOG_RATIO
-from jaxlogp.losses.ratios import kl_k1 as kl_k1
-from jaxlogp.losses.ratios import kl_k2 as kl_k2
-from jaxlogp.losses.ratios import kl_k3 as kl_k3
-from jaxlogp.losses.ratios import log_ratio as log_ratio
-from jaxlogp.losses.ratios import ratio as ratio
+from jaxlogp.losses.documents import DocumentLayout
+from jaxlogp.losses.loss import LossTokens, PolicyLoss, loss_tokens, policy_loss, reduce_losses, weighted_losses
+from jaxlogp.losses.objectives import Clipped, LogLikelihood, Objective, SoftGate, StopGradientWeight
+from jaxlogp.losses.presets import (
+    PRESETS,
+    bnpo,
+    cispo,
+    dapo,
+    dr_grpo,
+    grpo,
+    grpo_paper,
+    gspo,
+    register_loss,
+    reinforce,
+    rloo,
+    sapo,
+)
+from jaxlogp.losses.ratios import MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio, ratio
+
+__all__ = [
+    "bnpo",
+    "cispo",
+    "Clipped",
+    "dapo",
+    "DocumentLayout",
+    "dr_grpo",
+    "grpo",
+    "grpo_paper",
+    "gspo",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "log_ratio",
+    "LogLikelihood",
+    "loss_tokens",
+    "LossTokens",
+    "MAX_LOG_RATIO",
+    "Objective",
+    "policy_loss",
+    "PolicyLoss",
+    "PRESETS",
+    "ratio",
+    "reduce_losses",
+    "register_loss",
+    "reinforce",
+    "rloo",
+    "sapo",
+    "SoftGate",
+    "StopGradientWeight",
+    "weighted_losses",
+]

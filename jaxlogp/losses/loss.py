@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
 from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
@@ -34,7 +35,6 @@ from jaxlogp.losses.inputs import (
 )
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
-from jaxlogp.reduce import WeightedSum
 
 RATIOS = ("token", "sequence")
 ENTROPY_WEIGHTS = ("reduction", "labels")

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxlogp._arrays import AnyArray, compute_dtype
+from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, require
 from jaxlogp.policy.metrics import PolicyMetricTerms
-from jaxlogp.reduce import WeightedSum
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["gradients", "loss", "metrics"], meta_fields=[])

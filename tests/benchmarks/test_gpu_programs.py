@@ -10,7 +10,8 @@ from benchmarks.beside_product import PRODUCT, Timed
 from benchmarks.cases import make_case
 from benchmarks.clock import Timing
 from benchmarks.hopper import train_head
-from jaxlogp import ChunkedEngine, linear_policy_loss
+from jaxlogp import linear_policy_loss
+from jaxlogp.head import ChunkedEngine
 
 WEIGHT = (200, 48)
 

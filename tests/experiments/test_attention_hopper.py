@@ -9,7 +9,7 @@ from experiments.models.attention import first_keys
 from experiments.models.attention.hopper.attend import attend_hopper
 from experiments.models.attention.hopper.bounds import TILE, Bounds
 from experiments.models.attention.hopper.settings import Settings
-from jaxlogp.mosaic_gpu import interpreter, why_not_available
+from jaxlogp._mosaic_gpu import interpreter, why_not_available
 from tests.experiments import test_attention as cases
 
 

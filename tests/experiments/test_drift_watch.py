@@ -12,7 +12,8 @@ from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
 from experiments.training.drift import END, DriftWatch
 from experiments.training.scoring import RESCORED_COLUMNS
 from experiments.training.sums import Scores
-from jaxlogp import Document, HeadRun, VocabShards
+from jaxlogp import Document, VocabShards
+from jaxlogp.head import HeadRun
 from tests.experiments.stacked import stacked
 
 TOKENIZER = tokenizer_for(make_task("addition:1"))

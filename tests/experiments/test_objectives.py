@@ -17,7 +17,9 @@ from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_sums import LeafSums
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import CrossEntropy, PolicyObjective
-from jaxlogp import Document, FixedOrderEngine, ReductionOrder
+from jaxlogp import Document
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 from tests.experiments.stacked import stacked
 
 pytestmark = pytest.mark.costly

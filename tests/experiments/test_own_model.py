@@ -21,7 +21,7 @@ from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import CharTokenizer
 from experiments.training.loaded import load_model
-from jaxlogp import HeadSpec
+from jaxlogp.head import HeadSpec
 from tests.experiments.tiny import tiny, train_records
 
 PATH = Path(__file__).parents[2] / "examples" / "own_model.py"

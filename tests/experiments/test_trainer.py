@@ -27,8 +27,8 @@ from experiments.training.run import set_up
 from experiments.training.sums import MicroSums
 from experiments.training.trainer import slower_head
 from experiments.training.update import Update
-from jaxlogp import ChunkedEngine, HeadRun, PolicyMetricTerms, StepSums, WeightedSum
-from jaxlogp.head import registry
+from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
+from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from tests.experiments.tiny import TINY, tiny, train_records
 
 SHORT = {"max_steps": 0}

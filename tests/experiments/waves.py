@@ -10,7 +10,8 @@ from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.sampling.packing import Packing
 from experiments.training.micro_batch_sums import MicroBatchSums
 from experiments.training.objectives import CrossEntropy
-from jaxlogp import Document, HeadSpec
+from jaxlogp import Document
+from jaxlogp.head import HeadSpec
 
 # On four ranks a table of 480 rows each, where the head wants 512, 512, 512 and 384.
 VOCAB, HIDDEN = 1920, 28

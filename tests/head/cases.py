@@ -15,21 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxlogp import (
-    ChunkedEngine,
-    FixedOrderEngine,
-    HopperEngine,
-    ReductionOrder,
-    ReferenceEngine,
-    TokenLogProbs,
-    TritonEngine,
-    VocabShards,
-    linear_log_probs,
-    sharded_linear_log_probs,
-)
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs, sharded_linear_log_probs
+from jaxlogp._mosaic_gpu import interpreter, why_not_available
+from jaxlogp.head import ChunkedEngine, FixedOrderEngine, HopperEngine, ReferenceEngine, TritonEngine
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.tiles import HeadTiles, TileConfig
-from jaxlogp.mosaic_gpu import interpreter, why_not_available
+from jaxlogp.invariance import ReductionOrder
 from tests import oracle
 from tests.head import triton_plain
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, head_logits, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp import head_logits, linear_log_probs, linear_policy_loss
+from jaxlogp.head import ChunkedEngine, record_head_runs
 from tests import oracle
 from tests.head import cases
 

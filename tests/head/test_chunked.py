@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxlogp import ChunkedEngine
+from jaxlogp.head import ChunkedEngine
 from tests import oracle
 from tests.head import cases
 

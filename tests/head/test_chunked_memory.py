@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlogp import ChunkedEngine, linear_log_probs
+from jaxlogp import linear_log_probs
+from jaxlogp.head import ChunkedEngine
 
 pytestmark = pytest.mark.costly
 

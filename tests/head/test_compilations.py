@@ -7,17 +7,15 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
     embedding_lookup,
     linear_log_probs,
     linear_policy_loss,
     log_probs_from_logits,
-    record_head_runs,
     sharded_embedding_lookup,
     sharded_linear_log_probs,
     sharded_linear_policy_loss,
 )
+from jaxlogp.head import ChunkedEngine, GradientFilter, record_head_runs
 
 pytestmark = pytest.mark.costly
 

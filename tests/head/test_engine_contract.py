@@ -13,25 +13,20 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxlogp
-from jaxlogp import (
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss, sharded_linear_log_probs
+from jaxlogp.head import (
     ChunkedEngine,
     Engine,
     FixedOrderEngine,
     HeadCall,
     HeadGradients,
     HopperEngine,
-    ReductionOrder,
     ReferenceEngine,
-    TokenLogProbs,
-    VocabShards,
-    linear_log_probs,
-    linear_policy_loss,
-    nan_unless_equal,
     record_head_runs,
     register_engine,
-    sharded_linear_log_probs,
 )
 from jaxlogp.head.registry import ENGINES
+from jaxlogp.invariance import ReductionOrder, nan_unless_equal
 
 pytestmark = pytest.mark.costly
 
@@ -162,9 +157,9 @@ def test_a_sequence_takes_the_first_engine_that_can_and_says_why_not_the_others(
 
 def test_why_not_says_what_is_in_the_way_without_computing():
     hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 64), (256, 64)])
-    assert jaxlogp.why_not("chunked", hidden, weight) is None
-    assert "needs" in jaxlogp.why_not("triton", hidden, weight)
-    assert jaxlogp.why_not(PlainEngine(), hidden, weight, num_shards=2) == "it takes no vocabulary shards"
+    assert jaxlogp.head.why_not("chunked", hidden, weight) is None
+    assert "needs" in jaxlogp.head.why_not("triton", hidden, weight)
+    assert jaxlogp.head.why_not(PlainEngine(), hidden, weight, num_shards=2) == "it takes no vocabulary shards"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +173,7 @@ def test_why_not_says_what_is_in_the_way_without_computing():
 def test_an_order_that_does_not_fit_is_a_sentence_and_no_error(order, columns, num_shards, words):
     hidden, weight = (jax.ShapeDtypeStruct((rows, 64), jnp.float32) for rows in (8, columns))
     engine = FixedOrderEngine(ReductionOrder(**order))
-    refusal = jaxlogp.why_not(engine, hidden, weight, num_shards=num_shards)
+    refusal = jaxlogp.head.why_not(engine, hidden, weight, num_shards=num_shards)
     assert refusal.startswith(f"its order does not fit: {words}")
 
 

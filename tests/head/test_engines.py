@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jaxlogp import ChunkedEngine, linear_log_probs, record_head_runs
+from jaxlogp import linear_log_probs
+from jaxlogp.head import ChunkedEngine, record_head_runs
 from tests import oracle
 from tests.head import cases
 from tests.head.cases import ALL_OPTIONS, ENGINES, GRADIENT_ERROR, HIDDEN, TOKENS, VALUE_ERROR, VOCAB, Entry

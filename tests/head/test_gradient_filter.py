@@ -10,14 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
-    linear_log_probs,
-    linear_policy_loss,
-    record_head_runs,
-    skipped_tiles,
-)
+from jaxlogp import linear_log_probs, linear_policy_loss
+from jaxlogp.head import ChunkedEngine, GradientFilter, record_head_runs, skipped_tiles
 from jaxlogp.losses import grpo, gspo
 from tests import oracle
 

@@ -10,20 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import (
-    ChunkedEngine,
-    GradientFilter,
-    HopperEngine,
-    linear_log_probs,
-    linear_policy_loss,
-    policy_loss,
-    skipped_tiles,
-)
+from jaxlogp import linear_log_probs, linear_policy_loss, policy_loss
+from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp.head import ChunkedEngine, GradientFilter, HopperEngine, skipped_tiles
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED
 from jaxlogp.losses import grpo
-from jaxlogp.mosaic_gpu import why_not_available
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import GradientFilter, HopperEngine, linear_log_probs, skipped_tiles
+from jaxlogp import linear_log_probs
+from jaxlogp._mosaic_gpu import interpreter, why_not_available
+from jaxlogp.head import GradientFilter, HopperEngine, skipped_tiles
 from jaxlogp.head.hopper.tiles import ALTERNATE, FILTERED, SHARED_PAIR, HeadTiles
-from jaxlogp.mosaic_gpu import interpreter, why_not_available
 from tests import oracle
 from tests.head import cases
 from tests.head.test_gradient_filter import numpy_filter

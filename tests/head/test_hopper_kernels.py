@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import HopperEngine, linear_log_probs, linear_policy_loss, why_not
+from jaxlogp import linear_log_probs, linear_policy_loss
+from jaxlogp._mosaic_gpu import interpreter, why_not_available
+from jaxlogp.head import HopperEngine, why_not
 from jaxlogp.head.hopper import values as hopper_values
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.tiles import ALTERNATE, SHARED_PAIR, HeadTiles
-from jaxlogp.mosaic_gpu import interpreter, why_not_available
 from tests.head import cases
 from tests.head.cases import ALL_OPTIONS, hopper
 

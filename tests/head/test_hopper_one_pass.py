@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import HopperEngine, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp import linear_log_probs, linear_policy_loss
+from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp.head import HopperEngine, record_head_runs
 from jaxlogp.head.hopper import one_pass as hopper_one_pass
 from jaxlogp.head.hopper.tiles import head_tiles
 from jaxlogp.losses import grpo, reinforce
-from jaxlogp.mosaic_gpu import why_not_available
 from tests import oracle
 from tests.head.cases import GRADIENT_ERROR, hopper, same_bits
 from tests.head.policy_problem import HEAD, compare, differentiated, one_call, problem, two_calls

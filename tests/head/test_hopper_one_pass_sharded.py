@@ -10,16 +10,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    HopperEngine,
-    VocabShards,
-    linear_log_probs,
-    linear_policy_loss,
-    record_head_runs,
-)
+from jaxlogp import VocabShards, linear_log_probs, linear_policy_loss
+from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp.head import HopperEngine, record_head_runs
 from jaxlogp.head.hopper import one_pass as hopper_one_pass
 from jaxlogp.losses import grpo
-from jaxlogp.mosaic_gpu import why_not_available
 from tests import oracle
 from tests.head import cases
 

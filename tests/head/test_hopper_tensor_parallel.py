@@ -10,9 +10,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import FixedOrderHopperEngine, HopperEngine, ReductionOrder, TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp.head import FixedOrderHopperEngine, HopperEngine
 from jaxlogp.head.hopper import values as hopper_values
-from jaxlogp.mosaic_gpu import why_not_available
+from jaxlogp.invariance import ReductionOrder
 from tests.head import cases
 
 pytestmark = pytest.mark.skipif(why_not_available() is not None, reason=str(why_not_available()))

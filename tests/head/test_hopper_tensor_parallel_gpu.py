@@ -13,9 +13,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import HopperEngine, TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss, policy_loss
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs, linear_policy_loss, policy_loss
+from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp.head import HopperEngine
 from jaxlogp.losses import grpo
-from jaxlogp.mosaic_gpu import why_not_available
 from tests.head.test_hopper_gpu import float64, inputs, relative
 
 

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import VocabShards, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp import VocabShards, linear_log_probs, linear_policy_loss
+from jaxlogp.head import record_head_runs
 from jaxlogp.head.chunked import one_pass as chunked_one_pass
 from jaxlogp.losses import cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, sapo
 from tests import oracle

@@ -5,7 +5,8 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from jaxlogp import ChunkedEngine, FixedOrderEngine, ReductionOrder
+from jaxlogp.head import ChunkedEngine, FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 from tests.head import cases
 
 FIXED_ORDER = FixedOrderEngine(ReductionOrder(granules=8, vocab_tile=64, row_block=64))

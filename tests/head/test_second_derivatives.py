@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import ChunkedEngine, GradientFilter, linear_log_probs, linear_policy_loss
+from jaxlogp import linear_log_probs, linear_policy_loss
+from jaxlogp.head import ChunkedEngine, GradientFilter
 from jaxlogp.losses import grpo
 from tests import oracle
 from tests.head import cases

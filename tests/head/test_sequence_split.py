@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import ChunkedEngine, VocabShards, linear_log_probs, linear_policy_loss
+from jaxlogp import VocabShards, linear_log_probs, linear_policy_loss
+from jaxlogp.head import ChunkedEngine
 from jaxlogp.losses import grpo, gspo
 from tests import oracle
 from tests.head.test_shards import collectives

@@ -10,15 +10,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp import (
-    ChunkedEngine,
     VocabShards,
     linear_log_probs,
     linear_policy_loss,
-    record_head_runs,
     sharded_linear_log_probs,
     sharded_linear_policy_loss,
 )
-from jaxlogp.head import sharded
+from jaxlogp.head import ChunkedEngine, record_head_runs, sharded
 from jaxlogp.losses import grpo, gspo
 from tests import oracle
 from tests.head import policy_problem

@@ -9,13 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    ChunkedEngine,
-    VocabShards,
-    linear_log_probs,
-    log_probs_from_logits,
-    sharded_linear_log_probs,
-)
+from jaxlogp import VocabShards, linear_log_probs, log_probs_from_logits, sharded_linear_log_probs
+from jaxlogp.head import ChunkedEngine
 from tests import oracle
 from tests.head import cases
 

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import TritonEngine, linear_log_probs, linear_policy_loss, record_head_runs
+from jaxlogp import linear_log_probs, linear_policy_loss
+from jaxlogp._targets import LocalTargets
+from jaxlogp.head import TritonEngine, record_head_runs
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.registry import choose_engine
 from jaxlogp.head.triton import availability, launch, tiles
 from jaxlogp.head.triton import engine as engine_module
 from jaxlogp.head.triton.operands import Launch, Operands
 from jaxlogp.head.triton.tiles import TABLE
-from jaxlogp.targets import LocalTargets
 from tests.head import cases
 from tests.head.cases import ALL_OPTIONS, TRITON_INTERPRETED, TRITON_TILES, triton
 

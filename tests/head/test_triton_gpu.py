@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import HeadSpec, TritonEngine, linear_log_probs
+from jaxlogp import linear_log_probs
+from jaxlogp.head import HeadSpec, TritonEngine
 from jaxlogp.head.triton import launch
 from jaxlogp.head.triton.availability import device_capability, why_not_device, why_not_installed
 from jaxlogp.head.triton.operands import Launch, Operands

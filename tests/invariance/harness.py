@@ -16,7 +16,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import ChunkedEngine, FixedOrderEngine, ReductionOrder, TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
+from jaxlogp.head import ChunkedEngine, FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 
 HIDDEN = 32
 ORDER = ReductionOrder(granules=24, vocab_tile=128, row_block=64)

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jaxlogp import FixedOrderEngine, ReductionOrder, sharded_linear_log_probs
+from jaxlogp import sharded_linear_log_probs
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 
 FIXED = FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=128, row_block=64))
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import ChunkedEngine, FixedOrderEngine, ReductionOrder, linear_log_probs
+from jaxlogp import linear_log_probs
+from jaxlogp.head import ChunkedEngine, FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder
 from tests.invariance.harness import FIXED, Setting, run
 
 TOKENS, VOCAB, HIDDEN = 70, 256, 32

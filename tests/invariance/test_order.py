@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import (
-    FixedOrderEngine,
-    FixedOrderHopperEngine,
-    ReductionOrder,
-    VocabShards,
-    fixed_order_sum,
-    linear_log_probs,
-)
+from jaxlogp import VocabShards, linear_log_probs
 from jaxlogp import sharded_linear_log_probs as sharded
+from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
+from jaxlogp.invariance import ReductionOrder, fixed_order_sum
 from jaxlogp.invariance.exact import no_negative_zero, one_minus_square, product, split
 from jaxlogp.invariance.order import fold_tree
 from tests.invariance.harness import FIXED, ORDER, broken, case, tensor_mesh

@@ -14,7 +14,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp import FixedOrderEngine, ReductionOrder, fixed_order_sum, linear_log_probs
+from jaxlogp import linear_log_probs
+from jaxlogp.head import FixedOrderEngine
+from jaxlogp.invariance import ReductionOrder, fixed_order_sum
 
 VOCAB, HIDDEN, TOKENS = 1027, 32, 256
 ENGINE = FixedOrderEngine(ReductionOrder(granules=24, vocab_tile=128, row_block=64))

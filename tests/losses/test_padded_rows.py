@@ -165,7 +165,7 @@ def test_the_head_on_policy(name):
     def total(hidden, weight, old):
         return linear_policy_loss(hidden, weight, targets, old, advantages, mask, loss=loss)[0].sum
 
-    with jaxlogp.record_head_runs() as runs:
+    with jaxlogp.head.record_head_runs() as runs:
         short = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, weight, None)
     assert runs[0].gradient.startswith("in one pass" if name == "grpo" else "in two steps")
     full = jax.value_and_grad(total, argnums=(0, 1))(hidden, weight, old)

@@ -23,14 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._compat import vary_over
-from jaxlogp.errors import require
-from jaxlogp.head.call import HeadCall, HeadGradients
-from jaxlogp.head.chunked.one_pass import values_and_gradients
-from jaxlogp.head.engine import Engine, LossCotangents
-from jaxlogp.head.gradient_filter import GradientFilter, KeptBlocks, check_filter, kept_blocks, visits
-from jaxlogp.head.projection import dot, finish_logits, product_gradient, take_rows, write_rows
-from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import (
+from jaxlogp._reduce import WeightedSum
+from jaxlogp._stats import (
     Normaliser,
     TokenLogProbs,
     all_reduce,
@@ -40,6 +34,12 @@ from jaxlogp.stats import (
     logit_gradient,
     tile_stats,
 )
+from jaxlogp.errors import require
+from jaxlogp.head.call import HeadCall, HeadGradients
+from jaxlogp.head.chunked.one_pass import values_and_gradients
+from jaxlogp.head.engine import Engine, LossCotangents
+from jaxlogp.head.gradient_filter import GradientFilter, KeptBlocks, check_filter, kept_blocks, visits
+from jaxlogp.head.projection import dot, finish_logits, product_gradient, take_rows, write_rows
 
 
 class _Kept(NamedTuple):

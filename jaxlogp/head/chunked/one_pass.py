@@ -13,12 +13,12 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxlogp._compat import vary_over
+from jaxlogp._stats import TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
+from jaxlogp._targets import LocalTargets, mask_cotangents
 from jaxlogp.head.call import HeadCall, HeadGradients, weight_gradient
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.live_rows import live_rows
 from jaxlogp.head.projection import dot, finish_logits, product_gradient
-from jaxlogp.stats import TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
-from jaxlogp.targets import LocalTargets, mask_cotangents
 
 # Most fp32 logits of one chunk of tokens, 256 MiB.
 CHUNK_ELEMENTS = 2**26

@@ -1,9 +1,10 @@
 """Engine ``fixed_order``: the head, bitwise equal on every vocabulary mesh, in every batch and at every position.
 
-The vocabulary is divided into the granules of a :class:`~jaxlogp.ReductionOrder`, granules into tiles, tokens into
-blocks of rows, and every product has the shape of one block and one tile, whatever the mesh and the batch. Forward:
-tile statistics are added as integers, in any order. Backward: a tile's logits are recomputed; the hidden gradient is
-summed tile by tile inside a granule and by the tree across granules, the weight's by the tree over blocks of rows.
+The vocabulary is divided into the granules of a :class:`~jaxlogp.invariance.ReductionOrder`, granules into tiles,
+tokens into blocks of rows, and every product has the shape of one block and one tile, whatever the mesh and the
+batch. Forward: tile statistics are added as integers, in any order. Backward: a tile's logits are recomputed; the
+hidden gradient is summed tile by tile inside a granule and by the tree across granules, the weight's by the tree over
+blocks of rows.
 
 Operands keep their types, and the backward sums each gradient over the mesh axes over which its operand does not
 vary: the transpose of a cast to "varying" would be a float all-reduce, whose order is the backend's.
@@ -19,6 +20,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlogp._compat import vary_over
+from jaxlogp._stats import Normaliser, TokenLogProbs
+from jaxlogp._vocab import VocabShards
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.fixed_order.nodes import (
@@ -34,8 +37,6 @@ from jaxlogp.head.fold import finish_sums, sum_shards, sum_tiles
 from jaxlogp.head.projection import dot
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_halves, fold_tree
-from jaxlogp.stats import Normaliser, TokenLogProbs
-from jaxlogp.vocab import VocabShards
 
 
 @dataclasses.dataclass(frozen=True)

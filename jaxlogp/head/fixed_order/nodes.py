@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxlogp._compat import varying_axes
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_tree, in_mesh_order, tree_sum_over
-from jaxlogp.vocab import VocabShards
 
 
 def why_not_shards(order: ReductionOrder, call: HeadCall) -> str | None:

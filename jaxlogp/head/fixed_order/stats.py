@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._stats import Normaliser
 from jaxlogp.invariance.exact import product
-from jaxlogp.stats import Normaliser
 
 # e^-80 is a normal fp32 number; below, exp may return denormals, which some programs flush and others keep.
 SMALLEST_SHIFT = -80.0

@@ -28,6 +28,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlogp._mosaic_gpu import why_not_available
+from jaxlogp._reduce import WeightedSum
+from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine, LossCotangents
 from jaxlogp.head.fold import MOST_TILES
@@ -36,9 +39,6 @@ from jaxlogp.head.hopper.one_pass import values_and_gradients
 from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_rows
 from jaxlogp.head.hopper.values import KeptStatistics, head_values
 from jaxlogp.head.row_scalars import row_scalars
-from jaxlogp.mosaic_gpu import why_not_available
-from jaxlogp.reduce import WeightedSum
-from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Rows of 16 bytes for the copy engine; where columns are the minor dimension of the weight, whole swizzled lines.
 COLUMNS_MULTIPLE = {"vh": 8, "hv": 64}

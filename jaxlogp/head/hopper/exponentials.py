@@ -18,15 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._mosaic_gpu import kernel, plgpu
+from jaxlogp._stats import Normaliser
+from jaxlogp._targets import LocalTargets
 from jaxlogp.head.hopper.forward import LARGEST_EXPONENT, LOG2_E, MASKED, special_tiles
 from jaxlogp.head.hopper.operands import Operands
 from jaxlogp.head.hopper.product import tile_transforms
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import finish_logits
 from jaxlogp.head.row_scalars import RowScalars
-from jaxlogp.mosaic_gpu import kernel, plgpu
-from jaxlogp.stats import Normaliser
-from jaxlogp.targets import LocalTargets
 
 # How far an estimate may be off, in nats: e^±40 lies in the range of bf16 with room for every probability above e^-47, and
 # so does c, which a policy loss makes proportional to the square of the ratio, itself at most e^30.

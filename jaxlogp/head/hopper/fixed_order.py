@@ -1,9 +1,9 @@
 """Engine ``hopper_fixed_order``: the kernels of ``hopper``, with every gradient summed in the order of the granules.
 
-What ``hopper`` does not fix is the hidden gradient over shards, which it adds to one sum, chunk after chunk, and then over
-the shards by a float psum. Here a chunk of the backward is a granule of the :class:`~jaxlogp.ReductionOrder`, whatever the
-mesh; its hidden gradient is kept apart, and the granules are added in one binary tree. Log-probs, entropies and the
-weight's gradient are those of ``hopper``, to the last bit.
+What ``hopper`` does not fix is the hidden gradient over shards, which it adds to one sum, chunk after chunk, and then
+over the shards by a float psum. Here a chunk of the backward is a granule of the
+:class:`~jaxlogp.invariance.ReductionOrder`, whatever the mesh; its hidden gradient is kept apart, and the granules
+are added in one binary tree. Log-probs, entropies and the weight's gradient are those of ``hopper``, to the last bit.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.fixed_order.nodes import (
@@ -28,8 +30,6 @@ from jaxlogp.head.hopper.values import KeptStatistics, head_values
 from jaxlogp.head.row_scalars import row_scalars
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import ReductionOrder, fold_tree
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.vocab import VocabShards
 
 
 @dataclasses.dataclass(frozen=True)

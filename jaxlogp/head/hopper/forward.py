@@ -1,7 +1,7 @@
 """Forward kernel: statistics of every 256-column tile of the logits, the logits themselves never written.
 
 For each vocabulary tile and token the epilogue reduces the fp32 accumulators in registers to the four numbers of
-:class:`jaxlogp.stats.TileStats` and writes them to [tiles, 4, tokens]; XLA folds the tiles, in one fixed order.
+:class:`jaxlogp._stats.TileStats` and writes them to [tiles, 4, tokens]; XLA folds the tiles, in one fixed order.
 """
 
 import math
@@ -14,11 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from jaxlogp._mosaic_gpu import plgpu
 from jaxlogp.head.hopper.operands import Launch, Operands
 from jaxlogp.head.hopper.product import CONSUMERS, output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.projection import HeadSpec, nan_unless_finite
-from jaxlogp.mosaic_gpu import plgpu
 
 # Columns of a tile whose statistics are taken at a time; part of the order of summation, so the same in every configuration.
 PIECE = 64

@@ -12,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from jaxlogp._mosaic_gpu import kernel
 from jaxlogp.head.hopper.operands import EVERYTHING, Launch, Operands, Work
 from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.hopper.tiles import TileConfig
 from jaxlogp.head.hopper.work_lists import group_rows
-from jaxlogp.mosaic_gpu import kernel
 
 
 def uninitialised(shape: tuple[int, ...], dtype: Any, interpret: Any = None) -> Array:

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from jaxlogp._compat import vary_over
+from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.gradient_filter import kept_blocks
 from jaxlogp.head.hopper.gradient_products import (
@@ -26,7 +27,6 @@ from jaxlogp.head.hopper.values import KeptStatistics
 from jaxlogp.head.hopper.work_lists import BlockShape, block_shape, gradient_plan, group_rows, product_plan
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.row_scalars import RowScalars
-from jaxlogp.stats import Normaliser, TokenLogProbs
 
 
 def counting_blocks(

@@ -12,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from jaxlogp._mosaic_gpu import plgpu
 from jaxlogp.head.hopper.forward import LOG2_E, finish_tile, special_tiles
 from jaxlogp.head.hopper.operands import EVERYTHING, Launch, Operands, Work
 from jaxlogp.head.hopper.product import output_buffer, product, store_tile
 from jaxlogp.head.row_scalars import RowScalars
-from jaxlogp.mosaic_gpu import plgpu
 
 
 def chunk_gradient(

@@ -13,8 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from jaxlogp._agreement import id_codes
 from jaxlogp._compat import vary_over, varying_axes
-from jaxlogp.agreement import id_codes
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._targets import LocalTargets, mask_cotangents
 from jaxlogp.head.call import HeadCall, HeadGradients, HeadWeight
 from jaxlogp.head.engine import LossCotangents
 from jaxlogp.head.fold import finish_sums, spoiled_together, sum_shards, sum_tiles
@@ -39,8 +41,6 @@ from jaxlogp.head.hopper.settings import HopperSettings, row_multiple, whole_row
 from jaxlogp.head.hopper.tiles import HeadTiles
 from jaxlogp.head.live_rows import live_rows, select_live
 from jaxlogp.head.row_scalars import RowScalars, row_scalars
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.targets import LocalTargets, mask_cotangents
 
 # Bytes of the exponentials of one chunk of tokens and the sums of its dH. One chunk needs no fp32 weight gradient, and may
 # have its bytes too.

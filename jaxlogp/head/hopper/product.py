@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxlogp._mosaic_gpu import kernel, plgpu
 from jaxlogp.head.hopper.tiles import TileConfig
-from jaxlogp.mosaic_gpu import kernel, plgpu
 
 CONSUMERS = 2
 MEMORY_REGISTERS = 40

@@ -21,7 +21,7 @@ CHUNK_COLUMNS = 26624
 
 @dataclasses.dataclass(frozen=True)
 class HopperSettings:
-    """What the kernels are told; :class:`jaxlogp.HopperEngine` explains the fields."""
+    """What the kernels are told; :class:`jaxlogp.head.HopperEngine` explains the fields."""
 
     tiles: HeadTiles | None = None
     chunk: int | None = None

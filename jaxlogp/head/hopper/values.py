@@ -5,13 +5,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.head.call import HeadCall
 from jaxlogp.head.fold import block_tokens, fold_blocks
 from jaxlogp.head.hopper.forward import forward_statistics
 from jaxlogp.head.hopper.operands import Operands
 from jaxlogp.head.hopper.settings import HopperSettings, row_multiple
 from jaxlogp.head.live_rows import live_rows
-from jaxlogp.stats import Normaliser, TokenLogProbs
 
 # Bytes that the tokens of the forward may take at a time: their tile statistics, and their hidden states where they are
 # packed; and that a block of them may take where that is too much for all (a loop over blocks holds more than one).

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
@@ -43,7 +44,6 @@ from jaxlogp.head.triton.gradients import Kernels, head_gradients
 from jaxlogp.head.triton.launch import TileFunctions
 from jaxlogp.head.triton.operands import Launch, Operands
 from jaxlogp.head.triton.tiles import STATISTICS_BYTES, TABLE, WINDOW_MULTIPLE, HeadTiles
-from jaxlogp.stats import Normaliser, TokenLogProbs
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 # Numbers of 16 bits in one load of 16 bytes: the last dimension of both operands is a multiple of it.

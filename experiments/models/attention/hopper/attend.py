@@ -12,7 +12,7 @@ from experiments.models.attention.call import AttentionCall, by_head, needs_nvid
 from experiments.models.attention.hopper.bounds import Bounds
 from experiments.models.attention.hopper.settings import Settings
 from experiments.models.remat import named
-from jaxlogp.mosaic_gpu import why_not_available
+from jaxlogp._mosaic_gpu import why_not_available
 
 
 def why_not(call: AttentionCall) -> str | None:

@@ -25,7 +25,7 @@ from experiments.models.attention.hopper.settings import (
     scores_in_bits,
     tile_buffer,
 )
-from jaxlogp.mosaic_gpu import kernel, plgpu
+from jaxlogp._mosaic_gpu import kernel, plgpu
 
 
 def backward(queries: Any, keys: Any, values: Any, out: Any, sums: Any, d_out: Any, bounds: Bounds, settings: Settings):

@@ -20,7 +20,7 @@ from experiments.models.attention.hopper.settings import (
     scores_in_bits,
     tile_buffer,
 )
-from jaxlogp.mosaic_gpu import kernel, plgpu
+from jaxlogp._mosaic_gpu import kernel, plgpu
 
 LOWEST = -1e30
 """Below any score, and finite: the difference of two rows that have seen no key is 0."""

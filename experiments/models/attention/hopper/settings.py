@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlogp.mosaic_gpu import plgpu
+from jaxlogp._mosaic_gpu import plgpu
 
 LOG2_E = math.log2(math.e)
 WARPGROUPS = 2

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
+from jaxlogp._agreement import counters, id_codes, same_ids
 from jaxlogp._arrays import as_int32, nan_where
 from jaxlogp._compat import (
     AxisName,
@@ -22,11 +23,10 @@ from jaxlogp._compat import (
     vary_over,
     varying_axes,
 )
-from jaxlogp.agreement import counters, id_codes, same_ids
+from jaxlogp._vocab import LocalShard, VocabShards, local_shard
 from jaxlogp.errors import describe, require, require_floating, require_ids_in_range, require_integer, require_tokens
 from jaxlogp.invariance.exact import no_negative_zero
 from jaxlogp.invariance.order import gather_bits, in_mesh_order, segment_tree_sum
-from jaxlogp.vocab import LocalShard, VocabShards, local_shard
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 # For the words that tell whether all shards have the same ids: they are sent in the narrowest of these types.

@@ -21,12 +21,12 @@ from jaxlogp._compat import (
     union_of_varying_axes,
     vary_over,
 )
+from jaxlogp._stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
+from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
+from jaxlogp._vocab import VocabShards, local_shard
 from jaxlogp.errors import describe, require
 from jaxlogp.head.call import require_operand_dtype
 from jaxlogp.head.projection import HeadSpec, finish_logits, product_gradient
-from jaxlogp.stats import Normaliser, TokenLogProbs, all_reduce, finish, logit_gradient, tile_stats
-from jaxlogp.targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise, mask_cotangents
-from jaxlogp.vocab import VocabShards, local_shard
 
 
 def log_probs_from_logits(

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlogp._agreement import counters, same_ids
 from jaxlogp._arrays import nan_where
 from jaxlogp._compat import AxisName
-from jaxlogp.agreement import counters, same_ids
 from jaxlogp.errors import require
 
 # Integers up to here are exact in fp32.

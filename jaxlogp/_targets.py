@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from jaxlogp._agreement import id_codes
 from jaxlogp._arrays import AnyArray, as_int32, nan_where
-from jaxlogp.agreement import id_codes
+from jaxlogp._stats import TokenLogProbs
+from jaxlogp._vocab import LocalShard
 from jaxlogp.errors import require, require_ids_in_range, require_integer, require_mask
-from jaxlogp.stats import TokenLogProbs
-from jaxlogp.vocab import LocalShard
 
 OUT_OF_VOCAB = ("error", "zero")
 
@@ -26,7 +26,7 @@ class LocalTargets(NamedTuple):
       mask: True where a token counts.
       invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
       width: number of local columns that are real ids.
-      codes: int32, :func:`jaxlogp.agreement.id_codes` of the active ids, which must agree on all shards; None where the
+      codes: int32, :func:`jaxlogp._agreement.id_codes` of the active ids, which must agree on all shards; None where the
         vocabulary is not sharded.
     """
 
