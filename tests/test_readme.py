@@ -1,5 +1,6 @@
 """The README matches the code: its two commands, the options, files and names it mentions, and its Python examples."""
 
+import functools
 import re
 import tomllib
 from pathlib import Path
@@ -9,13 +10,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxlogp
+import experiments
 from benchmarks.head_speed import __main__ as head_speed
 from experiments import chat, evaluate, export, grpo, plot
 from jaxlogp.head.registry import ENGINES
+from tests.experiments.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {"README.md": README} | {
+    f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
+}
+USAGE = "README.md", "docs/training.md", "docs/models.md", "docs/library.md", "docs/benchmarks.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 VENV = "python3 -m venv .venv && . .venv/bin/activate && "
 COMMANDS = {
@@ -31,15 +37,34 @@ def marked_command(name: str) -> str:
     return blocks[0]
 
 
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def run(code: str) -> dict:
+    """The names that the code leaves."""
+    found: dict = {}
+    exec(compile(code, "example.py", "exec"), found)
+    return found
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_two_commands_are_the_ones_that_users_and_ci_rely_on(name):
     assert marked_command(name) == COMMANDS[name]
-    assert README.index(f"<!-- command: {name} -->") < 1500, "near the top"
+    assert README.index(f"<!-- command: {name} -->") < 6000
+
+
+def test_it_is_short_and_begins_with_what_a_newcomer_needs():
+    lines = README.splitlines()
+    assert len(lines) <= 130
+    assert any("pip install -e ." in line for line in lines[:25])
+    assert any("from jaxlogp import" in line for line in lines[:50])
+    assert README.index("git clone") < README.index("experiments.grpo")
 
 
 def test_every_extra_that_is_mentioned_exists():
-    mentioned = set(re.findall(r'-e "\.\[(\w+)\]"', README))
-    assert mentioned and mentioned <= set(PROJECT["optional-dependencies"])
+    mentioned = set(re.findall(r'-e "\.\[([\w,]+)\]"', "".join(PAGES.values())))
+    assert mentioned and set(",".join(mentioned).split(",")) <= set(PROJECT["optional-dependencies"])
 
 
 def test_every_option_that_is_mentioned_exists(capsys):
@@ -51,31 +76,32 @@ def test_every_option_that_is_mentioned_exists(capsys):
         text += capsys.readouterr().out
     offered = set(re.findall(r"--[a-z][a-z.-]*", text))
     # XLA's own flag, spelled with underscores, and one of pip's.
-    text_of_ours = README.replace("--xla_force", "").replace("pip install --no-deps", "")
-    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*(?![\w])", text_of_ours))
+    ours = "".join(PAGES[name] for name in USAGE).replace("--xla_force", "").replace("pip install --no-deps", "")
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*(?![\w])", ours))
     assert mentioned and mentioned <= offered | {"--help"}, mentioned - offered
 
 
-def test_every_file_that_is_linked_exists():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_is_linked_exists(page):
+    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page]):
+        assert ((ROOT / page).parent / link).exists(), link
+
+
+def test_every_page_is_linked_from_the_readme():
+    for page in PAGES:
+        assert page == "README.md" or page in README or f"]({Path(page).name})" in "".join(PAGES.values()), page
 
 
 def test_the_engines_of_the_table_are_the_engines():
-    table = README[README.index("| engine |") :].split("\n\n")[0]
-    named = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
-    assert named == set(ENGINES)
+    library = PAGES["docs/library.md"]
+    table = library[library.index("| engine |") :].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(ENGINES)
 
 
 @pytest.mark.slow
-def test_the_python_examples_run(capsys):
-    values, gradients, local = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names = re.findall(r"from jaxlogp import (.*)", values)[0].split(", ")
-    assert all(hasattr(jaxlogp, name) for name in names)
-    found = {}
-    exec(compile(values + gradients + local, "README.md", "exec"), found)
+def test_the_python_examples_of_the_library_run(capsys):
+    values, gradients, local = python_blocks("docs/library.md")
+    found = run(values + gradients + local)
     assert float(capsys.readouterr().out) < 0.0
     assert [gradient.shape for gradient in found["gradients"]] == [(2, 8, 64), (1000, 64)]
     arrays = (found[name] for name in ("hidden", "weight", "targets", "old_log_probs", "advantages", "mask"))
@@ -83,3 +109,22 @@ def test_the_python_examples_run(capsys):
     specs = (P("data"), P("tensor"), *[P("data")] * 4)
     loss = jax.jit(jax.shard_map(found["local"], mesh=mesh, in_specs=specs, out_specs=P()))(*arrays)
     np.testing.assert_allclose(loss, found["step_loss"](found["hidden"], found["weight"]), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_first_python_example_of_the_readme_runs():
+    found = run(python_blocks("README.md")[0])
+    assert [gradient.shape for gradient in found["gradients"]] == [(2, 8, 64), (1000, 64)]
+    np.testing.assert_allclose(found["loss"], 0.0, atol=1e-6)  # advantages 1 and -1 at equal ratios
+    assert found["values"].entropy.shape == (2, 8)
+
+
+@pytest.mark.slow
+def test_the_second_one_trains(monkeypatch, tmp_path, capsys):
+    """With the options of a tiny run beside its own."""
+    config = functools.partial(tiny, tmp_path, "own", schedule={"steps": 1}, warm_start={"max_steps": 0})
+    monkeypatch.setattr(experiments, "Config", lambda **options: config(**options))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        found = run(python_blocks("README.md")[1])
+    assert any("reward/last_digit" in record for record in found["result"].metrics)
+    assert capsys.readouterr().out.splitlines()[-1] == str(found["result"].after)
