@@ -46,10 +46,10 @@ class MemoryNeed(NamedTuple):
 
     def __str__(self) -> str:
         if not self.parts:
-            return f"at least {size(self.state)} (state; what its programs take comes on top)"
-        beside = ", ".join(f"{name} {size(number)}" for name, number in self.parts.items())
+            return f"at least {size(self.state)} (state alone, without its programs)"
+        beyond = ", ".join(f"{name} {size(number)}" for name, number in self.parts.items())
         most = f"; set-up and compilation took {size(self.compiling)}" if self.compiling == self.total else ""
-        return f"{size(self.total)} (state {size(self.state)}; beside it {beside}{most})"
+        return f"{size(self.total)} (state {size(self.state)}; beyond it {beyond}{most})"
 
 
 def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
@@ -64,12 +64,12 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
-    console.say(f"memory a device: {need}" + ("" if limit is None else f"; here are {size(limit)}"))
+    console.say(f"memory per device: {need}" + ("" if limit is None else f"; here are {size(limit)}"))
     if limit is None or need.total <= limit:
         return
     cures = [cure for option, cure in CURES.items() if not resumed or may_change(option)]
     fits = ", ".join([*cures, "a device with more memory"])
-    sentence = f"memory: a device needs {need} and has {size(limit)}; what may make it fit: {fits}"
+    sentence = f"memory: a device needs {need} and has {size(limit)}; try {fits}"
     if need.total > ACCURACY * limit:
         raise ValueError(sentence)
     console.warn(sentence)

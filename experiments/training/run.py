@@ -257,7 +257,7 @@ def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch
         "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
         "sampler": trainer.sampler,
         "dtype": str(run.dtype),
-        **({} if peak is None else {"peak memory": f"{size(peak)} a device"}),
+        **({} if peak is None else {"peak memory": f"{size(peak)} per device"}),
         "seconds": round(seconds, 1),
     }
     scores = {"before": before._asdict(), "after": after._asdict()}

@@ -33,10 +33,10 @@ NEED = MemoryNeed(4 * GIB, {"a micro-batch": 9 * GIB, "the update": 3 * GIB, "a 
 def test_the_need_is_that_of_the_moment_that_takes_most():
     assert NEED.total == 13 * GIB and NEED._replace(compiling=14 * GIB).total == 14 * GIB
     assert str(NEED) == (
-        "13.0 GiB (state 4.0 GiB; beside it a micro-batch 9.0 GiB, the update 3.0 GiB, a rollout 512.0 MiB)"
+        "13.0 GiB (state 4.0 GiB; beyond it a micro-batch 9.0 GiB, the update 3.0 GiB, a rollout 512.0 MiB)"
     )
     assert str(NEED._replace(compiling=14 * GIB)).endswith("; set-up and compilation took 14.0 GiB)")
-    assert str(MemoryNeed(2**20)) == "at least 1.0 MiB (state; what its programs take comes on top)"
+    assert str(MemoryNeed(2**20)) == "at least 1.0 MiB (state alone, without its programs)"
 
 
 def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False):
@@ -54,25 +54,21 @@ def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False):
 
 
 def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypatch):
-    line = f"memory a device: {NEED}"
+    line = f"memory per device: {NEED}"
     assert said(monkeypatch, 80 * GIB) == (f"{line}; here are 80.0 GiB\n", None)
     assert said(monkeypatch, None) == (f"{line}\n", None)
     assert said(monkeypatch, 8 * GIB, steps=0) == ("", None)
     _, error = said(monkeypatch, 8 * GIB)
     assert exit_code(error) == 2
-    assert str(error).startswith(
-        f"memory: a device needs {NEED} and has 8.0 GiB; what may make it fit: fewer --schedule.r"
-    )
+    assert str(error).startswith(f"memory: a device needs {NEED} and has 8.0 GiB; try fewer --schedule.r")
     # What is said is within a tenth of the peak.
     text, error = said(monkeypatch, 12 * GIB)
     assert error is None and f"WARNING: memory: a device needs {NEED} and has 12.0 GiB" in text
     _, error = said(monkeypatch, 3 * GIB, needed=MemoryNeed(4 * GIB))
-    assert str(error).startswith(
-        "memory: a device needs at least 4.0 GiB (state; what its programs take comes on top) and"
-    )
+    assert str(error).startswith("memory: a device needs at least 4.0 GiB (state alone, without its programs) and")
     _, error = said(monkeypatch, 8 * GIB, resumed=True)
     kept = "fewer --evaluation.num-prompts, --mesh with more fsdp or tensor ranks, a device with more memory"
-    assert str(error).endswith(f"make it fit: {kept}")
+    assert str(error).endswith(f"try {kept}")
 
 
 @pytest.mark.parametrize("option", memory.CURES)
@@ -168,7 +164,7 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
         assert compiled == 3, (
             "one for rollouts, and one each for sampled and greedy evaluations; asking for their memory adds none"
         )
-    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory a device: "))
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
     assert "state" in line and "a micro-batch" in line and "a rollout" in line and "at least" not in line
     monkeypatch.setattr(memory, "device_limit", lambda devices: 100 * 2**10)
     with pytest.raises(ValueError, match=r"^memory: a device needs .* and has 100.0 KiB; .*fewer --schedule.rows"):
@@ -184,8 +180,8 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
 def test_an_invariant_run_says_its_state_alone(tmp_path, capsys):
     invariance = {"invariant": True, "schedule": {"steps": 1, "row_length": None}}
     train(tiny(tmp_path, "leaves", warm_start={"max_steps": 0}, quiet=False, **invariance))
-    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory a device: "))
-    assert line.startswith("memory a device: at least ") and "micro-batch" not in line
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
+    assert line.startswith("memory per device: at least ") and "micro-batch" not in line
 
 
 def test_the_peak_is_that_of_the_fullest_device():
