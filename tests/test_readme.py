@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import experiments
+import jaxlogp
 from benchmarks.head_speed import __main__ as head_speed
 from experiments import chat, evaluate, export, grpo, plot
 from jaxlogp.head.registry import ENGINES
@@ -87,9 +88,18 @@ def test_every_file_that_is_linked_exists(page):
         assert ((ROOT / page).parent / link).exists(), link
 
 
-def test_every_page_is_linked_from_the_readme():
-    for page in PAGES:
-        assert page == "README.md" or page in README or f"]({Path(page).name})" in "".join(PAGES.values()), page
+def test_the_site_has_every_page():
+    """In its navigation, and each name of the API on the page for it."""
+    site = tomllib.loads((ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r"'([a-z_]+\.md)'", str(site["nav"]))
+    assert sorted(named) == sorted(Path(page).name for page in PAGES if page != "README.md")
+    for module in (jaxlogp, jaxlogp.head, jaxlogp.invariance, jaxlogp.losses):
+        missing = [
+            name
+            for name in module.__all__
+            if not re.search(rf"^::: jaxlogp\.[a-z.]*{name}$", PAGES["docs/api.md"], re.M)
+        ]
+        assert missing in ([], ["losses"])
 
 
 def test_the_engines_of_the_table_are_the_engines():
@@ -109,6 +119,14 @@ def test_the_python_examples_of_the_library_run(capsys):
     specs = (P("data"), P("tensor"), *[P("data")] * 4)
     loss = jax.jit(jax.shard_map(found["local"], mesh=mesh, in_specs=specs, out_specs=P()))(*arrays)
     np.testing.assert_allclose(loss, found["step_loss"](found["hidden"], found["weight"]), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_page_about_a_trainer_of_your_own_is_a_script(capsys):
+    """Which compares its steps itself."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        run("".join(python_blocks("docs/own_trainer.md")))
+    assert len(capsys.readouterr().out.split()) == 3
 
 
 @pytest.mark.slow
