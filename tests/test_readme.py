@@ -130,6 +130,14 @@ def test_the_page_about_a_trainer_of_your_own_is_a_script(capsys):
 
 
 @pytest.mark.slow
+def test_the_page_about_truncated_sampling_shows_what_its_code_prints(capsys):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        run(python_blocks("docs/truncated_sampling.md")[0])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4 and all(f"    {line}\n" in PAGES["docs/truncated_sampling.md"] for line in printed)
+
+
+@pytest.mark.slow
 def test_the_first_python_example_of_the_readme_runs():
     found = run(python_blocks("README.md")[0])
     assert [gradient.shape for gradient in found["gradients"]] == [(2, 8, 64), (1000, 64)]
