@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md:  python docs/pictures/draw.py
+"""Draws the pictures of README.md and the docs:  python docs/pictures/draw.py
 
 The scores are those of benchmarks/results/default_runs_cpu.md and smollm2_h200.md, three seeds each.
 """
@@ -56,7 +56,39 @@ def draw_results(path: Path) -> None:
     plt.close(figure)
 
 
-def draw_data_flow(path: Path) -> None:
+def draw_box(
+    axes, left: float, bottom: float, title: str, detail: str = "", *, size=(1.5, 1.0), ours: bool = False
+) -> None:
+    """Draws a box with a title and one or two lines below it."""
+    width, height = size
+    box = FancyBboxPatch(
+        (left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.08", linewidth=1.3,
+        edgecolor=SAMPLED if ours else FAINT, facecolor="#eaf4f8" if ours else "white",
+    )  # fmt: skip
+    axes.add_patch(box)
+    middle = left + width / 2
+    top = bottom + height * (0.72 if detail else 0.5)
+    axes.text(middle, top, title, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
+    axes.text(middle, bottom + height * 0.32, detail, ha="center", va="center", fontsize=9, color=INK)
+
+
+def draw_arrow(axes, start: tuple[float, float], end: tuple[float, float], label: str = "") -> None:
+    """Draws an arrow, its label above the middle."""
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})
+    middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.1
+    axes.text(*middle, label, ha="center", va="bottom", fontsize=9, color=INK)
+
+
+def save(figure, axes, name: str, width: float, height: float) -> None:
+    """Writes a picture of boxes."""
+    axes.set_xlim(-0.05, width + 0.05)
+    axes.set_ylim(-0.08, height + 0.08)
+    axes.axis("off")
+    figure.savefig(HERE / name, dpi=160, bbox_inches="tight", pad_inches=0.05, facecolor="white")
+    plt.close(figure)
+
+
+def draw_data_flow() -> None:
     """Draws the way from tokens to the one division."""
     steps = (
         ("tokens", "documents packed\ninto rows"),
@@ -67,27 +99,73 @@ def draw_data_flow(path: Path) -> None:
         ("divide once", "by the totals of\nthe whole step"),
     )
     figure, axes = plt.subplots(figsize=(12.5, 1.6))
-    width, gap = 1.5, 0.25
     for index, (name, detail) in enumerate(steps):
-        ours = index > 1
-        left = index * (width + gap)
-        box = FancyBboxPatch(
-            (left, 0), width, 1, boxstyle="round,pad=0,rounding_size=0.08", linewidth=1.3,
-            edgecolor=SAMPLED if ours else FAINT, facecolor="#eaf4f8" if ours else "white",
-        )  # fmt: skip
-        axes.add_patch(box)
-        axes.text(left + width / 2, 0.72, name, ha="center", va="center", fontsize=10.5, weight="bold", color=INK)
-        axes.text(left + width / 2, 0.32, detail, ha="center", va="center", fontsize=9, color=INK)
+        draw_box(axes, 1.75 * index, 0, name, detail, ours=index > 1)
         if index:
-            start = left - gap + 0.03
-            axes.annotate("", (left - 0.03, 0.5), (start, 0.5), arrowprops={"arrowstyle": "->", "color": INK})
-    axes.set_xlim(-0.05, len(steps) * (width + gap) - gap + 0.05)
-    axes.set_ylim(-0.08, 1.08)
-    axes.axis("off")
-    figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.05, facecolor="white")
-    plt.close(figure)
+            draw_arrow(axes, (1.75 * index - 0.22, 0.5), (1.75 * index - 0.03, 0.5))
+    save(figure, axes, "data_flow.png", 10.25, 1)
+
+
+def draw_denominators() -> None:
+    """Draws two micro-batches of different size: the mean of their means, and the mean of all."""
+    figure, axes = plt.subplots(figsize=(10, 2.6))
+    draw_box(axes, 0, 1.2, "micro-batch 1", "sum 2, count 2", size=(2, 0.9))
+    draw_box(axes, 0, 0, "micro-batch 2", "sum 3, count 6", size=(2, 0.9))
+    draw_box(axes, 3.4, 1.2, "divide, then average", "(2/2 + 3/6) / 2 = 0.75", size=(2.9, 0.9))
+    draw_box(axes, 3.4, 0, "add, then divide", "(2 + 3) / (2 + 6) = 0.625", size=(2.9, 0.9), ours=True)
+    for start in (1.65, 0.45):
+        for end in (1.65, 0.45):
+            draw_arrow(axes, (2.05, start), (3.35, end))
+    axes.text(6.5, 1.65, "changes with the split", va="center", fontsize=10, color=INK)
+    axes.text(6.5, 0.45, "the same for every split and mesh", va="center", fontsize=10, color=SAMPLED)
+    save(figure, axes, "denominators.png", 9.6, 2.1)
+
+
+def draw_three_log_probs() -> None:
+    """Draws when the log-probs of sampler, old and new policy are computed."""
+    figure, axes = plt.subplots(figsize=(11, 2.0))
+    draw_box(axes, 0, 0.2, "sampler", "while it draws,\nweights of then", size=(2, 1.1))
+    draw_box(axes, 4.2, 0.2, "old", "forward pass of the\ntrainer, weights of then", size=(2.4, 1.1))
+    draw_box(axes, 8.8, 0.2, "new", "the step's own forward\npass, weights of now", size=(2.4, 1.1), ours=True)
+    draw_arrow(axes, (2.05, 0.75), (4.15, 0.75), "drift: rounding")
+    draw_arrow(axes, (6.65, 0.75), (8.75, 0.75), "ratio: learning")
+    save(figure, axes, "three_log_probs.png", 11.2, 1.5)
+
+
+def draw_shards() -> None:
+    """Draws a head of four vocabulary shards, and what is sent between them."""
+    figure, axes = plt.subplots(figsize=(11, 2.7))
+    draw_box(axes, 0, 0.75, "hidden", "[tokens, H]\non every rank", size=(1.8, 1.0))
+    for rank in range(4):
+        bottom = 1.95 - 0.65 * rank
+        draw_box(axes, 3, bottom, f"rank {rank}: vocabulary {rank + 1}/4", size=(2.8, 0.5), ours=True)
+        draw_arrow(axes, (1.85, 1.25), (2.95, bottom + 0.25))
+        draw_arrow(axes, (5.85, bottom + 0.25), (7.15, 1.25))
+    draw_box(axes, 7.2, 0.75, "pmax, psum", "max, sum e^z, target:\n[tokens] each", size=(2.2, 1.0))
+    draw_arrow(axes, (9.45, 1.25), (10.15, 1.25))
+    draw_box(axes, 10.2, 0.75, "log-probs", "the same on\nevery rank", size=(1.7, 1.0))
+    save(figure, axes, "shards.png", 11.9, 2.45)
+
+
+def draw_fixed_order() -> None:
+    """Draws one tree of additions that two meshes cut differently."""
+    figure, axes = plt.subplots(figsize=(9.5, 2.9))
+    for index in range(8):
+        draw_box(axes, 0.9 * index, 0, f"g{index}", size=(0.7, 0.45), ours=True)
+    level, centers = 0, [0.35 + 0.9 * index for index in range(8)]
+    while len(centers) > 1:
+        above = [(left + right) / 2 for left, right in zip(centers[::2], centers[1::2], strict=True)]
+        for index, center in enumerate(centers):
+            axes.plot([center, above[index // 2]], [0.47 + 0.6 * level, 0.47 + 0.6 * (level + 1)], color=FAINT)
+        level, centers = level + 1, above
+    axes.text(7.3, 0.22, "granules of the vocabulary", va="center", fontsize=10, color=INK)
+    axes.text(7.3, 1.75, "one tree of additions:", va="center", fontsize=10, color=INK)
+    axes.text(7.3, 1.4, "a rank adds its branches,", va="center", fontsize=10, color=INK)
+    axes.text(7.3, 1.05, "then the ranks' sums are added", va="center", fontsize=10, color=INK)
+    save(figure, axes, "fixed_order.png", 11.2, 2.35)
 
 
 if __name__ == "__main__":
     draw_results(HERE / "results.png")
-    draw_data_flow(HERE / "data_flow.png")
+    for draw in (draw_data_flow, draw_denominators, draw_three_log_probs, draw_shards, draw_fixed_order):
+        draw()
