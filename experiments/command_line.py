@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 import tyro
 
+from experiments.compilation_cache import OPTION, VARIABLE, take_cache_option, use_compilation_cache
 from experiments.options import names_as_typed
 from experiments.runs.processes import processes
 from experiments.runs.stops import ExitCode, Stopped
@@ -27,7 +28,8 @@ ResultT = TypeVar("ResultT")
 
 DEBUG = "--debug"
 HELP = f"""
-{DEBUG}, anywhere on the command line, shows the traceback of an error.
+{DEBUG}, anywhere on the command line, shows the traceback of an error. {OPTION} DIR keeps compiled programs in a folder,
+{OPTION} none keeps none. Without it they are kept in the user's cache folder, or in {VARIABLE}, but not of several processes.
 
 Exit codes: 0 all done; 2 an option, a file or a run folder that cannot be used; 3 the environment failed (a full disk, no
 permission, a package or device that is not there, memory that ran out); 4 a guard refused to go on; 130 and 143 ended by
@@ -69,7 +71,8 @@ def run_command(
     """
     given = arguments_of(arguments)
     with errors_in_one_line(options, debug=DEBUG in given):
-        given = [each for each in given if each != DEBUG]
+        cache, given = take_cache_option([each for each in given if each != DEBUG])
+        use_compilation_cache(cache, distributed="--distributed" in given)
         defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():
             text = f"{description}\n{HELP}"

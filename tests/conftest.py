@@ -18,6 +18,9 @@ else:
 # kernels' interpreter. For workers and commands: a plugin of pytest has imported NumPy in this process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Commands of tests compile what they run, and leave the user's cache alone.
+os.environ["JAXLOGP_CACHE"] = "none"
+
 import chex
 import hypothesis
 import jax
