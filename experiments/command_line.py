@@ -28,8 +28,9 @@ ResultT = TypeVar("ResultT")
 
 DEBUG = "--debug"
 HELP = f"""
-{DEBUG}, anywhere on the command line, shows the traceback of an error. {OPTION} DIR keeps compiled programs in a folder,
-{OPTION} none keeps none. Without it they are kept in the user's cache folder, or in {VARIABLE}, but not of several processes.
+{DEBUG}, anywhere on the command line, shows the traceback of an error. {OPTION} DIR keeps compiled programs in a
+folder, {OPTION} none keeps none. Without it they are kept in the user's cache folder, or in {VARIABLE}, but not of
+several processes.
 
 Exit codes: 0 all done; 2 an option, a file or a run folder that cannot be used; 3 the environment failed (a full disk, no
 permission, a package or device that is not there, memory that ran out); 4 a guard refused to go on; 130 and 143 ended by
