@@ -45,7 +45,7 @@ RewardPairs = Sequence[tuple[Reward, float]]
 """Functions with their weights."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Result:
     """The result of a run.
 
