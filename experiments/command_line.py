@@ -9,7 +9,9 @@ import errno
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -32,9 +34,14 @@ HELP = f"""
 folder, {OPTION} none keeps none. Without it they are kept in the user's cache folder, or in {VARIABLE}, but not of
 several processes.
 
-Exit codes: 0 all done; 2 an option, a file or a run folder that cannot be used; 3 the environment failed (a full disk, no
-permission, a package or device that is not there, memory that ran out); 4 a guard refused to go on; 130 and 143 ended by
-Ctrl-C and SIGTERM; 1 a bug.
+Exit codes:
+
+    0         done
+    1         a bug
+    2         an option, a file or a run folder that cannot be used
+    3         the environment failed (disk, permission, package, device, memory)
+    4         a guard refused to continue
+    130, 143  ended by Ctrl-C, SIGTERM
 """
 _ERRNO_IN_TEXT = re.compile(r"\[OS error \d+: (E[A-Z]+)")
 """As tensorstore writes a fault of the file system into a ValueError."""
@@ -76,12 +83,21 @@ def run_command(
         use_compilation_cache(cache, distributed="--distributed" in given)
         defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():
-            text = f"{description}\n{HELP}"
-            config = tyro.cli(options, args=given, prog=f"python -m {program}", description=text, **defaults)
+            if not {"-h", "--help"}.isdisjoint(given):
+                # Not by tyro, which joins the lines of a paragraph and does not wrap them.
+                print(_wrapped(f"{description}\n{HELP}"))
+            config = tyro.cli(options, args=given, prog=f"python -m {program}", description="", **defaults)
         result = main(config)
         # Here, and not when the interpreter ends: a closed pipe or a full disk is reported like any other fault.
         sys.stdout.flush()
         return result
+
+
+def _wrapped(text: str) -> str:
+    """Fits paragraphs into the window; indented ones stay as they are."""
+    width = min(80, shutil.get_terminal_size().columns)
+    paragraphs = [each.strip("\n") for each in text.split("\n\n")]
+    return "\n\n".join(each if each.startswith(" ") else textwrap.fill(each, width) for each in paragraphs)
 
 
 def arguments_of(arguments: Sequence[str] | None) -> list[str]:

@@ -1,12 +1,12 @@
 """GRPO and GSPO on a verifiable task, from scratch, on any machine.
 
-    python -m experiments.grpo                                  # two-digit addition, a few minutes on two CPU cores
-    python -m experiments.grpo --preset smollm2                 # a small language model, word problems, on a GPU
+    python -m experiments.grpo                    # two-digit addition, on a CPU
+    python -m experiments.grpo --preset smollm2   # word problems, on a GPU
     python -m experiments.grpo --loss.name gspo --seed 1
     python -m experiments.grpo --task sorting --schedule.steps 300
     python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.grpo --mesh data=2,tensor=4
-    srun --gpus-per-task 1 python -m experiments.grpo --distributed --mesh data=-1,fsdp=8
+    python -m experiments.grpo --mesh data=2,tensor=4
+    srun python -m experiments.grpo --distributed --mesh data=-1,fsdp=8
 
 A small decoder learns the task's format from examples until some of its sampled answers are right (the warm start),
 then improves from its own samples: groups of completions per prompt, rewards from a verifier, group advantages, a
@@ -37,18 +37,18 @@ class GrpoConfig(Config):
     """Options of a run, or a run to continue, and the processes that it is computed by."""
 
     resume: str | None = None
-    """Run folder to continue, with its own options. Of those typed beside it, others than the run's are taken where they may
-    change, and kept for the next resume: --schedule.steps, --mesh, --optimizer.learning-rate, --checkpoint, --evaluation
-    (all but --evaluation.kl), --drift and --guards; --quiet is for this time alone. Any other difference is refused."""
+    """Run folder to resume, with its saved options.
+    These may change, and are saved: --schedule.steps, --optimizer.learning-rate, --mesh, --rollout.mesh, --log-every.
+    So may the sections checkpoint, drift, evaluation (all but --evaluation.kl) and guards. --quiet is not saved."""
     distributed: bool = False
-    """One of several processes of the same run, all started with the same options: one a GPU under SLURM or Open MPI, one a
-    host elsewhere (see docs/scaling.md). The cluster says which; without one the three options below do."""
+    """Join the other processes of the run, all started with the same options (docs/scaling.md).
+    SLURM and Open MPI start one per GPU and number them; elsewhere start one per host and set the three options below."""
     coordinator: str | None = None
     """host:port of process 0, with a free port."""
     num_processes: int | None = None
-    """How many processes."""
+    """Number of processes."""
     process_id: int | None = None
-    """Number of this one, from 0."""
+    """Number of this process, from 0."""
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:

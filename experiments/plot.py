@@ -21,7 +21,7 @@ from experiments.runs.plots import plot_runs
 from experiments.terminal import printable
 from jaxlogp.errors import require
 
-MAY_DIFFER = ("seed", "name", "out", "quiet")
+MAY_DIFFER = ("seed", "name", "out", "quiet", "log_every")
 """Options in which the runs of one figure may differ."""
 
 

@@ -7,7 +7,7 @@ from experiments.config.run import Config
 from experiments.options import flat_fields, option_name, replaced, value_of
 
 _CHANGEABLE = {
-    *("mesh", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
+    *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
     *("evaluation", "checkpoint", "drift", "guards"),
 }
 # With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.

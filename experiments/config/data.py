@@ -14,8 +14,8 @@ class DataConfig(JsonlOptions):
     instruction: str | None = None
     """Text appended to every prompt, after an empty line."""
     extract: tuple[str, ...] = ()
-    """Where the answer is in a completion: whole, tag (<answer>…</answer>), boxed (\\boxed{…}), answer_is, last_number. The
-    first that finds something decides; none leaves it to the task."""
+    """Where the answer is in a completion: whole, tag (<answer>…</answer>), boxed (\\boxed{…}), answer_is, last_number.
+    Of several the first that finds something decides. Empty: the task decides."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,12 @@ class RewardConfig:
     """The reward of a completion: a weighted sum. Held-out scores are exact match whatever it is."""
 
     functions: tuple[str, ...] = ("correct",)
-    """correct (the task's verdict), tags (all of it is <think>…</think><answer>…</answer>), pattern (all of it matches),
-    ended (by an end token), short (1 - tokens / length beyond length, else 0), or a name of one's own."""
+    """correct (the task's verdict), ended (by an end token), pattern, short, tags, or a name of your own.
+    pattern: --reward.pattern matches the whole completion. tags: it is <think>…</think><answer>…</answer>.
+    short: 0 up to --reward.length tokens, 1 - tokens / length beyond."""
     weights: tuple[float, ...] | None = None
-    """One for each function; None for 1.0 each."""
+    """Weight of each function. None: 1.0 each."""
     pattern: str | None = None
-    """Regular expression of the function pattern; a dot matches line breaks too."""
+    """Regular expression of the function pattern; a dot matches line breaks, too."""
     length: int | None = None
-    """Tokens of the function short."""
+    """Number of tokens of the function short."""

@@ -10,7 +10,7 @@ class GuardsConfig:
     max_refused_steps: int = 5
     """Refused steps in a row after which the run ends, with a checkpoint and exit code 4."""
     spike_factor: float = 10.0
-    """Warn of a gradient norm that is this many times the median of the 32 before it; 0 never warns."""
+    """Warn of a gradient norm that is this many times the median of the 32 before it. 0: never."""
     replica_every: int = 50
-    """Optimizer steps between two comparisons of parameters and optimizer state over the devices that hold copies of them,
-    bit for bit; a copy that differs ends the run with exit code 4. Every checkpoint is compared too. 0 never compares."""
+    """Optimizer steps between two bitwise comparisons of the copies of parameters and optimizer state on all devices.
+    A copy that differs ends the run with exit code 4. Checkpoints are compared, too. 0: never compare."""

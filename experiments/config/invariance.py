@@ -59,13 +59,13 @@ class InvarianceConfig:
     """What determines the bits of a run with --invariant: leaves of rows and granules of the vocabulary, not the mesh."""
 
     leaf_rows: int = 8
-    """Rows (documents) that are computed together; schedule.rows is a multiple. A GPU wants many, best all completions of a
-    rank."""
+    """Rows (documents) that are computed together, a divisor of --schedule.rows.
+    A GPU is fastest with many, up to all completions of a rank."""
     block: int = 16
-    """Tokens of a row that the body reads at a time: the trainer block after block, the sampler all of the newest block for
-    each of its tokens. A GPU wants leaf-rows times block of 512 to 1024."""
+    """Tokens of a row that the layers read at a time; the sampler reads all of the newest block for each of its tokens.
+    A GPU is fastest where --invariance.leaf-rows times this is 512 to 1024."""
     engine: str = "auto"
-    """Engine of the head: fixed_order, hopper (NVIDIA's Hopper, bfloat16), or auto, hopper where it can run."""
+    """Engine of the head: fixed_order, hopper (NVIDIA Hopper, bfloat16), or auto (hopper if it can run)."""
 
     def resolved(self, dtype: str, *, small_vocabulary: bool) -> "InvarianceConfig":
         """The same with the engine that multiplies operands of `dtype` here; a task's own vocabulary is small."""

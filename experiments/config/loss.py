@@ -18,9 +18,9 @@ class LossConfig:
     name: str = "grpo"
     """bnpo, cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, rloo, sapo, or a name given to register_loss."""
     epsilon: float | None = None
-    """Lower clip range: ratios below 1 - epsilon are clipped."""
+    """Lower clip range: ratios below 1 - --loss.epsilon are clipped."""
     epsilon_high: float | None = None
-    """Upper clip range: ratios above 1 + epsilon_high are clipped."""
+    """Upper clip range: ratios above 1 + --loss.epsilon-high are clipped."""
     delta: float | None = None
     """Largest ratio where the advantage is negative (dual clip)."""
     max_weight: float | None = None
@@ -30,7 +30,7 @@ class LossConfig:
     weighting: str | None = None
     """gspo: document (equal weights) or length (documents weighted by their number of labels)."""
     length: int | None = None
-    """dr_grpo, and reduction constant_length: the divisor in tokens; None takes the longest completion."""
+    """dr_grpo, and reduction constant_length: the divisor in tokens. None: the longest completion."""
     reduction: str | None = None
     """labels, documents, document_mean or constant_length: the weight of each label, and the divisor of the sum."""
     kl_coefficient: float | None = None
@@ -42,15 +42,15 @@ class LossConfig:
     grad_divisor: float | None = None
     """Divisor of the gradient where it differs from that of the reported loss."""
     advantages: str | None = None
-    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out. None:
-    leave_one_out for rloo, centred for dr_grpo, group for every other loss."""
+    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out.
+    None: leave_one_out for rloo, centred for dr_grpo, group for every other loss."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
     """Engine of the head: auto, chunked, hopper, reference, triton, or a name given to register_engine."""
     gradient_filter: float | None = None
-    """Skip blocks of the head's gradient in which every probability is below this threshold: lossy, engines hopper and
-    chunked only. At 1.5e-5 (2^-16) the error is below that of bf16 (docs/gradient_filter.md). None: no filter."""
+    """Skip blocks of the head's gradient in which every probability is below this threshold. Engines hopper and chunked.
+    Lossy: at 1.5e-5 (2^-16) the error is below that of bf16 (docs/gradient_filter.md). None: no filter."""
 
     def resolved(self) -> "LossConfig":
         """Returns the options with the advantages that belong to the loss."""

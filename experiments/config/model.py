@@ -14,19 +14,19 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder; see experiments/models/decoder_config.py."""
+    """The decoder (experiments/models/decoder_config.py)."""
 
     path: str | None = None
-    """Model to begin with: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in an installed Python
-    package. It brings its tokenizer and all sizes and options of the model but the dtypes and fp32_head, and has no warm
-    start unless warm-start.max-steps says so."""
+    """Model to start from: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in a Python package.
+    It decides tokenizer, sizes and every option but dtypes, --model.fp32-head, --model.attention and --model.remat.
+    It has no warm start unless --warm-start.max-steps is set."""
     own: str | None = None
-    """Class of a model given to train(), which writes its name here."""
+    """Class of a model passed to train(), which sets this option itself."""
     chat_template: bool = True
-    """Put prompts through the chat template of the model at path; otherwise they are plain text after its start token."""
+    """Apply the chat template of --model.path to prompts; otherwise they are plain text after its start token."""
     name: str | None = None
-    """A published model's sizes and options with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b. Its vocabulary is
-    its own; the task's tokens are the first of it."""
+    """Sizes and options of a published model, with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b.
+    It keeps its vocabulary size; the task's tokens are the first of it."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -36,29 +36,27 @@ class ModelConfig:
     num_heads: int = 4
     """Query heads."""
     num_kv_heads: int = 4
-    """Key-value heads, a divisor of num_heads."""
+    """Key-value heads, a divisor of --model.num-heads."""
     head_dim: int = 16
     """Features per head, an even number."""
     tie_embeddings: bool = True
     """Use the embedding table as head."""
     fp32_head: bool = False
-    """Multiply hidden states and head in fp32 whatever their dtypes, in the trainer and in the sampler. Both have been
-    rounded to dtype before that, and products of bf16 numbers are exact in fp32 accumulators anyway: with bf16 only the
-    order of sums changes. What sampler and trainer disagree by in bf16 comes from the layers below the head, and stays."""
+    """Compute the head in float32, in trainer and sampler. Does not remove bf16 drift (docs/numerics.md)."""
     dtype: str = "auto"
-    """Dtype of activations and head: float32, bfloat16, or auto: bfloat16 on GPUs that multiply it (NVIDIA's from compute
-    capability 8 on), else float32."""
+    """Dtype of activations and head: float32, bfloat16 or auto.
+    auto: bfloat16 on GPUs that multiply it (NVIDIA of compute capability 8 and later), else float32."""
     param_dtype: str = "float32"
-    """Dtype of the parameters that the model reads: float32, or bfloat16, for which the optimizer holds an fp32 copy that it
-    adds its updates to."""
+    """Dtype of the parameters that the model reads: float32 or bfloat16.
+    With bfloat16 the optimizer updates a float32 copy of its own."""
     residual_dtype: str = "auto"
-    """Dtype of the residual stream between the products, in trainer and sampler: float32, or auto: that of dtype."""
+    """Dtype of the residual stream, in trainer and sampler: float32 or auto (that of --model.dtype)."""
     attention: str = "auto"
-    """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, auto (the fastest that can run), or repeatable
-    (of those whose gradients are the same in every run: hopper, else einsum), which auto means with --invariant."""
+    """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, repeatable or auto (the fastest that can run).
+    repeatable, and auto with --invariant: hopper if it can run, else einsum; their gradients repeat bitwise."""
     remat: str = "auto"
-    """What layers keep for the backward pass: none (what the compiler wants), products, attention (the results of attention
-    and the layers' inputs), full (the inputs alone), or auto, none on a CPU, else attention."""
+    """Recomputation in the backward pass: none, products, attention, full or auto (none on a CPU, else attention).
+    Kept with none: what the compiler chooses; attention: its results and the layers' inputs; full: the inputs alone."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
         """The configuration of a model from nothing for a vocabulary of at least ``vocab_size`` tokens.

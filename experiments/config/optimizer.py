@@ -13,23 +13,23 @@ class OptimizerConfig:
     """The optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
 
     name: str = "adamw"
-    """adamw, adafactor, or muon (the layers' matrices by Muon, embeddings, head, norms and biases by AdamW). One learning
-    rate means about the same for all three."""
+    """adamw, adafactor, or muon (Muon for the layers' matrices, AdamW for embeddings, head, norms and biases).
+    The same learning rate suits all three."""
     learning_rate: float | None = None
     """Peak learning rate. None: 5e-4 for a new model, 1e-6 for one from disk, 1e-5 for adapters of one."""
     schedule: str = "constant"
-    """constant, cosine or linear: the learning rate from the end of warm-up to --schedule.steps. The rate of an update
-    depends on its number and on --schedule.steps alone, also after a resume with other steps."""
+    """Learning rate from the end of warm-up to --schedule.steps: constant, cosine or linear.
+    It depends on the number of the update and --schedule.steps alone, also after a resume that changes the latter."""
     warmup_steps: int = 5
     """Updates of linear warm-up; the last of them has the peak learning rate."""
     final_rate: float | None = None
-    """cosine, linear: share of the peak that the last update has; None takes 0.1."""
+    """cosine, linear: share of the peak that the last update has. None: 0.1."""
     b1: float | None = None
-    """adamw, muon: decay of AdamW's first moment; None takes 0.9."""
+    """adamw, muon: decay of AdamW's first moment. None: 0.9."""
     b2: float | None = None
-    """adamw, muon: decay of AdamW's second moment; None takes 0.99."""
+    """adamw, muon: decay of AdamW's second moment. None: 0.99."""
     momentum: float | None = None
-    """muon: decay of its momentum, None takes 0.95; adafactor: None keeps no momentum."""
+    """Decay of the momentum of muon and adafactor. None: 0.95 for muon, no momentum for adafactor."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0

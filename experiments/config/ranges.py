@@ -130,6 +130,7 @@ def _validate_lora(config: Config) -> None:
 
 _LOWEST = {
     "seed": 0,
+    "log_every": 1,
     "lora.rank": 0,
     "warm_start.max_steps": 0,
     "warm_start.batch_size": 1,

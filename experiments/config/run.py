@@ -24,24 +24,27 @@ class Config:
     """A policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
 
     preset: str | None = None
-    """Defaults by name, instead of those shown here; every other option still counts. smollm2: SmolLM2-135M-Instruct (extra
-    smollm2) on word problems. With --help its values are shown."""
+    """Named defaults, which --help shows together with this option; other options still override them.
+    smollm2: SmolLM2-135M-Instruct (extra smollm2) on word problems."""
     task: str = "addition"
-    """addition, comparison, letter_counting, reversal, sorting or word_problems (with :SIZE), reasoning_gym:NAME, or
-    jsonl:PATH."""
+    """addition, comparison, letter_counting, reversal, sorting or word_problems (each also with :SIZE).
+    Or reasoning_gym:NAME, or jsonl:PATH."""
     seed: int = 0
     """Seed of parameters, data order and sampling."""
     out: str = "runs"
     """Folder that run folders are made in."""
     name: str | None = None
-    """Name of the run folder; None composes one from task, loss, seed and time."""
+    """Name of the run folder. None: composed from task, loss, seed and time."""
     mesh: str = "data=1,fsdp=1,sequence=1,tensor=1"
-    """Device mesh: data and fsdp split the documents, sequence the tokens of every row, tensor the vocabulary and features;
-    fsdp and sequence split parameters and optimizer state too. One of them may be -1: the rest of the devices."""
+    """Device mesh: data and fsdp split the documents, sequence the tokens of a row, tensor vocabulary and features.
+    fsdp and sequence split parameters and optimizer state too. One of the sizes may be -1: the remaining devices."""
     invariant: bool = False
     """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
     quiet: bool = False
     """Print only warnings and the final scores."""
+    log_every: int | None = None
+    """Steps between two printed rows, in a pipe or a file. None: about 40 rows a run, 10 of the warm start.
+    The first and the last step always have a row. A terminal shows one line instead, which is redrawn."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)

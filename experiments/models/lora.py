@@ -21,11 +21,11 @@ class LoraConfig:
     """Low-rank adapters of a model from disk: they alone are trained, saved, and kept in fp32."""
 
     rank: int = 0
-    """Rank of the adapters; 0 makes none, and the whole model is trained."""
+    """Rank of the adapters. 0: none, the whole model is trained."""
     alpha: float = 16.0
-    """An adapter's product is multiplied by alpha / rank."""
+    """Multiplier of an adapter's product, times --lora.rank."""
     modules: tuple[str, ...] = ADAPTABLE
-    """The projections that have one."""
+    """Projections with an adapter."""
 
     @property
     def scale(self) -> float:

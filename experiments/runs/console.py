@@ -1,11 +1,10 @@
-"""Screen output of a run: a progress bar, one aligned line per step, and a summary that is easy to grep.
+"""Screen output of a run: its progress, and a summary that is easy to grep.
 
-On a terminal the lines scroll above a progress bar. Anywhere else (a file, a pipe, a CI log) the same lines are plain
-text without control codes, and the bar becomes one line per tenth of the work.
+On a terminal one line is redrawn after every step, and everything else scrolls above it. Anywhere else (a file, a pipe, a
+CI log) it is plain text without control codes, with an aligned row for some of the steps.
 """
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,33 +12,44 @@ from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column as Cell
 
 from experiments.runs.processes import processes
 from experiments.terminal import printable
 
 HEADER_EVERY = 20
-REPORTS_PER_PHASE = 10
+ROWS = 40
+"""Number of rows by default, off a terminal."""
+SPEED_SECONDS = 600.0
+"""Period that the time left is estimated from: rich's 30 s would give none where steps take as long."""
 
 
 class Column(NamedTuple):
-    """One column of the step lines: the metric it shows, its title, its number format and its width."""
+    """One column of the step rows: the metric it shows, its title, its number format and its width."""
 
     metric: str
     title: str
     form: str
     width: int
 
+    def text(self, values: Mapping[str, float]) -> str:
+        """Formats the metric; a dash if it is not in `values`."""
+        value = values.get(self.metric)
+        return "-" if value is None else format(value, self.form)
 
+
+REWARD = Column("reward_mean", "reward", ".3f", 7)
+SPEED = Column("tokens_per_second", "tokens/s", ",.0f", 10)
 # Means over documents with a label, as in the curves; "equal" is the share of groups whose rewards are all equal.
 STEP_COLUMNS = (
-    Column("reward_mean", "reward", ".3f", 7),
+    REWARD,
     Column("degenerate_groups", "equal", ".0%", 5),
     Column("entropy_labelled", "entropy", ".3f", 8),
     Column("clipped_ratio_fraction_labelled", "clipped", ".2%", 8),
     Column("ratio_new_old_labelled", "ratio", ".4f", 8),
     Column("drift_max", "max|dlogp|", ".2e", 11),
     Column("num_documents", "docs", ",.0f", 7),
-    Column("tokens_per_second", "tokens/s", ",.0f", 10),
+    SPEED,
 )
 
 
@@ -49,21 +59,29 @@ class HeldOut(NamedTuple):
     before: float
     after: float
 
+    def __str__(self) -> str:
+        return f"{self.before:.2f} -> {self.after:.2f}"
+
 
 class RunConsole:
-    """Prints a run to a stream, standard output when None; of several processes the first alone does.
+    """Prints a run; of several processes the first alone does.
 
-    A quiet one prints only warnings and the lines of the summary that are meant for grep.
+    Args:
+        quiet: print only warnings and the lines of the summary that are meant for grep.
+        log_every: steps between two rows off a terminal. None: chosen by the number of rows.
+        stream: where to print. None: standard output.
     """
 
-    def __init__(self, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, quiet: bool = False, log_every: int | None = None, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
         self._quiet = quiet
-        self._terminal = stream.isatty()
+        self._log_every = log_every
         # Stated rather than detected: rich would also obey environment variables that force colours into a file.
-        self._console = Console(file=stream, force_terminal=self._terminal, force_jupyter=False, highlight=False)
+        self._console = Console(file=stream, force_terminal=stream.isatty(), force_jupyter=False, highlight=False)
         self._console.quiet = not processes().first
+        self._redraws = stream.isatty() and not self._console.is_dumb_terminal
         self._lines = 0
+        self._advance: Callable[[str, str], None] = lambda note, row: None
 
     def say(self, text: str) -> None:
         """Prints one line of text."""
@@ -78,60 +96,91 @@ class RunConsole:
         """Prints a line for each fact."""
         width = max(map(len, facts))
         for name, value in facts.items():
-            self.say(f"{name:<{width}}  {value}")
+            self.say(f"{name + ':':<{width + 1}} {value}")
 
     def ending(self, kept: str) -> None:
         """Prints the last line, whatever ended the run: what is on disk, and the command that goes on."""
         self._print(kept)
 
     @contextlib.contextmanager
-    def progress(self, label: str, total: int, done: int = 0, lines: bool = True) -> Iterator[Callable[..., None]]:
-        """Shows the progress of `total` steps while the block runs, of which a restored run has `done` some already.
+    def progress(self, label: str, total: int, done: int = 0, rows: int = ROWS) -> Iterator[Callable[[str], None]]:
+        """Shows the progress of `total` steps while the block runs; a resumed run has `done` some of them already.
 
-        Yields a function to call after every step; its text (may be empty) is shown after the count. Without `lines`
-        nothing is printed off a terminal, where `step` prints anyway.
+        Yields a function to call after a step with a note about it. Steps with metrics call `step` instead.
         """
-        if self._quiet or not self._terminal:
-            yield self._counter(label, total, done) if lines else lambda note="": None
+        if self._quiet:
+            yield lambda note: None
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console, transient=True) as bar:
-            task = bar.add_task(label, total=total, completed=done, note="")
-            yield lambda note="": bar.update(task, advance=1, note=note)
+        every = self._log_every or max(1, total // rows)
+        shown = self._bar(label, total, done) if self._redraws else self._rows(label, total, done, every)
+        with shown as self._advance:
+            yield lambda note: self._advance(note, "")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Prints the line of one step; a metric that is not in `values` shows as a dash."""
-        if self._quiet:
-            return
-        if self._lines % HEADER_EVERY == 0:
-            titles = (f"{column.title:>{column.width}}" for column in STEP_COLUMNS)
-            self._print(f"{'step':>6} " + " ".join(titles), style="bold")
-        self._lines += 1
-        cells = []
-        for column in STEP_COLUMNS:
-            value = values.get(column.metric)
-            cells.append(("-" if value is None else format(value, column.form)).rjust(column.width))
-        self._print(f"{step:>6} " + " ".join(cells))
+        """Shows the metrics of a step in the block of `progress`."""
+        row = f"{step:>6} " + " ".join(column.text(values).rjust(column.width) for column in STEP_COLUMNS)
+        self._advance(f"reward {REWARD.text(values)}  {SPEED.text(values)} tokens/s", row)
 
     def summary(self, facts: Mapping[str, str | float], run: Path, held_out: Mapping[str, HeldOut]) -> None:
         """Prints a line for each fact, then the run folder and the held-out scores by decoding, as `before -> after`."""
         self.begin({name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in facts.items()})
         self._print(f"run folder: {run}")
         for decoding, score in held_out.items():
-            self._print(f"held-out exact match ({decoding}): {score.before:.2f} -> {score.after:.2f}")
+            self._print(f"held-out exact match ({decoding}): {score}")
 
     def _print(self, text: str, style: str | None = None) -> None:
+        # A terminal of another encoding may have no ×.
+        encoding = self._console.encoding
+        text = printable(text).encode(encoding, "backslashreplace").decode(encoding)
         # Soft wrap, because rich would otherwise break lines at 80 columns in a file; no markup, because samples and
         # paths may contain square brackets.
-        self._console.print(printable(text), style=style, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
 
-    def _counter(self, label: str, total: int, done: int) -> Callable[..., None]:
-        every = max(1, math.ceil(total / REPORTS_PER_PHASE))
+    @contextlib.contextmanager
+    def _bar(self, label: str, total: int, done: int) -> Iterator[Callable[[str, str], None]]:
+        def cell() -> Cell:
+            # A narrow window cuts the line off, and does not fold it into several.
+            return Cell(no_wrap=True, overflow="crop")
 
-        def advance(note: str = "") -> None:
-            nonlocal done
+        with Progress(
+            TextColumn("{task.description}", table_column=cell()),
+            BarColumn(20, table_column=cell()),
+            MofNCompleteColumn(table_column=cell()),
+            TextColumn("{task.fields[note]}", table_column=cell()),
+            TimeRemainingColumn(table_column=cell()),
+            TextColumn("left", table_column=cell()),
+            console=self._console,
+            transient=True,
+            speed_estimate_period=SPEED_SECONDS,
+        ) as bar:
+            task = bar.add_task(label, total=total, completed=done, note="")
+            yield lambda note, row: bar.update(task, advance=1, note=note)
+
+    @contextlib.contextmanager
+    def _rows(self, label: str, total: int, done: int, every: int) -> Iterator[Callable[[str, str], None]]:
+        first, latest = done + 1, ("", "")
+
+        def show(note: str, row: str) -> None:
+            if not row:
+                self._print(f"{label} {done}/{total} {note}")
+                return
+            if self._lines % HEADER_EVERY == 0:
+                titles = (f"{column.title:>{column.width}}" for column in STEP_COLUMNS)
+                self._print(f"{'step':>6} " + " ".join(titles), style="bold")
+            self._lines += 1
+            self._print(row)
+
+        def advance(note: str, row: str) -> None:
+            nonlocal done, latest
             done += 1
-            if done % every == 0 or done == total:
-                self.say(f"{label} {done}/{total} {note}".rstrip())
+            latest = (note, row)
+            if done in (first, total) or done % every == 0:
+                show(note, row)
+                latest = ("", "")
 
-        return advance
+        try:
+            yield advance
+        finally:
+            # The last step has a row, wherever the phase ends.
+            if any(latest):
+                show(*latest)

@@ -19,15 +19,7 @@ BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d1661c", "#7a7a7a", "#b00020"
 DRIFT_FLOOR = 1e-8
 SMOOTH_OVER = 15
 MARKERS_UP_TO = 40
-# Two flat panels share the lower left corner, because one pair of axes cannot show a share near 0 and a ratio near 1.
-MOSAIC: list[Any] = [
-    ["accuracy", "reward", "entropy"],
-    ["accuracy", "reward", "entropy"],
-    ["length", "truncated", "kl"],
-    ["length", "truncated", "kl"],
-    ["clipped", "drift", "loss"],
-    ["ratio", "drift", "loss"],
-]
+COLUMNS = 3
 
 Series = dict[int, float]
 """Values of a metric by step; NaN where it was not finite."""
@@ -55,46 +47,57 @@ class Panel(NamedTuple):
 
 FROM_ZERO = (0.0, None)
 # "_labelled": means over documents with a label. Those over all documents shrink where truncated ones are masked.
-PANELS = {
-    "accuracy": Panel("Held-out accuracy", "exact match [share of prompts]", (
+PANELS = (
+    Panel("Held-out accuracy", "exact match [share of prompts]", (
         Curve("exact_match_sampled", "temperature 1", kind="eval"),
         Curve("exact_match_greedy", "greedy", ORANGE, kind="eval"),
     ), limits=(-0.02, 1.02)),
-    "reward": Panel("Training reward", "mean reward of a completion", (Curve("reward_mean"),), smooth=True),
-    "entropy": Panel("Entropy of the policy", "nats per token", (Curve("entropy_labelled"),), limits=FROM_ZERO),
-    "length": Panel("Completion length", "mean tokens", (Curve("completion_length_mean"),), FROM_ZERO, True),
-    "truncated": Panel("Truncated completions", "share without end token", (Curve("truncated_share"),), FROM_ZERO, True),
-    "kl": Panel("KL of policies", "nats per token", (
+    Panel("Training reward", "mean reward of a completion", (Curve("reward_mean"),), smooth=True),
+    Panel("Entropy of the policy", "nats per token", (Curve("entropy_labelled"),), limits=FROM_ZERO),
+    Panel("Completion length", "mean tokens", (Curve("completion_length_mean"),), FROM_ZERO, True),
+    Panel("Truncated completions", "share without end token", (Curve("truncated_share"),), FROM_ZERO, True),
+    Panel("KL of policies", "nats per token", (
         Curve("kl_new_old_labelled", "before and after the updates of a rollout"),
         Curve("kl_reference", "to the first policy", ORANGE, kind="eval"),
     ), limits=FROM_ZERO),
-    "clipped": Panel("Clipped tokens", "share of tokens", (Curve("clipped_ratio_fraction_labelled"),), FROM_ZERO, True),
-    "ratio": Panel("Ratio new / old", "mean ratio", (Curve("ratio_new_old_labelled"),), smooth=True),
-    "drift": Panel("Sampler against trainer", "|Δ log-prob| [nats]", (
+    Panel("Clipped tokens", "share of tokens", (Curve("clipped_ratio_fraction_labelled"),), FROM_ZERO, True),
+    Panel("Ratio new / old", "mean ratio", (Curve("ratio_new_old_labelled"),), smooth=True),
+    Panel("Sampler against trainer", "|Δ log-prob| [nats]", (
         Curve("drift_max", "largest of a step"),
         Curve("p99", "99 % quantile of a report", ORANGE, kind="drift"),
     ), log=True),
-    "loss": Panel("Policy loss", "loss of a step", (Curve("loss"),), smooth=True),
-}  # fmt: skip
+    Panel("Policy loss", "loss of a step", (Curve("loss"),), smooth=True),
+)  # fmt: skip
 
 
 def plot_runs(runs: Sequence[Sequence[Mapping[str, Any]]], path: Path) -> None:
     """Draws the records of metrics.jsonl of each run into a PNG of 1400 x 1200 pixels.
 
-    Of several runs every one is a thin line, and their mean, at the steps that all of them have, a thick one. A metric
-    without values leaves a note in its panel; values that are not finite become gaps and are counted.
+    Of several runs every one is a thin line, and their mean, at the steps that all of them have, a thick one. A panel whose
+    values are all equal, or all missing, is left out; values that are not finite become gaps and are counted.
     """
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, layout="constrained")
-    for name, axes in figure.subplot_mosaic(MOSAIC).items():
-        _draw_panel(axes, PANELS[name], runs)
+    panels = [panel for panel in PANELS if _varies(panel, runs)]
+    for number, panel in enumerate(panels, start=1):
+        _draw_panel(figure.add_subplot(math.ceil(len(panels) / COLUMNS), COLUMNS, number), panel, runs)
+    if not panels:
+        figure.text(0.5, 0.5, "no values that differ", ha="center", fontsize=14, color=GREY)
     # Without the default stamp, the same metrics give the same bytes.
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})
     replace_file(path, content.getvalue())
 
 
+def _varies(panel: Panel, runs: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    series = [_series(records, curve) for curve in panel.curves for records in runs]
+    # NaN differs from everything, itself included, and its panel tells how many there are.
+    values = [value for each in series for value in each.values()]
+    return any(value != values[0] for value in values)
+
+
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    axes.set_title(panel.title, fontsize=14, loc="left")
+    # The empty second line has room for the latest values at its right.
+    axes.set_title(f"{panel.title}\n", fontsize=14, loc="left")
     axes.set_ylabel(panel.unit, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     lost, latest = 0, []

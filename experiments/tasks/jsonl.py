@@ -46,7 +46,7 @@ class JsonlOptions:
     """How lines become examples, and completions right or wrong, as it is written on a command line."""
 
     prompt_key: str | None = None
-    """Key of the prompt, a text or a list of messages with role and content; None takes prompt, question or messages."""
+    """Key of the prompt, a text or a list of messages with role and content. None: prompt, question or messages."""
     answer_key: str = "answer"
     """Key of the answer."""
     answer_pattern: str | None = None

@@ -81,12 +81,19 @@ class StepDrift:
         }
 
     def __str__(self) -> str:
-        """The report, and the worst token's text."""
-        text = f"sampler against trainer: {self.report}"
-        text += "" if self.worst is None else f": {self.worst}"
-        return (
-            text if self.first_non_finite is None else f"{text}\nthe first that is not finite: {self.first_non_finite}"
-        )
+        """Three lines at most: quantiles of the errors, share of large ratios, worst token."""
+        report = self.report
+        errors = [*zip(QUANTILE_NAMES, report.abs_error_quantiles, strict=True), ("max", report.max_abs_error)]
+        quantiles = ", ".join(f"{name.replace('_', '.')} {value:.3g}" for name, value in errors)
+        share = f"{report.share_outside:.2%} of {report.active_count} tokens"
+        if report.num_non_finite:
+            share += f"; {report.num_non_finite} NOT FINITE, the first {self.first_non_finite}"
+        lines = [f"drift, |trainer - sampler|: {quantiles} nats", f"drift, ratios outside [0.9, 1.1]: {share}"]
+        if self.worst is not None:
+            values = f"trainer {report.worst_candidate:.9g}, sampler {report.worst_reference:.9g} nats"
+            shard = "" if report.tp_size in (None, 1) else f", vocabulary shard {report.worst_owner}"
+            lines.append(f"drift, worst token: {self.worst}{shard}: {values}")
+        return "\n".join(lines)
 
 
 class DriftWatch:

@@ -52,24 +52,24 @@ def introduce(
     PromptOrder(task, config.seed, config.schedule.epochs)
     params = _parameters(origin)
     require_room(_least_bytes(config, task, origin, params, mesh), mesh.num_devices)
-    steps = f"{config.schedule.steps}, of {_documents(config)}; loss {config.loss.name}"
+    steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}"
     warm = config.warm_start.max_steps
     console.begin(
         {
             "task": f"{task.name}, {'endless' if count is None else count} training examples, "
-            f"{len(prompts)} different held-out prompts",
+            f"{len(prompts)} distinct held-out prompts",
             "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
-            "devices": f"mesh {mesh} on {mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}"
+            "devices": f"{mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
-            "steps": f"{steps}{f', after at most {warm} steps of warm start' if warm else ''}",
+            "steps": f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
             "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
-            "completions": f"{config.rollout.prompts_per_rollout} prompts × {config.rollout.num_generations}, at most "
-            f"{longest_completion(task, config.rollout)} tokens; advantages {config.loss.advantages}",
+            "rollout": f"{config.rollout.prompts_per_rollout} prompts × {config.rollout.num_generations} completions of "
+            f"at most {longest_completion(task, config.rollout)} tokens, advantages {config.loss.advantages}",
             "run folder": str(folder),
         }
     )
     if few:
-        console.warn(f"task {task.name}: different held-out prompts: {len(prompts)}; a score of so few says little")
+        console.warn(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
     for warning in [*_uneven_steps(config), *([] if long is None else [long])]:
         console.warn(warning)
 
@@ -118,7 +118,7 @@ def _trained_part(params: nnx.State) -> nnx.State:
 
 def _trained(params: nnx.State) -> str:
     trained = _trained_part(params)
-    return "" if trained is params else f" ({_count(trained):,} of them trained)"
+    return "" if trained is params else f" ({_count(trained):,} trained)"
 
 
 def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec) -> int:
@@ -143,6 +143,6 @@ def _uneven_steps(config: Config) -> list[str]:
     if docs == 0 or completions % docs == 0 or docs % completions == 0:
         return []
     return [
-        f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: a step "
-        "takes the whole micro-batch that reaches its number, so that steps have more documents, and not always equally many"
+        f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: steps "
+        "end with a whole micro-batch, so they have more documents than that, in varying numbers"
     ]

@@ -113,7 +113,7 @@ class Loop:
         self._save()
         # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
         self._store.wait_until_finished()
-        self._console.say(f"before training: sampled {before.sampled:.3f}, greedy {before.greedy:.3f}")
+        self._say_scores(before)
         return before
 
     def _train(self) -> ExactMatch:
@@ -122,9 +122,8 @@ class Loop:
         # Of a run that was interrupted between a step and its evaluation.
         scores = self._evaluate_if_due()
         label = config.loss.name.upper()
-        with self._console.progress(label, config.schedule.steps, done=progress.step, lines=False) as advance:
+        with self._console.progress(label, config.schedule.steps, done=progress.step):
             while not self._ended and self._step():
-                advance()
                 self._answer_signals()
                 scores = self._evaluate_if_due() or scores
                 if self._save_is_due():
@@ -151,7 +150,8 @@ class Loop:
         self._console.step(step, values)
         if trainer.drift is not None:
             self._metrics.write(step, "drift", trainer.drift.metrics())
-            self._console.say(str(trainer.drift))
+            for line in str(trainer.drift).splitlines():
+                self._console.say(f"step {step}: {line}")
         for alert in trainer.alerts:
             self._console.warn(alert)
         self._guard(step)
@@ -177,8 +177,12 @@ class Loop:
         if not due or progress.evaluated == progress.step:
             return None
         scores = self._with_rewards(lambda: self._trainer.evaluate(self._metrics))
-        self._console.say(f"held-out: sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}")
+        self._say_scores(scores)
         return scores
+
+    def _say_scores(self, scores: ExactMatch) -> None:
+        values = f"sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}"
+        self._console.say(f"step {self._trainer.progress.step}: held-out exact match {values}")
 
     def _save_is_due(self) -> bool:
         options, step = self._trainer.config.checkpoint, self._trainer.progress.step
@@ -196,6 +200,7 @@ class Loop:
             self._require(step, "not saved", trainer.unsound())
             if trainer.config.guards.replica_every:
                 self._require(step, "not saved, copies differ", trainer.differing_copies())
+            self._console.say(f"step {step}: saving a checkpoint")
             trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()
 

@@ -56,6 +56,7 @@ class Result:
       run: the run folder.
       metrics: every record of metrics.jsonl.
       trainer: the trainer, with parameters and optimizer state.
+      seconds: wall-clock time, set-up excluded.
     """
 
     before: ExactMatch
@@ -63,11 +64,30 @@ class Result:
     run: RunFolder
     metrics: list[dict[str, Any]]
     trainer: Trainer
+    seconds: float
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            (
+                f"run folder: {self.run.path}",
+                f"optimizer steps: {self.trainer.progress.step}",
+                *(f"held-out exact match ({decoding}): {score}" for decoding, score in self.held_out.items()),
+                f"seconds: {self.seconds:.1f}",
+            )
+        )
 
     @property
     def params(self) -> nnx.State:
         """The trained parameters."""
         return self.trainer.state.params
+
+    @property
+    def held_out(self) -> dict[str, HeldOut]:
+        """Held-out exact match by decoding."""
+        return {
+            "temperature 1": HeldOut(self.before.sampled, self.after.sampled),
+            "greedy": HeldOut(self.before.greedy, self.after.greedy),
+        }
 
 
 class Continued(Protocol):
@@ -102,7 +122,7 @@ class Run:
 
     def _finish(self) -> Result:
         started, trainer, resumption = time.perf_counter(), self.trainer, self.resumption
-        console = RunConsole(trainer.config.quiet)
+        console = RunConsole(trainer.config.quiet, trainer.config.log_every)
         for warning in trainer.warnings:
             console.warn(warning)
         resuming = {} if resumption is None else {"step": self.step, "on_resume": resumption.begin}
@@ -160,7 +180,9 @@ def require_same_run(config: Config, task: Task) -> None:
     """
     # What one of them prints is its own affair.
     options = {
-        option_name(field): to_json(value_of(config, field)) for field in flat_fields(Config) if field != "quiet"
+        option_name(field): to_json(value_of(config, field))
+        for field in flat_fields(Config)
+        if field not in ("quiet", "log_every")
     }
     processes().require_same(
         "options", {**options, "versions": versions_text(), "the examples' sha256": data_digest(task)}
@@ -270,13 +292,10 @@ def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch
     if processes().first:
         plot_runs([records], run.folder.curves)
         write_json(run.folder.summary, {**facts, **scores})
-    held_out = {
-        "temperature 1": HeldOut(before.sampled, after.sampled),
-        "greedy": HeldOut(before.greedy, after.greedy),
-    }
-    console.summary(facts, run.folder.path, held_out)
+    result = Result(before, after, run.folder, records, trainer, seconds)
+    console.summary(facts, run.folder.path, result.held_out)
     console.ending(kept(run.folder, finished=True))
-    return Result(before, after, run.folder, records, trainer)
+    return result
 
 
 def _new_path(config: Config) -> Path:

@@ -72,7 +72,7 @@ class WarmStart:
             return params
         update = Update(warm_start_optimizer(options), self.sums.place, self.sums.compiler_options)
         state = update.init(params)
-        with console.progress("warm start", max_steps) as advance:
+        with console.progress("warm start", max_steps, rows=10) as advance:
             for step in range(1, max_steps + 1):
                 state, values = self._step(update, state, step)
                 if step % options.check_every == 0:

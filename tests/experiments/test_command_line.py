@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import export, grpo, plot
+from experiments import chat, evaluate, export, grpo, plot
 from experiments.command_line import run_command
-from experiments.config import CheckpointConfig
+from experiments.config import CheckpointConfig, Config
+from experiments.options import flat_fields, option_name
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import Processes
 from experiments.runs.signals import caught_signals
@@ -280,5 +282,40 @@ def test_help_lists_the_exit_codes(capsys):
         grpo.run_cli(["--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").replace("|", " ").split())
     assert stopped.value.code == 0 and "--debug" in text
-    for words in ("0 all done", "2 an option, a file", "3 the environment", "4 a guard", "130 and 143", "1 a bug"):
+    for words in ("0 done", "2 an option, a file", "3 the environment", "4 a guard", "130, 143 ended", "1 a bug"):
         assert words in text
+
+
+def help_of(command, columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        command.run_cli(["--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [grpo, evaluate, chat, export, plot])
+def test_help_fits_its_window_and_breaks_lines_after_sentences_alone(command, monkeypatch, capsys):
+    narrow = help_of(command, 80, monkeypatch, capsys)
+    assert max(map(len, narrow.splitlines())) <= 80
+    # So wide that no line is wrapped: breaks are those of the docstrings.
+    listed = help_of(command, 2000, monkeypatch, capsys).partition("usage:")[2].splitlines()[1:]
+    texts = [re.split(" {2,}", line.strip("│| "))[-1] for line in listed if "--help" not in line and "  " in line]
+    texts = [text for text in texts if re.search(r"[a-z] [a-z]", text) and not text.endswith(("options", "arguments"))]
+    assert [text for text in texts if text[-1] not in ".:)"] == [] and texts
+
+
+def test_help_spells_options_as_they_are_typed(monkeypatch, capsys):
+    text = help_of(grpo, 2000, monkeypatch, capsys)
+    known = flat_fields(Config)
+    sections = "|".join({field.partition(".")[0].replace("_", "[_-]") for field in known if "." in field})
+    assert re.findall(rf"(?<!--)\b(?:{sections})\.[a-z_-]+\b", text) == []
+    last = {field.rpartition(".")[2] for field in known}
+    python = "|".join(name for name in last if "_" in name)
+    # No file of that name, such as docs/gradient_filter.md.
+    assert re.findall(rf"(?<![/\w])(?:{python})\b", text) == []
+    # Micro-batches are things, too.
+    dashed = "|".join(name.replace("_", "-") for name in last if "_" in name and name != "micro_batches")
+    assert re.findall(rf"(?<![\w.-])(?:{dashed})\b", text) == []
+    options = re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text)
+    names = {option_name(field) for field in flat_fields(grpo.GrpoConfig)} | {"--help", "--debug"}
+    assert {option for option in options if option.replace("no-", "", 1) not in names} - names == set()

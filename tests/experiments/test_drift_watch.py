@@ -91,9 +91,13 @@ def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named()
     assert found["worst_trainer"] - found["worst_sampler"] == -0.25
     assert (found["worst_document"], found["worst_position"]) == (0, 6)
     assert (found["worst_token"], found["worst_context"]) == (END, "'1+2=3'")
-    assert "engine spy, mesh data=2" in str(drift) and "an end token after '1+2=3', position 6 of document 0" in str(
-        drift
-    )
+    assert (drift.report.backend, drift.report.reduction) == ("engine spy", "mesh data=2")
+    quantiles, share, worst = str(drift).splitlines()
+    assert quantiles == "drift, |trainer - sampler|: p50 0, p90 0.25, p99 0.25, p99.9 0.25, max 0.25 nats"
+    assert share == "drift, ratios outside [0.9, 1.1]: 40.00% of 10 tokens"
+    place = "an end token after '1+2=3', position 6 of document 0, vocabulary shard 0"
+    values = f"trainer {found['worst_trainer']:.9g}, sampler {found['worst_sampler']:.9g} nats"
+    assert worst == f"drift, worst token: {place}: {values}"
 
 
 def test_the_worst_token_of_a_later_round_and_rank_is_found():
@@ -134,12 +138,12 @@ def test_a_step_without_such_tokens_has_no_report():
     assert drift is None and sums.scored == 0
 
 
-def test_tokens_that_are_not_finite_come_first():
+def test_tokens_that_are_not_finite_are_counted_and_the_first_is_named():
     _, drift = report(documents([SEEN] * 6), {SEEN: np.nan})
     assert drift.metrics()["num_non_finite"] == 6 and drift.metrics()["max"] == 0.0
-    lines = str(drift).splitlines()
-    assert "NOT FINITE: 6 active tokens" in lines[0]
-    assert lines[-1] == "the first that is not finite: an end token after '1+2=3', position 6 of document 0"
+    assert len(lines := str(drift).splitlines()) == 3
+    first = "the first an end token after '1+2=3', position 6 of document 0"
+    assert lines[1] == f"drift, ratios outside [0.9, 1.1]: 0.00% of 14 tokens; 6 NOT FINITE, {first}"
 
 
 @pytest.mark.parametrize(("docs", "expected"), [(512, False), (1024, False), (256, True), (768, True), (0, True)])

@@ -69,6 +69,18 @@ def test_the_run_folder_is_complete(plain):
     assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
 
 
+def test_a_result_is_shown_in_a_few_lines(plain):
+    before, after = plain.before, plain.after
+    assert str(plain) == repr(plain)
+    assert str(plain).splitlines() == [
+        f"run folder: {plain.run.path}",
+        "optimizer steps: 4",
+        f"held-out exact match (temperature 1): {before.sampled:.2f} -> {after.sampled:.2f}",
+        f"held-out exact match (greedy): {before.greedy:.2f} -> {after.greedy:.2f}",
+        f"seconds: {plain.seconds:.1f}",
+    ]
+
+
 def test_resume_equals_the_run_without_a_break(plain, runs, no_pictures):
     train(tiny(runs, "broken", schedule={"steps": 2}))
     resumed = resume(str(runs / "broken"), {"schedule.steps": 4, "quiet": True})

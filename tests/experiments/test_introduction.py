@@ -42,17 +42,17 @@ def lines(tmp_path, capsys, **changes):
 
 def test_what_is_about_to_run(tmp_path, capsys):
     origin, printed = lines(tmp_path, capsys, task="addition:3")
-    facts = dict(line.split("  ", 1) for line in printed)
+    facts = dict(line.split(":", 1) for line in printed)
     facts = {name: value.strip() for name, value in facts.items()}
-    assert list(facts) == ["task", "model", "devices", "steps", "optimizer", "completions", "run folder"]
+    assert list(facts) == ["task", "model", "devices", "steps", "optimizer", "rollout", "run folder"]
     different = len({example.prompt for example in held_out_examples(make_task("addition:3"), 512)})
-    assert facts["task"] == f"addition:3, endless training examples, {different} different held-out prompts"
+    assert facts["task"] == f"addition:3, endless training examples, {different} distinct held-out prompts"
     size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
     assert facts["model"] == f"decoder, {size:,} parameters, float32 (a reason)"
-    assert facts["devices"] == "mesh data=1,fsdp=1,sequence=1,tensor=1 on 1 of 8 cpu"
-    assert facts["steps"] == "1000, of 512 documents; loss grpo, after at most 400 steps of warm start"
+    assert facts["devices"] == "1 of 8 cpu, mesh data=1,fsdp=1,sequence=1,tensor=1"
+    assert facts["steps"] == "1000 of 512 documents each, loss grpo, warm start of at most 400 steps"
     assert facts["optimizer"] == "adamw, learning rate 0.0005"
-    assert facts["completions"] == "64 prompts × 8, at most 5 tokens; advantages group"
+    assert facts["rollout"] == "64 prompts × 8 completions of at most 5 tokens, advantages group"
     assert facts["run folder"] == str(tmp_path / "run")
 
 
@@ -68,7 +68,7 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
 
 @pytest.mark.parametrize("task", ["letter_counting:1", "sorting:1"])
 def test_a_held_out_set_of_one_prompt_is_warned_of(tmp_path, capsys, task):
-    words = f"WARNING: task {task}: different held-out prompts: 1; a score of so few says little"
+    words = f"WARNING: task {task}: distinct held-out prompts: 1; a score on so few is noisy"
     assert lines(tmp_path, capsys, task=task, quiet=True)[1] == [words]
 
 

@@ -1,12 +1,14 @@
 """The output of a run: the curves, and the lines on the screen."""
 
 import io
+import itertools
 import math
 import re
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from matplotlib.transforms import Bbox
 
 from experiments import plot
 from experiments.config import Config
@@ -65,27 +67,41 @@ def drawn_figures(monkeypatch):
 
 
 def panel(figure, title):
-    return next(axes for axes in figure.axes if axes.get_title(loc="left") == title)
+    return next(axes for axes in figure.axes if axes.get_title(loc="left") == f"{title}\n")
 
 
 def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-@pytest.mark.parametrize(
-    "metrics", [[], records(1), records(3), records(60)[:7]], ids=["none", "one", "few", "no eval"]
-)
-def test_writes_a_picture_of_the_promised_size(tmp_path, drawn_figures, metrics):
+@pytest.mark.parametrize(("metrics", "panels"), [([], 0), (records(1), 1), (records(3), 9)])
+def test_a_picture_of_the_promised_size_has_the_panels_whose_values_differ(tmp_path, drawn_figures, metrics, panels):
+    """Of three steps all but "Clipped tokens", which is constant; of one step the two decodings of the accuracy."""
     plot_runs([metrics], tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
     assert picture.shape[:2] == (1200, 1400)
-    assert len(drawn_figures[0].axes) == 10
-    drawn = {record["kind"] for record in metrics}
-    for axes in drawn_figures[0].axes:
-        kind = "eval" if axes.get_title(loc="left") == "Held-out accuracy" else "train"
-        assert bool(axes.get_lines()) == (kind in drawn)
-        assert (texts(axes) == ["no data"]) == (kind not in drawn)
-        assert axes.get_ylabel()
+    (figure,) = drawn_figures
+    assert len(figure.axes) == panels and all(axes.get_lines() and axes.get_ylabel() for axes in figure.axes)
+    assert bool(figure.texts) == (panels == 0)
+    with pytest.raises(StopIteration):
+        panel(figure, "Clipped tokens")
+
+
+def test_titles_do_not_overlap(tmp_path, drawn_figures):
+    metrics = records(30)
+    for record in metrics:
+        for metric in record.keys() - {"step", "kind"}:
+            record[metric] *= 1.23456e-7
+    metrics += [{"step": step, "kind": "drift", "p99": 1.2345e-7} for step in range(2)]
+    plot_runs([metrics], tmp_path / "curves.png")
+    (figure,) = drawn_figures
+    boxes = []
+    for axes in figure.axes:
+        left, right = (title.get_window_extent() for title in (axes._left_title, axes._right_title))
+        # The second line of the left one is empty.
+        boxes += [Bbox.from_extents(left.x0, (left.y0 + left.y1) / 2, left.x1, left.y1), right]
+    assert len(boxes) == 18
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_draws_the_values(tmp_path, figures):
@@ -191,14 +207,13 @@ STEP = {
 
 
 def print_a_run(console, tmp_path):
-    with console.progress("warm start", total=23) as advance:
+    with console.progress("warm start", total=23, rows=10) as advance:
         for _ in range(23):
             advance("loss 1.0")
     console.warn("[red]step 20 is damaged[/red]")
-    with console.progress("training", total=HEADER_EVERY + 1, lines=False) as advance:
-        for step in range(HEADER_EVERY + 1):
-            console.step(step, {**STEP, "entropy_labelled": math.nan} if step == 1 else STEP)
-            advance()
+    with console.progress("training", total=HEADER_EVERY + 1):
+        for step in range(1, HEADER_EVERY + 2):
+            console.step(step, {**STEP, "entropy_labelled": math.nan} if step == 2 else STEP)
     held_out = {"temperature 1": HeldOut(0.31, 0.83), "greedy": HeldOut(0.451, 0.919)}
     console.summary({"head [x]": "chunked", "seconds": 12.3456789}, tmp_path, held_out)
 
@@ -220,8 +235,8 @@ def test_lines_in_a_file_are_plain_aligned_and_end_with_the_scores(tmp_path, mon
     assert re.fullmatch(r"[\n\x20-\x7e]*", text)
     lines = text.splitlines()
     assert lines[-3:] == last_lines(tmp_path)
-    assert [line for line in lines if line.startswith("warm start")][-1] == "warm start 23/23 loss 1.0"
-    assert len([line for line in lines if line.startswith("warm start")]) == 8
+    starts = [line for line in lines if line.startswith("warm start")]
+    assert starts == [f"warm start {step}/23 loss 1.0" for step in (1, *range(2, 23, 2), 23)]
     assert not any(line.startswith("training") for line in lines)
     assert "WARNING: [red]step 20 is damaged[/red]" in lines
     assert any("head [x]" in line for line in lines)
@@ -230,25 +245,103 @@ def test_lines_in_a_file_are_plain_aligned_and_end_with_the_scores(tmp_path, mon
     assert len(headers) == 2 and lines[first + HEADER_EVERY + 1] == headers[1]
     rows = lines[first : first + HEADER_EVERY + 3]
     assert {len(row) for row in rows} == {len(headers[0])}
-    assert rows[1].split() == ["0", "0.312", "-", "1.250", "1.23%", "1.0000", "3.20e-06", "-", "-"]
+    assert rows[1].split() == ["1", "0.312", "-", "1.250", "1.23%", "1.0000", "3.20e-06", "-", "-"]
     assert rows[2].split()[3] == "nan"
+
+
+def shown_steps(text):
+    return [int(row.split()[0]) for row in text.splitlines() if re.match(r" *\d+ ", row)]
+
+
+def print_steps(console, total, done=0, until=None):
+    with console.progress("GRPO", total, done=done):
+        for step in range(done + 1, (until or total) + 1):
+            console.step(step, STEP)
+            if step % 333 == 0:
+                console.warn(f"step {step} is refused: loss not finite")
+
+
+@pytest.mark.parametrize(
+    ("log_every", "done", "until", "steps"),
+    [
+        (None, 0, None, [1, *range(25, 1001, 25)]),
+        (1, 0, None, list(range(1, 1001))),
+        (400, 0, None, [1, 400, 800, 1000]),
+        # A resumed run has rows of the same steps; one that is interrupted, or whose data end, has a row of its last.
+        (None, 930, None, [931, 950, 975, 1000]),
+        (None, 0, 60, [1, 25, 50, 60]),
+        (None, 0, 50, [1, 25, 50]),
+    ],
+)
+def test_rows_off_a_terminal_are_few_and_warnings_are_all_there(log_every, done, until, steps):
+    stream = io.StringIO()
+    print_steps(RunConsole(log_every=log_every, stream=stream), 1000, done, until)
+    assert shown_steps(stream.getvalue()) == steps
+    refused = [step for step in (333, 666, 999) if done < step <= (until or 1000)]
+    assert re.findall(r"WARNING: step (\d+) is refused", stream.getvalue()) == [str(step) for step in refused]
+
+
+def test_the_last_step_before_an_error_has_a_row():
+    console = RunConsole(stream=(stream := io.StringIO()))
+    with pytest.raises(KeyboardInterrupt), console.progress("GRPO", 1000):
+        for step in (1, 2, 3):
+            console.step(step, STEP)
+        raise KeyboardInterrupt
+    assert shown_steps(stream.getvalue()) == [1, 3]
 
 
 def test_quiet_prints_warnings_and_the_scores_only(tmp_path):
     stream = io.StringIO()
-    print_a_run(RunConsole(quiet=True, stream=stream), tmp_path)
+    print_a_run(RunConsole(quiet=True, log_every=1, stream=stream), tmp_path)
     assert stream.getvalue().splitlines() == ["WARNING: [red]step 20 is damaged[/red]", *last_lines(tmp_path)]
 
 
-class Terminal(io.StringIO):
+class Terminal(io.TextIOWrapper):
+    """A terminal of an encoding; what was written to it."""
+
+    def __init__(self, encoding="utf-8"):
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+
     def isatty(self):
         return True
 
+    def text(self):
+        return self.buffer.getvalue().decode(self.encoding)
 
-def test_a_terminal_gets_a_bar_and_the_same_last_lines(tmp_path, monkeypatch):
+
+@pytest.fixture
+def xterm(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn(tmp_path, xterm):
     stream = Terminal()
-    print_a_run(RunConsole(stream=stream), tmp_path)
-    text = stream.getvalue()
-    assert "\x1b[" in text and "23/23" in text
-    assert text.splitlines()[-3:] == last_lines(tmp_path)
+    console = RunConsole(stream=stream)
+    print_steps(console, 1000)
+    text = stream.text()
+    assert "\r\x1b[2K" in text and text.count("\n") < 30, "a line is redrawn in place"
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "1000/1000 reward 0.312  - tokens/s 0:00:00 left" in plain and shown_steps(plain) == []
+    assert plain.count("WARNING: step") == 3
+    print_a_run(console, tmp_path)
+    assert stream.text().splitlines()[-3:] == last_lines(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize("columns", ["1", "2", "7", "33", "79", "500"])
+def test_windows_of_any_width_and_terminals_of_any_encoding(tmp_path, xterm, monkeypatch, columns, encoding):
+    monkeypatch.setenv("COLUMNS", columns)
+    stream = Terminal(encoding)
+    console = RunConsole(stream=stream)
+    console.say("64 prompts × 8 …")
+    print_steps(console, 1000)
+    assert "64 prompts" in stream.text() and ("×" in stream.text()) == (encoding != "ascii")
+    assert stream.text().count("\n") < 40, "the line is cut, not folded"
+
+
+def test_a_terminal_without_control_codes_gets_rows(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    print_steps(RunConsole(stream=stream), 1000)
+    assert len(shown_steps(stream.text())) == 41

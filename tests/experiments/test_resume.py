@@ -90,7 +90,7 @@ def test_auto_is_what_the_run_made_of_it(folder):
 def test_what_may_change():
     free = {field for field in flat_fields(Config) if may_change(field)}
     assert free == {
-        *("mesh", "rollout.mesh", "quiet", "schedule.steps", "optimizer.learning_rate"),
+        *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
         *("evaluation.every", "evaluation.num_prompts", "drift.every"),
         *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.keep"),
         *("guards.max_refused_steps", "guards.spike_factor", "guards.replica_every"),
@@ -100,9 +100,9 @@ def test_what_may_change():
 
 def test_the_new_goal_is_kept_in_the_run_folder(folder):
     """A run that is resumed with another goal, and killed before it, goes on to that goal."""
-    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "quiet": True}).begin(at(39))
+    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True}).begin(at(39))
     kept = load_config(folder.config, Config)
-    assert (kept.schedule.steps, kept.mesh) == (300, "data=2")
+    assert (kept.schedule.steps, kept.mesh, kept.log_every) == (300, "data=2", 7)
     assert resumption(folder).kept == kept
     content = json.loads(folder.config.read_text())
     values = json.dumps(content["config"], sort_keys=True).encode()
@@ -194,12 +194,12 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     assert load_config(run.folder.config, Config).task == f"jsonl:{tmp_path}/questions.jsonl"
     said = capsys.readouterr().out
     examples = make_task("jsonl:questions.jsonl").num_examples("train")
-    counts = f"{examples} training examples, {min(16, 100 - examples)} different held-out prompts"
+    counts = f"{examples} training examples, {min(16, 100 - examples)} distinct held-out prompts"
     for words in (
         counts,
         " parameters, float32",
-        "data=1,fsdp=1,sequence=1,tensor=1 on 1 of 8",
-        "3, of 64 documents",
+        "1 of 8 cpu, mesh data=1,fsdp=1,sequence=1,tensor=1",
+        "3 of 64 documents",
         path,
     ):
         assert words in said
