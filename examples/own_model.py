@@ -1,4 +1,4 @@
-"""Your own Flax model, here a GRU: no attention, no cache, two methods. Run: python examples/own_model.py"""
+"""Your own Flax model, here a GRU: no attention, no cache, two methods. Run: python -m examples.own_model"""
 
 import jax
 import jax.numpy as jnp

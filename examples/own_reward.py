@@ -1,4 +1,4 @@
-"""Your own reward: half a point for a sum whose last digit is right. Run: python examples/own_reward.py"""
+"""Your own reward: half a point for a sum whose last digit is right. Run: python -m examples.own_reward"""
 
 from experiments import Config, train
 

@@ -4,12 +4,16 @@ are the entry points from Python."""
 # Nothing is imported here: until `experiments.entry` has the signals, Ctrl-C ends a command in a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from experiments.config import Config
+    from experiments.training.resume import resume
+    from experiments.training.run import train
+
+__all__ = ["Config", "resume", "train"]
 
 _WAY_IN = {"Config": "experiments.config", "resume": "experiments.training.resume", "train": "experiments.training.run"}
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> object:
     # On demand, so that importing only a task or a model does not load the trainer.
     if name not in _WAY_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

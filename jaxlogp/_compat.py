@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxlogp.errors import require
@@ -81,7 +82,7 @@ def leading_spec(x: Any, dimensions: int) -> PartitionSpec:
 
 def known_sharding(x: Any) -> NamedSharding:
     """The sharding of ``x`` over a mesh as far as it is known: of a concrete array all, else what its type says."""
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     sharding = sharding if isinstance(sharding, NamedSharding) else jax.typeof(x).sharding
     padding = [None] * (x.ndim - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *padding))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 
 def require(condition: bool | np.bool_, argument: str, expected: object, seen: object) -> None:
@@ -28,9 +29,7 @@ def require(condition: bool | np.bool_, argument: str, expected: object, seen: o
 
 def is_concrete(*values: Any) -> bool:
     """Whether all ``values`` can be read now: none is traced or partly on other processes."""
-    return all(
-        not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True) for value in values
-    )
+    return all(not isinstance(value, Tracer) and getattr(value, "is_fully_addressable", True) for value in values)
 
 
 def require_floating(array: Any, argument: str) -> None:

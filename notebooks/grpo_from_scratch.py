@@ -23,16 +23,22 @@
 # %% [markdown]
 # ## Install
 #
-# On Colab this fetches the project; in a checkout that is already installed it does nothing.
+# The trainer runs from a checkout. On Colab this fetches one; in a checkout that is already installed it finds it.
 
 # %%
-import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
-if importlib.util.find_spec("jaxlogp") is None:
-    source = "jaxlogp[experiments] @ git+https://github.com/jaxlogp/jaxlogp"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
+here = Path.cwd()
+checkout = next(
+    (folder for folder in (here, here.parent) if (folder / "experiments/grpo.py").exists()), here / "checkout"
+)
+if not checkout.exists():
+    source = "https://github.com/jaxlogp/jaxlogp"
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", source, checkout], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-e", f"{checkout}[experiments]"], check=True)
+sys.path.insert(0, str(checkout))
 
 # %% [markdown]
 # ## The run

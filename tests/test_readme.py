@@ -19,7 +19,7 @@ from tests.experiments.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {"README.md": README} | {
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")} | {
     f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
 }
 USAGE = "README.md", "docs/training.md", "docs/models.md", "docs/library.md", "docs/benchmarks.md"

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -300,7 +301,7 @@ def check_prompts(
 
 def check_range(name: str, array: Int[Array | np.ndarray, "..."], start: int, end: int) -> None:
     """Requires every element in [start, end), if the values are known here."""
-    if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+    if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return
     values = np.asarray(array)
     outside = (values < start) | (values >= end)

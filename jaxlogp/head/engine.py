@@ -1,7 +1,7 @@
 """The interface of an engine of the head: forward and backward of one checked call, and optional methods."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -31,9 +31,9 @@ class Engine(Protocol):
         every product and gives them gradients of exactly 0; False: they are passed in as zeros.
     """
 
-    name: str
-    reduces_gradients: bool = False
-    masks_hidden: bool = False
+    name: ClassVar[str]
+    reduces_gradients: ClassVar[bool] = False
+    masks_hidden: ClassVar[bool] = False
 
     def why_not(self, call: HeadCall) -> str | None:
         """Why this engine cannot take a call on this device, or None. Only shapes and dtypes of operands matter."""
@@ -63,6 +63,7 @@ class Engine(Protocol):
 
     def skipped_tiles(self, call: HeadCall) -> WeightedSum:
         """How many blocks of this rank a gradient filter skips, out of how many; for engines that have one."""
+        del call
         raise NotImplementedError
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
@@ -82,6 +83,7 @@ class Engine(Protocol):
           old_log_probs: [tokens], close to the log-probs while the policy is close to the sampler's; None where the
             entropy has a cotangent.
         """
+        del call, cotangents, tokens, old_log_probs
         raise NotImplementedError
 
     def why_not_known_lse(self, call: HeadCall) -> str | None:
@@ -91,4 +93,5 @@ class Engine(Protocol):
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
         """:meth:`backward` without a forward pass, from the known log Σ e^z of every token; no entropy."""
+        del call, lse, g
         raise NotImplementedError

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -224,7 +225,7 @@ def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineCho
 def warn_of_unknown_layout(function: str, *operands: Any, stacklevel: int) -> None:
     """Warns, once per process for each function, if traced operands may be split over Auto axes of the mesh context."""
     axes = automatic_mesh_axes()
-    if not axes or function in _WARNED or not any(isinstance(x, jax.core.Tracer) for x in operands):
+    if not axes or function in _WARNED or not any(isinstance(x, Tracer) for x in operands):
         return
     _WARNED.add(function)
     unknown = f"{function}: traced arrays do not say how they are split over the Auto mesh axes {axes}"
