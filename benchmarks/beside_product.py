@@ -60,9 +60,9 @@ class Timed(NamedTuple):
     """A call to be timed.
 
     Attributes:
-      call: runs it.
-      note: added to its line.
-      repeats: how often the call repeats the timed work.
+        call: runs it.
+        note: added to its line.
+        repeats: how often the call repeats the timed work.
     """
 
     call: Callable[[], Any]
@@ -114,13 +114,13 @@ def print_times(
     """Times the calls and one product, interleaved, at settled clocks, and prints medians.
 
     Args:
-      case: operands of the product.
-      calls: by name.
-      turns: number of turns; the median is reported.
-      at_least: seconds of each untimed and each timed run.
+        case: operands of the product.
+        calls: by name.
+        turns: number of turns; the median is reported.
+        at_least: seconds of each untimed and each timed run.
 
     Returns:
-      Times of the calls divided by that of the product.
+        Times of the calls divided by that of the product.
     """
     base, chosen = compile_product(case.hidden, case.weight)
     timed = {PRODUCT: Timed(base, f"by {chosen}"), **calls}

@@ -31,12 +31,12 @@ class Case:
     """Inputs of one shape, on the default device.
 
     Attributes:
-      label: name for tables and plots.
-      hidden: [N, H].
-      weight: [V, H].
-      targets: [N].
-      g_log_probs: upstream gradient of the log-probs, [N].
-      g_entropy: upstream gradient of the entropies, [N], equal for all tokens.
+        label: name for tables and plots.
+        hidden: [N, H].
+        weight: [V, H].
+        targets: [N].
+        g_log_probs: upstream gradient of the log-probs, [N].
+        g_entropy: upstream gradient of the entropies, [N], equal for all tokens.
     """
 
     label: str
@@ -64,11 +64,11 @@ class Exact:
     """The answer in float64, from the same rounded operands.
 
     Attributes:
-      log_probs: [N].
-      entropy: [N].
-      lse: log Σ e^z, [N].
-      d_hidden: gradient of ``case.rows`` through the log-probs only, and through both.
-      d_weight: gradient of ``case.columns``, likewise.
+        log_probs: [N].
+        entropy: [N].
+        lse: log Σ e^z, [N].
+        d_hidden: gradient of ``case.rows`` through the log-probs only, and through both.
+        d_weight: gradient of ``case.columns``, likewise.
     """
 
     log_probs: np.ndarray
@@ -83,11 +83,11 @@ class Outputs:
     """The results of a program; None where it has no such result.
 
     Attributes:
-      log_probs: [N].
-      entropy: [N].
-      d_hidden: gradient of ``case.rows``.
-      d_weight: gradient of ``case.columns``.
-      through_entropy: whether the gradients are those through both log-probs and entropy.
+        log_probs: [N].
+        entropy: [N].
+        d_hidden: gradient of ``case.rows``.
+        d_weight: gradient of ``case.columns``.
+        through_entropy: whether the gradients are those through both log-probs and entropy.
     """
 
     log_probs: np.ndarray | None

@@ -34,10 +34,10 @@ def settled_seconds(
     """Seconds of one call once the device's clocks have settled: it runs untimed for as long as it is timed.
 
     Args:
-      call: starts the work; its value is passed to ``wait``.
-      wait: returns once the work is done.
-      at_least: duration of the untimed and of the timed run, in seconds each.
-      clock: seconds since some moment.
+        call: starts the work; its value is passed to ``wait``.
+        wait: returns once the work is done.
+        at_least: duration of the untimed and of the timed run, in seconds each.
+        clock: seconds since some moment.
     """
     started = clock()
     wait(call())
@@ -63,11 +63,11 @@ def time_in_turns(
     """Settled runs of every (call, wait), interleaved: medians, and the exceptions of those that failed.
 
     Args:
-      calls: by name.
-      turns: number of turns; a call that fails gets no further ones, nor does one that has taken ``PATIENCE_SECONDS``.
-      at_least: see :func:`settled_seconds`.
-      clock: seconds since some moment.
-      after_turn: called with the number of every finished turn, from 1.
+        calls: by name.
+        turns: number of turns; a call that fails gets no further ones, nor does one that has taken ``PATIENCE_SECONDS``.
+        at_least: see :func:`settled_seconds`.
+        clock: seconds since some moment.
+        after_turn: called with the number of every finished turn, from 1.
     """
     samples: dict[Hashable, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)

@@ -210,7 +210,7 @@ def main(config: InvariantSpeedConfig) -> list[Measured]:
     """Prints the table, a line as soon as it is measured.
 
     Raises:
-      ValueError: an option out of range.
+        ValueError: an option out of range.
     """
     require(config.model in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", config.model)
     print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, JAX {jax.__version__}, {_shape_name(config)}")

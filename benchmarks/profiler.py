@@ -14,7 +14,7 @@ def gpu_events(call: Callable[[], Any], repeats: int) -> list[dict[str, Any]]:
     """Complete events of the GPU's streams while ``call``, which has run before, runs ``repeats`` times; microseconds.
 
     Raises:
-      RuntimeError: nothing ran on a GPU.
+        RuntimeError: nothing ran on a GPU.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -175,7 +175,7 @@ def main(config: SamplerSpeedConfig) -> list[Measured]:
     """Prints the table, a line as soon as it is measured.
 
     Raises:
-      ValueError: an option out of range.
+        ValueError: an option out of range.
     """
     for name in config.model:
         require(name in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", name)

@@ -95,7 +95,7 @@ def start(config: ChatConfig) -> Chat:
     """Loads the model.
 
     Raises:
-      ValueError: a model that cannot be loaded, or an option out of range.
+        ValueError: a model that cannot be loaded, or an option out of range.
     """
     require(config.dtype in DTYPES, "--dtype", " or ".join(DTYPES), config.dtype)
     options = StreamOptions(config.max_new_tokens, config.temperature)

@@ -50,11 +50,11 @@ def load(config: EvaluateConfig, task: Task | None = None) -> Trainer:
     """The trainer of a run with its newest checkpoint, or of a model on disk.
 
     Args:
-      config: the options.
-      task: the task of a run that began with one of the caller's own.
+        config: the options.
+        task: the task of a run that began with one of the caller's own.
 
     Raises:
-      ValueError: no run folder, no intact checkpoint, no model, or an option out of range.
+        ValueError: no run folder, no intact checkpoint, no model, or an option out of range.
     """
     if config.run is None:
         require(config.model is not None, "run", "a run folder, or --model", "neither")

@@ -41,7 +41,7 @@ def main(config: ExportConfig) -> Path:
     """Loads and writes; returns the directory.
 
     Raises:
-      ValueError: a model that cannot be loaded or that transformers does not have, or a directory that exists already.
+        ValueError: a model that cannot be loaded or that transformers does not have, or a directory that exists already.
     """
     out = Path(config.out)
     require(not out.exists(), "out", "a directory that does not exist yet", out)

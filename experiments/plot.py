@@ -39,7 +39,7 @@ def main(config: PlotConfig) -> Path:
     """Writes the figure; returns its path.
 
     Raises:
-      ValueError: a run folder that cannot be read, runs with different options, or a folder that does not exist.
+        ValueError: a run folder that cannot be read, runs with different options, or a folder that does not exist.
     """
     figure = Path(config.figure)
     require(figure.parent.is_dir(), "--figure", "a file in an existing folder", figure)

@@ -53,14 +53,14 @@ def defaults_for(arguments: Sequence[str] | None = None) -> Config:
     """The defaults that a command line asks for.
 
     Args:
-      arguments: those of the command; None takes those of the process.
+        arguments: those of the command; None takes those of the process.
 
     Raises:
-      ValueError: an unknown preset.
+        ValueError: an unknown preset.
 
     Example:
-      >>> defaults_for(["--seed", "1", "--preset", "smollm2"]).task
-      'word_problems:2'
+        >>> defaults_for(["--seed", "1", "--preset", "smollm2"]).task
+        'word_problems:2'
     """
     given = sys.argv[1:] if arguments is None else arguments
     # The whole command line is parsed, and help printed, once the defaults are known.

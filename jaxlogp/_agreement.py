@@ -27,9 +27,9 @@ def counters(codes: Int[Array, "*tokens"], axis_name: AxisName, word_bits: int) 
     """The words to sum over the axis; every sum stays below 2^word_bits.
 
     Args:
-      codes: int32, from :func:`id_codes`.
-      axis_name: mesh axis of the surrounding ``shard_map``.
-      word_bits: bits of a word: 24 for words that travel as fp32, 31 as int32, 16 as uint16.
+        codes: int32, from :func:`id_codes`.
+        axis_name: mesh axis of the surrounding ``shard_map``.
+        word_bits: bits of a word: 24 for words that travel as fp32, 31 as int32, 16 as uint16.
     """
     width, places = _layout(axis_name, word_bits)
     words = []

@@ -59,9 +59,9 @@ def automatic_axes(function: Callable[..., Any], *operands: Any, out_specs: Any)
     Gathers, scatters, reshapes and loops need no explicit sharding there. Without an Explicit axis it is a plain call.
 
     Args:
-      function: maps pytrees of arrays to a pytree of arrays.
-      operands: every array that may have an Explicit axis in its type; ``function`` closes over none of them.
-      out_specs: PartitionSpecs, a prefix of what ``function`` returns; see :func:`leading_spec`.
+        function: maps pytrees of arrays to a pytree of arrays.
+        operands: every array that may have an Explicit axis in its type; ``function`` closes over none of them.
+        out_specs: PartitionSpecs, a prefix of what ``function`` returns; see :func:`leading_spec`.
     """
     mesh = _explicit_mesh(operands)
     if mesh is None:
@@ -123,7 +123,7 @@ def require_varying(x: Any, axis_name: AxisName | None, argument: str) -> None:
     (:func:`jaxlogp._vocab.local_shard`); over an axis of one rank nothing is refused.
 
     Raises:
-      ValueError: naming ``argument``.
+        ValueError: naming ``argument``.
     """
     if axis_name is None or lax.axis_size(axis_name) == 1 or not tracks_varying_axes(axis_name):
         return
@@ -135,7 +135,7 @@ def require_manual_axis(axis_name: AxisName) -> None:
     """Refuses an axis that is not one of the surrounding ``shard_map``: of another mesh, or of a ``vmap``.
 
     Raises:
-      ValueError: naming ``axis_name``.
+        ValueError: naming ``axis_name``.
     """
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     expected = f"an axis of the surrounding shard_map, {axes if axes else 'of which there is none'}"
@@ -148,7 +148,7 @@ def require_axis_name(weight: Any, *operands: Any) -> None:
     Its rows would be taken for the whole vocabulary. Where an operand varies as well, each rank may have its own model.
 
     Raises:
-      ValueError: naming ``axis_name``.
+        ValueError: naming ``axis_name``.
     """
     alone = varying_axes(weight) - union_of_varying_axes(*operands)
     split = sorted((axis for axis in alone if lax.axis_size(axis) > 1), key=str)
@@ -163,7 +163,7 @@ def require_checked_axes(axis_name: AxisName | None) -> None:
     has divided the cotangent of a replicated result by the size of the axis, inside nobody has. No rule serves both.
 
     Raises:
-      ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
+        ValueError: the surrounding ``shard_map`` does not check replication over ``axis_name``.
     """
     if axis_name is not None and not tracks_varying_axes(axis_name):
         raise _unchecked(axis_name)

@@ -48,29 +48,29 @@ def embedding_lookup(
     mode only.
 
     Args:
-      table: [V, H], or the local shard [V_local, H].
-      token_ids: [*tokens], integer, the same on all shards. There is no ignore index: every id must be in [0, V).
-      axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones.
-      fixed_order: sum the gradient of a row in an order that depends only on its own tokens: a binary tree over its
-        occurrences in token order, over all data ranks together. Equal bits for the same occurrences in the same order,
-        whatever lies between them, on any mesh and with any backend's scatter. Costs log2(tokens) passes over the
-        cotangents and, with several data ranks, a gather of them.
+        table: [V, H], or the local shard [V_local, H].
+        token_ids: [*tokens], integer, the same on all shards. There is no ignore index: every id must be in [0, V).
+        axis_name: mesh axis over which the vocabulary is sharded.
+        vocab: the shards; None means equal ones.
+        fixed_order: sum the gradient of a row in an order that depends only on its own tokens: a binary tree over its
+          occurrences in token order, over all data ranks together. Equal bits for the same occurrences in the same order,
+          whatever lies between them, on any mesh and with any backend's scatter. Costs log2(tokens) passes over the
+          cotangents and, with several data ranks, a gather of them.
 
     Returns:
-      [*tokens, H] in the table's dtype.
+        [*tokens, H] in the table's dtype.
 
     Raises:
-      ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
-        is NaN, as is the row of an id that differs over ``axis_name``); a table that does not vary over ``axis_name``;
-        a sharded call that is differentiated under ``shard_map(check_vma=False)``.
+        ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
+          is NaN, as is the row of an id that differs over ``axis_name``); a table that does not vary over ``axis_name``;
+          a sharded call that is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
-      >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()
-      [[0.0, 0.0, 1.0]]
+        >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()
+        [[0.0, 0.0, 1.0]]
 
     References:
-      RL-Align/RL-Kernel pull request 190.
+        RL-Align/RL-Kernel pull request 190.
     """
     _check(table, token_ids)
     shard = local_shard(table.shape[0], axis_name, vocab, "table")
@@ -85,9 +85,9 @@ class _Rows(NamedTuple):
     """Which rows of the local shard the tokens read.
 
     Attributes:
-      row: int32 [*tokens], 0 where the shard does not own the id.
-      owned: bool [*tokens].
-      codes: int32 [*tokens], for the comparison with other shards; None with one shard.
+        row: int32 [*tokens], 0 where the shard does not own the id.
+        owned: bool [*tokens].
+        codes: int32 [*tokens], for the comparison with other shards; None with one shard.
     """
 
     row: Array
@@ -173,20 +173,20 @@ def sharded_embedding_lookup(
     """:func:`embedding_lookup` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
 
     Args:
-      table: [V, H], rows split over ``vocab_axis``; padded to shards of one width first when the axis does not divide
-        V.
-      token_ids: [*tokens], first dimension split over ``token_axes``.
-      mesh: the device mesh.
-      vocab_axis: mesh axis that shards the vocabulary.
-      token_axes: mesh axes that shard the first token dimension; () for none.
-      sequence_axis: mesh axis that shards the second, or None.
-      fixed_order: as in :func:`embedding_lookup`.
+        table: [V, H], rows split over ``vocab_axis``; padded to shards of one width first when the axis does not divide
+          V.
+        token_ids: [*tokens], first dimension split over ``token_axes``.
+        mesh: the device mesh.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        sequence_axis: mesh axis that shards the second, or None.
+        fixed_order: as in :func:`embedding_lookup`.
 
     Returns:
-      [*tokens, H], split like ``token_ids``.
+        [*tokens, H], split like ``token_ids``.
 
     Raises:
-      ValueError: an axis that ``mesh`` does not have, or what embedding_lookup refuses.
+        ValueError: an axis that ``mesh`` does not have, or what embedding_lookup refuses.
     """
     _check(table, token_ids)
     sequence_axes = () if sequence_axis is None else (sequence_axis,)

@@ -52,34 +52,34 @@ def log_probs_from_logits(
     Targets and mask must be the same on all ranks of ``axis_name``; a token where they are not gets NaN.
 
     Args:
-      logits: [*tokens, V], or the local shard [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16
-        (float64 is refused: all sums are fp32).
-      targets: [*tokens], integer token ids of the whole vocabulary.
-      mask: [*tokens], bool; False gives exactly 0 with exactly zero gradient, whatever the id and the logits there.
-      temperature: T, a Python number > 0.
-      logit_scale: multiplier of the logits, a finite Python number other than 0.
-      with_entropy: also return the entropy; no additional collective either way.
-      with_lse: also return log Σ e^z, a constant.
-      axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width columns.
-      out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
+        logits: [*tokens, V], or the local shard [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16
+          (float64 is refused: all sums are fp32).
+        targets: [*tokens], integer token ids of the whole vocabulary.
+        mask: [*tokens], bool; False gives exactly 0 with exactly zero gradient, whatever the id and the logits there.
+        temperature: T, a Python number > 0.
+        logit_scale: multiplier of the logits, a finite Python number other than 0.
+        with_entropy: also return the entropy; no additional collective either way.
+        with_lse: also return log Σ e^z, a constant.
+        axis_name: mesh axis over which the vocabulary is sharded.
+        vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width columns.
+        out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
 
     Returns:
-      TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
+        TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, a vocabulary that does not match; an active target outside of [0, V)
-        with ``out_of_vocab="error"`` where the values are known. Under ``jax.jit`` such a token's log-prob and gradient
-        are NaN. Also raised for logits that do not vary over ``axis_name``, and when a sharded call is differentiated
-        under ``shard_map(check_vma=False)``.
+        ValueError: wrong shapes, dtypes or options, a vocabulary that does not match; an active target outside of [0, V)
+          with ``out_of_vocab="error"`` where the values are known. Under ``jax.jit`` such a token's log-prob and gradient
+          are NaN. Also raised for logits that do not vary over ``axis_name``, and when a sharded call is differentiated
+          under ``shard_map(check_vma=False)``.
 
     Example:
-      >>> logits = jnp.array([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]])
-      >>> print(f"{float(log_probs_from_logits(logits, jnp.array([4])).log_probs[0]):.5f}")
-      -1.33958
+        >>> logits = jnp.array([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]])
+        >>> print(f"{float(log_probs_from_logits(logits, jnp.array([4])).log_probs[0]):.5f}")
+        -1.33958
 
     References:
-      RL-Align/RL-Kernel pull request 103 (tensor-parallel-invariant selected log-probs).
+        RL-Align/RL-Kernel pull request 103 (tensor-parallel-invariant selected log-probs).
     """
     require_operand_dtype(logits, "logits")
     require(logits.ndim >= 1 and logits.shape[-1] > 0, "logits", "shape [*tokens, V] with V > 0", describe(logits))
@@ -120,26 +120,27 @@ def sharded_log_probs_from_logits(
     """:func:`log_probs_from_logits` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it, as one program.
 
     Args:
-      logits: [*tokens, V], first dimension split over ``token_axes`` and V over ``vocab_axis``.
-      targets: [*tokens].
-      mask: [*tokens] or None.
-      mesh: the device mesh; Explicit and Auto axes both work.
-      vocab_axis: mesh axis that shards the vocabulary.
-      token_axes: mesh axes that shard the first token dimension; () for none.
-      vocab: the shards; None means ``VocabShards.even``. Unequal ones are padded to one width first, a copy.
-      **options: further keyword arguments of :func:`log_probs_from_logits`, except ``axis_name``.
+        logits: [*tokens, V], first dimension split over ``token_axes`` and V over ``vocab_axis``.
+        targets: [*tokens].
+        mask: [*tokens] or None.
+        mesh: the device mesh; Explicit and Auto axes both work.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        vocab: the shards; None means ``VocabShards.even``. Unequal ones are padded to one width first, a copy.
+        **options: further keyword arguments of :func:`log_probs_from_logits`, except ``axis_name``.
 
     Returns:
-      TokenLogProbs of global arrays [*tokens].
+        TokenLogProbs of global arrays [*tokens].
 
     Raises:
-      ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what log_probs_from_logits refuses.
+        ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what log_probs_from_logits
+            refuses.
 
     Example:
-      >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
-      >>> values = sharded_log_probs_from_logits(jnp.zeros((2, 8)), jnp.array([4, 1]), mesh=mesh)
-      >>> [round(x, 4) for x in values.log_probs.tolist()]
-      [-2.0794, -2.0794]
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> values = sharded_log_probs_from_logits(jnp.zeros((2, 8)), jnp.array([4, 1]), mesh=mesh)
+        >>> [round(x, 4) for x in values.log_probs.tolist()]
+        [-2.0794, -2.0794]
     """
     require_operand_dtype(logits, "logits")
     require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes)

@@ -36,18 +36,18 @@ class WeightedSum:
     A pytree with two leaves, ``sum`` and ``count``: ``jax.lax.psum`` and tree additions leave ``grad_divisor`` alone.
 
     Attributes:
-      sum: scalar (or any shape) fp32 or float64, the sum of the terms seen so far.
-      count: int32, the number of labels or documents in the sum.
-      grad_divisor: divisor for the gradient of :meth:`mean` where it should differ from ``count``: a finite Python
-        number above 0, the same for all parts; or None.
+        sum: scalar (or any shape) fp32 or float64, the sum of the terms seen so far.
+        count: int32, the number of labels or documents in the sum.
+        grad_divisor: divisor for the gradient of :meth:`mean` where it should differ from ``count``: a finite Python
+          number above 0, the same for all parts; or None.
 
     Raises:
-      ValueError: any other grad_divisor.
+        ValueError: any other grad_divisor.
 
     Example:
-      >>> parts = WeightedSum(jnp.float32(3.0), jnp.int32(1)) + WeightedSum(jnp.float32(1.0), jnp.int32(3))
-      >>> float(parts.mean())
-      1.0
+        >>> parts = WeightedSum(jnp.float32(3.0), jnp.int32(1)) + WeightedSum(jnp.float32(1.0), jnp.int32(3))
+        >>> float(parts.mean())
+        1.0
     """
 
     sum: Float[AnyArray, "*shape"]
@@ -76,8 +76,8 @@ class WeightedSum:
         """Sum and count over the mesh axes ``axis_name``; None or () returns self.
 
         Raises:
-          ValueError: the sum is differentiated under ``shard_map(check_vma=False)``, where the gradient would be too
-            large.
+            ValueError: the sum is differentiated under ``shard_map(check_vma=False)``, where the gradient would be too
+              large.
         """
         axes = axis_tuple(axis_name)
         if not axes:
@@ -131,22 +131,22 @@ def weighted_sum(
     """Masked sum and count: sum = Σ where(mask, values, 0), count = Σ mask.
 
     Args:
-      values: floating-point array of any shape with at least one element; cast to fp32 before the sum, float64 kept.
-      mask: boolean array of the same shape, True where a value counts; None counts all.
-      axis_name: mesh axis or axes of the surrounding ``shard_map`` to sum over.
+        values: floating-point array of any shape with at least one element; cast to fp32 before the sum, float64 kept.
+        mask: boolean array of the same shape, True where a value counts; None counts all.
+        axis_name: mesh axis or axes of the surrounding ``shard_map`` to sum over.
 
     Returns:
-      WeightedSum with an fp32 (or float64) sum and an int32 count.
+        WeightedSum with an fp32 (or float64) sum and an int32 count.
 
     Raises:
-      ValueError: values are not a floating-point array (integers would be rounded: cast them if that is intended, or
-        count with :func:`masked_count`) or are empty, shapes differ, mask is not boolean, or the global number of
-        elements does not fit an int32 count. Also raised when the sum over ``axis_name`` is differentiated under
-        ``shard_map(check_vma=False)``.
+        ValueError: values are not a floating-point array (integers would be rounded: cast them if that is intended, or
+          count with :func:`masked_count`) or are empty, shapes differ, mask is not boolean, or the global number of
+          elements does not fit an int32 count. Also raised when the sum over ``axis_name`` is differentiated under
+          ``shard_map(check_vma=False)``.
 
     Example:
-      >>> float(weighted_sum(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True])).mean())
-      2.0
+        >>> float(weighted_sum(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True])).mean())
+        2.0
     """
     require_floating(values, "values")
     mask = _checked_mask(values, mask)

@@ -19,20 +19,20 @@ def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> 
     "tensor"), ...)``.
 
     Args:
-      x: [*tokens, H], 16-bit or 32-bit floats.
-      axis_name: mesh axis of the surrounding ``shard_map``.
+        x: [*tokens, H], 16-bit or 32-bit floats.
+        axis_name: mesh axis of the surrounding ``shard_map``.
 
     Returns:
-      [*tokens, H] in the dtype of x.
+        [*tokens, H] in the dtype of x.
 
     Raises:
-      ValueError: any other dtype, or a scalar.
+        ValueError: any other dtype, or a scalar.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-      >>> check = jax.shard_map(lambda x: nan_unless_equal(x, "tensor"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-      >>> check(jnp.ones((1, 2))).tolist()
-      [[1.0, 1.0]]
+        >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+        >>> check = jax.shard_map(lambda x: nan_unless_equal(x, "tensor"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        >>> check(jnp.ones((1, 2))).tolist()
+        [[1.0, 1.0]]
     """
     require_floating(x, "x")
     require(x.ndim >= 1 and x.dtype.itemsize in _BITS, "x", "16-bit or 32-bit floats [*tokens, H]", describe(x))

@@ -28,11 +28,11 @@ class TileStats(NamedTuple):
     """Statistics of some columns of the logits, one value per token; all fp32.
 
     Attributes:
-      max: largest logit seen, -inf when there was no column.
-      sum_exp: Σ e^(z - max).
-      sum_exp_shifted: Σ e^(z - max) (z - max), or None when entropy is not wanted.
-      target: the target's logit where one of the columns owns it, else 0.
-      owners: number of columns that own the target, as fp32; -1 where the shards have different targets.
+        max: largest logit seen, -inf when there was no column.
+        sum_exp: Σ e^(z - max).
+        sum_exp_shifted: Σ e^(z - max) (z - max), or None when entropy is not wanted.
+        target: the target's logit where one of the columns owns it, else 0.
+        owners: number of columns that own the target, as fp32; -1 where the shards have different targets.
     """
 
     max: Float[Array, "*tokens"]
@@ -57,10 +57,10 @@ class TokenLogProbs(NamedTuple):
     """Log-probs of the targets and entropies of the distributions, in nats, fp32.
 
     Attributes:
-      log_probs: log p(target) <= 0; exactly 0 where masked.
-      entropy: -Σ p log p in [0, log V]; exactly 0 where masked; None when it was not asked for.
-      lse: log Σ e^z over the vocabulary; exactly 0 where masked; None when it was not asked for. A constant: no
-        gradient flows through it.
+        log_probs: log p(target) <= 0; exactly 0 where masked.
+        entropy: -Σ p log p in [0, log V]; exactly 0 where masked; None when it was not asked for.
+        lse: log Σ e^z over the vocabulary; exactly 0 where masked; None when it was not asked for. A constant: no
+          gradient flows through it.
     """
 
     log_probs: Float[Array, "*tokens"]
@@ -89,10 +89,10 @@ def tile_stats(
     """Statistics of one tile.
 
     Args:
-      logits: fp32, final (scaled, capped, divided by the temperature).
-      targets: column of the target inside this tile; anything outside [0, columns) means that the tile does not own it.
-      valid: False for columns that are padding or belong to another tile; None when all count.
-      with_entropy: whether to accumulate what entropy needs.
+        logits: fp32, final (scaled, capped, divided by the temperature).
+        targets: column of the target inside this tile; anything outside [0, columns) means that the tile does not own it.
+        valid: False for columns that are padding or belong to another tile; None when all count.
+        with_entropy: whether to accumulate what entropy needs.
     """
     columns = logits.shape[-1]
     seen = logits if valid is None else jnp.where(valid[None, :], logits, -jnp.inf)
@@ -135,9 +135,9 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "
     Neither entropy nor the comparison of the targets adds a collective.
 
     Args:
-      stats: of the columns of this shard.
-      axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      codes: ``LocalTargets.codes``: where they are not the same on all shards, owners becomes -1. None with one shard.
+        stats: of the columns of this shard.
+        axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
+        codes: ``LocalTargets.codes``: where they are not the same on all shards, owners becomes -1. None with one shard.
     """
     if axis_name is None:
         return stats
@@ -168,10 +168,10 @@ def finish(
     on a shard that masks it.
 
     Args:
-      stats: statistics of all columns.
-      mask: True where a token counts; others get exactly 0.
-      vocab_size: V; entropy is at most log V.
-      invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+        stats: statistics of all columns.
+        mask: True where a token counts; others get exactly 0.
+        vocab_size: V; entropy is at most log V.
+        invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     counted = (stats.owners == 0) | (stats.owners == 1)
     log_sum_exp = nan_where(~counted, jnp.log(stats.sum_exp))

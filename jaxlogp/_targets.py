@@ -22,12 +22,12 @@ class LocalTargets(NamedTuple):
     """Targets relative to one shard.
 
     Attributes:
-      column: column of the local shard that holds the target; -1 where another shard, or none, owns it.
-      mask: True where a token counts.
-      invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
-      width: number of local columns that are real ids.
-      codes: int32, :func:`jaxlogp._agreement.id_codes` of the active ids, which must agree on all shards; None where the
-        vocabulary is not sharded.
+        column: column of the local shard that holds the target; -1 where another shard, or none, owns it.
+        mask: True where a token counts.
+        invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
+        width: number of local columns that are real ids.
+        codes: int32, :func:`jaxlogp._agreement.id_codes` of the active ids, which must agree on all shards; None where the
+          vocabulary is not sharded.
     """
 
     column: Int[Array, "*tokens"]
@@ -47,7 +47,7 @@ def check_targets(
     """Checks shape and dtype, and with "error" ids where they are concrete; returns the mask (all True when it is None).
 
     Raises:
-      ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
+        ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
     """
     require_integer(targets, "targets")
     require(targets.shape == tokens, "targets", f"shape {tokens}", f"shape {targets.shape}")

@@ -37,12 +37,12 @@ class VocabShards:
     ``jax.jit``.
 
     Attributes:
-      ranges: ((start, end), ...) with end exclusive, in vocabulary order; shard r owns ranges[r].
-      vocab_size: number of token ids.
+        ranges: ((start, end), ...) with end exclusive, in vocabulary order; shard r owns ranges[r].
+        vocab_size: number of token ids.
 
     Example:
-      >>> VocabShards.even(10, 4).ranges
-      ((0, 3), (3, 6), (6, 8), (8, 10))
+        >>> VocabShards.even(10, 4).ranges
+        ((0, 3), (3, 6), (6, 8), (8, 10))
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -73,7 +73,7 @@ class VocabShards:
         """Shards of vocab_size // num_shards ids each; the first vocab_size % num_shards shards own one more.
 
         Raises:
-          ValueError: vocab_size or num_shards is not a positive integer, or there are more shards than ids.
+            ValueError: vocab_size or num_shards is not a positive integer, or there are more shards than ids.
         """
         require(_is_int(vocab_size) and vocab_size > 0, "vocab_size", "an integer > 0", vocab_size)
         require(_is_int(num_shards) and num_shards > 0, "num_shards", "an integer > 0", num_shards)
@@ -93,16 +93,16 @@ class VocabShards:
         Where no ids would be left for the last shard, as in small vocabularies, the shards are those of :meth:`even`.
 
         Args:
-          vocab_size: V.
-          num_shards: size of the mesh axis that shards the vocabulary.
-          multiple: ids of a tile.
+            vocab_size: V.
+            num_shards: size of the mesh axis that shards the vocabulary.
+            multiple: ids of a tile.
 
         Raises:
-          ValueError: an argument is not a positive integer, or there are more shards than ids.
+            ValueError: an argument is not a positive integer, or there are more shards than ids.
 
         Example:
-          >>> VocabShards.aligned(1000, 2).ranges, VocabShards.aligned(500, 2).ranges, VocabShards.aligned(10, 2).ranges
-          (((0, 512), (512, 1000)), ((0, 256), (256, 500)), ((0, 5), (5, 10)))
+            >>> VocabShards.aligned(1000, 2).ranges, VocabShards.aligned(500, 2).ranges, VocabShards.aligned(10, 2).ranges
+            (((0, 512), (512, 1000)), ((0, 256), (256, 500)), ((0, 5), (5, 10)))
         """
         require(_is_int(multiple) and multiple > 0, "multiple", "an integer > 0", multiple)
         even = cls.even(vocab_size, num_shards)
@@ -117,7 +117,7 @@ class VocabShards:
         """Explicit, possibly uneven ranges in vocabulary order.
 
         Raises:
-          ValueError: a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
+            ValueError: a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
         """
         return cls(tuple(tuple(int(e) if _is_int(e) else e for e in pair) for pair in ranges), vocab_size)
 
@@ -147,15 +147,15 @@ class VocabShards:
         """Rank that owns each token id, int32; -1 where masked or outside of [0, vocab_size).
 
         Args:
-          token_ids: integer ids of any shape.
-          mask: optional boolean array of the same shape, False where no owner is wanted.
+            token_ids: integer ids of any shape.
+            mask: optional boolean array of the same shape, False where no owner is wanted.
 
         Raises:
-          ValueError: wrong dtypes or shapes.
+            ValueError: wrong dtypes or shapes.
 
         Example:
-          >>> VocabShards.even(10, 4).owners(jnp.array([0, 5, 9, -100])).tolist()
-          [0, 1, 3, -1]
+            >>> VocabShards.even(10, 4).owners(jnp.array([0, 5, 9, -100])).tolist()
+            [0, 1, 3, -1]
         """
         require_integer(token_ids, "token_ids")
         require_tokens(token_ids, "token_ids")
@@ -179,14 +179,14 @@ class VocabShards:
         rank receives the rows that it lacks from its neighbour.
 
         Args:
-          weight: [vocab_size, ...], any dtype; vocab_size may stand in another dimension.
-          dim: the dimension of vocab_size, whose slices are the rows: 1 for a weight [H, V].
+            weight: [vocab_size, ...], any dtype; vocab_size may stand in another dimension.
+            dim: the dimension of vocab_size, whose slices are the rows: 1 for a weight [H, V].
 
         Returns:
-          The shape of weight with num_shards * max_width in place of vocab_size.
+            The shape of weight with num_shards * max_width in place of vocab_size.
 
         Raises:
-          ValueError: dimension ``dim`` is not vocab_size.
+            ValueError: dimension ``dim`` is not vocab_size.
         """
         self._check_rows(weight, self.vocab_size, "weight", dim)
         if len(set(self.widths)) == 1:
@@ -207,7 +207,7 @@ class VocabShards:
         """Undoes :meth:`shard_rows`: [num_shards * max_width, ...] to [vocab_size, ...].
 
         Raises:
-          ValueError: the first dimension is not num_shards * max_width.
+            ValueError: the first dimension is not num_shards * max_width.
         """
         self._check_rows(padded, self.num_shards * self.max_width, "padded")
         return automatic_axes(self._real_rows, padded, out_specs=resized_spec(padded, self.vocab_size))
@@ -235,10 +235,10 @@ class LocalShard:
     """The shard of the vocabulary that this rank holds.
 
     Attributes:
-      start: id of the first local row; an int, or an int32 scalar that differs by rank.
-      width: number of local rows that are real ids; rows after them are padding.
-      vocab_size: size of the whole vocabulary.
-      num_shards: number of ranks that it is sharded over.
+        start: id of the first local row; an int, or an int32 scalar that differs by rank.
+        width: number of local rows that are real ids; rows after them are padding.
+        vocab_size: size of the whole vocabulary.
+        num_shards: number of ranks that it is sharded over.
     """
 
     start: int | Int[Array, ""]
@@ -251,14 +251,14 @@ def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None
     """Finds the local shard of the vocabulary and checks it against the array that the caller holds.
 
     Args:
-      rows: rows of the local shard (or of the whole vocabulary when axis_name is None).
-      axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      vocab: the shards; None means equal shards without padding, except under ``shard_map(check_vma=False)``.
-      argument: name of the array that has ``rows``, for messages.
+        rows: rows of the local shard (or of the whole vocabulary when axis_name is None).
+        axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
+        vocab: the shards; None means equal shards without padding, except under ``shard_map(check_vma=False)``.
+        argument: name of the array that has ``rows``, for messages.
 
     Raises:
-      ValueError: axis_name is not an axis of the surrounding ``shard_map``, or the number of shards, the vocabulary
-        size or the padded width does not match.
+        ValueError: axis_name is not an axis of the surrounding ``shard_map``, or the number of shards, the vocabulary
+          size or the padded width does not match.
     """
     require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
     if axis_name is None:

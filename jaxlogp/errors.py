@@ -15,13 +15,13 @@ def require(condition: bool | np.bool_, argument: str, expected: object, seen: o
     """Raises unless ``condition`` holds.
 
     Args:
-      condition: what must hold.
-      argument: the name of the argument (or of its element) that the caller passed.
-      expected: what would have been accepted.
-      seen: what was found instead.
+        condition: what must hold.
+        argument: the name of the argument (or of its element) that the caller passed.
+        expected: what would have been accepted.
+        seen: what was found instead.
 
     Raises:
-      ValueError: ``argument: expected <expected>, got <seen>``.
+        ValueError: ``argument: expected <expected>, got <seen>``.
     """
     if not condition:
         raise ValueError(f"{argument}: expected {expected}, got {seen}")
@@ -82,13 +82,13 @@ def require_ids_in_range(token_ids: Any, size: int, argument: str, mask: Any = N
     """Raises unless every active id lies in [0, size); does nothing under a trace, where values are unknown.
 
     Args:
-      token_ids: integer array of any shape.
-      size: number of valid ids.
-      argument: name used in the message.
-      mask: optional boolean array, True where the id counts.
+        token_ids: integer array of any shape.
+        size: number of valid ids.
+        argument: name used in the message.
+        mask: optional boolean array, True where the id counts.
 
     Raises:
-      ValueError: naming the first offending id, its position and the valid range.
+        ValueError: naming the first offending id, its position and the valid range.
     """
     if not is_concrete(token_ids, mask):
         return

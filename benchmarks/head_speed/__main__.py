@@ -119,11 +119,11 @@ def main(config: HeadSpeedConfig, after_shape: Callable[[Result], None] = lambda
     """Measures all programs and returns the table.
 
     Args:
-      config: options.
-      after_shape: called with all results so far after every shape, where ratios are to the product.
+        config: options.
+        after_shape: called with all results so far after every shape, where ratios are to the product.
 
     Raises:
-      ValueError: a size that is not positive, or an unknown dtype, model, base or program.
+        ValueError: a size that is not positive, or an unknown dtype, model, base or program.
     """
     started = time.monotonic()
     config = _checked(config)

@@ -29,12 +29,12 @@ class TorchPeer:
     """A PyTorch function (hidden, weight, targets) -> (log-probs, entropy or None) on an NVIDIA GPU.
 
     Attributes:
-      name: in tables.
-      needs: modules that have to be installed.
-      distribution: name under which it is installed.
-      load: imports it and returns the function.
-      gives: what it computes, for tables.
-      per_token: False if the first value is one number for all tokens, whose upstream gradient is 1.
+        name: in tables.
+        needs: modules that have to be installed.
+        distribution: name under which it is installed.
+        load: imports it and returns the function.
+        gives: what it computes, for tables.
+        per_token: False if the first value is one number for all tokens, whose upstream gradient is 1.
     """
 
     name: str
@@ -107,11 +107,11 @@ class JaxPeer:
     """A JAX function (hidden, weight, targets) -> (log-probs, entropy or None).
 
     Attributes:
-      name: in tables.
-      needs: modules that have to be installed.
-      distribution: name under which it is installed.
-      load: imports it and returns the function.
-      gives: what it computes, for tables.
+        name: in tables.
+        needs: modules that have to be installed.
+        distribution: name under which it is installed.
+        load: imports it and returns the function.
+        gives: what it computes, for tables.
     """
 
     name: str

@@ -31,13 +31,13 @@ class Prepared:
     """A program ready to be timed on one case.
 
     Attributes:
-      forward: values only; None where the program has no such part.
-      forward_backward: values and both gradients.
-      wait: returns once its argument has been computed.
-      forward_bytes: temporaries of the forward pass, without arguments and results.
-      forward_backward_bytes: the same with the backward pass, without the gradients.
-      outputs: its results, for its errors.
-      gives: what it computes, for tables.
+        forward: values only; None where the program has no such part.
+        forward_backward: values and both gradients.
+        wait: returns once its argument has been computed.
+        forward_bytes: temporaries of the forward pass, without arguments and results.
+        forward_backward_bytes: the same with the backward pass, without the gradients.
+        outputs: its results, for its errors.
+        gives: what it computes, for tables.
     """
 
     forward: Callable[[], Any] | None
@@ -54,10 +54,10 @@ class JaxProgram:
     """A JAX program that has not been compiled.
 
     Attributes:
-      forward: (hidden, weight, targets) -> (log-probs, entropy or None), or None where there is no forward pass.
-      both: (*operands) of :func:`operands` -> ((log-probs or None, entropy or None), (d_hidden, d_weight)).
-      gives: what it computes, for tables.
-      through_entropy: whether an entropy that it computes contributes to the gradients.
+        forward: (hidden, weight, targets) -> (log-probs, entropy or None), or None where there is no forward pass.
+        both: (*operands) of :func:`operands` -> ((log-probs or None, entropy or None), (d_hidden, d_weight)).
+        gives: what it computes, for tables.
+        through_entropy: whether an entropy that it computes contributes to the gradients.
     """
 
     forward: Program | None
@@ -104,10 +104,10 @@ def policy_loss_program(gives: str, bonus: float | None = None, known_lse: bool 
     Every ratio is 1 up to rounding, and advantages are -g.
 
     Args:
-      gives: what it computes, for tables.
-      bonus: coefficient of an entropy bonus; None means no bonus, so that the entropy does not contribute to the
-        gradients.
-      known_lse: whether the sampler's log Σ e^z is given, so that only the gradients are computed.
+        gives: what it computes, for tables.
+        bonus: coefficient of an entropy bonus; None means no bonus, so that the entropy does not contribute to the
+          gradients.
+        known_lse: whether the sampler's log Σ e^z is given, so that only the gradients are computed.
     """
     loss = grpo(entropy_coefficient=bonus or 0.0)
 
@@ -182,7 +182,7 @@ def prepare_jax(
     """Runs a compiled program once and keeps what its errors are computed from.
 
     Raises:
-      MemoryError: its temporaries and results are more than the device has.
+        MemoryError: its temporaries and results are more than the device has.
     """
     forward, both = pair
     _require_room(both)

@@ -37,25 +37,25 @@ class ShapeRow:
     """One program on one shape; None where it has no such figure.
 
     Attributes:
-      shape: label of the shape.
-      tokens: N.
-      hidden_size: H.
-      vocab_size: V.
-      program: engine or peer.
-      product_seconds: the product of this shape.
-      product_by: what computed the product.
-      forward_seconds: median of settled runs.
-      forward_backward_seconds: the same with both gradients.
-      forward_ratio: forward_seconds / product_seconds.
-      forward_backward_ratio: forward_backward_seconds / product_seconds.
-      forward_bytes: temporaries, without arguments and results.
-      forward_backward_bytes: the same with the backward pass.
-      log_prob_error: largest absolute error against float64, in nats.
-      entropy_error: the same for entropies.
-      d_hidden_error: relative error in norm of some rows against float64.
-      d_weight_error: the same for the weight.
-      turns: number of turns over which the medians were taken.
-      gives: what the program computes.
+        shape: label of the shape.
+        tokens: N.
+        hidden_size: H.
+        vocab_size: V.
+        program: engine or peer.
+        product_seconds: the product of this shape.
+        product_by: what computed the product.
+        forward_seconds: median of settled runs.
+        forward_backward_seconds: the same with both gradients.
+        forward_ratio: forward_seconds / product_seconds.
+        forward_backward_ratio: forward_backward_seconds / product_seconds.
+        forward_bytes: temporaries, without arguments and results.
+        forward_backward_bytes: the same with the backward pass.
+        log_prob_error: largest absolute error against float64, in nats.
+        entropy_error: the same for entropies.
+        d_hidden_error: relative error in norm of some rows against float64.
+        d_weight_error: the same for the weight.
+        turns: number of turns over which the medians were taken.
+        gives: what the program computes.
     """
 
     shape: str

@@ -29,14 +29,14 @@ class Plan:
     """What to measure.
 
     Attributes:
-      shapes: (H, V) by label.
-      tokens: numbers of tokens.
-      dtype: dtype of hidden states and weight.
-      repeats: number of turns; the median is reported.
-      names: programs to measure; the others are listed as excluded.
-      settle_seconds: duration of each untimed and each timed run.
-      time_budget: seconds after which no further shape is begun; 0 means no limit.
-      threads: programs that are compiled at the same time, at most one per core.
+        shapes: (H, V) by label.
+        tokens: numbers of tokens.
+        dtype: dtype of hidden states and weight.
+        repeats: number of turns; the median is reported.
+        names: programs to measure; the others are listed as excluded.
+        settle_seconds: duration of each untimed and each timed run.
+        time_budget: seconds after which no further shape is begun; 0 means no limit.
+        threads: programs that are compiled at the same time, at most one per core.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -71,10 +71,10 @@ def measure_shapes(
     """Rows of every shape and number of tokens, and what was not run.
 
     Args:
-      plan: what to measure.
-      after_shape: called with all rows so far, and everything not run, when a shape is done.
-      started: start of the time budget, by default now.
-      clock: seconds since some moment.
+        plan: what to measure.
+        after_shape: called with all rows so far, and everything not run, when a shape is done.
+        started: start of the time budget, by default now.
+        clock: seconds since some moment.
     """
     started = clock() if started is None else started
     wanted = [(number, label, *size) for number in plan.tokens for label, size in plan.shapes.items()]

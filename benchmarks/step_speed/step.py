@@ -29,10 +29,10 @@ class Rows:
     """Packed rows of a step.
 
     Attributes:
-      rows: of one rank in the whole step.
-      length: tokens of a row.
-      document: tokens of a document.
-      micro_batches: how many the step is cut into.
+        rows: of one rank in the whole step.
+        length: tokens of a row.
+        document: tokens of a document.
+        micro_batches: how many the step is cut into.
     """
 
     rows: int
@@ -50,12 +50,12 @@ class Step:
     """A model's training step, compiled for its rows.
 
     Args:
-      config: the decoder.
-      rows: what a step reads.
-      engine: the head's engine.
-      optimizer: name of the optimizer.
-      accumulate: dtype of the gradient's sums.
-      spec: the device mesh.
+        config: the decoder.
+        rows: what a step reads.
+        engine: the head's engine.
+        optimizer: name of the optimizer.
+        accumulate: dtype of the gradient's sums.
+        spec: the device mesh.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context:
     6 for each parameter and token, and 12 · layers · heads · features · context / 2 for each token's attention.
 
     Args:
-      config: the decoder.
-      rows: of the step.
-      num_parameters: of the model, a tied head once.
-      context: tokens that attend to each other: a row for the usual number, a document for what is needed.
+        config: the decoder.
+        rows: of the step.
+        num_parameters: of the model, a tied head once.
+        context: tokens that attend to each other: a row for the usual number, a document for what is needed.
     """
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * context
     return rows.tokens * (6 * num_parameters + attention)

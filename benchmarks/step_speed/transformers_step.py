@@ -77,13 +77,13 @@ class TransformersStep:
     """A step of a model of random weights.
 
     Args:
-      shape: sizes and options of the model.
-      rows: rows of a step.
-      length: tokens of a row.
-      device: "cuda", or "cpu" to try it.
-      liger: whether to use Liger's kernels.
-      checkpointing: whether only the layers' inputs are kept.
-      micro_batches: how many the step is cut into.
+        shape: sizes and options of the model.
+        rows: rows of a step.
+        length: tokens of a row.
+        device: "cuda", or "cpu" to try it.
+        liger: whether to use Liger's kernels.
+        checkpointing: whether only the layers' inputs are kept.
+        micro_batches: how many the step is cut into.
     """
 
     def __init__(

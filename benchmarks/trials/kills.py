@@ -214,16 +214,16 @@ def trials(
     """Runs that are stopped, each compared with one that is not.
 
     Args:
-      out: folder for run folders and compiled programs.
-      kills: SIGKILLs in all.
-      terms: SIGTERMs, and SIGINTs.
-      steps: optimizer steps of the run.
-      seed: of the moments.
-      processes: of every run.
-      per_run: signals that a run gets at most.
+        out: folder for run folders and compiled programs.
+        kills: SIGKILLs in all.
+        terms: SIGTERMs, and SIGINTs.
+        steps: optimizer steps of the run.
+        seed: of the moments.
+        processes: of every run.
+        per_run: signals that a run gets at most.
 
     Raises:
-      RuntimeError: signals that stop no run.
+        RuntimeError: signals that stop no run.
     """
     chance, cache = random.Random(seed), out / "cache"
     whole = Run(out, "whole", steps, cache, processes)

@@ -40,9 +40,9 @@ class Ended:
     """A process that is over.
 
     Attributes:
-      code: its exit code; minus the number of the signal that killed it.
-      last: the last line on stderr.
-      traceback: whether there was one.
+        code: its exit code; minus the number of the signal that killed it.
+        last: the last line on stderr.
+        traceback: whether there was one.
     """
 
     code: int
@@ -69,11 +69,11 @@ def start_together(
     """The command line as several processes of one run.
 
     Args:
-      arguments: of every one of them.
-      cache: as for `start`.
-      count: how many.
-      main: their program.
-      devices: of each.
+        arguments: of every one of them.
+        cache: as for `start`.
+        count: how many.
+        main: their program.
+        devices: of each.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

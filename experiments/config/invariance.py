@@ -75,7 +75,7 @@ class InvarianceConfig:
         """The numeric identity of the head for a vocabulary of at least 8 tokens; the engine has been resolved.
 
         Raises:
-          ValueError: a dtype that hopper does not multiply.
+            ValueError: a dtype that hopper does not multiply.
         """
         if self.engine == "hopper":
             expected = "fixed_order for operands of another dtype than bfloat16"

@@ -71,10 +71,10 @@ class LossConfig:
         """The loss object.
 
         Args:
-          longest_completion: tokens, the default of `length`.
+            longest_completion: tokens, the default of `length`.
 
         Raises:
-          ValueError: an unknown preset, an option that it does not have, or a value out of range.
+            ValueError: an unknown preset, an option that it does not have, or a value out of range.
         """
         require(self.name in PRESETS, "--loss.name", f"one of {', '.join(sorted(PRESETS))}", self.name)
         preset = PRESETS[self.name]

@@ -62,7 +62,7 @@ class ModelConfig:
         """The configuration of a model from nothing for a vocabulary of at least ``vocab_size`` tokens.
 
         Raises:
-          ValueError: a named shape that is unknown, or has a smaller vocabulary, or an option that it has decided.
+            ValueError: a named shape that is unknown, or has a smaller vocabulary, or an option that it has decided.
         """
         options = vars(self.resolved(invariant))
         if self.name is None:
@@ -79,7 +79,7 @@ class ModelConfig:
         """The configuration of a model from disk, computed as is said here.
 
         Raises:
-          ValueError: an option that the model on disk has decided.
+            ValueError: an option that the model on disk has decided.
         """
         self._leave_to("path")
         options = vars(self.resolved(invariant))

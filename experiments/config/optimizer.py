@@ -46,10 +46,10 @@ class OptimizerConfig:
         """The optimizer object.
 
         Args:
-          steps: optimizer steps of the whole run, where a schedule ends.
+            steps: optimizer steps of the whole run, where a schedule ends.
 
         Raises:
-          ValueError: an unknown name, an option that the optimizer or schedule does not have, or a value out of range.
+            ValueError: an unknown name, an option that the optimizer or schedule does not have, or a value out of range.
         """
         for option, choices in (("name", tuple(OPTIMIZERS)), ("schedule", SCHEDULES)):
             value = getattr(self, option)

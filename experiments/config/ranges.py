@@ -19,7 +19,7 @@ def validate(config: Config) -> MeshSpec:
     """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
 
     Raises:
-      ValueError: naming the option as written on the command line, what was expected and what was found.
+        ValueError: naming the option as written on the command line, what was expected and what was found.
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)

@@ -48,7 +48,7 @@ class RolloutConfig:
         """How tokens are drawn.
 
         Raises:
-          ValueError: an option out of range.
+            ValueError: an option out of range.
         """
         with refused_as("rollout"):
             return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)

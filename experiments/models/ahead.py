@@ -9,8 +9,8 @@ class Ahead(NamedTuple):
     """A program that was compiled before its first call; that call compiles nothing.
 
     Attributes:
-      compiled: the program.
-      results: shapes, dtypes and places of what it returns.
+        compiled: the program.
+        results: shapes, dtypes and places of what it returns.
     """
 
     compiled: jax.stages.Compiled

@@ -29,11 +29,11 @@ class Draw(Protocol):
         """`copies` completions of every prompt in adjacent rows, as NumPy arrays.
 
         Args:
-          params: parameters of the decoder.
-          prompts: int32 [B, P], right-padded.
-          lengths: int32 [B].
-          copies: completions per prompt.
-          key: a JAX random key.
+            params: parameters of the decoder.
+            prompts: int32 [B, P], right-padded.
+            lengths: int32 [B].
+            copies: completions per prompt.
+            key: a JAX random key.
         """
 
     def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
@@ -41,9 +41,9 @@ class Draw(Protocol):
         their first call; None where they are many small ones.
 
         Args:
-          params: arrays, or their shapes, dtypes and places.
-          prompts: how many.
-          copies: completions per prompt.
+            params: arrays, or their shapes, dtypes and places.
+            prompts: how many.
+            copies: completions per prompt.
         """
 
 
@@ -126,11 +126,11 @@ class Completer:
     """Completes examples with given parameters, and rewards the completions.
 
     Args:
-      draw: draws the tokens.
-      rewards: rewards completions.
-      tokenizer: text to tokens and back.
-      sizes: bounds of prompts and completions.
-      stop: texts each of which ends a completion.
+        draw: draws the tokens.
+        rewards: rewards completions.
+        tokenizer: text to tokens and back.
+        sizes: bounds of prompts and completions.
+        stop: texts each of which ends a completion.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class Completer:
         """Draws `copies` completions for each example and rewards them.
 
         Raises:
-          ValueError: a prompt that cannot be encoded.
-          RewardNotFinite: of a reward function.
-          RewardFailed: it raised, or returned no number.
+            ValueError: a prompt that cannot be encoded.
+            RewardNotFinite: of a reward function.
+            RewardFailed: it raised, or returned no number.
         """
         prompts = [encode_prompt(self._tokenizer, example, self._sizes) for example in examples]
         padded = np.full((len(prompts), self._sizes.prompt), self._tokenizer.pad_id, np.int32)

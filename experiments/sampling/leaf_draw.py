@@ -25,12 +25,12 @@ class _Rows(NamedTuple):
     """Rows of one rank that are being completed; all on its device, so that no step waits for the host.
 
     Attributes:
-      tokens: whole rows, S slots.
-      lengths: tokens so far.
-      starts: first slot of the block that holds each row's newest token.
-      done: rows that have ended, or hold no prompt.
-      drawn: the tokens drawn, N a row, 0 after the end.
-      hidden: the states that they were drawn from.
+        tokens: whole rows, S slots.
+        lengths: tokens so far.
+        starts: first slot of the block that holds each row's newest token.
+        done: rows that have ended, or hold no prompt.
+        drawn: the tokens drawn, N a row, 0 after the end.
+        hidden: the states that they were drawn from.
     """
 
     tokens: Int[Array, "B S"]

@@ -21,14 +21,14 @@ class Packing:
     """How documents become rounds. A round is one micro-batch of every data rank.
 
     Args:
-      ranks: data ranks.
-      rows: rows per micro-batch.
-      row_length: tokens per row.
-      vocab_size: token ids are in [0, vocab_size).
-      pad_id: padding token.
-      consecutive: documents dealt to a rank at a time.
-      share_rows: whether documents may share a row.
-      columns: names of the documents' further columns.
+        ranks: data ranks.
+        rows: rows per micro-batch.
+        row_length: tokens per row.
+        vocab_size: token ids are in [0, vocab_size).
+        pad_id: padding token.
+        consecutive: documents dealt to a rank at a time.
+        share_rows: whether documents may share a row.
+        columns: names of the documents' further columns.
     """
 
     ranks: int
@@ -51,8 +51,8 @@ class Packing:
         """The next round, whose documents leave the queues; a rank without documents gets only padding.
 
         Raises:
-          ValueError: a document longer than a row, one with other columns, or a token id outside of the vocabulary,
-            with its document and position.
+            ValueError: a document longer than a row, one with other columns, or a token id outside of the vocabulary,
+              with its document and position.
         """
         return Round(tuple(self._take(queue) for queue in queues), self)
 

@@ -44,8 +44,8 @@ def sizes_for(
     each as long as a row, into equal micro-batches of whole leaves.
 
     Raises:
-      ValueError: the longest document does not fit into ``schedule.row_length``, or the mesh does not divide it, or a
-        prompt that cannot be encoded.
+        ValueError: the longest document does not fit into ``schedule.row_length``, or the mesh does not divide it, or a
+          prompt that cannot be encoded.
     """
     longest = longest_prompt(task, tokenizer)
     prompt = rollout.max_prompt_tokens or longest
@@ -79,7 +79,7 @@ def longest_prompt(task: Task, tokenizer: Tokenizer) -> int:
     """Tokens of the longest prompt where the examples can be counted, else a bound on it.
 
     Raises:
-      ValueError: a prompt that the tokenizer cannot encode.
+        ValueError: a prompt that the tokenizer cannot encode.
     """
     counts = {split: task.num_examples(split) for split in SPLITS}
     if None not in counts.values():
@@ -103,7 +103,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[
     """The prompt of an example within the static size.
 
     Raises:
-      ValueError: the prompt is longer than the bound.
+        ValueError: the prompt is longer than the bound.
     """
     tokens = encode(tokenizer, example.prompt)
     expected = f"prompts of at most {sizes.prompt} tokens"

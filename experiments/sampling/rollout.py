@@ -28,15 +28,15 @@ class RolloutCounts:
     """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
 
     Attributes:
-      degenerate: groups whose rewards are all equal.
-      empty: completions without text.
-      unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
-      lowest: reward.
-      highest: reward.
-      resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
-      filled: groups without a difference that were trained on for want of others.
-      unused: groups with a difference beyond the number that was wanted.
-      rewards: sum of what each reward function said, by its name.
+        degenerate: groups whose rewards are all equal.
+        empty: completions without text.
+        unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
+        lowest: reward.
+        highest: reward.
+        resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
+        filled: groups without a difference that were trained on for want of others.
+        unused: groups with a difference beyond the number that was wanted.
+        rewards: sum of what each reward function said, by its name.
     """
 
     groups: int = 0
@@ -120,9 +120,9 @@ class Rollouts:
         two rollouts is the same two numbers as without it: how many prompts were taken, and how many draws were made.
 
         Raises:
-          NotFinite: log-probs of the sampler.
-          RewardNotFinite: of a reward function.
-          RewardFailed: it raised, or returned no number.
+            NotFinite: log-probs of the sampler.
+            RewardNotFinite: of a reward function.
+            RewardFailed: it raised, or returned no number.
         """
         choose = self._with_differences if self._options.resample_degenerate else self._draw
         return [document for group in choose(params, model_version) for document in group.documents]

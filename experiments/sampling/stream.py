@@ -18,12 +18,12 @@ class RoundStream:
     one, and are part of the checkpoint.
 
     Args:
-      rollout: makes the documents of the next rollout; an empty list means that the data has ended.
-      packing: makes rounds of them.
+        rollout: makes the documents of the next rollout; an empty list means that the data has ended.
+        packing: makes rounds of them.
 
     Attributes:
-      queues: waiting documents of each rank.
-      seconds: time spent in rollouts; the reader may reset it.
+        queues: waiting documents of each rank.
+        seconds: time spent in rollouts; the reader may reset it.
     """
 
     def __init__(self, rollout: Callable[[], list[Document]], packing: Packing) -> None:

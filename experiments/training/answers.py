@@ -20,7 +20,7 @@ def warn_of_long_answers(
     The bound that a task gives has room for its own answers. Examples without an answer's text say nothing.
 
     Raises:
-      ValueError: no completion can be right, and nothing else is rewarded.
+        ValueError: no completion can be right, and nothing else is rewarded.
     """
     room = config.rollout.max_new_tokens
     if room is None:

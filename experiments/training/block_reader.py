@@ -60,10 +60,10 @@ class BlockReader:
         """Hidden states of one block of every row, and the cache with it; the memory of `cache` goes to the new one.
 
         Args:
-          weights: from `load`.
-          tokens: whole rows, S slots.
-          starts: first slot of each row's block, a multiple of the block. Earlier blocks of the row have been read.
-          cache: from `empty_cache` and earlier steps.
+            weights: from `load`.
+            tokens: whole rows, S slots.
+            starts: first slot of each row's block, a multiple of the block. Earlier blocks of the row have been read.
+            cache: from `empty_cache` and earlier steps.
         """
         return self._step(weights, tokens, starts, cache)
 

@@ -22,7 +22,7 @@ def require_finite_inputs(rounds: list[Round]) -> None:
     """Checks what documents bring. An infinite old log-prob makes a ratio of 0, and a loss that is finite.
 
     Raises:
-      NotFinite: old log-probs, advantages, rewards or another column.
+        NotFinite: old log-probs, advantages, rewards or another column.
     """
     documents = _documents(rounds)
     _require("old log-probs", [document.old_log_probs for document in documents], documents)

@@ -71,8 +71,8 @@ class Evaluation:
         """The evaluation of a policy.
 
         Raises:
-          RewardFailed: a reward function, or the task's verdict, is broken.
-          RewardNotFinite: of one of them.
+            RewardFailed: a reward function, or the task's verdict, is broken.
+            RewardNotFinite: of one of them.
         """
         key = jax.random.fold_in(self._key, 3)
         sampled, greedy = (each.complete(params, self._examples, key) for each in (self._sampled, self._greedy))

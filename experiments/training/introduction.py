@@ -33,8 +33,8 @@ def introduce(
     """Prints what is about to run, and warnings about options that will not do what they seem to.
 
     Raises:
-      ValueError: an option out of range, a prompt that does not fit, no answer that fits, or a run that needs more memory
-        than there is here.
+        ValueError: an option out of range, a prompt that does not fit, no answer that fits, or a run that needs more memory
+          than there is here.
     """
     console = RunConsole(config.quiet)
     mesh = validate(config)
@@ -78,7 +78,7 @@ def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole)
     """Scores two completions, so that a broken reward function ends the run before anything is compiled.
 
     Raises:
-      RewardFailed: if a function raises or returns no number.
+        RewardFailed: if a function raises or returns no number.
     """
     texts = [(examples[0].answer, True), ("", False)]
     said = [Completion(text, num_tokens=len(text) + 1, ended=ended) for text, ended in texts]

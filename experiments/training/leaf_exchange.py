@@ -41,7 +41,7 @@ class LeafExchange:
         """The trees of all ranks, in their order, each rank with its part of the elements of every one.
 
         Args:
-          trees: of the ranks of this process; every array has a first dimension of 1.
+            trees: of the ranks of this process; every array has a first dimension of 1.
         """
         if self._ranks.count == 1:
             return list(trees)

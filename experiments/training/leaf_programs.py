@@ -52,19 +52,19 @@ class LeafPrograms:
     Lists are those of `LeafRanks`.
 
     Args:
-      graph: graph definition of a decoder without a mesh.
-      config: sizes and options of the decoder.
-      mesh: axes "data", "fsdp" and "tensor", of type Auto.
-      engine: of the head.
-      block: tokens of a row that the body reads at a time.
-      temperature: divisor of the logits.
+        graph: graph definition of a decoder without a mesh.
+        config: sizes and options of the decoder.
+        mesh: axes "data", "fsdp" and "tensor", of type Auto.
+        engine: of the head.
+        block: tokens of a row that the body reads at a time.
+        temperature: divisor of the logits.
 
     Attributes:
-      ranks: where leaves are computed.
-      reader: the body.
-      compiler_options: of every program here.
-      spec: the head's arithmetic.
-      head_run: the head call; None before it is traced.
+        ranks: where leaves are computed.
+        reader: the body.
+        compiler_options: of every program here.
+        spec: the head's arithmetic.
+        head_run: the head call; None before it is traced.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LeafPrograms:
         """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.
 
         Raises:
-          ValueError: operands that the engine does not take.
+            ValueError: operands that the engine does not take.
         """
         config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
         blocks = shards.num_shards * shards.max_width

@@ -22,16 +22,16 @@ class LeafRanks:
     """Where leaves are computed, and how they become arrays over the mesh; copies only.
 
     Args:
-      mesh: axes "data", "fsdp" and "tensor", of type Auto.
+        mesh: axes "data", "fsdp" and "tensor", of type Auto.
 
     Attributes:
-      mesh: the mesh.
-      axes: its axes that split documents.
-      count: how many ranks there are in all processes.
-      here: numbers of the ranks that this process computes.
-      devices: where it computes them.
-      homes: one device of each process, with its copy of the parameters and of the optimizer's state.
-      home: that of this process.
+        mesh: the mesh.
+        axes: its axes that split documents.
+        count: how many ranks there are in all processes.
+        here: numbers of the ranks that this process computes.
+        devices: where it computes them.
+        homes: one device of each process, with its copy of the parameters and of the optimizer's state.
+        home: that of this process.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -159,11 +159,11 @@ class TreeFold:
     ((p0 p1) (p2 p3)) p4 for five parts; neutral parts at the end change nothing.
 
     Example:
-      >>> fold = TreeFold(lambda a, b: f"({a}{b})")
-      >>> for part in "abcde":
-      ...     fold.push(part)
-      >>> fold.total()
-      '(((ab)(cd))e)'
+        >>> fold = TreeFold(lambda a, b: f"({a}{b})")
+        >>> for part in "abcde":
+        ...     fold.push(part)
+        >>> fold.total()
+        '(((ab)(cd))e)'
     """
 
     def __init__(self, add: Callable[[Any, Any], Any]) -> None:
@@ -192,7 +192,7 @@ def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
     """A micro-batch with one document per row, as micro-batches of `rows` rows.
 
     Raises:
-      ValueError: a number of rows that is not a multiple, or two documents in a row.
+        ValueError: a number of rows that is not a multiple, or two documents in a row.
     """
     total = batch.tokens.shape[0]
     require(total % rows == 0, "rows", f"a multiple of {rows} rows, the leaf", total)

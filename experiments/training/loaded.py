@@ -39,7 +39,7 @@ def restored(
     """The trainer of a run, or of RUN@STEP, with its newest checkpoint. Nothing is written, so that the run may be training.
 
     Raises:
-      ValueError: no run folder, no good checkpoint, or one of another run, task or model.
+        ValueError: no run folder, no good checkpoint, or one of another run, task or model.
     """
     path, step = run_and_step(run)
     folder = RunFolder.open(path)
@@ -80,7 +80,7 @@ class Loaded:
         """Those of a checkpoint directory, other than the weights.
 
         Raises:
-          ValueError: an architecture that transformers does not have.
+            ValueError: an architecture that transformers does not have.
         """
         if self.pretrained is not None:
             return small_files(self.pretrained)
@@ -92,7 +92,7 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
     one. The dtype is that of activations and parameters of a model on disk; a run has its own.
 
     Raises:
-      ValueError: neither of them, or one that cannot be used.
+        ValueError: neither of them, or one that cannot be used.
     """
     given, path = path, run_and_step(located(path))[0]
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")

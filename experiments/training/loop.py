@@ -41,9 +41,9 @@ def run_to_end(
     before anything is written; what it raises ends the resume.
 
     Raises:
-      Interrupted: a signal; the message says what is kept, and the command that goes on.
-      GuardAbort: numbers that cannot be trained on, or a broken reward function; likewise.
-      ValueError: a run folder that cannot be continued.
+        Interrupted: a signal; the message says what is kept, and the command that goes on.
+        GuardAbort: numbers that cannot be trained on, or a broken reward function; likewise.
+        ValueError: a run folder that cannot be continued.
     """
     try:
         with (

@@ -30,9 +30,9 @@ class MemoryNeed(NamedTuple):
     """Bytes of one device.
 
     Attributes:
-      state: parameters, optimizer state, the reference, and whatever else is held all the time.
-      parts: what comes on top at different moments, by name; empty where that is not known.
-      compiling: most bytes that were held so far. In small runs the compiler takes most, to try out products.
+        state: parameters, optimizer state, the reference, and whatever else is held all the time.
+        parts: what comes on top at different moments, by name; empty where that is not known.
+        compiling: most bytes that were held so far. In small runs the compiler takes most, to try out products.
     """
 
     state: int
@@ -56,7 +56,7 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     """Compiles the programs of a step, a rollout and an evaluation, as their first calls would, and prints what they need.
 
     Raises:
-      ValueError: clearly more than there is, with what may make it fit; of a resume, what can still be changed.
+        ValueError: clearly more than there is, with what may make it fit; of a resume, what can still be changed.
     """
     if trainer.progress.step >= trainer.config.schedule.steps:
         return
@@ -133,7 +133,7 @@ def require_room(least: int, devices: int) -> None:
     """Refuses a run that needs more bytes than all its devices have; a CPU's are those of the machine.
 
     Raises:
-      ValueError: it does not fit. The system would end the process without a word.
+        ValueError: it does not fit. The system would end the process without a word.
     """
     if jax.default_backend() == "cpu":
         here = _machine_bytes()

@@ -77,7 +77,7 @@ class MicroBatchSums:
         """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.
 
         Raises:
-          ValueError: operands that a named engine does not take.
+            ValueError: operands that a named engine does not take.
         """
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
         self.head_run = self._head_runs[self._columns(padding)]

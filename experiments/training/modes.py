@@ -39,15 +39,15 @@ class Mode(Protocol):
     """A way to compute the same run.
 
     Attributes:
-      mesh: the device mesh of the training.
-      params: the model's first parameters, those that are trained.
-      frozen: what is not trained.
-      sampled_frozen: the same where rollouts are drawn, a copy on a mesh of their own.
-      consecutive: documents dealt to a data rank at a time.
-      share_rows: whether documents share rows.
-      vocab: the shards of the head's vocabulary over the tensor ranks.
-      replicas: compares copies of the training's state.
-      sampler: how completions are drawn, and why so.
+        mesh: the device mesh of the training.
+        params: the model's first parameters, those that are trained.
+        frozen: what is not trained.
+        sampled_frozen: the same where rollouts are drawn, a copy on a mesh of their own.
+        consecutive: documents dealt to a data rank at a time.
+        share_rows: whether documents share rows.
+        vocab: the shards of the head's vocabulary over the tensor ranks.
+        replicas: compares copies of the training's state.
+        sampler: how completions are drawn, and why so.
     """
 
     mesh: jax.sharding.Mesh

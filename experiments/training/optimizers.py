@@ -50,8 +50,8 @@ def muon(
     stream and all heads' features; see `matrix_axes`. On GPUs those products are in TF32, XLA's default.
 
     References:
-      Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
-      Liu et al., Muon is scalable for LLM training, arXiv:2502.16982 (the scale `MUON_RMS`).
+        Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+        Liu et al., Muon is scalable for LLM training, arXiv:2502.16982 (the scale `MUON_RMS`).
     """
     return optax.contrib.muon(
         1.0,
@@ -79,7 +79,7 @@ def matrix_axes(params: Any) -> Any:
     """Input and output axes of the layers' stacked matrices; None for embeddings, head, norms and biases.
 
     Raises:
-      ValueError: no matrix among the parameters.
+        ValueError: no matrix among the parameters.
     """
 
     def axes(path, leaf):

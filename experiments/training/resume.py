@@ -41,21 +41,21 @@ def resume(
     """Continues a run from its newest intact checkpoint, to the bits of a run without a break.
 
     Args:
-      path: run folder, or RUN@STEP to go back to the checkpoint of that step.
-      changes: options by dotted name, as in ``{"schedule.steps": 2000}``. Those that may change (see
-        `experiments.config.changes`) are kept in the run folder, for the next resume too, all but quiet.
-      task: the task, if the run began with one of the caller's own.
-      reward: the same of its reward.
-      model: the same of its model.
+        path: run folder, or RUN@STEP to go back to the checkpoint of that step.
+        changes: options by dotted name, as in ``{"schedule.steps": 2000}``. Those that may change (see
+          `experiments.config.changes`) are kept in the run folder, for the next resume too, all but quiet.
+        task: the task, if the run began with one of the caller's own.
+        reward: the same of its reward.
+        model: the same of its model.
 
     Returns:
-      As `experiments.training.run.train`; scores before are those of the run's beginning.
+        As `experiments.training.run.train`; scores before are those of the run's beginning.
 
     Raises:
-      ValueError: no run folder, a damaged one, other data than it began with, an option that may not change, or a target
-        that the run has passed.
-      NothingToDo: the run has finished.
-      Stopped: as `train`.
+        ValueError: no run folder, a damaged one, other data than it began with, an option that may not change, or a target
+          that the run has passed.
+        NothingToDo: the run has finished.
+        Stopped: as `train`.
     """
     return set_up_resume(path, changes or {}, task=task, reward=reward, model=model).finish()
 
@@ -124,8 +124,8 @@ class Resumption:
         """Keeps the new options, once the run is restored and has something to do.
 
         Raises:
-          ValueError: a number of steps that the run has passed, or a device with too little memory.
-          NothingToDo: the run has finished.
+            ValueError: a number of steps that the run has passed, or a device with too little memory.
+            NothingToDo: the run has finished.
         """
         step, steps = trainer.progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)

@@ -51,12 +51,12 @@ class Result:
     """The result of a run.
 
     Attributes:
-      before: held-out exact match after the warm start.
-      after: held-out exact match at the end.
-      run: the run folder.
-      metrics: every record of metrics.jsonl.
-      trainer: the trainer, with parameters and optimizer state.
-      seconds: wall-clock time, set-up excluded.
+        before: held-out exact match after the warm start.
+        after: held-out exact match at the end.
+        run: the run folder.
+        metrics: every record of metrics.jsonl.
+        trainer: the trainer, with parameters and optimizer state.
+        seconds: wall-clock time, set-up excluded.
     """
 
     before: ExactMatch
@@ -115,7 +115,7 @@ class Run:
         """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes.
 
         Raises:
-          Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
+            Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
         """
         with self.lock or contextlib.nullcontext():
             return self._finish()
@@ -176,7 +176,7 @@ def require_same_run(config: Config, task: Task) -> None:
     """Refuses processes that would not compute the same run.
 
     Raises:
-      ValueError: other versions, options or data in one of them.
+        ValueError: other versions, options or data in one of them.
     """
     # What one of them prints is its own affair.
     options = {
@@ -220,22 +220,22 @@ def train(
     """Trains a policy and writes a run folder.
 
     Args:
-      config: the options, as on the command line.
-      task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
-      reward: maps an example and its completion to a finite number; or pairs of such a function and its weight, whose
-        weighted sum is the reward; None takes those that ``config.reward`` names. Held-out scores are the task's verdict
-        whatever the reward.
-      model: your own Flax model (see `experiments.models.protocol.Model`); None takes the decoder that ``config.model``
-        describes. It stays as it is: ``nnx.update(model, result.params)`` puts the trained parameters into it.
+        config: the options, as on the command line.
+        task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
+        reward: maps an example and its completion to a finite number; or pairs of such a function and its weight, whose
+          weighted sum is the reward; None takes those that ``config.reward`` names. Held-out scores are the task's verdict
+          whatever the reward.
+        model: your own Flax model (see `experiments.models.protocol.Model`); None takes the decoder that ``config.model``
+          describes. It stays as it is: ``nnx.update(model, result.params)`` puts the trained parameters into it.
 
     To go on with a run: `experiments.training.resume.resume`.
 
     Returns:
-      Scores before and after, the run folder, the log, and the trainer.
+        Scores before and after, the run folder, the log, and the trainer.
 
     Raises:
-      ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
-      Stopped: the run ended early, by a signal or a guard; one line that says what was kept.
+        ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
+        Stopped: the run ended early, by a signal or a guard; one line that says what was kept.
     """
     return set_up(config, task=task, reward=reward, model=model).finish()
 
@@ -258,7 +258,7 @@ def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None)
     """The caller's own rewards, if any.
 
     Raises:
-      ValueError: options of rewards in addition to them.
+        ValueError: options of rewards in addition to them.
     """
     if reward is None:
         return None
@@ -302,8 +302,8 @@ def _new_path(config: Config) -> Path:
     """Where the run folder will be.
 
     Raises:
-      ValueError: a name that is not one of a folder, a path that exists already, or one where no folder can be made.
-      OSError: no permission, or a file system that is read-only or full.
+        ValueError: a name that is not one of a folder, a path that exists already, or one where no folder can be made.
+        OSError: no permission, or a file system that is read-only or full.
     """
     name = _default_name(config) if config.name is None else config.name
     require(is_folder_name(name), "--name", "the name of a folder", repr(name))

@@ -24,7 +24,7 @@ def rescored(documents: list[Document], sums: GradientSums, params: nnx.State, p
     """Documents with the trainer's log-probs as the old ones, and `RESCORED_COLUMNS`.
 
     Raises:
-      NotFinite: log-probs.
+        NotFinite: log-probs.
     """
     scores = list(_scores(documents, sums, params, packing))
     _require_finite("log-probs of the trainer", documents, scores)
@@ -41,7 +41,7 @@ def with_reference(
     """Documents with the log-probs of their completions under the reference's parameters.
 
     Raises:
-      NotFinite: log-probs.
+        NotFinite: log-probs.
     """
     scores = list(_scores(documents, sums, params, packing))
     _require_finite("log-probs of the reference", documents, scores)

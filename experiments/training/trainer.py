@@ -56,10 +56,10 @@ class Progress:
     """The counters of a run, saved with every checkpoint as JSON.
 
     Attributes:
-      refused: steps in a row, up to the newest, whose update was refused.
-      drift_step: step of the newest drift report.
-      evaluated: step of the newest evaluation in the log; -1 before the first.
-      norms: the newest gradient norms.
+        refused: steps in a row, up to the newest, whose update was refused.
+        drift_step: step of the newest drift report.
+        evaluated: step of the newest evaluation in the log; -1 before the first.
+        norms: the newest gradient norms.
     """
 
     step: int = 0
@@ -74,25 +74,25 @@ class Trainer:
     """Everything a run needs, made from its options.
 
     Args:
-      config: the options.
-      task: your own task instead of the one that ``config.task`` names.
-      rewards: your own rewards instead of those that ``config.reward`` names.
-      model: your own model instead of the decoder that ``config.model`` describes.
-      origin: the model, where the caller has made it of the same options.
-      restored: whether `restore` will bring the parameters: none are drawn or read.
+        config: the options.
+        task: your own task instead of the one that ``config.task`` names.
+        rewards: your own rewards instead of those that ``config.reward`` names.
+        model: your own model instead of the decoder that ``config.model`` describes.
+        origin: the model, where the caller has made it of the same options.
+        restored: whether `restore` will bring the parameters: none are drawn or read.
 
     Attributes:
-      origin: the model that the run began with.
-      frozen: what of it is not trained.
-      sampled_frozen: the same where rollouts are drawn.
-      warnings: what the console should say before the run.
-      attention_run: the implementation of attention over micro-batches, and why it.
-      sampler: how completions are drawn, and why so.
-      drift: the drift report of the newest step, or None where none was due.
-      alerts: what the console should warn of the newest step.
+        origin: the model that the run began with.
+        frozen: what of it is not trained.
+        sampled_frozen: the same where rollouts are drawn.
+        warnings: what the console should say before the run.
+        attention_run: the implementation of attention over micro-batches, and why it.
+        sampler: how completions are drawn, and why so.
+        drift: the drift report of the newest step, or None where none was due.
+        alerts: what the console should warn of the newest step.
 
     Raises:
-      ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
+        ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
     """
 
     def __init__(
@@ -273,10 +273,10 @@ class Trainer:
         """One optimizer step, or its refusal: whatever is not finite, parameters and optimizer state stay as they are.
 
         Returns:
-          Its metrics (None if the data had ended before it), and whether the data has ended.
+            Its metrics (None if the data had ended before it), and whether the data has ended.
 
         Raises:
-          RewardFailed: a reward function is broken; nothing has been taken of the data, as if the step had not begun.
+            RewardFailed: a reward function is broken; nothing has been taken of the data, as if the step had not begun.
         """
         started = time.perf_counter()
         self.stream.seconds, self.rollouts.counts, self.drift = 0.0, RolloutCounts(), None
@@ -381,8 +381,8 @@ class Trainer:
         """Exact match on the held-out prompts with the current parameters; the same random numbers every time.
 
         Raises:
-          RewardFailed: a reward function, or the task's verdict, is broken.
-          RewardNotFinite: of one of them.
+            RewardFailed: a reward function, or the task's verdict, is broken.
+            RewardNotFinite: of one of them.
         """
         started = time.perf_counter()
         evaluated = self._evaluation.of(self.state.params)
@@ -433,7 +433,7 @@ class Trainer:
         """Restores the newest intact checkpoint, or that of a step, on this mesh; returns the scores from before training.
 
         Raises:
-          ValueError: no such checkpoint, or one that this run cannot go on from.
+            ValueError: no such checkpoint, or one that this run cannot go on from.
         """
         if self.has_reference:
             self.reference = self.state.params
@@ -464,8 +464,8 @@ def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:
     """A warning where no engine was named and a slower one runs than a GPU could use, or None.
 
     Args:
-      head_run: the head call of the trainer.
-      dtype: that the head multiplies; None for a model of the caller's own.
+        head_run: the head call of the trainer.
+        dtype: that the head multiplies; None for a model of the caller's own.
     """
     if jax.default_backend() != "gpu" or head_run is None or head_run.reason == "named by the caller":
         return None

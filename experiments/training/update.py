@@ -40,9 +40,9 @@ class Update:
     """Applies sums to a state.
 
     Args:
-      optimizer: turns gradients into updates.
-      place: puts parameters, or optimizer state for them, where gradients and parameters live.
-      compiler_options: of XLA.
+        optimizer: turns gradients into updates.
+        place: puts parameters, or optimizer state for them, where gradients and parameters live.
+        compiler_options: of XLA.
     """
 
     def __init__(

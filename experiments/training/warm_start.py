@@ -65,7 +65,7 @@ class WarmStart:
         """The trained parameters. `between` is called after every step; what it raises ends the phase.
 
         Raises:
-          GuardAbort: a step with something that is not finite.
+            GuardAbort: a step with something that is not finite.
         """
         options, max_steps = self.options, self.options.max_steps
         if not max_steps:

@@ -39,8 +39,8 @@ class Watch:
     """Reads every step.
 
     Args:
-      options: when to warn.
-      max_new_tokens: longest completion, for the sentence.
+        options: when to warn.
+        max_new_tokens: longest completion, for the sentence.
     """
 
     def __init__(self, options: GuardsConfig, max_new_tokens: int) -> None:

@@ -72,55 +72,55 @@ def linear_log_probs(
     one reduce-scatter in fp32.
 
     Args:
-      hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused: all sums are fp32). Cast to the weight's dtype for the
-        product unless ``fp32_head``; its gradient comes back in its own dtype.
-      weight: [V, H], or the local shard [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
-      targets: [*tokens], integer ids of the whole vocabulary.
-      mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
-      bias: [V] or [V_local], added to the product.
-      temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
-      logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-      softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
-      with_entropy: also return the entropy; no additional collective either way.
-      with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
-      axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones, except under ``shard_map(check_vma=False)``, where they must be given.
-        Uneven shards are padded to vocab.max_width rows (:meth:`VocabShards.shard_rows`).
-      sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, in equal parts in the order of the
-        ranks; None where every rank has all of them.
-      out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
-      fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
-      weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
-        transposed copy.
-      frozen_head: treat weight and bias as constants, as those of a model of which only adapters are trained: their
-        gradients are not computed, and 0.
-      engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
-        compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
-        batch, see docs/invariance.md; its default order needs V >= 24), an engine object such as
-        ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, of which the first that can take the call
-        is used.
+        hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused: all sums are fp32). Cast to the weight's dtype for the
+          product unless ``fp32_head``; its gradient comes back in its own dtype.
+        weight: [V, H], or the local shard [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
+        targets: [*tokens], integer ids of the whole vocabulary.
+        mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
+        bias: [V] or [V_local], added to the product.
+        temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
+        logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
+        softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
+        with_entropy: also return the entropy; no additional collective either way.
+        with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
+        axis_name: mesh axis over which the vocabulary is sharded.
+        vocab: the shards; None means equal ones, except under ``shard_map(check_vma=False)``, where they must be given.
+          Uneven shards are padded to vocab.max_width rows (:meth:`VocabShards.shard_rows`).
+        sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, in equal parts in the order of the
+          ranks; None where every rank has all of them.
+        out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
+        fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
+        weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
+          transposed copy.
+        frozen_head: treat weight and bias as constants, as those of a model of which only adapters are trained: their
+          gradients are not computed, and 0.
+        engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
+          compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
+          batch, see docs/invariance.md; its default order needs V >= 24), an engine object such as
+          ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, of which the first that can take the call
+          is used.
 
     Returns:
-      TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
+        TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; an ``axis_name`` that the surrounding ``shard_map`` does not have, or
-        none where the weight alone varies over an axis; a weight, or with ``sequence_dim`` hidden states, that are the
-        same on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
-        known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
-        differentiated under ``shard_map(check_vma=False)``, and when a gradient is differentiated again with an engine
-        that does not allow it.
+        ValueError: wrong shapes, dtypes or options; an ``axis_name`` that the surrounding ``shard_map`` does not have, or
+          none where the weight alone varies over an axis; a weight, or with ``sequence_dim`` hidden states, that are the
+          same on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
+          known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
+          differentiated under ``shard_map(check_vma=False)``, and when a gradient is differentiated again with an engine
+          that does not allow it.
 
     Example:
-      >>> hidden, weight = jnp.ones((2, 3, 4)), jnp.zeros((8, 4))
-      >>> result = linear_log_probs(hidden, weight, jnp.zeros((2, 3), jnp.int32), with_entropy=True)
-      >>> bool(jnp.allclose(result.log_probs, -jnp.log(8.0)) and jnp.allclose(result.entropy, jnp.log(8.0)))
-      True
+        >>> hidden, weight = jnp.ones((2, 3, 4)), jnp.zeros((8, 4))
+        >>> result = linear_log_probs(hidden, weight, jnp.zeros((2, 3), jnp.int32), with_entropy=True)
+        >>> bool(jnp.allclose(result.log_probs, -jnp.log(8.0)) and jnp.allclose(result.entropy, jnp.log(8.0)))
+        True
 
     References:
-      NovaSky-AI/SkyRL pull request 1765 and volcengine/verl (fused head); ServiceNow/Fast-LLM pull request 520 (fp32
-      head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; Korthikanti et al., Reducing
-      Activation Recomputation in Large Transformer Models, 2022 (sequence parallelism).
+        NovaSky-AI/SkyRL pull request 1765 and volcengine/verl (fused head); ServiceNow/Fast-LLM pull request 520 (fp32
+        head); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; Korthikanti et al., Reducing
+        Activation Recomputation in Large Transformer Models, 2022 (sequence parallelism).
     """
     from jaxlogp.head import sharded  # it imports this module
 
@@ -244,23 +244,23 @@ def head_logits(
     sequence.
 
     Args:
-      hidden: [*tokens, H].
-      weight: [V, H].
-      bias: [V] or None.
-      logit_scale: as in :func:`linear_log_probs`.
-      softcap: as in :func:`linear_log_probs`.
-      fp32_head: as in :func:`linear_log_probs`.
-      weight_layout: as in :func:`linear_log_probs`.
+        hidden: [*tokens, H].
+        weight: [V, H].
+        bias: [V] or None.
+        logit_scale: as in :func:`linear_log_probs`.
+        softcap: as in :func:`linear_log_probs`.
+        fp32_head: as in :func:`linear_log_probs`.
+        weight_layout: as in :func:`linear_log_probs`.
 
     Returns:
-      fp32 logits [*tokens, V].
+        fp32 logits [*tokens, V].
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
+        ValueError: wrong shapes, dtypes or options.
 
     Example:
-      >>> head_logits(jnp.ones((2, 4)), jnp.ones((8, 4)), logit_scale=0.5)[0, 0].item()
-      2.0
+        >>> head_logits(jnp.ones((2, 4)), jnp.ones((8, 4)), logit_scale=0.5)[0, 0].item()
+        2.0
     """
     check_operands(hidden, weight, bias, weight_layout)
     spec = HeadSpec(logit_scale=logit_scale, softcap=softcap, fp32_head=fp32_head)
@@ -290,33 +290,33 @@ def skipped_tiles(
     some tokens none (advantage 0, clipped) skips more blocks. Costs one forward pass, and no gradient flows through it.
 
     Args:
-      hidden: [*tokens, H].
-      weight: [V, H], or the local shard [V_local, H].
-      targets: [*tokens].
-      mask: as in :func:`linear_log_probs`.
-      engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
-      bias: as in :func:`linear_log_probs`, like the arguments below.
-      temperature: T.
-      logit_scale: multiplier of the logits.
-      softcap: cap or None.
-      axis_name: mesh axis over which the vocabulary is sharded; the blocks of all shards are added up. Over the
-        ranks of a data axis the caller adds them (:meth:`WeightedSum.psum`).
-      vocab: the shards; None means equal ones.
-      out_of_vocab: "error" or "zero".
-      fp32_head: multiply in fp32 whatever the dtypes.
+        hidden: [*tokens, H].
+        weight: [V, H], or the local shard [V_local, H].
+        targets: [*tokens].
+        mask: as in :func:`linear_log_probs`.
+        engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
+        bias: as in :func:`linear_log_probs`, like the arguments below.
+        temperature: T.
+        logit_scale: multiplier of the logits.
+        softcap: cap or None.
+        axis_name: mesh axis over which the vocabulary is sharded; the blocks of all shards are added up. Over the
+          ranks of a data axis the caller adds them (:meth:`WeightedSum.psum`).
+        vocab: the shards; None means equal ones.
+        out_of_vocab: "error" or "zero".
+        fp32_head: multiply in fp32 whatever the dtypes.
 
     Returns:
-      WeightedSum(skipped blocks, all blocks); its mean() is the share that is skipped.
+        WeightedSum(skipped blocks, all blocks); its mean() is the share that is skipped.
 
     Raises:
-      ValueError: an engine without a gradient filter, or what linear_log_probs refuses.
+        ValueError: an engine without a gradient filter, or what linear_log_probs refuses.
 
     Example:
-      >>> from jaxlogp.head import ChunkedEngine, GradientFilter
-      >>> weight = jnp.where(jnp.arange(8) < 4, 20.0, 0.0)[:, None]
-      >>> engine = ChunkedEngine(vocab_tile=2, gradient_filter=GradientFilter())
-      >>> float(skipped_tiles(jnp.ones((3, 1)), weight, jnp.zeros(3, jnp.int32), engine=engine).mean())
-      0.5
+        >>> from jaxlogp.head import ChunkedEngine, GradientFilter
+        >>> weight = jnp.where(jnp.arange(8) < 4, 20.0, 0.0)[:, None]
+        >>> engine = ChunkedEngine(vocab_tile=2, gradient_filter=GradientFilter())
+        >>> float(skipped_tiles(jnp.ones((3, 1)), weight, jnp.zeros(3, jnp.int32), engine=engine).mean())
+        0.5
     """
     ok = getattr(engine, "gradient_filter", None) is not None
     require(ok, "engine", "an engine object with a gradient_filter", describe(engine))

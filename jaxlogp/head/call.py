@@ -36,9 +36,9 @@ class HeadGradients(NamedTuple):
     """Gradients of the operands of a head call, of this rank's tokens and columns unless said otherwise.
 
     Attributes:
-      hidden: [tokens, H] in ``HeadCall.hidden_gradient_dtype``.
-      weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``; may be None where ``HeadCall.frozen``.
-      bias: [V_local], or None without a bias; likewise.
+        hidden: [tokens, H] in ``HeadCall.hidden_gradient_dtype``.
+        weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``; may be None where ``HeadCall.frozen``.
+        bias: [V_local], or None without a bias; likewise.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -50,9 +50,9 @@ class SequenceSplit(NamedTuple):
     """Hidden states of which each rank of the vocabulary axis has a part of the tokens: sequence parallelism.
 
     Attributes:
-      part: shape of this rank's tokens.
-      whole: shape of all tokens.
-      dim: the dimension in which they differ.
+        part: shape of this rank's tokens.
+        whole: shape of all tokens.
+        dim: the dimension in which they differ.
     """
 
     part: tuple[int, ...]
@@ -94,20 +94,20 @@ class HeadCall:
     """Operands and static properties of one head call, as engines take them: checked, with flat tokens.
 
     Attributes:
-      hidden: [tokens, H]; where they are split, this rank's part of the tokens, until :meth:`gathered`.
-      weight: [V, H], or the local shard [V_local, H].
-      bias: [V_local] or None.
-      targets: the targets relative to this shard, including the mask.
-      spec: the arithmetic of the head.
-      vocab_size: V.
-      shards: the vocabulary shards; None means equal ones.
-      axis_name: mesh axis over which the vocabulary is sharded, or None; engines reduce their statistics over it.
-      num_shards: number of ranks of that axis; 1 means that this rank holds all columns.
-      with_entropy: whether entropy is wanted.
-      all_live: whether every token counts because no mask was given.
-      weight_layout: "vh" for [V, H], "hv" for [H, V].
-      split: how the hidden states are split over ``axis_name``; None where each rank has all of them.
-      frozen: whether weight and bias are constants, so that an engine need not compute their gradients.
+        hidden: [tokens, H]; where they are split, this rank's part of the tokens, until :meth:`gathered`.
+        weight: [V, H], or the local shard [V_local, H].
+        bias: [V_local] or None.
+        targets: the targets relative to this shard, including the mask.
+        spec: the arithmetic of the head.
+        vocab_size: V.
+        shards: the vocabulary shards; None means equal ones.
+        axis_name: mesh axis over which the vocabulary is sharded, or None; engines reduce their statistics over it.
+        num_shards: number of ranks of that axis; 1 means that this rank holds all columns.
+        with_entropy: whether entropy is wanted.
+        all_live: whether every token counts because no mask was given.
+        weight_layout: "vh" for [V, H], "hv" for [H, V].
+        split: how the hidden states are split over ``axis_name``; None where each rank has all of them.
+        frozen: whether weight and bias are constants, so that an engine need not compute their gradients.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -243,8 +243,8 @@ def head_call(
     """Checks the operands of a public function and makes a call of them.
 
     Raises:
-      ValueError: shapes, dtypes, ids or shards that do not match, or a weight that is the same on all vocabulary
-        shards.
+        ValueError: shapes, dtypes, ids or shards that do not match, or a weight that is the same on all vocabulary
+          shards.
     """
     check_operands(hidden, weight, bias, weight_layout)
     require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
@@ -355,8 +355,8 @@ class ScaledCotangents(NamedTuple):
     """Cotangents as an engine takes them, and the factor by which its gradients have to be multiplied.
 
     Attributes:
-      values: cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid.
-      unscale: a power of two, or None for 1.
+        values: cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid.
+        unscale: a power of two, or None for 1.
     """
 
     values: TokenLogProbs
@@ -377,10 +377,10 @@ def scaled_cotangents(call: HeadCall, g: TokenLogProbs, same_on_all_ranks: bool)
     divided out.
 
     Args:
-      call: the call.
-      g: cotangents of its values.
-      same_on_all_ranks: take one power of two for all ranks of the mesh, which costs the pmax of a number: where an
-        engine adds up gradients of several ranks before they are divided.
+        call: the call.
+        g: cotangents of its values.
+        same_on_all_ranks: take one power of two for all ranks of the mesh, which costs the pmax of a number: where an
+          engine adds up gradients of several ranks before they are divided.
     """
     g_log_probs, g_entropy = mask_cotangents(g, call.targets)
     if not call.scaled:

@@ -25,10 +25,10 @@ class Engine(Protocol):
     weight and bias may be None, which saves a product.
 
     Attributes:
-      name: the name by which callers ask for it, and which records show.
-      reduces_gradients: True: operands keep their types, and the engine sums gradients over mesh axes itself.
-      masks_hidden: True: hidden states of masked tokens may hold anything, even NaN, and the engine keeps them out of
-        every product and gives them gradients of exactly 0; False: they are passed in as zeros.
+        name: the name by which callers ask for it, and which records show.
+        reduces_gradients: True: operands keep their types, and the engine sums gradients over mesh axes itself.
+        masks_hidden: True: hidden states of masked tokens may hold anything, even NaN, and the engine keeps them out of
+          every product and gives them gradients of exactly 0; False: they are passed in as zeros.
     """
 
     name: ClassVar[str]
@@ -77,11 +77,11 @@ class Engine(Protocol):
         """Values and gradients with the logits computed once: three products instead of four.
 
         Args:
-          call: the call.
-          cotangents: gives the loss's cotangents, a few tokens at a time.
-          tokens: pytree of arrays [tokens, ...], the data that ``cotangents`` needs of each token.
-          old_log_probs: [tokens], close to the log-probs while the policy is close to the sampler's; None where the
-            entropy has a cotangent.
+            call: the call.
+            cotangents: gives the loss's cotangents, a few tokens at a time.
+            tokens: pytree of arrays [tokens, ...], the data that ``cotangents`` needs of each token.
+            old_log_probs: [tokens], close to the log-probs while the policy is close to the sampler's; None where the
+              entropy has a cotangent.
         """
         del call, cotangents, tokens, old_log_probs
         raise NotImplementedError

@@ -40,12 +40,12 @@ class TileSums(NamedTuple):
     """Sums over the tiles of one shard, or of all shards, per token.
 
     Attributes:
-      max: fp32, the largest logit of all shards.
-      sum_exp: int32 [3, tokens], Σ e^(z - max) in limbs of 2^-18.
-      sum_exp_shifted: int32 [3, tokens], Σ e^(z - max) (z - max), or None when entropy is not wanted.
-      broken: int32, number of terms that were not finite.
-      target: int32, the bits of the target's logit where a tile owns it, else 0.
-      owners: int32, number of tiles that own the target; -1 where the target is not the same on all shards.
+        max: fp32, the largest logit of all shards.
+        sum_exp: int32 [3, tokens], Σ e^(z - max) in limbs of 2^-18.
+        sum_exp_shifted: int32 [3, tokens], Σ e^(z - max) (z - max), or None when entropy is not wanted.
+        broken: int32, number of terms that were not finite.
+        target: int32, the bits of the target's logit where a tile owns it, else 0.
+        owners: int32, number of tiles that own the target; -1 where the target is not the same on all shards.
     """
 
     max: Float[Array, " tokens"]
@@ -102,10 +102,10 @@ def sum_tiles(
     """Adds up the tiles of one shard around ``maximum``, the largest logit of all shards.
 
     Args:
-      partials: the statistics of each tile: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
-      maximum: M, at least every tile's maximum.
-      column: the target's row of the weight, -1 where there is none.
-      with_entropy: whether to add up the terms that entropy needs.
+        partials: the statistics of each tile: max, Σ e^(z - max), Σ e^(z - max) (z - max), target logit or 0.
+        maximum: M, at least every tile's maximum.
+        column: the target's row of the weight, -1 where there is none.
+        with_entropy: whether to add up the terms that entropy needs.
     """
     # Integers may be grouped in any way.
     groups = range(0, partials.shape[0], GROUP)
@@ -141,10 +141,10 @@ def sum_shards(
     """Sums over all vocabulary shards: one integer psum of token-sized vectors (after the pmax that gave the maximum).
 
     Args:
-      sums: of the tiles of this shard.
-      axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-      codes: ``LocalTargets.codes``; where they are not the same on all shards, owners becomes -1. None with one shard.
-      origin: codes of the places that packed tokens come from, compared likewise; None where no mask can differ.
+        sums: of the tiles of this shard.
+        axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
+        codes: ``LocalTargets.codes``; where they are not the same on all shards, owners becomes -1. None with one shard.
+        origin: codes of the places that packed tokens come from, compared likewise; None where no mask can differ.
     """
     if axis_name is None:
         return sums
@@ -175,10 +175,10 @@ def finish_sums(
     """:func:`jaxlogp._stats.finish` without any addition of a product.
 
     Args:
-      sums: over the whole vocabulary.
-      mask: True where a token counts; others get exactly 0.
-      vocab_size: V; entropy is at most log V.
-      invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+        sums: over the whole vocabulary.
+        mask: True where a token counts; others get exactly 0.
+        vocab_size: V; entropy is at most log V.
+        invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
     """
     sum_exp = from_limbs(sums.sum_exp)
     counted = (sums.owners == 0) | (sums.owners == 1)
@@ -223,11 +223,11 @@ def fold_blocks(
     """Log-probs and entropies of packed tokens, with tile statistics computed one block of tokens at a time.
 
     Args:
-      call: the call, with its targets in the order before packing.
-      statistics: (first place, columns of the targets, live tokens of the block) -> fp32 [tiles, 4, block].
-      rows: places of the tokens; a multiple of ``block``.
-      block: tokens per block.
-      keep_maxima: also return the largest logit of every tile and packed token.
+        call: the call, with its targets in the order before packing.
+        statistics: (first place, columns of the targets, live tokens of the block) -> fp32 [tiles, 4, block].
+        rows: places of the tokens; a multiple of ``block``.
+        block: tokens per block.
+        keep_maxima: also return the largest logit of every tile and packed token.
     """
     targets, axes = call.targets, call.axes
 

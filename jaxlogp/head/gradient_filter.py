@@ -35,18 +35,18 @@ class GradientFilter:
     Tokens whose cotangents are 0, masked ones among them, keep nothing: their rows of the gradient are exact zeros.
 
     Attributes:
-      threshold: θ, a Python number in [0, 1); 0 skips only blocks that are exactly zero. The default is 2^-16, because at
-        2^-12 the error on a trained policy is above that of bf16.
+        threshold: θ, a Python number in [0, 1); 0 skips only blocks that are exactly zero. The default is 2^-16, because at
+          2^-12 the error on a trained policy is above that of bf16.
 
     Raises:
-      ValueError: a threshold outside of [0, 1) or not a number.
+        ValueError: a threshold outside of [0, 1) or not a number.
 
     Example:
-      >>> GradientFilter().threshold == 2.0**-16
-      True
+        >>> GradientFilter().threshold == 2.0**-16
+        True
 
     References:
-      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering).
+        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024 (gradient filtering).
     """
 
     threshold: float = 2.0**-16
@@ -68,8 +68,8 @@ class KeptBlocks(NamedTuple):
     """Which blocks are kept, for a loop over the chunks of one tile at a time.
 
     Attributes:
-      order: int32, for each tile the chunks to visit, in ascending order, then the others.
-      count: int32, for each tile the number of chunks to visit.
+        order: int32, for each tile the chunks to visit, in ascending order, then the others.
+        count: int32, for each tile the number of chunks to visit.
     """
 
     order: Int[Array, "tiles chunks"]
@@ -87,15 +87,15 @@ def kept_blocks(
     """Which blocks of the logits' gradient are kept.
 
     Args:
-      gradient_filter: the threshold.
-      peaks: largest logit of each tile and token, -inf for a tile without a column.
-      tile_of_target: tile that holds the target; negative where none does.
-      normaliser: over the whole vocabulary, one value per token.
-      g_log_probs: cotangents of the log-probs; exactly 0 for tokens without one.
-      g_entropy: the same of the entropies, or None.
+        gradient_filter: the threshold.
+        peaks: largest logit of each tile and token, -inf for a tile without a column.
+        tile_of_target: tile that holds the target; negative where none does.
+        normaliser: over the whole vocabulary, one value per token.
+        g_log_probs: cotangents of the log-probs; exactly 0 for tokens without one.
+        g_entropy: the same of the entropies, or None.
 
     Returns:
-      True for a block that has to be computed.
+        True for a block that has to be computed.
     """
     shift = jnp.where(jnp.isneginf(peaks), -jnp.inf, peaks - normaliser.max[None])
     largest = jnp.exp(shift - normaliser.log_sum_exp[None])

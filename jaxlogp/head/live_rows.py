@@ -12,12 +12,12 @@ class LiveRows(NamedTuple):
     """Where the tokens of a mask go.
 
     Attributes:
-      source: int32 [padded], the live token at each place; the number of tokens where there is none. None
-        where every token is live: each stays where it is, and nothing is copied.
-      place: int32 [tokens], the place of each token: live ones first, in their order, then the others; None likewise.
-      count: int32, number of live tokens.
-      padded: number of places.
-      tokens: number of tokens.
+        source: int32 [padded], the live token at each place; the number of tokens where there is none. None
+          where every token is live: each stays where it is, and nothing is copied.
+        place: int32 [tokens], the place of each token: live ones first, in their order, then the others; None likewise.
+        count: int32, number of live tokens.
+        padded: number of places.
+        tokens: number of tokens.
     """
 
     source: Int[Array, " padded"] | None
@@ -55,9 +55,9 @@ def live_rows(mask: Bool[Array, " tokens"], padded: int, all_live: bool = False)
     """Places of the tokens of ``mask`` in a padded array.
 
     Args:
-      mask: True where a token needs work.
-      padded: size of the padded array, at least the number of tokens.
-      all_live: whether the mask is known to be True everywhere.
+        mask: True where a token needs work.
+        padded: size of the padded array, at least the number of tokens.
+        all_live: whether the mask is known to be True everywhere.
     """
     tokens = mask.shape[0]
     if all_live:

@@ -87,59 +87,59 @@ def linear_policy_loss(
     ranks, as a psum of it does. Reverse mode only, and no second derivatives.
 
     Args:
-      hidden: [*tokens, H], bf16, fp16 or fp32.
-      weight: [V, H], or the local shard [V_local, H].
-      targets: [*tokens], integer ids of the whole vocabulary.
-      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None where the sampler is this head
-        on these hidden states (strictly on policy): every ratio is 1, and the call still takes one pass.
-      advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
-      mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros. None makes every
-        token one.
-      loss: the loss; None means ``jaxlogp.losses.grpo()``.
-      ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the four arguments below.
-      document_ids: [*tokens]; None for the rows of [B, T].
-      num_documents: number of documents; None along with document_ids.
-      document_axis_name: mesh axis (or axes) over which documents are split.
-      labels_per_document: labels of the whole step divided by its documents, for a token mean of the entropy.
-      lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
-        (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs, of the
-        same call, are taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
-        probabilities' relative error is that of lse.
-      with_entropy: also return the entropy, which a loss with an entropy coefficient always returns.
-      with_lse: also return log Σ e^z.
-      bias: as in :func:`jaxlogp.linear_log_probs`, like all arguments below.
-      temperature: T.
-      logit_scale: multiplier of the logits.
-      softcap: cap or None.
-      axis_name: mesh axis over which the vocabulary is sharded.
-      vocab: the shards; None means equal ones.
-      sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, or None.
-      out_of_vocab: "error" or "zero".
-      fp32_head: multiply in fp32 whatever the dtypes.
-      weight_layout: "vh" or "hv".
-      frozen_head: treat weight and bias as constants.
-      engine: a name, an engine object, or a sequence of these.
+        hidden: [*tokens, H], bf16, fp16 or fp32.
+        weight: [V, H], or the local shard [V_local, H].
+        targets: [*tokens], integer ids of the whole vocabulary.
+        old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None where the sampler is this head
+          on these hidden states (strictly on policy): every ratio is 1, and the call still takes one pass.
+        advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
+        mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros. None makes every
+          token one.
+        loss: the loss; None means ``jaxlogp.losses.grpo()``.
+        ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the four arguments below.
+        document_ids: [*tokens]; None for the rows of [B, T].
+        num_documents: number of documents; None along with document_ids.
+        document_axis_name: mesh axis (or axes) over which documents are split.
+        labels_per_document: labels of the whole step divided by its documents, for a token mean of the entropy.
+        lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
+          (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs, of the
+          same call, are taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
+          probabilities' relative error is that of lse.
+        with_entropy: also return the entropy, which a loss with an entropy coefficient always returns.
+        with_lse: also return log Σ e^z.
+        bias: as in :func:`jaxlogp.linear_log_probs`, like all arguments below.
+        temperature: T.
+        logit_scale: multiplier of the logits.
+        softcap: cap or None.
+        axis_name: mesh axis over which the vocabulary is sharded.
+        vocab: the shards; None means equal ones.
+        sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, or None.
+        out_of_vocab: "error" or "zero".
+        fp32_head: multiply in fp32 whatever the dtypes.
+        weight_layout: "vh" or "hv".
+        frozen_head: treat weight and bias as constants.
+        engine: a name, an engine object, or a sequence of these.
 
     Returns:
-      (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are for reports, such as the
-      auxiliary output of ``jax.value_and_grad``. With ``lse`` the log-probs are old_log_probs, 0 where masked.
+        (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are for reports, such as the
+        auxiliary output of ``jax.value_and_grad``. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
-      ValueError: what linear_log_probs or policy_loss refuses; entropy or a second derivative along with ``lse``; a
-        gradient through the values, as of an entropy bonus on ``values.entropy`` (``jax.lax.stop_gradient`` makes them
-        plain constants).
+        ValueError: what linear_log_probs or policy_loss refuses; entropy or a second derivative along with ``lse``; a
+          gradient through the values, as of an entropy bonus on ``values.entropy`` (``jax.lax.stop_gradient`` makes them
+          plain constants).
 
     Example:
-      >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
-      >>> old, ones = jnp.full(2, -jnp.log(8.0)), jnp.ones(2)
-      >>> def mean(hidden):
-      ...     return linear_policy_loss(hidden, weight, jnp.array([1, 2]), old, ones, ones > 0)[0].mean()
-      >>> value, gradient = jax.value_and_grad(mean)(hidden)
-      >>> round(float(value), 4), gradient.shape
-      (-1.0, (2, 4))
+        >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
+        >>> old, ones = jnp.full(2, -jnp.log(8.0)), jnp.ones(2)
+        >>> def mean(hidden):
+        ...     return linear_policy_loss(hidden, weight, jnp.array([1, 2]), old, ones, ones > 0)[0].mean()
+        >>> value, gradient = jax.value_and_grad(mean)(hidden)
+        >>> round(float(value), 4), gradient.shape
+        (-1.0, (2, 4))
 
     References:
-      Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
+        Hsu et al., Liger Kernel, 2024 (gradients in the forward pass); the presets of ``jaxlogp.losses``.
     """
     from jaxlogp.head import sharded  # it imports this module
 

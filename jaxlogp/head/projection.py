@@ -27,17 +27,17 @@ class HeadSpec:
     z = softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, with softcap(a) = cap tanh(a / cap).
 
     Attributes:
-      temperature: T, a Python number > 0.
-      logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-      softcap: cap, a Python number > 0, or None.
-      fp32_head: multiply in fp32 whatever the dtypes of hidden and weight.
+        temperature: T, a Python number > 0.
+        logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
+        softcap: cap, a Python number > 0, or None.
+        fp32_head: multiply in fp32 whatever the dtypes of hidden and weight.
 
     Raises:
-      ValueError: a number out of its range.
+        ValueError: a number out of its range.
 
     Example:
-      >>> HeadSpec(softcap=30.0).keywords()
-      {'temperature': 1.0, 'logit_scale': 1.0, 'softcap': 30.0, 'fp32_head': False}
+        >>> HeadSpec(softcap=30.0).keywords()
+        {'temperature': 1.0, 'logit_scale': 1.0, 'softcap': 30.0, 'fp32_head': False}
     """
 
     temperature: float = 1.0

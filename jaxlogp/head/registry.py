@@ -46,12 +46,12 @@ class HeadRun:
     """One traced head call.
 
     Attributes:
-      path: the public function.
-      engine: name of the engine.
-      reason: why this engine was chosen.
-      num_vocab_shards: number of vocabulary shards.
-      gradient: how a loss computes its gradient: "in one pass", "from the known log-sum-exp", or "in two steps" with
-        the reason; always "in two steps" for log-probs, where the loss is the caller's.
+        path: the public function.
+        engine: name of the engine.
+        reason: why this engine was chosen.
+        num_vocab_shards: number of vocabulary shards.
+        gradient: how a loss computes its gradient: "in one pass", "from the known log-sum-exp", or "in two steps" with
+          the reason; always "in two steps" for log-probs, where the loss is the caller's.
     """
 
     path: str
@@ -68,11 +68,11 @@ def register_engine(name: str, engine: Engine) -> None:
     """Makes ``engine`` available as ``engine=name``.
 
     Args:
-      name: a name that is not taken.
-      engine: an object with the methods of :class:`jaxlogp.head.Engine`.
+        name: a name that is not taken.
+        engine: an object with the methods of :class:`jaxlogp.head.Engine`.
 
     Raises:
-      ValueError: a name that is taken or reserved, or an object that is not an engine.
+        ValueError: a name that is taken or reserved, or an object that is not an engine.
     """
     ok = isinstance(name, str) and name != "auto" and name not in ENGINES
     require(ok, "name", f"a name other than 'auto' and {sorted(ENGINES)}", repr(name))
@@ -83,7 +83,7 @@ def named_engine(engine: str | Engine) -> Engine:
     """The engine of that name, or the engine object itself.
 
     Raises:
-      ValueError: the name is not known, or the object is not an engine.
+        ValueError: the name is not known, or the object is not an engine.
     """
     if not isinstance(engine, str):
         return _checked(engine)
@@ -102,12 +102,12 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
     """The engine to run and the reason.
 
     Args:
-      engine: "auto", a name, an engine object, or a sequence of names and objects, of which the first that can take the
-        call is used.
-      call: the call; only shapes, dtypes and static properties matter.
+        engine: "auto", a name, an engine object, or a sequence of names and objects, of which the first that can take the
+          call is used.
+        call: the call; only shapes, dtypes and static properties matter.
 
     Raises:
-      ValueError: a name that is not known, or no engine that takes the call; the sentence says why not.
+        ValueError: a name that is not known, or no engine that takes the call; the sentence says why not.
     """
     automatic = isinstance(engine, str) and engine == "auto"
     if isinstance(engine, str | Engine) and not automatic:
@@ -150,8 +150,8 @@ def default_shards(engine: EngineChoice, vocab_size: int, num_shards: int) -> Vo
     """The vocabulary shards where the caller names none: what the engine wants, `VocabShards.aligned` for "auto".
 
     Example:
-      >>> default_shards("auto", 1000, 2).ranges, default_shards("fixed_order", 1000, 2).ranges
-      (((0, 512), (512, 1000)), ((0, 500), (500, 1000)))
+        >>> default_shards("auto", 1000, 2).ranges, default_shards("fixed_order", 1000, 2).ranges
+        (((0, 512), (512, 1000)), ((0, 500), (500, 1000)))
     """
     chosen = first_choice(engine)
     return (VocabShards.aligned if chosen is None else chosen.shards)(vocab_size, num_shards)
@@ -169,20 +169,20 @@ def why_not(
     """Why an engine cannot take a head on this device, or None when it can; nothing is computed.
 
     Args:
-      engine: a name or an engine object.
-      hidden: [*tokens, H]; of all arrays only shape and dtype matter.
-      weight: [V_local, H].
-      bias: [V_local] or None.
-      spec: the arithmetic; None means plain logits.
-      num_shards: number of ranks over which the vocabulary is sharded.
+        engine: a name or an engine object.
+        hidden: [*tokens, H]; of all arrays only shape and dtype matter.
+        weight: [V_local, H].
+        bias: [V_local] or None.
+        spec: the arithmetic; None means plain logits.
+        num_shards: number of ranks over which the vocabulary is sharded.
 
     Raises:
-      ValueError: an unknown engine, or shapes that do not match.
+        ValueError: an unknown engine, or shapes that do not match.
 
     Example:
-      >>> hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 64), (256, 64)])
-      >>> why_not("chunked", hidden, weight) is None, why_not("triton", hidden, weight) is None
-      (True, False)
+        >>> hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 64), (256, 64)])
+        >>> why_not("chunked", hidden, weight) is None, why_not("triton", hidden, weight) is None
+        (True, False)
     """
     check_operands(hidden, weight, bias)
     token = jax.ShapeDtypeStruct(hidden.shape[:-1], jnp.int32)

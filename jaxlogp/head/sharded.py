@@ -81,33 +81,33 @@ def sharded_linear_log_probs(
     Compiled once for each combination of shapes and options, also outside of ``jax.jit``.
 
     Args:
-      hidden: [*tokens, H], first dimension split over ``token_axes``; with ``sequence_dim`` that dimension is split over
-        ``vocab_axis`` as well.
-      weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight; V is split over ``vocab_axis``. Unequal
-        shards are padded to one width first, a copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
-      targets: [*tokens].
-      mask: [*tokens] or None.
-      mesh: the device mesh; Explicit and Auto axes both work.
-      vocab_axis: mesh axis that shards the vocabulary.
-      token_axes: mesh axes that shard the first token dimension; () for none.
-      weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
-        gradient scattered back, inside.
-      vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
-      bias: [V] or None.
-      **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
+        hidden: [*tokens, H], first dimension split over ``token_axes``; with ``sequence_dim`` that dimension is split over
+          ``vocab_axis`` as well.
+        weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight; V is split over ``vocab_axis``. Unequal
+          shards are padded to one width first, a copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
+        targets: [*tokens].
+        mask: [*tokens] or None.
+        mesh: the device mesh; Explicit and Auto axes both work.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
+          gradient scattered back, inside.
+        vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
+        bias: [V] or None.
+        **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
 
     Returns:
-      TokenLogProbs of global arrays [*tokens].
+        TokenLogProbs of global arrays [*tokens].
 
     Raises:
-      ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_log_probs refuses.
+        ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_log_probs refuses.
 
     Example:
-      >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
-      >>> hidden, weight = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4))
-      >>> result = sharded_linear_log_probs(hidden, weight, jax.numpy.array([1, 2]), mesh=mesh)
-      >>> [round(x, 4) for x in result.log_probs.tolist()]
-      [-2.0794, -2.0794]
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> hidden, weight = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4))
+        >>> result = sharded_linear_log_probs(hidden, weight, jax.numpy.array([1, 2]), mesh=mesh)
+        >>> [round(x, 4) for x in result.log_probs.tolist()]
+        [-2.0794, -2.0794]
     """
     layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
     out_of_vocab = options.get("out_of_vocab", "error")
@@ -144,39 +144,39 @@ def sharded_linear_policy_loss(
     split over the mesh anywhere.
 
     Args:
-      hidden: as in :func:`sharded_linear_log_probs`.
-      weight: as in :func:`sharded_linear_log_probs`.
-      targets: [*tokens].
-      old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats; None on policy.
-      advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
-      mask: [*tokens], True where the target is a label; None makes every token one.
-      mesh: as in :func:`sharded_linear_log_probs`, like the four arguments below.
-      vocab_axis: mesh axis that shards the vocabulary.
-      token_axes: mesh axes that shard the first token dimension; () for none.
-      weight_axis: mesh axis over which H is split, or None.
-      vocab: the shards, or None.
-      loss: the loss; None means ``jaxlogp.losses.grpo()``.
-      ref_log_probs: [*tokens] or None.
-      document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
-      num_documents: number of documents of the whole arrays; None along with document_ids.
-      labels_per_document: as in :func:`jaxlogp.policy_loss`.
-      lse: [*tokens] or None, as in :func:`linear_policy_loss`.
-      bias: [V] or None.
-      **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and
-        ``document_axis_name``.
+        hidden: as in :func:`sharded_linear_log_probs`.
+        weight: as in :func:`sharded_linear_log_probs`.
+        targets: [*tokens].
+        old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats; None on policy.
+        advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
+        mask: [*tokens], True where the target is a label; None makes every token one.
+        mesh: as in :func:`sharded_linear_log_probs`, like the four arguments below.
+        vocab_axis: mesh axis that shards the vocabulary.
+        token_axes: mesh axes that shard the first token dimension; () for none.
+        weight_axis: mesh axis over which H is split, or None.
+        vocab: the shards, or None.
+        loss: the loss; None means ``jaxlogp.losses.grpo()``.
+        ref_log_probs: [*tokens] or None.
+        document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
+        num_documents: number of documents of the whole arrays; None along with document_ids.
+        labels_per_document: as in :func:`jaxlogp.policy_loss`.
+        lse: [*tokens] or None, as in :func:`linear_policy_loss`.
+        bias: [V] or None.
+        **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and
+          ``document_axis_name``.
 
     Returns:
-      (WeightedSum of all tokens, TokenLogProbs of global arrays [*tokens]).
+        (WeightedSum of all tokens, TokenLogProbs of global arrays [*tokens]).
 
     Raises:
-      ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_policy_loss refuses.
+        ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_policy_loss refuses.
 
     Example:
-      >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
-      >>> hidden, weight, ones = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4)), jax.numpy.ones(2)
-      >>> given = jax.numpy.array([1, 2]), ones * -2.0794415, ones, ones > 0
-      >>> round(float(sharded_linear_policy_loss(hidden, weight, *given, mesh=mesh)[0].mean()), 4)
-      -1.0
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> hidden, weight, ones = jax.numpy.ones((2, 4)), jax.numpy.zeros((8, 4)), jax.numpy.ones(2)
+        >>> given = jax.numpy.array([1, 2]), ones * -2.0794415, ones, ones > 0
+        >>> round(float(sharded_linear_policy_loss(hidden, weight, *given, mesh=mesh)[0].mean()), 4)
+        -1.0
     """
     loss = grpo() if loss is None else loss
     layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)

@@ -24,16 +24,16 @@ class Difference(NamedTuple):
     """The effect of one change on the tokens that both runs share.
 
     Attributes:
-      change: what was changed.
-      num_tokens: tokens compared.
-      num_differing: those with at least one differing byte.
-      num_non_finite: those with a NaN or an infinity in either run. They never count as equal: NaN has the
-        same bytes as NaN whatever went wrong.
-      max_ulps: largest distance in units in the last place; None where a value is NaN on one side only.
-      worst_token: position, in the unchanged batch, of the token with the largest distance; None when all are equal.
-      value: the value with the largest difference, after the change.
-      reference: the same value before it.
-      reason: why the change was not run; None where it was.
+        change: what was changed.
+        num_tokens: tokens compared.
+        num_differing: those with at least one differing byte.
+        num_non_finite: those with a NaN or an infinity in either run. They never count as equal: NaN has the
+          same bytes as NaN whatever went wrong.
+        max_ulps: largest distance in units in the last place; None where a value is NaN on one side only.
+        worst_token: position, in the unchanged batch, of the token with the largest distance; None when all are equal.
+        value: the value with the largest difference, after the change.
+        reference: the same value before it.
+        reason: why the change was not run; None where it was.
     """
 
     change: str
@@ -60,10 +60,10 @@ class InvarianceReport(NamedTuple):
     """The effects of all changes.
 
     Attributes:
-      name: title.
-      differences: one for each change.
-      num_non_finite: tokens of the unchanged batch whose result is NaN or infinite.
-      first_non_finite: position of the first of them, or None.
+        name: title.
+        differences: one for each change.
+        num_non_finite: tokens of the unchanged batch whose result is NaN or infinite.
+        first_non_finite: position of the first of them, or None.
     """
 
     name: str
@@ -135,32 +135,32 @@ def check_invariance(
     under these.
 
     Args:
-      function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
-        compiled by ``jax.jit`` here.
-      hidden: [tokens, H], at least 8 tokens.
-      weight: [V, H].
-      targets: [tokens], ids in [0, V).
-      name: title of the report.
-      sharded: the function for a vocabulary sharded over n devices, by n; for numbers that are missing, `function`
-        itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler partitions it.
-      num_shards: numbers of devices to shard the vocabulary over; a number that the machine lacks is reported as not
-        run.
-      chunk: tokens per chunk for the change "in chunks".
-      path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
-        simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None leaves this change out.
+        function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
+          compiled by ``jax.jit`` here.
+        hidden: [tokens, H], at least 8 tokens.
+        weight: [V, H].
+        targets: [tokens], ids in [0, V).
+        name: title of the report.
+        sharded: the function for a vocabulary sharded over n devices, by n; for numbers that are missing, `function`
+          itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler partitions it.
+        num_shards: numbers of devices to shard the vocabulary over; a number that the machine lacks is reported as not
+          run.
+        chunk: tokens per chunk for the change "in chunks".
+        path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
+          simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None leaves this change out.
 
     Returns:
-      The report; ``print`` it.
+        The report; ``print`` it.
 
     Raises:
-      ValueError: shapes, dtypes or sizes differ from the above, or ``function`` returns something without a value per
-        token.
+        ValueError: shapes, dtypes or sizes differ from the above, or ``function`` returns something without a value per
+          token.
 
     Example:
-      >>> rows = jax.random.normal(jax.random.key(0), (16, 8))
-      >>> report = check_invariance(lambda h, w, t: w[t, 0] * h[:, 0], rows, rows, jnp.arange(16), num_shards=())
-      >>> report.broken
-      ()
+        >>> rows = jax.random.normal(jax.random.key(0), (16, 8))
+        >>> report = check_invariance(lambda h, w, t: w[t, 0] * h[:, 0], rows, rows, jnp.arange(16), num_shards=())
+        >>> report.broken
+        ()
     """
     hidden, weight, targets = _checked(hidden, weight, targets, chunk)
     compiled = jax.jit(function)
@@ -304,16 +304,16 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
     """Compares the bytes of the same tokens in two runs.
 
     Args:
-      change: what was changed between them.
-      seen: [tokens, ...], results after the change.
-      wanted: [tokens, ...], results before it, of the same dtype.
-      sources: [tokens], positions of the tokens in the unchanged batch.
+        change: what was changed between them.
+        seen: [tokens, ...], results after the change.
+        wanted: [tokens, ...], results before it, of the same dtype.
+        sources: [tokens], positions of the tokens in the unchanged batch.
 
     Returns:
-      The difference; distances are in units of the results' own dtype.
+        The difference; distances are in units of the results' own dtype.
 
     Raises:
-      ValueError: shapes or dtypes differ.
+        ValueError: shapes or dtypes differ.
     """
     same = seen.shape == wanted.shape and seen.dtype == wanted.dtype
     require(same, "function", f"{describe(wanted)} again", describe(seen))

@@ -26,28 +26,28 @@ class DriftReport(NamedTuple):
     with active tokens none of which is finite, errors are NaN. In both cases the fields of the worst token are None.
 
     Attributes:
-      max_abs_error: largest |candidate - reference|, nats.
-      mean_abs_error: its mean.
-      max_rel_error: largest |candidate - reference| / max(|reference|, 1e-12).
-      mean_rel_error: its mean.
-      active_count: tokens that the mask selects, finite or not.
-      worst_flat_index: position of the largest absolute error in the flattened array; the first of several equal ones.
-      worst_index: the same position as an index into the array.
-      worst_token_id: target id there; None without targets, like the two fields below.
-      worst_owner: vocabulary shard that owns this id.
-      worst_owner_range: that shard's ids, end exclusive.
-      worst_candidate: the candidate's value there, nats.
-      worst_reference: the reference's value there, nats.
-      worst_signed_error: candidate - reference there.
-      tp_size: number of vocabulary shards; None where they are not known.
-      backend: label of what computed the candidate.
-      reduction: label of how the candidate was reduced over shards.
-      candidate_dtype: dtype that the candidate computes in.
-      reference_dtype: dtype that the reference computes in.
-      num_non_finite: active tokens where either value is NaN or infinite.
-      first_non_finite: index of the first of them, or None.
-      abs_error_quantiles: (p50, p90, p99, p99.9) of the absolute error.
-      share_outside: share of the finite active tokens whose ratio exp(candidate - reference) is outside [0.9, 1.1].
+        max_abs_error: largest |candidate - reference|, nats.
+        mean_abs_error: its mean.
+        max_rel_error: largest |candidate - reference| / max(|reference|, 1e-12).
+        mean_rel_error: its mean.
+        active_count: tokens that the mask selects, finite or not.
+        worst_flat_index: position of the largest absolute error in the flattened array; the first of several equal ones.
+        worst_index: the same position as an index into the array.
+        worst_token_id: target id there; None without targets, like the two fields below.
+        worst_owner: vocabulary shard that owns this id.
+        worst_owner_range: that shard's ids, end exclusive.
+        worst_candidate: the candidate's value there, nats.
+        worst_reference: the reference's value there, nats.
+        worst_signed_error: candidate - reference there.
+        tp_size: number of vocabulary shards; None where they are not known.
+        backend: label of what computed the candidate.
+        reduction: label of how the candidate was reduced over shards.
+        candidate_dtype: dtype that the candidate computes in.
+        reference_dtype: dtype that the reference computes in.
+        num_non_finite: active tokens where either value is NaN or infinite.
+        first_non_finite: index of the first of them, or None.
+        abs_error_quantiles: (p50, p90, p99, p99.9) of the absolute error.
+        share_outside: share of the finite active tokens whose ratio exp(candidate - reference) is outside [0.9, 1.1].
     """
 
     max_abs_error: float
@@ -110,33 +110,33 @@ def drift_report(
     """Compares the log-probs of a candidate (a trainer, say) with those of a reference (a sampler).
 
     Args:
-      candidate: [*tokens], log-probs in nats.
-      reference: [*tokens], log-probs of the same targets, nats.
-      targets: [*tokens], integer ids of the whole vocabulary; masked ones may hold anything. None where they are not
-        known: then the worst token has no id and no owner.
-      mask: [*tokens], bool, False where a token does not count; None counts all.
-      vocab: the vocabulary shards of the candidate; None without targets.
-      backend: label that the report repeats.
-      reduction: label that the report repeats.
-      candidate_dtype: dtype that the candidate computes in; None takes that of its log-probs.
-      reference_dtype: dtype that the reference computes in; None takes that of its log-probs.
+        candidate: [*tokens], log-probs in nats.
+        reference: [*tokens], log-probs of the same targets, nats.
+        targets: [*tokens], integer ids of the whole vocabulary; masked ones may hold anything. None where they are not
+          known: then the worst token has no id and no owner.
+        mask: [*tokens], bool, False where a token does not count; None counts all.
+        vocab: the vocabulary shards of the candidate; None without targets.
+        backend: label that the report repeats.
+        reduction: label that the report repeats.
+        candidate_dtype: dtype that the candidate computes in; None takes that of its log-probs.
+        reference_dtype: dtype that the reference computes in; None takes that of its log-probs.
 
     Returns:
-      The report.
+        The report.
 
     Raises:
-      ValueError: shapes or dtypes differ from the above, an active id outside of the vocabulary, or a traced array.
+        ValueError: shapes or dtypes differ from the above, an active id outside of the vocabulary, or a traced array.
 
     Example:
-      >>> import numpy as np
-      >>> new, old = np.float32([-1.0, -2.5, -3.0]), np.float32([-1.0, -2.0, -3.0])
-      >>> report = drift_report(new, old, np.array([4, 9, 0]), vocab=VocabShards.even(10, 2))
-      >>> report.max_abs_error, report.worst_index, report.worst_token_id, report.worst_owner
-      (0.5, (1,), 9, 1)
+        >>> import numpy as np
+        >>> new, old = np.float32([-1.0, -2.5, -3.0]), np.float32([-1.0, -2.0, -3.0])
+        >>> report = drift_report(new, old, np.array([4, 9, 0]), vocab=VocabShards.even(10, 2))
+        >>> report.max_abs_error, report.worst_index, report.worst_token_id, report.worst_owner
+        (0.5, (1,), 9, 1)
 
     References:
-      RL-Align/RL-Kernel pull request 103, whose 18 fields come first; non-finite counts, quantiles and the share of
-      ratios are additions, because a mean hides the tail.
+        RL-Align/RL-Kernel pull request 103, whose 18 fields come first; non-finite counts, quantiles and the share of
+        ratios are additions, because a mean hides the tail.
     """
     active = _check(candidate, reference, targets, mask, vocab)
     ours, theirs = (np.asarray(x).astype(np.float64).reshape(-1) for x in (candidate, reference))

@@ -38,19 +38,19 @@ class ReductionOrder:
     """The numeric identity: results with equal identity, vocabulary and JAX version are bitwise equal.
 
     Attributes:
-      granules: G, the number of parts of the vocabulary that no shard splits; the number of shards must divide it.
-        24 allows 1, 2, 3, 4, 6, 8, 12 and 24 shards.
-      vocab_tile: upper bound of the columns of a tile, a multiple of 64 up to 4096; :meth:`tile` gives the columns.
-      row_block: R, rows of every product, a multiple of 64. Tokens are padded to whole blocks.
-      dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
-        takes the dtype that follows from the operands.
-      engine: whose arithmetic it is: "fixed_order" (:class:`jaxlogp.head.FixedOrderEngine`) or "hopper"
-        (:class:`jaxlogp.head.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which multiplies
-        bfloat16; :meth:`for_hopper` makes one.
+        granules: G, the number of parts of the vocabulary that no shard splits; the number of shards must divide it.
+          24 allows 1, 2, 3, 4, 6, 8, 12 and 24 shards.
+        vocab_tile: upper bound of the columns of a tile, a multiple of 64 up to 4096; :meth:`tile` gives the columns.
+        row_block: R, rows of every product, a multiple of 64. Tokens are padded to whole blocks.
+        dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
+          takes the dtype that follows from the operands.
+        engine: whose arithmetic it is: "fixed_order" (:class:`jaxlogp.head.FixedOrderEngine`) or "hopper"
+          (:class:`jaxlogp.head.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which multiplies
+          bfloat16; :meth:`for_hopper` makes one.
 
     Example:
-      >>> ReductionOrder(granules=8).shards(257, 4).ranges
-      ((0, 64), (64, 128), (128, 192), (192, 257))
+        >>> ReductionOrder(granules=8).shards(257, 4).ranges
+        ((0, 64), (64, 128), (128, 192), (192, 257))
     """
 
     granules: int = 24
@@ -79,12 +79,12 @@ class ReductionOrder:
         """The order of :class:`jaxlogp.head.FixedOrderHopperEngine`.
 
         Args:
-          granules: G; the number of shards must divide it. A granule is a chunk of the backward: more of them take more
-            time and memory.
+            granules: G; the number of shards must divide it. A granule is a chunk of the backward: more of them take more
+              time and memory.
 
         Example:
-          >>> ReductionOrder.for_hopper(4).shards(2000, 2).ranges
-          ((0, 1024), (1024, 2000))
+            >>> ReductionOrder.for_hopper(4).shards(2000, 2).ranges
+            ((0, 1024), (1024, 2000))
         """
         return cls(granules, TILE, HOPPER_ROWS, "bfloat16", "hopper")
 
@@ -97,7 +97,7 @@ class ReductionOrder:
         """First id of every granule, and V: granule g owns [edges[g], edges[g + 1]), nothing where these are equal.
 
         Raises:
-          ValueError: the vocabulary has fewer ids than granules.
+            ValueError: the vocabulary has fewer ids than granules.
         """
         ok = _is_positive(vocab_size) and vocab_size >= self.granules
         require(ok, "vocab_size", f"at least one id for each of {self.granules} granules", describe(vocab_size))
@@ -110,15 +110,15 @@ class ReductionOrder:
         """The vocabulary shards of this order: each owns granules / num_shards whole granules.
 
         Args:
-          vocab_size: V.
-          num_shards: size of the mesh axis that shards the vocabulary.
+            vocab_size: V.
+            num_shards: size of the mesh axis that shards the vocabulary.
 
         Returns:
-          VocabShards, equal to ``VocabShards.even`` where num_shards divides V and the engine is fixed_order.
+            VocabShards, equal to ``VocabShards.even`` where num_shards divides V and the engine is fixed_order.
 
         Raises:
-          ValueError: num_shards does not divide the granules, the vocabulary has fewer ids than granules, or a shard would
-            have no id.
+            ValueError: num_shards does not divide the granules, the vocabulary has fewer ids than granules, or a shard would
+              have no id.
         """
         expected = f"a divisor of granules {self.granules}"
         require(_is_positive(num_shards) and self.granules % num_shards == 0, "num_shards", expected, num_shards)
@@ -146,7 +146,7 @@ class ReductionOrder:
         """Undoes :meth:`to_dict`.
 
         Raises:
-          ValueError: a field is missing or unknown, or its value is refused.
+            ValueError: a field is missing or unknown, or its value is refused.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         require(sorted(values) == sorted(names), "values", f"exactly the fields {names}", sorted(values))
@@ -161,7 +161,7 @@ class ReductionOrder:
         """Raises on every process unless all processes of the job hold the same identity. A collective call.
 
         Raises:
-          ValueError: naming the processes that differ from process 0.
+            ValueError: naming the processes that differ from process 0.
         """
         from jax.experimental import multihost_utils
 
@@ -277,20 +277,20 @@ def fixed_order_sum(x: Float[Array, "*shape"], axis_name: AxisNames) -> Float[Ar
     every rank's x is itself the same tree over 2^k terms.
 
     Args:
-      x: what this rank contributes, any shape, cast to fp32.
-      axis_name: mesh axis or axes of the surrounding ``shard_map``.
+        x: what this rank contributes, any shape, cast to fp32.
+        axis_name: mesh axis or axes of the surrounding ``shard_map``.
 
     Returns:
-      fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank. Reverse mode only.
+        fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank. Reverse mode only.
 
     Raises:
-      ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.
+        ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-      >>> specs = dict(in_specs=jax.P("data"), out_specs=jax.P())
-      >>> jax.shard_map(lambda x: fixed_order_sum(x, "data"), mesh=mesh, **specs)(jnp.arange(3.0)).tolist()
-      [0.0, 1.0, 2.0]
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+        >>> specs = dict(in_specs=jax.P("data"), out_specs=jax.P())
+        >>> jax.shard_map(lambda x: fixed_order_sum(x, "data"), mesh=mesh, **specs)(jnp.arange(3.0)).tolist()
+        [0.0, 1.0, 2.0]
     """
     require(
         jnp.issubdtype(getattr(x, "dtype", None), jnp.floating), "x", "an array of a floating-point dtype", describe(x)

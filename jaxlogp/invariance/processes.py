@@ -43,20 +43,20 @@ def run_in_processes(
     all processes (mesh axis "tensor") and everything else replicated.
 
     Args:
-      path: "module:function", importable on this process's path.
-      hidden: [tokens, H].
-      weight: [V, H], V divisible by the number of devices.
-      targets: [tokens].
-      num_processes: number of processes.
-      devices_per_process: simulated CPU devices per process.
-      timeout: seconds after which the processes are terminated.
+        path: "module:function", importable on this process's path.
+        hidden: [tokens, H].
+        weight: [V, H], V divisible by the number of devices.
+        targets: [tokens].
+        num_processes: number of processes.
+        devices_per_process: simulated CPU devices per process.
+        timeout: seconds after which the processes are terminated.
 
     Returns:
-      The function's result, from the first process.
+        The function's result, from the first process.
 
     Raises:
-      ValueError: ``path`` is not module:function, or the devices do not divide V.
-      RuntimeError: a process failed or took too long; the message ends with its last output.
+        ValueError: ``path`` is not module:function, or the devices do not divide V.
+        RuntimeError: a process failed or took too long; the message ends with its last output.
     """
     require(path.count(":") == 1, "path", "module:function", repr(path))
     total = num_processes * devices_per_process

@@ -46,8 +46,8 @@ def case(tokens=TOKENS, hidden_size=HIDDEN, vocab=VOCAB, *, dtypes=None, bias=No
     """Operands of logits of standard deviation ``spread``, targets on both edges, and cotangents.
 
     Args:
-      dtypes: of hidden and weight, one for both or a pair; bf16 unless given.
-      bias: its dtype, or None for no bias.
+        dtypes: of hidden and weight, one for both or a pair; bf16 unless given.
+        bias: its dtype, or None for no bias.
     """
     hidden_dtype, weight_dtype = dtypes if isinstance(dtypes, tuple) else (dtypes or jnp.bfloat16,) * 2
     rng = np.random.default_rng(seed)
@@ -165,13 +165,13 @@ class Entry:
     """An engine of the suite, and what it can do.
 
     Attributes:
-      name: of the engine.
-      engine: the object; None where it is missing.
-      weights: dtypes of a weight that it multiplies.
-      fp32_products: it can multiply fp32 operands, as ``fp32_head`` asks for.
-      mesh: sizes of the data and the tensor axis over which it runs on simulated devices.
-      shards: its vocabulary shards, from V and their number.
-      missing: why it cannot run here, or None.
+        name: of the engine.
+        engine: the object; None where it is missing.
+        weights: dtypes of a weight that it multiplies.
+        fp32_products: it can multiply fp32 operands, as ``fp32_head`` asks for.
+        mesh: sizes of the data and the tensor axis over which it runs on simulated devices.
+        shards: its vocabulary shards, from V and their number.
+        missing: why it cannot run here, or None.
     """
 
     name: str

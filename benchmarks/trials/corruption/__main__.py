@@ -148,7 +148,7 @@ def main(config: CorruptionConfig) -> dict[str, Counter[str]]:
     """Runs both parts; returns their verdicts.
 
     Raises:
-      ValueError: an option out of range.
+        ValueError: an option out of range.
     """
     for option in ("checkpoint", "folder", "seed"):
         require(getattr(config, option) >= 0, option, "at least 0", getattr(config, option))

@@ -54,10 +54,10 @@ class ChunkedEngine(Engine):
     """Computes [token_chunk, vocab_tile] logits at a time. Up to rounding, the result does not depend on the two sizes.
 
     Attributes:
-      token_chunk: tokens per block; if there are fewer, all at once.
-      vocab_tile: vocabulary columns per block; if there are fewer, all at once.
-      gradient_filter: None, or the rule by which blocks of the gradient are skipped; the result then depends on the two
-        sizes, and more is skipped with smaller blocks (128 tokens, 256 columns).
+        token_chunk: tokens per block; if there are fewer, all at once.
+        vocab_tile: vocabulary columns per block; if there are fewer, all at once.
+        gradient_filter: None, or the rule by which blocks of the gradient are skipped; the result then depends on the two
+          sizes, and more is skipped with smaller blocks (128 tokens, 256 columns).
     """
 
     token_chunk: int = 512

@@ -30,10 +30,10 @@ def values_and_gradients(
     """Log-probs, entropy and lse, the same on all vocabulary shards, and this shard's gradients.
 
     Args:
-      call: the call; chunks without a label are skipped.
-      cotangents: gives the loss's cotangents for the values of a chunk of tokens.
-      tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; padded with zeros.
-      token_chunk: upper bound of the tokens in a chunk; fewer where their logits would take more than 256 MiB.
+        call: the call; chunks without a label are skipped.
+        cotangents: gives the loss's cotangents for the values of a chunk of tokens.
+        tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; padded with zeros.
+        token_chunk: upper bound of the tokens in a chunk; fewer where their logits would take more than 256 MiB.
     """
     return _OnePass(call, cotangents, tokens, token_chunk).run()
 

@@ -46,7 +46,7 @@ class FixedOrderEngine(Engine):
     The vocabulary must have as many ids as the order has granules: V >= 24 by default.
 
     Attributes:
-      order: the numeric identity; ``ReductionOrder(granules=8)`` takes V >= 8.
+        order: the numeric identity; ``ReductionOrder(granules=8)`` takes V >= 8.
     """
 
     order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder)
@@ -80,8 +80,8 @@ class FixedOrderEngine(Engine):
         """Gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
-          ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the
-            gradient.
+            ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the
+              gradient.
         """
         require_same_on_all_shards(call)
         plan, axes = Plan.of(self.order, call), call.axes

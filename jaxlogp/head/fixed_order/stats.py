@@ -25,9 +25,9 @@ def tile_statistics(
     """m, Σ e^(z - m) and Σ e^(z - m) (z - m) of one tile, for :func:`jaxlogp.head.fold.sum_tiles`.
 
     Args:
-      logits: fp32, final (scaled, capped, divided by the temperature).
-      valid: False for columns that are padding or belong to another tile.
-      with_entropy: whether the last of the three is wanted; otherwise it is 0.
+        logits: fp32, final (scaled, capped, divided by the temperature).
+        valid: False for columns that are padding or belong to another tile.
+        with_entropy: whether the last of the three is wanted; otherwise it is 0.
     """
     seen = jnp.where(valid[None, :], logits, -jnp.inf)
     maximum = jnp.max(seen, axis=-1)

@@ -49,13 +49,14 @@ class HopperEngine(HopperSettings, Engine):
     """Mosaic GPU kernels for Hopper.
 
     Attributes:
-      tiles: tile shapes; None takes the table's entry for the hidden size and the device, or smaller ones for a filter.
-      chunk: vocabulary columns a chunk of the backward, a multiple of 256; None takes at most 26624, chunks of equal width.
-      interpret: runs the kernels on the CPU (for tests) instead of compiling them.
-      num_sms: persistent blocks; None asks the device.
-      gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns unless ``tiles``
-        are given (64 tokens when interpreted).
-      check_device: refuse calls where the default device is no Hopper GPU; False to lower for another machine.
+        tiles: tile shapes; None takes the table's entry for the hidden size and the device, or smaller ones for a filter.
+        chunk: vocabulary columns a chunk of the backward, a multiple of 256; None takes at most 26624, chunks of equal
+            width.
+        interpret: runs the kernels on the CPU (for tests) instead of compiling them.
+        num_sms: persistent blocks; None asks the device.
+        gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns unless ``tiles``
+          are given (64 tokens when interpreted).
+        check_device: refuse calls where the default device is no Hopper GPU; False to lower for another machine.
     """
 
     name = "hopper"

@@ -52,13 +52,13 @@ def exp_to_gradient(
     of p.
 
     Args:
-      exp: reference to bf16 [tokens, columns] as the kernel wrote it, tokens a multiple of 64.
-      maxima: maximum of each tile.
-      normaliser: of each token.
-      scalars: of each token.
-      target: z_target - normaliser.max.
-      live: int32, how many rows, from the first, a multiple of 64, the products go over; others are left as they are.
-      interpret: None, or what runs the kernel on the CPU.
+        exp: reference to bf16 [tokens, columns] as the kernel wrote it, tokens a multiple of 64.
+        maxima: maximum of each tile.
+        normaliser: of each token.
+        scalars: of each token.
+        target: z_target - normaliser.max.
+        live: int32, how many rows, from the first, a multiple of 64, the products go over; others are left as they are.
+        interpret: None, or what runs the kernel on the CPU.
     """
     (tokens, columns), tiles = exp.shape, maxima.shape[0]
     pieces = columns // tiles // PIECE
@@ -153,10 +153,10 @@ class TokenFactors(NamedTuple):
     """What makes dz of exponentials e^(z - estimate) where the entropy has no cotangent, fp32 [tokens].
 
     Attributes:
-      scale: c, by which the rows of E' are multiplied.
-      own: E' in the target's column, which comes from fp32 numbers alone.
-      target: int32, the target's column, -1 where there is none or no gradient.
-      lost: bool, whether an estimate was so far off that E' does not hold the gradient of some token.
+        scale: c, by which the rows of E' are multiplied.
+        own: E' in the target's column, which comes from fp32 numbers alone.
+        target: int32, the target's column, -1 where there is none or no gradient.
+        lost: bool, whether an estimate was so far off that E' does not hold the gradient of some token.
     """
 
     scale: Float[Array, " tokens"]
@@ -171,10 +171,10 @@ def token_factors(
     """The factors of exponentials that were taken against ``estimate``.
 
     Args:
-      estimate: of log Σ e^z.
-      normaliser: of each token.
-      scalars: of each token; its constant is 0 for a token without a gradient.
-      target: z_target - normaliser.max.
+        estimate: of log Σ e^z.
+        normaliser: of each token.
+        scalars: of each token; its constant is 0 for a token without a gradient.
+        target: z_target - normaliser.max.
     """
     log_ratio = normaliser.max + normaliser.log_sum_exp - estimate
     bounded = jnp.clip(log_ratio, -LARGEST_EXPONENT, LARGEST_EXPONENT)

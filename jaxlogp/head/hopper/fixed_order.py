@@ -37,8 +37,8 @@ class FixedOrderHopperEngine(HopperEngine):
     """:class:`HopperEngine` with sums in the order that ``order`` fixes; see docs/invariance.md.
 
     Attributes:
-      order: the numeric identity, made by :meth:`ReductionOrder.for_hopper`; together with the tiles, which follow from
-        hidden size and device.
+        order: the numeric identity, made by :meth:`ReductionOrder.for_hopper`; together with the tiles, which follow from
+          hidden size and device.
     """
 
     order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder.for_hopper)
@@ -65,8 +65,8 @@ class FixedOrderHopperEngine(HopperEngine):
         """Gradients, the hidden states' summed over granules and ranks in the fixed order.
 
         Raises:
-          ValueError: hidden states or a mask typed as varying over the vocabulary axis, or a weight typed as the same on
-            ranks that hold other tokens: a float psum would sum the gradient.
+            ValueError: hidden states or a mask typed as varying over the vocabulary axis, or a weight typed as the same on
+              ranks that hold other tokens: a float psum would sum the gradient.
         """
         require_same_on_all_shards(call)
         axes = call.axes

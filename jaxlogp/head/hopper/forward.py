@@ -60,21 +60,21 @@ def forward_statistics(
     """Tile statistics of all columns, and if wanted the exponentials themselves.
 
     Args:
-      operands: hidden, weight and a bias of whole tiles. Columns past the end of the weight are masked.
-      column: int32 [tokens], the target's column, -1 where there is none.
-      launch: how the kernel is launched.
-      with_entropy: whether entropy is wanted.
-      live: int32, how many tokens, from the first, need statistics; None means all. Row tiles after them are not
-        computed, and their results may be anything.
-      with_exp: also write e^(z - max), max being the tile's; its statistics are bitwise the same.
-      estimate: with ``with_exp`` write e^(z - estimate) instead, fp32, an estimate of log Σ e^z of each token. Where a
-        tile's maximum lies more than 60 above it, the tile's exponentials are too small.
+        operands: hidden, weight and a bias of whole tiles. Columns past the end of the weight are masked.
+        column: int32 [tokens], the target's column, -1 where there is none.
+        launch: how the kernel is launched.
+        with_entropy: whether entropy is wanted.
+        live: int32, how many tokens, from the first, need statistics; None means all. Row tiles after them are not
+          computed, and their results may be anything.
+        with_exp: also write e^(z - max), max being the tile's; its statistics are bitwise the same.
+        estimate: with ``with_exp`` write e^(z - estimate) instead, fp32, an estimate of log Σ e^z of each token. Where a
+          tile's maximum lies more than 60 above it, the tile's exponentials are too small.
 
     Returns:
-      fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
-      entropy), target logit or 0; -inf where that is MASKED by its bias.
-      With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked (1 in a tile
-      of masked columns alone, whose maximum is -1e30, without ``estimate``).
+        fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without
+        entropy), target logit or 0; -inf where that is MASKED by its bias.
+        With ``with_exp`` a pair of that and bf16 [tokens, tiles * config.columns], 0 in columns that are masked (1 in a tile
+        of masked columns alone, whose maximum is -1e30, without ``estimate``).
     """
     (tokens, hidden_size), bias, config = operands.hidden.shape, operands.bias, launch.config
     tile, share = config.columns, config.share
@@ -194,11 +194,11 @@ def special_tiles(
     Most tiles hold neither, and their epilogue then spends nothing on either.
 
     Args:
-      column: the target's row of the weight, -1 where there is none.
-      start: first column of the first tile.
-      width: columns from here on are masked.
-      tiles: number of vocabulary tiles.
-      config: tile shapes.
+        column: the target's row of the weight, -1 where there is none.
+        start: first column of the first tile.
+        width: columns from here on are masked.
+        tiles: number of vocabulary tiles.
+        config: tile shapes.
     """
     tile = config.columns
     index = jnp.arange(tiles, dtype=jnp.int32)

@@ -123,12 +123,12 @@ def head_gradients(
     """This shard's gradients from the scalars of dz: three products, by vocabulary chunks.
 
     Args:
-      call: the call; tokens whose mask is False are left out and get exact zeros.
-      engine: tile shapes and chunk width.
-      scalars: what dz is made of, a value per token.
-      with_slope: whether the entropy has a cotangent.
-      kept: which blocks of dz count; None means all. Not with chunks apart.
-      chunks_apart: return the hidden gradient of every chunk, fp32 [chunks, tokens, H], instead of their sum.
+        call: the call; tokens whose mask is False are left out and get exact zeros.
+        engine: tile shapes and chunk width.
+        scalars: what dz is made of, a value per token.
+        with_slope: whether the entropy has a cotangent.
+        kept: which blocks of dz count; None means all. Not with chunks apart.
+        chunks_apart: return the hidden gradient of every chunk, fp32 [chunks, tokens, H], instead of their sum.
     """
     axes, bias = call.axes, None if call.frozen else call.bias
     (tokens, hidden_size), vocab = call.hidden.shape, call.num_columns

@@ -33,15 +33,15 @@ def chunk_gradient(
     """Gradient of hidden · weightᵀ + bias for the index-th chunk of columns, bf16.
 
     Args:
-      operands: hidden, weight and a bias that is padded to whole chunks. A last chunk that reads past the end of the weight
-        has zeros there; columns that are no real ids get 0.
-      rows: scalars of each token.
-      index: which chunk.
-      chunk: number of columns, a multiple of the tile's.
-      launch: how the kernel is launched.
-      with_slope: whether the entropy has a cotangent: B is not 0.
-      work: the tiles to compute (:func:`jaxlogp.head.hopper.work_lists.gradient_plan`); others may be anything.
-      into: None, or a reference to bf16 [tokens, chunk] that the gradient is written to instead of returned.
+        operands: hidden, weight and a bias that is padded to whole chunks. A last chunk that reads past the end of the
+          weight has zeros there; columns that are no real ids get 0.
+        rows: scalars of each token.
+        index: which chunk.
+        chunk: number of columns, a multiple of the tile's.
+        launch: how the kernel is launched.
+        with_slope: whether the entropy has a cotangent: B is not 0.
+        work: the tiles to compute (:func:`jaxlogp.head.hopper.work_lists.gradient_plan`); others may be anything.
+        into: None, or a reference to bf16 [tokens, chunk] that the gradient is written to instead of returned.
     """
     (tokens, hidden_size), bias, spec, config = operands.hidden.shape, operands.bias, operands.spec, launch.config
     tile, share, (live, plan, _) = config.columns, config.share, work

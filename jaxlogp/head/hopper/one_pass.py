@@ -51,8 +51,8 @@ class Windows(NamedTuple):
     """How the columns of dz are cut for dH.
 
     Attributes:
-      columns: of one kernel call, the last of which may have fewer.
-      parts: how many parts of them are summed apart.
+        columns: of one kernel call, the last of which may have fewer.
+        parts: how many parts of them are summed apart.
     """
 
     columns: int
@@ -149,11 +149,11 @@ class _Chunk(NamedTuple):
     """What the pass knows of one chunk of packed tokens.
 
     Attributes:
-      operands: with the hidden states [size, H] of its tokens.
-      targets: of its tokens.
-      estimate: of log Σ e^z, or None.
-      origin: codes of the places where its tokens come from, or None where all shards pack the same ones.
-      live: int32, rows of all tiles with a live token, or 0.
+        operands: with the hidden states [size, H] of its tokens.
+        targets: of its tokens.
+        estimate: of log Σ e^z, or None.
+        origin: codes of the places where its tokens come from, or None where all shards pack the same ones.
+        live: int32, rows of all tiles with a live token, or 0.
     """
 
     operands: Operands
@@ -173,13 +173,13 @@ def values_and_gradients(
     """Log-probs, entropy and lse, the same on all vocabulary shards, and this shard's gradients.
 
     Args:
-      call: the call, without a soft cap; tokens whose mask is False are left out.
-      engine: tile shapes.
-      cotangents: the loss's cotangents of the values of a chunk of tokens.
-      tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
-      old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
-        log Σ e^z, and need not be rewritten. An estimate that is off by more than 40 nats costs its chunk one product more,
-        and rounds the gradients of the chunk's tokens differently. None where entropy has one.
+        call: the call, without a soft cap; tokens whose mask is False are left out.
+        engine: tile shapes.
+        cotangents: the loss's cotangents of the values of a chunk of tokens.
+        tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
+        old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
+          log Σ e^z, and need not be rewritten. An estimate that is off by more than 40 nats costs its chunk one product
+          more, and rounds the gradients of the chunk's tokens differently. None where entropy has one.
     """
     return _OnePass(call, engine, cotangents, tokens, old_log_probs).run()
 

@@ -16,12 +16,12 @@ class Operands:
     """hidden · weightᵀ + bias, as the kernels read it.
 
     Attributes:
-      hidden: bf16 [tokens, H], tokens a multiple of the tiles' rows.
-      weight: bf16 [V, H], or [H, V] where ``vocab_dim`` is 1. What tiles read past its end arrives as 0.
-      bias: fp32, or None. Filled up to whole tiles: it is read by plain loads, and not by the copy engine.
-      width: int32, number of columns that are real ids; those after them are masked.
-      spec: scale, soft cap and temperature.
-      vocab_dim: the dimension of the weight that counts vocabulary columns.
+        hidden: bf16 [tokens, H], tokens a multiple of the tiles' rows.
+        weight: bf16 [V, H], or [H, V] where ``vocab_dim`` is 1. What tiles read past its end arrives as 0.
+        bias: fp32, or None. Filled up to whole tiles: it is read by plain loads, and not by the copy engine.
+        width: int32, number of columns that are real ids; those after them are masked.
+        spec: scale, soft cap and temperature.
+        vocab_dim: the dimension of the weight that counts vocabulary columns.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -55,9 +55,9 @@ class Launch(NamedTuple):
     """How a kernel is launched.
 
     Attributes:
-      config: tile shapes.
-      num_sms: number of persistent blocks.
-      interpret: None, or what runs the kernel on the CPU.
+        config: tile shapes.
+        num_sms: number of persistent blocks.
+        interpret: None, or what runs the kernel on the CPU.
     """
 
     config: TileConfig
@@ -69,11 +69,11 @@ class Work(NamedTuple):
     """Which of its work a kernel does.
 
     Attributes:
-      live: int32, how many tokens, from the first, count; None means all. Row tiles, or steps over tokens, after them are
-        left out, and what would be written for them may be anything. With 0 nothing is written at all.
-      plan: int32, a list of :mod:`jaxlogp.head.hopper.work_lists` in place of ``live``: tiles that it does not name are not
-        written, steps that it does not name are not read. None means all of ``live``.
-      plan_steps: how many steps make one of the plan's blocks of steps; None where it lists tiles alone.
+        live: int32, how many tokens, from the first, count; None means all. Row tiles, or steps over tokens, after them are
+          left out, and what would be written for them may be anything. With 0 nothing is written at all.
+        plan: int32, a list of :mod:`jaxlogp.head.hopper.work_lists` in place of ``live``: tiles that it does not name are
+          not written, steps that it does not name are not read. None means all of ``live``.
+        plan_steps: how many steps make one of the plan's blocks of steps; None where it lists tiles alone.
     """
 
     live: Int[Array, ""] | None = None

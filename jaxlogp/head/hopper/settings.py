@@ -57,7 +57,7 @@ class HopperSettings:
         """Vocabulary columns of a chunk of the backward.
 
         Raises:
-          ValueError: ``chunk`` does not cut at tiles of all kernels.
+            ValueError: ``chunk`` does not cut at tiles of all kernels.
         """
         tile, group = tiles.logit_gradient.columns, group_rows(tiles.d_weight, self.interpret)
         whole = math.lcm(tile, tiles.d_hidden.depth * tiles.d_hidden_parts, group, tiles.d_weight.columns)

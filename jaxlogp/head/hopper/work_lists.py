@@ -27,12 +27,12 @@ def block_shape(tiles: HeadTiles, row_multiple: int, interpret: object) -> Block
     """The smallest block that all kernels can leave out.
 
     Args:
-      tiles: tile shapes of the kernels.
-      row_multiple: tokens that are whole tiles, or steps, of every kernel.
-      interpret: None, or what runs the kernels on the CPU, where there are no clusters.
+        tiles: tile shapes of the kernels.
+        row_multiple: tokens that are whole tiles, or steps, of every kernel.
+        interpret: None, or what runs the kernels on the CPU, where there are no clusters.
 
     Raises:
-      ValueError: tile shapes whose columns do not line up.
+        ValueError: tile shapes whose columns do not line up.
     """
     columns = tiles.logit_gradient.columns
     parts = {
@@ -76,11 +76,11 @@ def product_plan(
     """Tiles of a product that have a step which counts, and those steps.
 
     Args:
-      kept: which blocks of steps count for which block of output rows.
-      repeats: row groups that one block of output rows has.
-      column_tiles: tiles of the product's columns.
-      config: tile shapes.
-      interpret: None, or what runs the kernels on the CPU.
+        kept: which blocks of steps count for which block of output rows.
+        repeats: row groups that one block of output rows has.
+        column_tiles: tiles of the product's columns.
+        config: tile shapes.
+        interpret: None, or what runs the kernels on the CPU.
     """
     groups = jnp.repeat(kept, repeats, axis=0)
     some = jnp.broadcast_to(jnp.any(groups, axis=1)[:, None], (groups.shape[0], column_tiles))

@@ -55,12 +55,12 @@ class TritonEngine(Engine):
     """Triton kernels for NVIDIA GPUs.
 
     Attributes:
-      tiles: tile shapes; None takes the table's entry for the device.
-      window: vocabulary columns per window of the backward, a multiple of 64; None derives it from the constants of the
-        tile table.
-      capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
-      functions: stand-ins for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
-        launches the kernels.
+        tiles: tile shapes; None takes the table's entry for the device.
+        window: vocabulary columns per window of the backward, a multiple of 64; None derives it from the constants of the
+          tile table.
+        capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
+        functions: stand-ins for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
+          launches the kernels.
     """
 
     tiles: HeadTiles | None = None

@@ -27,9 +27,9 @@ class Kernels(NamedTuple):
     """The gradient kernel and the settings of its launch.
 
     Attributes:
-      functions: the kernels' launches, or their stand-in.
-      launch: tile shapes and device.
-      with_slope: whether the entropy has a cotangent.
+        functions: the kernels' launches, or their stand-in.
+        launch: tile shapes and device.
+        with_slope: whether the entropy has a cotangent.
     """
 
     functions: TileFunctions
@@ -48,12 +48,12 @@ def head_gradients(
     """This shard's gradients from the scalars of dz.
 
     Args:
-      call: the call.
-      scalars: the scalars of dz, one value per token.
-      wanted: False for tokens to skip, whose gradient is exactly zero.
-      kernels: the gradient kernel.
-      multiple: tokens are padded to a multiple of it.
-      window: columns of a window; None derives it from the constants of the tile table.
+        call: the call.
+        scalars: the scalars of dz, one value per token.
+        wanted: False for tokens to skip, whose gradient is exactly zero.
+        kernels: the gradient kernel.
+        multiple: tokens are padded to a multiple of it.
+        window: columns of a window; None derives it from the constants of the tile table.
     """
     tokens, vocab, axes = call.hidden.shape[0], call.num_columns, call.axes
     padded = -(-tokens // multiple) * multiple

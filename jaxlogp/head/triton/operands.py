@@ -14,11 +14,11 @@ class Operands(NamedTuple):
     """hidden · weightᵀ + bias, as the kernels read it.
 
     Attributes:
-      hidden: [tokens, H] in the weight's dtype, tokens a multiple of the tile's rows.
-      weight: bf16 or fp16 [V, H], or [H, V] where ``vocab_dim`` is 1.
-      bias: fp32 [V] or None.
-      spec: scale, soft cap and temperature.
-      vocab_dim: the dimension of the weight that counts vocabulary columns.
+        hidden: [tokens, H] in the weight's dtype, tokens a multiple of the tile's rows.
+        weight: bf16 or fp16 [V, H], or [H, V] where ``vocab_dim`` is 1.
+        bias: fp32 [V] or None.
+        spec: scale, soft cap and temperature.
+        vocab_dim: the dimension of the weight that counts vocabulary columns.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -43,8 +43,8 @@ class Launch(NamedTuple):
     """How a kernel is launched.
 
     Attributes:
-      config: tile shapes.
-      capability: compute capability times ten to compile for; None asks the device.
+        config: tile shapes.
+        capability: compute capability times ten to compile for; None asks the device.
     """
 
     config: TileConfig

@@ -12,13 +12,13 @@ class TileConfig:
     """How one kernel divides hidden · weightᵀ: one output tile per program.
 
     Attributes:
-      rows: tokens per tile.
-      columns: vocabulary columns per tile.
-      depth: how much of the hidden size one step covers.
-      warps: warps per program.
-      stages: steps in flight.
-      group: row tiles that are visited before the next column of tiles, so that both operands of the programs in flight
-        stay in the second-level cache.
+        rows: tokens per tile.
+        columns: vocabulary columns per tile.
+        depth: how much of the hidden size one step covers.
+        warps: warps per program.
+        stages: steps in flight.
+        group: row tiles that are visited before the next column of tiles, so that both operands of the programs in flight
+          stay in the second-level cache.
     """
 
     rows: int = 128
