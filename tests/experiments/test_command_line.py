@@ -317,5 +317,5 @@ def test_help_spells_options_as_they_are_typed(monkeypatch, capsys):
     dashed = "|".join(name.replace("_", "-") for name in last if "_" in name and name != "micro_batches")
     assert re.findall(rf"(?<![\w.-])(?:{dashed})\b", text) == []
     options = re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text)
-    names = {option_name(field) for field in flat_fields(grpo.GrpoConfig)} | {"--help", "--debug"}
+    names = {option_name(field) for field in flat_fields(grpo.GrpoConfig)} | {"--help", "--debug", "--cache"}
     assert {option for option in options if option.replace("no-", "", 1) not in names} - names == set()
