@@ -80,13 +80,13 @@ def run_command(
     given = arguments_of(arguments)
     with errors_in_one_line(options, debug=DEBUG in given):
         cache, given = take_cache_option([each for each in given if each != DEBUG])
-        use_compilation_cache(cache, distributed="--distributed" in given)
         defaults: dict[str, Any] = {} if default is None else {"default": default(given)}
         with _refusals_in_one_line():
             if not {"-h", "--help"}.isdisjoint(given):
                 # Not by tyro, which joins the lines of a paragraph and does not wrap them.
                 print(_wrapped(f"{description}\n{HELP}"))
             config = tyro.cli(options, args=given, prog=f"python -m {program}", description="", **defaults)
+        use_compilation_cache(cache, distributed="--distributed" in given)
         result = main(config)
         # Here, and not when the interpreter ends: a closed pipe or a full disk is reported like any other fault.
         sys.stdout.flush()

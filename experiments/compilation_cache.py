@@ -65,12 +65,13 @@ def use_compilation_cache(choice: str | None, *, distributed: bool = False) -> N
         return
     if choice is None and (distributed or _folder_of_jax() is not None):
         return
-    folder = _default_folder() if choice is None else Path(choice).expanduser()
     try:
+        folder = _default_folder() if choice is None else Path(choice).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        # Without a home that can be written to there is no cache; a folder that was asked for has to be there.
-        require(choice is None, OPTION, f"a folder, or {NONE}", f"{folder}: {error.strerror}")
+    except (OSError, RuntimeError) as error:
+        # Without a home that can be written to there is no cache; a folder that was asked for has to be there. A user
+        # without a home is a RuntimeError.
+        require(choice is None, OPTION, f"a folder, or {NONE}", f"{choice}: {getattr(error, 'strerror', error)}")
         return
     remove_oldest(folder, MAX_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -51,7 +51,8 @@ def introduce(
     # For its checks.
     PromptOrder(task, config.seed, config.schedule.epochs)
     params = _parameters(origin)
-    require_room(_least_bytes(config, task, origin, params, mesh), mesh.num_devices)
+    devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
+    require_room(_least_bytes(config, task, origin, params, mesh, len(held_out)), devices)
     steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}"
     warm = config.warm_start.max_steps
     console.begin(
@@ -121,8 +122,9 @@ def _trained(params: nnx.State) -> str:
     return "" if trained is params else f" ({_count(trained):,} trained)"
 
 
-def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec) -> int:
-    """Bytes on all devices together of what a run cannot do without: its state, gradients, and the cache of a rollout."""
+def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec, held_out: int) -> int:
+    """Bytes on all devices together of what a run cannot do without: its state, gradients, and the larger cache, that of a
+    rollout or of an evaluation of so many prompts."""
     trained = _trained_part(params)
     optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
     gradients = (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained)
@@ -133,6 +135,7 @@ def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, 
         return state
     sizes, rollout = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh), config.rollout
     slots = rollout.prompts_per_rollout * (sizes.prompt + rollout.num_generations * sizes.completion)
+    slots = max(slots, held_out * (sizes.prompt + sizes.completion))
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
     return state + slots * width * jnp.dtype(decoder.dtype).itemsize
 

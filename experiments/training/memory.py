@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from experiments.compilation_cache import cache_report
 from experiments.config.changes import may_change
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, total_bytes
@@ -15,7 +16,7 @@ from experiments.runs.processes import processes
 from experiments.training.trainer import CHECK_PROMPTS, Trainer
 
 ACCURACY = 1.1
-"""The need is within a tenth of the peak: a run is refused where it is further above what there is."""
+"""The need is within a tenth of the peak: a run is refused if it is further above what there is, or its state is above."""
 CURES = {
     "schedule.rows": "fewer --schedule.rows",
     "model.remat": "--model.remat full",
@@ -54,6 +55,7 @@ class MemoryNeed(NamedTuple):
 
 def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
     """Compiles the programs of a step, a rollout and an evaluation, as their first calls would, and prints what they need.
+    Also prints how many came from the cache.
 
     Raises:
         ValueError: clearly more than there is, with what may make it fit; of a resume, what can still be changed.
@@ -65,12 +67,15 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
     console.say(f"memory per device: {need}" + ("" if limit is None else f"; here are {size(limit)}"))
+    programs = cache_report()
+    if programs is not None:
+        console.say(programs)
     if limit is None or need.total <= limit:
         return
     cures = [cure for option, cure in CURES.items() if not resumed or may_change(option)]
     fits = ", ".join([*cures, "a device with more memory"])
     sentence = f"memory: a device needs {need} and has {size(limit)}; try {fits}"
-    if need.total > ACCURACY * limit:
+    if need.state > limit or need.total > ACCURACY * limit:
         raise ValueError(sentence)
     console.warn(sentence)
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from flax import nnx
 
-from experiments.compilation_cache import cache_report
 from experiments.config import Config, RewardConfig, validate
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
@@ -163,11 +162,7 @@ def set_up(
     parts = parts_of(task, own_task=own_task, own_rewards=rewards, own_model=model, pretrained=origin.pretrained)
     introduce(config, task, origin, path, dtype, rewards)
     trainer = Trainer(config, task, rewards, origin=origin)
-    console = RunConsole(config.quiet)
-    say_memory(trainer, console)
-    report = cache_report()
-    if report is not None:
-        console.say(report)
+    say_memory(trainer, RunConsole(config.quiet))
     folder, lock = _made_by_first(path, config, parts, origin)
     return Run(trainer, folder, lock, dtype)
 

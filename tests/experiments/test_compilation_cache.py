@@ -74,6 +74,19 @@ def test_a_folder_that_cannot_be_made_is_refused_only_if_it_was_asked_for(monkey
         use_compilation_cache(str(tmp_path / "file" / "folder"))
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("JAXLOGP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(compilation_cache, "_folder_of_jax", lambda: None)
+    use_compilation_cache(None)
+    with pytest.raises(ValueError, match="^--cache: expected a folder, or none, got ~nobody-here/x: "):
+        use_compilation_cache("~nobody-here/x")
+
+
 @pytest.mark.slow
 @pytest.mark.costly
 def test_a_second_run_compiles_nothing_and_damage_is_compiled_again(tmp_path):

@@ -60,10 +60,13 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
     monkeypatch.setattr(memory, "device_limit", lambda devices: 2**21)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     # State and gradients are split over fsdp, and there twice with data=2; the cache is 2.1 MiB on any mesh.
-    lines(tmp_path, capsys, mesh="fsdp=2")
-    for mesh, here in (("", "2.0 MiB"), ("data=2", "4.0 MiB")):
+    few = EvaluationConfig(num_prompts=64)
+    lines(tmp_path, capsys, mesh="fsdp=2", evaluation=few)
+    lines(tmp_path, capsys, rollout=RolloutConfig(mesh="data=2"), evaluation=few)
+    for mesh, evaluation, here in (("", few, "2.0 MiB"), ("data=2", few, "4.0 MiB"), ("fsdp=2", None, "4.0 MiB")):
+        changes = {} if evaluation is None else {"evaluation": evaluation}
         with pytest.raises(ValueError, match=rf"^memory: parameters, .* need at least .*; here are {here}$"):
-            lines(tmp_path, capsys, mesh=mesh)
+            lines(tmp_path, capsys, mesh=mesh, **changes)
 
 
 @pytest.mark.parametrize("task", ["letter_counting:1", "sorting:1"])

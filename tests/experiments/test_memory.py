@@ -66,6 +66,8 @@ def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypa
     assert error is None and f"WARNING: memory: a device needs {NEED} and has 12.0 GiB" in text
     _, error = said(monkeypatch, 3 * GIB, needed=MemoryNeed(4 * GIB))
     assert str(error).startswith("memory: a device needs at least 4.0 GiB (state alone, without its programs) and")
+    # A state is no estimate.
+    assert said(monkeypatch, 4 * GIB - 1, needed=MemoryNeed(4 * GIB))[1] is not None
     _, error = said(monkeypatch, 8 * GIB, resumed=True)
     kept = "fewer --evaluation.num-prompts, --mesh with more fsdp or tensor ranks, a device with more memory"
     assert str(error).endswith(f"try {kept}")
