@@ -1,5 +1,7 @@
 """Embedding lookup: bitwise the table's row in every layout, the gradient a scatter-add in a fixed order."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,18 +14,20 @@ from jaxlogp import VocabShards, embedding_lookup, sharded_embedding_lookup
 from tests import oracle
 
 VOCAB, WIDTH = 1027, 16
+LARGE = 32768, 256  # of contract B
 PROBE = 411
 # prompts x samples x prompt length x completion length, as in contract B
 LAYOUTS = [(1, 2, 4, 6), (2, 3, 4, 8), (3, 4, 4, 10)]
 
 
-def table(dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(VOCAB, WIDTH)), dtype)
+@functools.cache
+def table(dtype=jnp.float32, size=(VOCAB, WIDTH)):
+    return jnp.asarray(np.random.default_rng(0).normal(size=size), dtype)
 
 
-def token_ids(prompts, samples, prompt_length, completion_length, seed=0):
-    ids = np.random.default_rng(seed).integers(0, VOCAB, (prompts * samples, prompt_length + completion_length))
-    ids[:, 0], ids[-1, -1], ids[0, 1] = PROBE, VOCAB - 1, 0
+def token_ids(prompts, samples, prompt_length, completion_length, vocab=VOCAB):
+    ids = np.random.default_rng(0).integers(0, vocab, (prompts * samples, prompt_length + completion_length))
+    ids[:, 0], ids[-1, -1], ids[0, 1] = PROBE, vocab - 1, 0
     return ids.astype(np.int32)
 
 
@@ -39,11 +43,12 @@ lookup = jax.jit(embedding_lookup)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [(VOCAB, WIDTH), LARGE], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_row_is_bitwise_the_tables_row(layout, dtype):
-    rows, ids = table(dtype), token_ids(*layout)
+def test_every_row_is_bitwise_the_tables_row(layout, size, dtype):
+    rows, ids = table(dtype, size), token_ids(*layout, size[0])
     embedded = lookup(rows, jnp.asarray(ids))
-    assert embedded.dtype == dtype and embedded.shape == (*ids.shape, WIDTH)
+    assert embedded.dtype == dtype and embedded.shape == (*ids.shape, size[1])
     np.testing.assert_array_equal(bits(embedded), bits(np.asarray(rows)[ids]))
     order = np.random.default_rng(1).permutation(ids.shape[0])
     np.testing.assert_array_equal(bits(lookup(rows, jnp.asarray(ids[order]))), bits(np.asarray(embedded)[order]))
@@ -136,6 +141,22 @@ def test_sharded_rows_and_gradient_are_bitwise_the_unsharded_ones(size):
         bits(gradient_of(sharded, table(), ids, cotangent)),
         bits(gradient_of(embedding_lookup, table(), ids, cotangent)),
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shards_of_a_large_table_have_its_bits(dtype):
+    """And its gradient those of the table, whose probe row is read by every prompt."""
+    rows, ids = table(dtype, LARGE), jnp.asarray(token_ids(*LAYOUTS[-1], LARGE[0]))
+    cotangent = jnp.asarray(np.random.default_rng(2).normal(size=(*ids.shape, LARGE[1])), dtype)
+    sharded = jax.shard_map(
+        functools.partial(embedding_lookup, axis_name="tensor"),
+        mesh=tensor_mesh(4),
+        in_specs=(P("tensor"), P()),
+        out_specs=P(),
+    )
+    np.testing.assert_array_equal(bits(jax.jit(sharded)(rows, ids)), bits(np.asarray(rows)[np.asarray(ids)]))
+    gradients = (gradient_of(function, rows, ids, cotangent) for function in (sharded, embedding_lookup))
+    np.testing.assert_array_equal(*map(bits, gradients))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
