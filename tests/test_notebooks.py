@@ -128,7 +128,7 @@ def test_what_is_stale_is_found(change, expected):
     assert any(expected in problem for problem in problems_of(notebook, fresh))
 
 
-def test_text_around_the_same_code_keeps_its_outputs(tmp_path, monkeypatch):
+def test_text_around_the_same_code_keeps_its_outputs(tmp_path):
     script = tmp_path / "copy.py"
     text = build.SCRIPTS["log_probs_without_logits"].read_text(encoding="utf-8")
     nbformat.write(committed("log_probs_without_logits"), script.with_suffix(".ipynb"))
@@ -152,7 +152,7 @@ def test_a_notebook_runs_in_a_folder_with_the_checkout(monkeypatch):
     build.execute(full)
     assert short.cells[0].outputs[0].text == ". 2 ['checkout']\n"
     assert full.cells[0].outputs[0].text == ". None ['checkout']\n"
-    assert short.metadata == {} and set(short.cells[0].metadata) == set()
+    assert short.metadata == short.cells[0].metadata == {}
 
 
 def test_a_cell_that_fails_ends_the_execution():
