@@ -15,26 +15,45 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxlogp/jaxlogp/blob/main/notebooks/vocab_parallel_log_probs.ipynb)
 #
-# Eight simulated devices hold one shard of the head each. First the log-prob of a token is computed from them by hand,
-# with every collective written out. Then the same with one call, with gradients. Then the question that decides whether
-# a sampler and a trainer on different meshes can agree: are the numbers bitwise equal?
+# Each of eight simulated devices holds one shard of the head's weight. First this notebook computes log-probs from the
+# shards by hand, with every collective written out. Then it does the same with one call, with gradients. At the end it
+# asks what decides whether a sampler and a trainer on different meshes can agree: are the numbers bitwise equal?
+#
+# It needs no GPU, and would not use one.
 
 # %% [markdown]
 # ## Install
 #
-# On Colab this fetches the project; in a checkout that is already installed it does nothing.
+# On Colab this cell clones the project and installs it. In a checkout that is installed with the extra `experiments` it
+# does nothing. It never replaces JAX: pip is told to keep the installed version, and stops with an error if that is not
+# one of 0.10 to 0.12. In that case update JAX, restart the runtime, and run this cell again.
 
 # %%
-import importlib.util
-import os
 import subprocess
 import sys
+from importlib.metadata import distributions
+from pathlib import Path
 
-if importlib.util.find_spec("jaxlogp") is None:
-    source = "jaxlogp[experiments] @ git+https://github.com/jaxlogp/jaxlogp"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
+here = Path.cwd()
+checkout = next(
+    (folder for folder in (here, here.parent) if (folder / "experiments/grpo.py").exists()), here / "checkout"
+)
+if not checkout.exists():
+    source = "https://github.com/jaxlogp/jaxlogp"
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", source, checkout], check=True)
+installed = {package.name: package.version for package in distributions()}
+if "jaxlogp" not in installed:
+    keep = [f"{name}=={installed[name]}" for name in ("jax", "jaxlib") if name in installed]
+    packages = ["-e", f"{checkout}[experiments]", *keep]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *packages], check=True)
+sys.path.insert(0, str(checkout))
 
-# Both must be set before JAX is imported: the CPU as backend, and the number of devices that it simulates.
+# %% [markdown]
+# Two variables must be set before JAX is imported: the CPU as the backend, and the number of devices to simulate.
+
+# %%
+import os
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
@@ -55,8 +74,8 @@ print(f"JAX {jax.__version__}, {len(jax.devices())} {jax.devices()[0].platform} 
 # %% [markdown]
 # ## A vocabulary in eight shards
 #
-# 1003 is not divisible by eight: the first three shards own one more id. `shard_rows` pads the shards of the weight to
-# one width, because a mesh axis can only split equal parts.
+# Eight does not divide 1003, so the first three shards own one id more than the others. A mesh axis can only split an
+# array into equal parts, so `shard_rows` pads all shards of the weight to the same number of rows.
 
 # %%
 TOKENS, HIDDEN, VOCAB, SHARDS = 64, 64, 1003, 8
@@ -74,9 +93,9 @@ for rank, (start, end) in enumerate(vocab.ranges):
 # %% [markdown]
 # ## By hand: one pmax, one psum
 #
-# log p(target) = z[target] - logsumexp(z). The maximum comes from all shards, the sum of exponentials from all shards,
-# the target's logit from its one owner. The last two share a psum. Nothing of size [tokens, vocabulary] is
-# communicated.
+# log p(target) = z[target] - logsumexp(z), where z are the logits. The maximum and the sum of exponentials come from
+# all shards, the logit of the target from its one owner. The last two share a psum. Nothing of size
+# [tokens, vocabulary] is communicated.
 
 
 # %%
@@ -84,13 +103,13 @@ def by_hand(hidden, rows, targets):
     rank = lax.axis_index("tensor")
     start, width = (jnp.asarray(x, jnp.int32)[rank] for x in (vocab.starts, vocab.widths))
     columns = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    logits = jnp.where(columns < width, hidden @ rows.T, -jnp.inf)  # padding rows must not count
+    logits = jnp.where(columns < width, hidden @ rows.T, -jnp.inf)  # rows of padding must not count
 
     maximum = lax.pmax(logits.max(axis=1), "tensor")
     local_sum = jnp.exp(logits - maximum[:, None]).sum(axis=1)
 
     mine = (targets >= start) & (targets < start + width)
-    column = jnp.where(mine, targets - start, 0)  # never index with an id that another shard owns: JAX would clamp it
+    column = jnp.where(mine, targets - start, 0)  # JAX would clamp the id of another shard to a wrong column
     local_target = jnp.where(mine, jnp.take_along_axis(logits, column[:, None], axis=1)[:, 0], 0.0)
 
     total, target = lax.psum(jnp.stack([local_sum, local_target]), "tensor")
@@ -103,27 +122,30 @@ manual = jax.jit(jax.shard_map(by_hand, **over_mesh))(hidden, vocab.shard_rows(w
 logits64 = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
 peak = logits64.max(axis=1, keepdims=True)
 truth = logits64[np.arange(TOKENS), targets] - peak[:, 0] - np.log(np.exp(logits64 - peak).sum(axis=1))
-print(f"largest error against float64: {np.abs(manual - truth).max():.1e} nats")
+error = np.abs(manual - truth).max()
+print(f"largest error against float64: {error:.1e} nats")
+assert error < 1e-5
 
 # %% [markdown]
-# Two reductions that look right but are wrong: a shard's own logsumexp instead of the global one, and the shards' mean.
+# Two reductions look right but are wrong: taking the logsumexp of the target's shard alone, and averaging the
+# logsumexps of the shards.
 
 # %%
 shard_lse = np.stack([np.log(np.exp(logits64[:, start:end]).sum(axis=1)) for start, end in vocab.ranges])
 owner = np.asarray(vocab.owners(targets))
-chosen = logits64[np.arange(TOKENS), targets]
+target_logits = logits64[np.arange(TOKENS), targets]
 for name, wrong in (
-    ("the owner's own logsumexp", chosen - shard_lse[owner, np.arange(TOKENS)]),
-    ("the mean of the logsumexps", chosen - shard_lse.mean(axis=0)),
+    ("the logsumexp of the target's shard", target_logits - shard_lse[owner, np.arange(TOKENS)]),
+    ("the mean of the logsumexps", target_logits - shard_lse.mean(axis=0)),
 ):
     print(f"{name}: off by {np.abs(wrong - truth).mean():.2f} nats on average")
 
 # %% [markdown]
-# ## The same with one call, with entropy and gradients
+# ## With one call, entropy and gradients included
 #
-# Hidden states are the same on all shards, so their gradient is a sum over shards: exactly one psum, which is there
-# because their type says that they do not vary over "tensor". Without that psum, or with two of them, the error below
-# would not be 1e-7 but of order 1.
+# Every shard uses the same hidden states, so their gradient is a sum over the shards and needs exactly one psum. JAX
+# adds it, because the type of the hidden states says that they do not vary over "tensor". Without this psum, or with
+# two, the error of their gradient would be of order 1.
 
 
 # %%
@@ -138,20 +160,29 @@ mapped = jax.shard_map(loss, **over_mesh)
 )
 
 probs = np.exp(logits64 - peak) / np.exp(logits64 - peak).sum(axis=1, keepdims=True)
-onehot = np.eye(VOCAB)[np.asarray(targets)]
+one_hot = np.eye(VOCAB)[np.asarray(targets)]
 mean_logit = (probs * logits64).sum(axis=1, keepdims=True)
-d_logits = onehot - probs + 0.1 * probs * (mean_logit - logits64)
-wanted = d_logits @ np.asarray(weight, np.float64), d_logits.T @ np.asarray(hidden, np.float64)
-for name, seen, exact in zip(("hidden", "weight"), (d_hidden, vocab.unshard_rows(d_rows)), wanted, strict=True):
-    print(f"gradient of {name}: relative error {np.linalg.norm(seen - exact) / np.linalg.norm(exact):.1e}")
+d_logits = one_hot - probs + 0.1 * probs * (mean_logit - logits64)
+gradients = {
+    "hidden": (d_hidden, d_logits @ np.asarray(weight, np.float64)),
+    "weight": (vocab.unshard_rows(d_rows), d_logits.T @ np.asarray(hidden, np.float64)),
+}
+for name, (actual, expected) in gradients.items():
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    print(f"gradient of {name}: relative error {error:.1e}")
+    assert error < 1e-5
 print("log-probs at most 0:", bool((result.log_probs <= 0).all()))
 print("entropies in [0, log V]:", bool(((result.entropy >= 0) & (result.entropy <= np.log(VOCAB))).all()))
 
 # %% [markdown]
 # ## Bitwise equal?
 #
-# `check_invariance` runs a function under changes that must not matter and compares bytes. First naive JAX: one token
-# alone, small chunks and every other mesh give different bits.
+# `check_invariance` changes what must not matter: the other tokens of a batch, their order, padding, the number of
+# devices. It then compares the bytes of the log-probs that stay. Three functions are checked:
+#
+# - naive JAX, on one device, as it has no shards of unequal size;
+# - the fast path, the default engine on a CPU;
+# - the fixed order, an engine that adds in the same order on every mesh.
 
 
 # %%
@@ -160,97 +191,79 @@ def naive(hidden, weight, targets):
     return jnp.take_along_axis(log_softmax, targets[:, None], axis=1)[:, 0]
 
 
-SIZES = (2, 3, 4, 6, 8)
+MESH_SIZES = (2, 3, 4, 6, 8)
 order = ReductionOrder(granules=24, vocab_tile=64, row_block=64)
-
-
-def sharded(engine, shards_for):
-    def over(size):
-        vocab = shards_for(size)
-        small = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
-
-        def local(hidden, rows, targets):
-            options = {"axis_name": "tensor", "vocab": vocab, "engine": engine, "out_of_vocab": "zero"}
-            return linear_log_probs(hidden, rows, targets, **options).log_probs
-
-        specs = {"mesh": small, "in_specs": (P(), P("tensor"), P()), "out_specs": P()}
-        return lambda h, w, t: jax.shard_map(local, **specs)(h, vocab.shard_rows(w), t)
-
-    return {size: over(size) for size in SIZES}
+ENGINES = {
+    "fast path": ("chunked", lambda size: VocabShards.even(VOCAB, size)),
+    "fixed order": (FixedOrderEngine(order), lambda size: order.shards(VOCAB, size)),
+}
 
 
 def whole(engine):
     return lambda h, w, t: linear_log_probs(h, w, t, engine=engine).log_probs
 
 
-def even(size):
-    return VocabShards.even(VOCAB, size)
+def sharded(engine, vocab):
+    size = vocab.num_shards
+    mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+    def local(hidden, rows, targets):
+        options = {"axis_name": "tensor", "vocab": vocab, "engine": engine, "out_of_vocab": "zero"}
+        return linear_log_probs(hidden, rows, targets, **options).log_probs
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P())
+    return lambda h, w, t: mapped(h, vocab.shard_rows(w), t)
 
 
-reports = [
-    # Naive JAX has no uneven shards: its sharded program is a general form of the one written by hand above.
-    check_invariance(naive, hidden, weight, targets, name="naive JAX", num_shards=()),
-    check_invariance(
-        whole("chunked"),
-        hidden,
-        weight,
-        targets,
-        name="fast path",
-        num_shards=SIZES,
-        sharded=sharded("chunked", even),
-    ),
-    check_invariance(
-        whole(FixedOrderEngine(order)),
-        hidden,
-        weight,
-        targets,
-        name="fixed order",
-        num_shards=SIZES,
-        sharded=sharded(FixedOrderEngine(order), lambda size: order.shards(VOCAB, size)),
-    ),
-]
+reports = [check_invariance(naive, hidden, weight, targets, name="naive JAX", num_shards=())]
+functions = {}
+for name, (engine, shards_for) in ENGINES.items():
+    meshes = {size: sharded(engine, shards_for(size)) for size in MESH_SIZES}
+    functions[name] = {1: whole(engine), **meshes}
+    reports.append(
+        check_invariance(whole(engine), hidden, weight, targets, name=name, num_shards=MESH_SIZES, sharded=meshes)
+    )
+print(reports[1], end="\n\n")
 for report in reports:
-    print(report, end="\n\n")
+    print(f"{report.name}: {len(report.broken)} of {len(report.differences)} changes changed a bit")
 assert reports[0].broken and reports[1].broken and not reports[2].broken and not reports[2].not_run
 
 # %% [markdown]
-# Each cell is the share of tokens whose bits changed. With the fixed order none change, on any mesh and in any batch.
+# The same as a picture, without the changes that changed no bit in any of the three.
 
 # %%
-changes = [difference.change for difference in reports[2].differences]
-shares = np.full((len(reports), len(changes)), np.nan)
-for row, report in enumerate(reports):
-    for difference in report.differences:
-        shares[row, changes.index(difference.change)] = difference.num_differing / difference.num_tokens
-figure, axes = plt.subplots(figsize=(10, 3.8), layout="constrained")
-image = axes.imshow(shares, cmap="OrRd", vmin=0, vmax=1, aspect="auto")
-for row, column in zip(*np.nonzero(np.nan_to_num(shares)), strict=True):
-    share = shares[row, column]
-    axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=8, color="w" if share > 0.5 else "k")
-axes.set_xticks(range(len(changes)), changes, rotation=45, ha="right")
-axes.set_yticks(range(len(reports)), [report.name for report in reports])
-axes.set_title("Tokens whose log-prob changed in any bit (blank: not run)")
-figure.colorbar(image, ax=axes, label="share")
+shares = {(report.name, d.change): d.num_differing / d.num_tokens for report in reports for d in report.differences}
+names = [report.name for report in reports]
+changes = [d.change for d in reports[2].differences if any(shares.get((name, d.change)) for name in names)]
+table = np.array([[shares.get((name, change), np.nan) for change in changes] for name in names])
+
+figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
+axes.imshow(table, cmap="OrRd", vmin=0, vmax=1, aspect="auto")
+for (row, column), share in np.ndenumerate(table):
+    text = "not run" if np.isnan(share) else f"{share:.0%}"
+    axes.text(column, row, text, ha="center", va="center", color="w" if share > 0.5 else "k")
+axes.set_xticks(range(len(changes)), [change.replace("vocabulary over ", "") for change in changes])
+axes.set_yticks(range(len(names)), names)
+axes.tick_params(axis="x", labelsize=8)
+axes.set_title("Share of tokens whose log-prob changed in any bit")
 plt.show()
 
 # %% [markdown]
 # ## Why
 #
-# A sum of floats depends on its order, and each mesh picks a different one. Here is the token that changed most: its
-# bits as integers, relative to the first column.
+# A sum of floats depends on its order, and on the fast path every mesh picks a different one. Below are the bits of the
+# token that changed most, as integers relative to one device: the distance in units in the last place.
 
 # %%
-paths = {
-    "fast path": (whole("chunked"), sharded("chunked", even)),
-    "fixed order": (whole(FixedOrderEngine(order)), sharded(FixedOrderEngine(order), lambda n: order.shards(VOCAB, n))),
-}
-for name, (alone, meshes) in paths.items():
-    runs = [np.asarray(jax.jit(f)(hidden, weight, targets)) for f in (alone, *meshes.values())]
-    bits = [run.view(np.int32).astype(np.int64) for run in runs]
-    worst = int(np.argmax(np.max([np.abs(b - bits[0]) for b in bits], axis=0)))
-    distances = ", ".join(f"{int(b[worst] - bits[0][worst]):+d}" for b in bits)
-    print(f"{name:12} token {worst:2}, units in the last place on 1, 2, 3, 4, 6, 8 devices: {distances}")
+for name, by_size in functions.items():
+    log_probs = [np.asarray(jax.jit(function)(hidden, weight, targets)) for function in by_size.values()]
+    bits = np.stack([values.view(np.int32).astype(np.int64) for values in log_probs])
+    distances = bits - bits[0]
+    worst = int(np.argmax(np.abs(distances).max(axis=0)))
+    listed = ", ".join(f"{distance:+d}" for distance in distances[:, worst])
+    print(f"{name:11}, token {worst:2}, on {', '.join(map(str, by_size))} devices: {listed}")
 
 # %% [markdown]
-# What is promised, what is not, and what it costs: `docs/invariance.md`. A whole training run with the same property:
-# `python -m experiments.grpo --invariant`. Your own function: `from jaxlogp import check_invariance`.
+# `docs/invariance.md` states what is promised, what is not, and what it costs. A whole training run with the same
+# property: `python -m experiments.grpo --invariant`. To check a function of your own, import `check_invariance` from
+# `jaxlogp`.
