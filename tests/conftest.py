@@ -160,7 +160,7 @@ def no_pictures(monkeypatch):
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
     """The library never relies on implicit dtype or rank promotion; programs that use it may."""
-    if not {"experiments", "benchmarks"}.isdisjoint(request.path.parts):
+    if not {"experiments", "integrations", "benchmarks"}.isdisjoint(request.path.parts):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

@@ -90,8 +90,8 @@ def sharded_linear_log_probs(
         mesh: the device mesh; Explicit and Auto axes both work.
         vocab_axis: mesh axis that shards the vocabulary.
         token_axes: mesh axes that shard the first token dimension; () for none.
-        weight_axis: mesh axis over which H is split as well (FSDP style); the weight is gathered over it, and its
-          gradient scattered back, inside.
+        weight_axis: one of token_axes, over which H is split as well (FSDP style); the weight is gathered over it, and
+          its gradient scattered back, inside.
         vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
         bias: [V] or None.
         **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
@@ -153,7 +153,7 @@ def sharded_linear_policy_loss(
         mesh: as in :func:`sharded_linear_log_probs`, like the four arguments below.
         vocab_axis: mesh axis that shards the vocabulary.
         token_axes: mesh axes that shard the first token dimension; () for none.
-        weight_axis: mesh axis over which H is split, or None.
+        weight_axis: one of token_axes, over which H is split, or None.
         vocab: the shards, or None.
         loss: the loss; None means ``jaxlogp.losses.grpo()``.
         ref_log_probs: [*tokens] or None.
@@ -218,7 +218,9 @@ def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineCho
         and vocab_axis not in token_axes
         and (not token_axes or dict(tokens.mesh.shape) == dict(head.mesh.shape))
     )
-    axes = {"vocab_axis": vocab_axis, "weight_axis": weight_axis, "token_axes": token_axes}
+    # Over an axis that does not split tokens, every rank needs the whole of H anyway.
+    gathered = weight_axis if weight_axis in token_axes else None
+    axes = {"vocab_axis": vocab_axis, "weight_axis": gathered, "token_axes": token_axes}
     return {"mesh": head.mesh, **axes} if possible else None
 
 
@@ -278,6 +280,8 @@ def _layout(
         require(tokens[sequence_dim] % parts == 0, "hidden", expected, f"shape {hidden.shape}")
     vocab_dim = WEIGHT_LAYOUTS.index(weight_layout)
     if weight_axis is not None:
+        expected = f"one of token_axes {token_axes}, or None"
+        require(weight_axis in token_axes, "weight_axis", expected, repr(weight_axis))
         size, engine = mesh.shape[weight_axis], first_choice(options.get("engine", "auto"))
         # An engine that sums gradients itself, in its own order, must see the weight as it is stored.
         ok = engine is None or not engine.reduces_gradients

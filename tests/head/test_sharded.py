@@ -112,6 +112,19 @@ def test_values_are_checked_before_the_program_runs():
         sharded_linear_policy_loss(*given, mesh=mesh(AxisType.Auto), document_axis_name="data")
     with pytest.raises(ValueError, match="^temperature: expected a hashable value"):
         sharded_linear_log_probs(*given[:2], data["targets"] % 41, mesh=mesh(AxisType.Auto), temperature=np.ones(1))
+    with pytest.raises(ValueError, match=r"^weight_axis: expected one of token_axes \(\), or None, got 'data'"):
+        sharded_linear_log_probs(*given[:3], mesh=mesh(AxisType.Auto), token_axes=(), weight_axis="data")
+
+
+def test_a_weight_split_over_an_axis_that_splits_no_tokens():
+    data = problem(vocab=512, bias=False)
+    hidden, weight, targets = (data[name] for name in ("hidden", "weight", "targets"))
+    weight = jax.device_put(weight, NamedSharding(mesh(AxisType.Auto), P("tensor", "data")))
+    given = [jax.device_put(x, NamedSharding(mesh(AxisType.Auto), P())) for x in (hidden, targets)]
+    mask = np.asarray(data["mask"])
+    values = linear_log_probs(given[0], weight, given[1], jax.device_put(data["mask"], given[1].sharding))
+    wanted, _ = oracle.head_log_probs(hidden, data["weight"], targets, mask, None, oracle.Head())
+    assert oracle.scaled_error(values.log_probs, wanted) < VALUE_ERROR
 
 
 def split(kind, vocab_dim=0):

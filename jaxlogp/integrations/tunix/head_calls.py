@@ -1,0 +1,98 @@
+"""Head calls for a Tunix model: on one device or over the mesh that Tunix runs under, with a record of what ran."""
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.interpreters import pxla
+from jax.sharding import Mesh
+
+from jaxlogp import (
+    PolicyLoss,
+    TokenLogProbs,
+    WeightedSum,
+    linear_log_probs,
+    linear_policy_loss,
+    sharded_linear_log_probs,
+    sharded_linear_policy_loss,
+)
+from jaxlogp.head import HeadRun, record_head_runs
+from jaxlogp.integrations.tunix.model_head import ModelHead
+
+
+class TracedCall(NamedTuple):
+    """A head call as it was traced: the function of Tunix that made it, the run, and what its mesh cost it."""
+
+    caller: str
+    run: HeadRun
+    note: str
+
+
+TRACED: collections.Counter[TracedCall] = collections.Counter()
+"""How often each call was traced since `install`."""
+
+
+def current_mesh() -> Mesh | None:
+    """Returns the mesh that Tunix runs under (`with mesh:`, or `jax.set_mesh`), or None."""
+    mesh = pxla.thread_resources.env.physical_mesh
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def log_probs(
+    caller: str, hidden: jax.Array, head: ModelHead, targets: jax.Array, engine: Any, **options: Any
+) -> TokenLogProbs:
+    """Returns log-probs and entropies [B, T] of `targets`."""
+    arguments, note = _arguments(hidden, head, engine)
+    function = sharded_linear_log_probs if "mesh" in arguments else linear_log_probs
+    with record_head_runs() as runs:
+        values = function(hidden, head.weight, targets, **arguments, **options)
+    TRACED.update(TracedCall(caller, run, note) for run in runs)
+    return values
+
+
+def policy_loss(
+    caller: str, hidden: jax.Array, head: ModelHead, operands: tuple, loss: PolicyLoss, engine: Any, **options: Any
+) -> tuple[WeightedSum, TokenLogProbs]:
+    """Returns the loss as a sum and a count, and the log-probs; `operands` follow the weight in `linear_policy_loss`."""
+    arguments, note = _arguments(hidden, head, engine)
+    function = sharded_linear_policy_loss if "mesh" in arguments else linear_policy_loss
+    with record_head_runs() as runs:
+        result = function(hidden, head.weight, *operands, loss=loss, **arguments, **options)
+    TRACED.update(TracedCall(caller, run, note) for run in runs)
+    return result
+
+
+def _arguments(hidden: jax.Array, head: ModelHead, engine: Any) -> tuple[dict[str, Any], str]:
+    """Returns the keyword arguments of a head call, and what the mesh cost it in words."""
+    arguments = {
+        "bias": head.bias,
+        "softcap": head.softcap,
+        "weight_layout": head.weight_layout,
+        "frozen_head": head.frozen,
+        "fp32_head": head.in_fp32,
+        "engine": engine,
+    }
+    mesh = current_mesh()
+    if mesh is None or mesh.size == 1:
+        return arguments, ""
+    if head.vocab_axis not in mesh.shape:
+        return (
+            arguments,
+            f"mesh {dict(mesh.shape)} has no axis {head.vocab_axis!r} for the vocabulary: XLA splits the call",
+        )
+    token_axes = tuple(axis for axis in head.token_axes if axis in mesh.shape)
+    shards = math.prod(mesh.shape[axis] for axis in token_axes)
+    note = ""
+    if hidden.shape[0] % shards:
+        note = f"{hidden.shape[0]} rows are not divided by {shards} ranks of {token_axes}: every rank computes all rows"
+        token_axes = ()
+    hidden_dim = 1 if head.weight_layout == "vh" else 0
+    weight_shards = mesh.shape.get(head.weight_axis, 1)
+    divided = head.weight.shape[hidden_dim] % weight_shards == 0
+    split = weight_shards > 1 and divided and head.weight_axis in token_axes
+    arguments |= {"mesh": mesh, "vocab_axis": head.vocab_axis, "token_axes": token_axes}
+    arguments["weight_axis"] = head.weight_axis if split else None
+    return arguments, note
