@@ -1,7 +1,10 @@
 """The README matches the code: its two commands, the options, files and names it mentions, and its Python examples."""
 
+import dataclasses
 import functools
+import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -13,7 +16,10 @@ from jax.sharding import PartitionSpec as P
 import experiments
 import jaxlogp
 from benchmarks.head_speed import __main__ as head_speed
-from experiments import chat, evaluate, export, grpo, plot
+from experiments import chat, command_line, evaluate, export, grpo, plot
+from experiments.config import Config
+from experiments.config.ranges import validate
+from jaxlogp.head import registry
 from jaxlogp.head.registry import ENGINES
 from tests.experiments.tiny import tiny
 
@@ -22,7 +28,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")} | {
     f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
 }
-USAGE = "README.md", "docs/training.md", "docs/models.md", "docs/library.md", "docs/benchmarks.md"
+USAGE = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("training", "models", "library", "losses", "benchmarks")),
+    *(f"docs/{name}.md" for name in ("your_data", "long_context", "finding_drift", "gpu_install")),
+)
+PROGRAMS = {"grpo": grpo, "evaluate": evaluate, "export": export, "chat": chat, "plot": plot}
+PRINTING = "docs/truncated_sampling.md", "docs/finding_drift.md", "docs/gpu_install.md", "docs/losses.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 VENV = "python3 -m venv .venv && . .venv/bin/activate && "
 COMMANDS = {
@@ -40,6 +52,13 @@ def marked_command(name: str) -> str:
 
 def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Returns the programs of `experiments` that the shell blocks of a page start, with their arguments."""
+    shell = "\n".join(re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL)).replace("\\\n", " ").replace("$i", "0")
+    found = re.findall(r"python3? -m experiments\.(\w+)(.*)", shell)
+    return [(name, shlex.split(rest.partition(" &")[0].rstrip("…"), comments=True)) for name, rest in found]
 
 
 def run(code: str) -> dict:
@@ -80,6 +99,21 @@ def test_every_option_that_is_mentioned_exists(capsys):
     ours = "".join(PAGES[name] for name in USAGE).replace("--xla_force", "").replace("pip install --no-deps", "")
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*(?![\w])", ours))
     assert mentioned and mentioned <= offered | {"--help"}, mentioned - offered
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_every_command_is_one_that_its_program_takes(page, monkeypatch):
+    """Options, values and their ranges, without running anything."""
+
+    def parse(options, main, **rest):
+        return command_line.run_command(options, lambda parsed: parsed, **rest)
+
+    monkeypatch.setattr(command_line, "use_compilation_cache", lambda *_, **__: None)
+    for name, arguments in commands(page):
+        monkeypatch.setattr(PROGRAMS[name], "run_command", parse)
+        options = PROGRAMS[name].run_cli(arguments)
+        if name == "grpo":
+            validate(Config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Config)}))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -130,11 +164,32 @@ def test_the_page_about_a_trainer_of_your_own_is_a_script(capsys):
 
 
 @pytest.mark.slow
-def test_the_page_about_truncated_sampling_shows_what_its_code_prints(capsys):
+@pytest.mark.parametrize("page", PRINTING)
+def test_a_page_shows_what_its_code_prints(page, capsys):
+    """Below the code, or beside it."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        run(python_blocks("docs/truncated_sampling.md")[0])
+        run(python_blocks(page)[0])
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4 and all(f"    {line}\n" in PAGES["docs/truncated_sampling.md"] for line in printed)
+    assert printed
+    for line in printed:
+        assert f"    {line}\n" in PAGES[page] or f"  # {line}\n" in PAGES[page], line
+
+
+@pytest.mark.slow
+def test_the_page_about_your_own_data_shows_what_its_command_prints(monkeypatch, tmp_path, capsys):
+    """With a shorter warm start."""
+    page = "docs/your_data.md"
+    block = re.findall(r"```bash\n(.*?)```", PAGES[page], re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text(re.search(r"<<'END'\n(.*?)END\n", block, re.DOTALL)[1], encoding="utf-8")
+    name, arguments = commands(page)[0]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        PROGRAMS[name].run_cli([*arguments, "--cache", "none", "--warm-start.max-steps", "1"])
+    printed = capsys.readouterr().out.replace(str(tmp_path), "/home/me").splitlines()
+    shown = re.findall(
+        r"^    (.*)", PAGES[page].partition("prints, among other lines,\n")[2].partition("\n- ")[0], re.M
+    )
+    assert len(shown) == 2 and set(shown) <= set(printed)
 
 
 @pytest.mark.slow
@@ -143,6 +198,19 @@ def test_the_first_python_example_of_the_readme_runs():
     assert [gradient.shape for gradient in found["gradients"]] == [(2, 8, 64), (1000, 64)]
     np.testing.assert_allclose(found["loss"], 0.0, atol=1e-6)  # advantages 1 and -1 at equal ratios
     assert found["values"].entropy.shape == (2, 8)
+
+
+@pytest.mark.slow
+def test_the_python_example_about_your_own_rewards_trains(monkeypatch, tmp_path, capsys):
+    """With the options of a tiny run in addition to its own."""
+    monkeypatch.setattr(registry, "ENGINES", dict(ENGINES))
+    config = functools.partial(tiny, tmp_path, "own", schedule={"steps": 1}, warm_start={"max_steps": 0})
+    monkeypatch.setattr(experiments, "Config", lambda **options: config(**options))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        run("".join(python_blocks("docs/your_data.md")))
+    steps = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained = next(each for each in steps if each["kind"] == "train")
+    assert {"reward/close", "reward/lambda"} <= set(trained)
 
 
 @pytest.mark.slow
