@@ -1,4 +1,4 @@
-"""Embedding lookup, replicated or vocabulary-parallel: bitwise the row of the table, in any layout."""
+"""Embedding lookup, replicated or vocabulary-parallel, with bitwise the rows of the table in any layout."""
 
 import functools
 from typing import NamedTuple
@@ -41,29 +41,30 @@ def embedding_lookup(
     vocab: VocabShards | None = None,
     fixed_order: bool = False,
 ) -> Float[Array, "*tokens hidden"]:
-    """Rows of ``table`` for model-input ids.
+    """Returns the rows of ``table`` for model-input ids.
 
-    Under ``axis_name`` the owner of an id contributes the bits of its row as integers, the others 0, and one integer
-    psum sends them to all, so the result is bitwise equal to the unsharded one, -0.0 and NaN payloads included. Reverse
-    mode only.
+    Under ``axis_name`` the owner of an id contributes the bits of its row as integers, the others 0, and one integer psum
+    adds them. So the result is bitwise equal to the unsharded one, -0.0 and NaN payloads included. Reverse mode only.
+
 
     Args:
         table: [V, H], or the local shard [V_local, H].
         token_ids: [*tokens], integer, the same on all shards. There is no ignore index: every id must be in [0, V).
         axis_name: mesh axis over which the vocabulary is sharded.
-        vocab: the shards; None means equal ones.
-        fixed_order: sum the gradient of a row in an order that depends only on its own tokens: a binary tree over its
-          occurrences in token order, over all data ranks together. Equal bits for the same occurrences in the same order,
-          whatever lies between them, on any mesh and with any backend's scatter. Costs log2(tokens) passes over the
-          cotangents and, with several data ranks, a gather of them.
+        vocab: the shards; None for equal ones.
+        fixed_order: whether to sum the gradient of a row in an order that depends only on its own tokens: a binary tree over
+            its occurrences in token order, over all data ranks together. The same occurrences in the same order then give
+            equal bits, whatever lies between them, on any mesh and with any backend's scatter. Costs log2(tokens) passes
+            over the cotangents and, with several data ranks, a gather of them.
+
 
     Returns:
         [*tokens, H] in the table's dtype.
 
     Raises:
-        ValueError: wrong shapes or dtypes; an id outside of [0, V) where the values are known (under ``jax.jit`` its row
-          is NaN, as is the row of an id that differs over ``axis_name``); a table that does not vary over ``axis_name``;
-          a sharded call that is differentiated under ``shard_map(check_vma=False)``.
+        ValueError: if a shape or dtype is wrong, a known id is outside [0, V) (under ``jax.jit`` its row is NaN, as is that
+            of an id that differs over ``axis_name``), the table does not vary over ``axis_name``, or a sharded call is
+            differentiated under ``shard_map(check_vma=False)``.
 
     Example:
         >>> embedding_lookup(jnp.eye(3), jnp.array([2])).tolist()
@@ -82,11 +83,11 @@ def embedding_lookup(
 
 
 class _Rows(NamedTuple):
-    """Which rows of the local shard the tokens read.
+    """The rows of the local shard that the tokens read.
 
     Attributes:
         row: int32 [*tokens], 0 where the shard does not own the id.
-        owned: bool [*tokens].
+        owned: bool [*tokens], True where the shard owns the id.
         codes: int32 [*tokens], for the comparison with other shards; None with one shard.
     """
 
@@ -113,7 +114,7 @@ def _lookup(table: Array, token_ids: Array, shard: LocalShard, axis_name: AxisNa
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _owned_rows(table: Array, tokens: _Rows, axis_name: AxisName | None, fixed_order: bool) -> Array:
-    """Rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, sent as bits."""
+    """Returns the rows of the table, 0.0 where not owned; over ``axis_name`` the owner's row, sent as bits."""
     del fixed_order
     rows = table.at[tokens.row].get(mode="promise_in_bounds")
     rows = jnp.where(tokens.owned[..., None], rows, jnp.zeros_like(rows))
@@ -170,23 +171,22 @@ def sharded_embedding_lookup(
     sequence_axis: str | None = None,
     fixed_order: bool = False,
 ) -> Float[Array, "*tokens hidden"]:
-    """:func:`embedding_lookup` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it.
+    """Runs :func:`embedding_lookup` on global arrays, in a ``shard_map`` over ``mesh``.
 
     Args:
-        table: [V, H], rows split over ``vocab_axis``; padded to shards of one width first when the axis does not divide
-          V.
+        table: [V, H], rows split over ``vocab_axis``; padded to shards of one width first if the axis does not divide V.
         token_ids: [*tokens], first dimension split over ``token_axes``.
         mesh: the device mesh.
         vocab_axis: mesh axis that shards the vocabulary.
         token_axes: mesh axes that shard the first token dimension; () for none.
-        sequence_axis: mesh axis that shards the second, or None.
-        fixed_order: as in :func:`embedding_lookup`.
+        sequence_axis: mesh axis that shards the second token dimension, or None.
+        fixed_order: whether to sum gradients in a fixed order; see :func:`embedding_lookup`.
 
     Returns:
         [*tokens, H], split like ``token_ids``.
 
     Raises:
-        ValueError: an axis that ``mesh`` does not have, or what embedding_lookup refuses.
+        ValueError: if ``mesh`` lacks an axis, or embedding_lookup refuses an argument.
     """
     _check(table, token_ids)
     sequence_axes = () if sequence_axis is None else (sequence_axis,)

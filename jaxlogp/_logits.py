@@ -1,4 +1,4 @@
-"""Log-probs and entropy of given logits, whole or sharded over the vocabulary."""
+"""Log-probs and entropies from logits, whole or sharded over the vocabulary."""
 
 import functools
 import math
@@ -42,36 +42,37 @@ def log_probs_from_logits(
     vocab: VocabShards | None = None,
     out_of_vocab: str = "error",
 ) -> TokenLogProbs:
-    """Log-probs of the targets, and entropies, of softmax(logit_scale · logits / temperature).
+    """Computes log-probs of the targets and entropies of softmax(logit_scale · logits / temperature).
 
     z = logit_scale · logits / T in fp32; lse = logsumexp(z) over the whole vocabulary; log_prob = z[target] - lse;
     entropy = lse - Σ p z. Inside ``shard_map``, with ``axis_name``, the maximum takes one pmax and the sums take one
-    psum. The gradient is g (onehot - p) + g_H p (Σ p z - z), times logit_scale / T, cast once to the logits' dtype. Reverse
-    mode only.
+    psum. The gradient is g (onehot - p) + g_H p (Σ p z - z), times logit_scale / T, cast once to the logits' dtype.
+    Reverse mode only.
 
-    Targets and mask must be the same on all ranks of ``axis_name``; a token where they are not gets NaN.
+    Targets and mask must be the same on all ranks of ``axis_name``; a token where they differ gets NaN.
+
 
     Args:
-        logits: [*tokens, V], or the local shard [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16
-          (float64 is refused: all sums are fp32).
+        logits: [*tokens, V], or the local shard [*tokens, V_local] under ``axis_name``; fp32, bf16 or fp16 (float64 is
+            refused, because all sums are fp32).
         targets: [*tokens], integer token ids of the whole vocabulary.
-        mask: [*tokens], bool; False gives exactly 0 with exactly zero gradient, whatever the id and the logits there.
+        mask: [*tokens], bool; False gives exactly 0 with exactly zero gradient, whatever the id and the logits; None for
+            all tokens.
         temperature: T, a Python number > 0.
         logit_scale: multiplier of the logits, a finite Python number other than 0.
-        with_entropy: also return the entropy; no additional collective either way.
-        with_lse: also return log Σ e^z, a constant.
+        with_entropy: whether to return the entropy, at no additional collective.
+        with_lse: whether to return log Σ e^z, a constant.
         axis_name: mesh axis over which the vocabulary is sharded.
-        vocab: the shards; None means equal ones. Uneven shards are padded to vocab.max_width columns.
-        out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
+        vocab: the shards; None for equal ones. Uneven shards are padded to vocab.max_width columns.
+        out_of_vocab: treatment of active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
 
     Returns:
         TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-        ValueError: wrong shapes, dtypes or options, a vocabulary that does not match; an active target outside of [0, V)
-          with ``out_of_vocab="error"`` where the values are known. Under ``jax.jit`` such a token's log-prob and gradient
-          are NaN. Also raised for logits that do not vary over ``axis_name``, and when a sharded call is differentiated
-          under ``shard_map(check_vma=False)``.
+        ValueError: if a shape, dtype, option or vocabulary does not match; if a known active target is outside [0, V) with
+            ``out_of_vocab="error"`` (under ``jax.jit`` its log-prob and gradient are NaN); if the logits do not vary over
+            ``axis_name``; or if a sharded call is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
         >>> logits = jnp.array([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]])
@@ -117,24 +118,23 @@ def sharded_log_probs_from_logits(
     vocab: VocabShards | None = None,
     **options: Any,
 ) -> TokenLogProbs:
-    """:func:`log_probs_from_logits` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it, as one program.
+    """Runs :func:`log_probs_from_logits` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
 
     Args:
         logits: [*tokens, V], first dimension split over ``token_axes`` and V over ``vocab_axis``.
-        targets: [*tokens].
-        mask: [*tokens] or None.
+        targets: [*tokens], integer token ids.
+        mask: [*tokens], bool, or None.
         mesh: the device mesh; Explicit and Auto axes both work.
         vocab_axis: mesh axis that shards the vocabulary.
         token_axes: mesh axes that shard the first token dimension; () for none.
-        vocab: the shards; None means ``VocabShards.even``. Unequal ones are padded to one width first, a copy.
+        vocab: the shards; None for ``VocabShards.even``. Unequal ones are padded to one width first, which copies.
         **options: further keyword arguments of :func:`log_probs_from_logits`, except ``axis_name``.
 
     Returns:
         TokenLogProbs of global arrays [*tokens].
 
     Raises:
-        ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what log_probs_from_logits
-            refuses.
+        ValueError: if ``mesh`` lacks an axis or does not divide a size, or log_probs_from_logits refuses an argument.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))

@@ -1,11 +1,11 @@
 """Sums and counts that never separate: masked reductions over any mesh axes.
 
-A reduction over tokens or documents is a :class:`WeightedSum`: it can be added, psum'ed and accumulated, and only the
-last line of a step divides. A mean of local means cannot be written with it by accident.
+A reduction over tokens or documents is a :class:`WeightedSum`, which can be added, psum'ed and accumulated. Only the end
+of a step divides, so a mean of local means cannot be written by accident.
 
-Masked entries are replaced before anything is computed from them, so NaN and inf at masked entries change neither
-values nor gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused. So are
-lists, empty arrays, and integers where a sum in fp32 would round them.
+Masked entries are replaced before anything is computed from them, so their NaN and inf change neither values nor
+gradients. Counts are int32, hence exact, and an array whose global count could overflow is refused. Also refused are
+lists, empty arrays, and integers that a sum in fp32 would round.
 """
 
 import dataclasses
@@ -31,18 +31,18 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sum", "count"], meta_fields=["grad_divisor"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedSum:
-    """A sum together with what it will be divided by.
+    """A sum together with its divisor.
 
     A pytree with two leaves, ``sum`` and ``count``: ``jax.lax.psum`` and tree additions leave ``grad_divisor`` alone.
 
     Attributes:
-        sum: scalar (or any shape) fp32 or float64, the sum of the terms seen so far.
+        sum: fp32 or float64, scalar or of any shape, the sum of the terms so far.
         count: int32, the number of labels or documents in the sum.
-        grad_divisor: divisor for the gradient of :meth:`mean` where it should differ from ``count``: a finite Python
-          number above 0, the same for all parts; or None.
+        grad_divisor: divisor for the gradient of :meth:`mean` if it differs from ``count``: a finite Python number above 0,
+            the same for all parts; or None.
 
     Raises:
-        ValueError: any other grad_divisor.
+        ValueError: if grad_divisor is anything else.
 
     Example:
         >>> parts = WeightedSum(jnp.float32(3.0), jnp.int32(1)) + WeightedSum(jnp.float32(1.0), jnp.int32(3))
@@ -73,11 +73,11 @@ class WeightedSum:
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def psum(self, axis_name: AxisNames | None) -> "WeightedSum":
-        """Sum and count over the mesh axes ``axis_name``; None or () returns self.
+        """Adds sum and count over the mesh axes ``axis_name``; returns self for None or ().
 
         Raises:
-            ValueError: the sum is differentiated under ``shard_map(check_vma=False)``, where the gradient would be too
-              large.
+            ValueError: if the sum is differentiated under ``shard_map(check_vma=False)``, where the gradient would be too
+                large.
         """
         axes = axis_tuple(axis_name)
         if not axes:
@@ -86,7 +86,10 @@ class WeightedSum:
         return WeightedSum(lax.psum(total, axes), lax.psum(self.count, axes), self.grad_divisor)
 
     def mean(self) -> Float[Array, "*shape"]:
-        """sum / count; 0.0 where count is 0, but NaN stays. With ``grad_divisor`` the gradient is d(sum) / grad_divisor."""
+        """Divides sum by count, with 0.0 where count is 0 unless sum is NaN.
+
+        With ``grad_divisor`` the gradient is d(sum) / grad_divisor.
+        """
         count = jnp.maximum(self.count, 1).astype(self.sum.dtype)
         nothing = (self.count == 0) & ~jnp.isnan(self.sum)
         mean = jnp.where(nothing, jnp.zeros((), self.sum.dtype), self.sum / count)
@@ -128,7 +131,7 @@ def weighted_sum(
     *,
     axis_name: AxisNames | None = None,
 ) -> WeightedSum:
-    """Masked sum and count: sum = Σ where(mask, values, 0), count = Σ mask.
+    """Computes a masked sum and its count: sum = Σ where(mask, values, 0), count = Σ mask.
 
     Args:
         values: floating-point array of any shape with at least one element; cast to fp32 before the sum, float64 kept.
@@ -139,10 +142,10 @@ def weighted_sum(
         WeightedSum with an fp32 (or float64) sum and an int32 count.
 
     Raises:
-        ValueError: values are not a floating-point array (integers would be rounded: cast them if that is intended, or
-          count with :func:`masked_count`) or are empty, shapes differ, mask is not boolean, or the global number of
-          elements does not fit an int32 count. Also raised when the sum over ``axis_name`` is differentiated under
-          ``shard_map(check_vma=False)``.
+        ValueError: if values are empty or not a floating-point array (integers would be rounded: cast them if that is
+            intended, or count with :func:`masked_count`), shapes differ, mask is not boolean, the global number of
+            elements does not fit an int32 count, or the sum over ``axis_name`` is differentiated under
+            ``shard_map(check_vma=False)``.
 
     Example:
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True])).mean())
@@ -162,7 +165,7 @@ def masked_sum(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Σ where(mask, values, 0), over all elements and over ``axis_name``. See :func:`weighted_sum`."""
+    """Computes Σ where(mask, values, 0) over all elements and over ``axis_name``. See :func:`weighted_sum`."""
     return weighted_sum(values, mask, axis_name=axis_name).sum
 
 
@@ -172,9 +175,9 @@ def masked_count(
     *,
     axis_name: AxisNames | None = None,
 ) -> Int[Array, ""]:
-    """Number of active elements, exact int32, over ``axis_name``; values may have any dtype. See :func:`weighted_sum`.
+    """Counts active elements over ``axis_name``, as an exact int32. See :func:`weighted_sum`.
 
-    A boolean array alone is taken as the mask, so ``masked_count(mask)`` counts what is active.
+    Values may have any dtype. A boolean array alone is the mask: ``masked_count(mask)`` counts its True entries.
     """
     if mask is None and getattr(values, "dtype", None) == np.bool_:
         mask = values
@@ -190,7 +193,7 @@ def masked_mean(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Global sum / global count, 0.0 when nothing is active. See :func:`weighted_sum`."""
+    """Computes global sum / global count, or 0.0 if nothing is active. See :func:`weighted_sum`."""
     return weighted_sum(values, mask, axis_name=axis_name).mean()
 
 
@@ -200,7 +203,7 @@ def masked_max(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Largest active value, fp32 (or float64), over ``axis_name``; -inf, the identity of max, when nothing is active."""
+    """Returns the largest active value over ``axis_name``, fp32 (or float64); -inf if nothing is active."""
     require_floating(values, "values")
     mask = _checked_mask(values, mask)
     selected = jnp.where(mask, values.astype(compute_dtype(values)), -jnp.inf)
@@ -215,6 +218,6 @@ def masked_min(
     *,
     axis_name: AxisNames | None = None,
 ) -> Float[Array, ""]:
-    """Smallest active value, fp32 (or float64), over ``axis_name``; +inf, the identity of min, when nothing is active."""
+    """Returns the smallest active value over ``axis_name``, fp32 (or float64); +inf if nothing is active."""
     require_floating(values, "values")
     return -masked_max(-values, mask, axis_name=axis_name)

@@ -1,7 +1,7 @@
 """Vocabulary shards: validated contiguous ranges, the owner of a token id, and the padded layout of a sharded weight.
 
-A :class:`VocabShards` is checked once, at construction; whatever receives one can rely on sorted, non-empty ranges that
-cover [0, vocab_size) exactly once, so every valid token id has exactly one owner.
+A :class:`VocabShards` is checked once, at construction. Its ranges are sorted, non-empty and cover [0, vocab_size) exactly
+once, so every valid token id has exactly one owner.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from jaxlogp._compat import (
 from jaxlogp.errors import describe, require, require_integer, require_mask, require_tokens
 
 TILE = 256
-"""Rows of the weight in a tile of the `hopper` kernels, which begin to count at a shard's first row."""
+"""Rows of the weight in a tile of the `hopper` kernels, counted from a shard's first row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VocabShards:
     """Contiguous vocabulary ranges, one per shard, that cover [0, vocab_size) exactly once.
 
-    Make one with :meth:`aligned`, :meth:`even` or :meth:`from_ranges`. Hashable, so it can be a static argument of
+    Constructed by :meth:`aligned`, :meth:`even` or :meth:`from_ranges`. Hashable, so it can be a static argument of
     ``jax.jit``.
 
     Attributes:
@@ -70,10 +70,10 @@ class VocabShards:
 
     @classmethod
     def even(cls, vocab_size: int, num_shards: int) -> "VocabShards":
-        """Shards of vocab_size // num_shards ids each; the first vocab_size % num_shards shards own one more.
+        """Creates shards of vocab_size // num_shards ids each; the first vocab_size % num_shards own one more.
 
         Raises:
-            ValueError: vocab_size or num_shards is not a positive integer, or there are more shards than ids.
+            ValueError: if vocab_size or num_shards is not a positive integer, or there are more shards than ids.
         """
         require(_is_int(vocab_size) and vocab_size > 0, "vocab_size", "an integer > 0", vocab_size)
         require(_is_int(num_shards) and num_shards > 0, "num_shards", "an integer > 0", num_shards)
@@ -84,13 +84,14 @@ class VocabShards:
 
     @classmethod
     def aligned(cls, vocab_size: int, num_shards: int, multiple: int = TILE) -> "VocabShards":
-        """Shards that begin at multiples of a tile: what is used where a caller names no shards.
+        """Creates shards that begin at multiples of a tile, the default if a caller names no shards.
 
-        W = ⌈vocab_size / (num_shards · multiple)⌉ · multiple ids for every shard but the last, which owns the rest. No
-        shard cuts a tile, so that engine `hopper` computes the log-probs, entropies and weight gradients of one GPU, to
-        the last bit, on any number of shards. All padding is behind the last id.
+        Every shard but the last owns W = ⌈vocab_size / (num_shards · multiple)⌉ · multiple ids, the last one the rest. No
+        shard cuts a tile, so engine `hopper` computes the log-probs, entropies and weight gradients of one GPU, to the
+        last bit, on any number of shards. All padding is behind the last id.
 
-        Where no ids would be left for the last shard, as in small vocabularies, the shards are those of :meth:`even`.
+        If no ids would be left for the last shard, as in small vocabularies, the shards are those of :meth:`even`.
+
 
         Args:
             vocab_size: V.
@@ -98,7 +99,7 @@ class VocabShards:
             multiple: ids of a tile.
 
         Raises:
-            ValueError: an argument is not a positive integer, or there are more shards than ids.
+            ValueError: if an argument is not a positive integer, or there are more shards than ids.
 
         Example:
             >>> VocabShards.aligned(1000, 2).ranges, VocabShards.aligned(500, 2).ranges, VocabShards.aligned(10, 2).ranges
@@ -114,10 +115,10 @@ class VocabShards:
 
     @classmethod
     def from_ranges(cls, ranges: Sequence[Sequence[int]], vocab_size: int) -> "VocabShards":
-        """Explicit, possibly uneven ranges in vocabulary order.
+        """Creates shards from explicit, possibly uneven ranges in vocabulary order.
 
         Raises:
-            ValueError: a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
+            ValueError: if a range is negative or empty, or two ranges are unsorted, overlap or leave a hole.
         """
         return cls(tuple(tuple(int(e) if _is_int(e) else e for e in pair) for pair in ranges), vocab_size)
 
@@ -128,7 +129,7 @@ class VocabShards:
 
     @property
     def max_width(self) -> int:
-        """Number of ids of the widest shard: the rows of every shard once padded."""
+        """Number of ids of the widest shard, to which every shard is padded."""
         return max(end - start for start, end in self.ranges)
 
     @property
@@ -144,14 +145,14 @@ class VocabShards:
     def owners(
         self, token_ids: Integer[Array, "*tokens"], mask: Bool[Array, "*tokens"] | None = None
     ) -> Int[Array, "*tokens"]:
-        """Rank that owns each token id, int32; -1 where masked or outside of [0, vocab_size).
+        """Returns the rank that owns each token id, int32; -1 where masked or outside [0, vocab_size).
 
         Args:
             token_ids: integer ids of any shape.
-            mask: optional boolean array of the same shape, False where no owner is wanted.
+            mask: boolean array of the same shape, False where no owner is wanted; None for all.
 
         Raises:
-            ValueError: wrong dtypes or shapes.
+            ValueError: if a dtype or shape is wrong.
 
         Example:
             >>> VocabShards.even(10, 4).owners(jnp.array([0, 5, 9, -100])).tolist()
@@ -174,19 +175,19 @@ class VocabShards:
     def shard_rows(self, weight: Shaped[Array, "..."], dim: int = 0) -> Shaped[Array, "..."]:
         """Pads every shard of ``weight`` to max_width rows: a shard's rows first, then rows of zeros.
 
-        The result splits evenly over a mesh axis. Differentiable; the identity when all shards are equal. Where only the
-        last shard is shorter (:meth:`aligned`), a weight whose rows are split evenly over the axis is not gathered: each
-        rank receives the rows that it lacks from its neighbour.
+        The result splits evenly over a mesh axis. Differentiable; the identity if all shards are equal. If only the last
+        shard is shorter (:meth:`aligned`), a weight whose rows are split evenly over the axis is not gathered: each rank
+        receives the rows that it lacks from its neighbor.
 
         Args:
             weight: [vocab_size, ...], any dtype; vocab_size may stand in another dimension.
-            dim: the dimension of vocab_size, whose slices are the rows: 1 for a weight [H, V].
+            dim: dimension of vocab_size, whose slices are the rows: 1 for a weight [H, V].
 
         Returns:
-            The shape of weight with num_shards * max_width in place of vocab_size.
+            An array of weight's shape with num_shards * max_width in place of vocab_size.
 
         Raises:
-            ValueError: dimension ``dim`` is not vocab_size.
+            ValueError: if dimension ``dim`` is not vocab_size.
         """
         self._check_rows(weight, self.vocab_size, "weight", dim)
         if len(set(self.widths)) == 1:
@@ -207,7 +208,7 @@ class VocabShards:
         """Undoes :meth:`shard_rows`: [num_shards * max_width, ...] to [vocab_size, ...].
 
         Raises:
-            ValueError: the first dimension is not num_shards * max_width.
+            ValueError: if the first dimension is not num_shards * max_width.
         """
         self._check_rows(padded, self.num_shards * self.max_width, "padded")
         return automatic_axes(self._real_rows, padded, out_specs=resized_spec(padded, self.vocab_size))
@@ -232,13 +233,13 @@ class VocabShards:
 )
 @dataclasses.dataclass(frozen=True)
 class LocalShard:
-    """The shard of the vocabulary that this rank holds.
+    """The vocabulary shard of this rank.
 
     Attributes:
         start: id of the first local row; an int, or an int32 scalar that differs by rank.
         width: number of local rows that are real ids; rows after them are padding.
         vocab_size: size of the whole vocabulary.
-        num_shards: number of ranks that it is sharded over.
+        num_shards: number of ranks over which it is sharded.
     """
 
     start: int | Int[Array, ""]
@@ -248,17 +249,17 @@ class LocalShard:
 
 
 def local_shard(rows: int, axis_name: AxisName | None, vocab: VocabShards | None, argument: str) -> LocalShard:
-    """Finds the local shard of the vocabulary and checks it against the array that the caller holds.
+    """Returns the local shard of the vocabulary, checked against the caller's array.
 
     Args:
-        rows: rows of the local shard (or of the whole vocabulary when axis_name is None).
+        rows: number of rows of the local shard, or of the whole vocabulary if axis_name is None.
         axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-        vocab: the shards; None means equal shards without padding, except under ``shard_map(check_vma=False)``.
+        vocab: the shards; None for equal shards without padding, refused under ``shard_map(check_vma=False)``.
         argument: name of the array that has ``rows``, for messages.
 
     Raises:
-        ValueError: axis_name is not an axis of the surrounding ``shard_map``, or the number of shards, the vocabulary
-          size or the padded width does not match.
+        ValueError: if axis_name is not an axis of the surrounding ``shard_map``, or the number of shards, the vocabulary
+            size or the padded width does not match.
     """
     require(vocab is None or isinstance(vocab, VocabShards), "vocab", "a VocabShards or None", describe(vocab))
     if axis_name is None:

@@ -1,7 +1,7 @@
-"""Which engine runs a head call, and a record of what ran.
+"""Choice of the engine for a head call, and records of the choice.
 
-A named engine is used or an error is raised; ``"auto"`` tries the engines of :data:`AUTOMATIC` in turn, a sequence the
-engines that it names. The record says which one ran, and why those before it did not.
+A named engine is used or an error is raised. ``"auto"`` tries the engines of :data:`AUTOMATIC` in turn, and a sequence
+those that it lists. The record names the engine that ran and the reasons against those before it.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class HeadRun:
         reason: why this engine was chosen.
         num_vocab_shards: number of vocabulary shards.
         gradient: how a loss computes its gradient: "in one pass", "from the known log-sum-exp", or "in two steps" with
-          the reason; always "in two steps" for log-probs, where the loss is the caller's.
+            the reason; always "in two steps" for log-probs, whose loss is the caller's.
     """
 
     path: str
@@ -68,11 +68,11 @@ def register_engine(name: str, engine: Engine) -> None:
     """Makes ``engine`` available as ``engine=name``.
 
     Args:
-        name: a name that is not taken.
+        name: new name.
         engine: an object with the methods of :class:`jaxlogp.head.Engine`.
 
     Raises:
-        ValueError: a name that is taken or reserved, or an object that is not an engine.
+        ValueError: if the name is taken or reserved, or the object is not an engine.
     """
     ok = isinstance(name, str) and name != "auto" and name not in ENGINES
     require(ok, "name", f"a name other than 'auto' and {sorted(ENGINES)}", repr(name))
@@ -80,10 +80,10 @@ def register_engine(name: str, engine: Engine) -> None:
 
 
 def named_engine(engine: str | Engine) -> Engine:
-    """The engine of that name, or the engine object itself.
+    """Returns the engine of a name, or the engine object itself.
 
     Raises:
-        ValueError: the name is not known, or the object is not an engine.
+        ValueError: if the name is unknown, or the object is not an engine.
     """
     if not isinstance(engine, str):
         return _checked(engine)
@@ -99,15 +99,15 @@ def _checked(engine: object) -> Engine:
 
 
 def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
-    """The engine to run and the reason.
+    """Returns the engine to run and the reason for it.
 
     Args:
         engine: "auto", a name, an engine object, or a sequence of names and objects, of which the first that can take the
-          call is used.
+            call is used.
         call: the call; only shapes, dtypes and static properties matter.
 
     Raises:
-        ValueError: a name that is not known, or no engine that takes the call; the sentence says why not.
+        ValueError: if a name is unknown or no engine takes the call; the message has the reasons.
     """
     automatic = isinstance(engine, str) and engine == "auto"
     if isinstance(engine, str | Engine) and not automatic:
@@ -140,14 +140,14 @@ def _sequence(engine: object) -> Sequence[str | Engine]:
 
 
 def first_choice(engine: EngineChoice) -> Engine | None:
-    """The named engine, or the first of a sequence; None for "auto", whose choice depends on the call."""
+    """Returns the named engine or the first of a sequence; None for "auto", whose choice depends on the call."""
     if isinstance(engine, str) and engine == "auto":
         return None
     return named_engine(engine if isinstance(engine, str | Engine) else _sequence(engine)[0])
 
 
 def default_shards(engine: EngineChoice, vocab_size: int, num_shards: int) -> VocabShards:
-    """The vocabulary shards where the caller names none: what the engine wants, `VocabShards.aligned` for "auto".
+    """Returns the default vocabulary shards: those of the engine, or `VocabShards.aligned` for "auto".
 
     Example:
         >>> default_shards("auto", 1000, 2).ranges, default_shards("fixed_order", 1000, 2).ranges
@@ -166,18 +166,20 @@ def why_not(
     spec: HeadSpec | None = None,
     num_shards: int = 1,
 ) -> str | None:
-    """Why an engine cannot take a head on this device, or None when it can; nothing is computed.
+    """Returns why an engine cannot take a head on this device, or None if it can.
+
+    Nothing is computed.
 
     Args:
         engine: a name or an engine object.
-        hidden: [*tokens, H]; of all arrays only shape and dtype matter.
+        hidden: [*tokens, H]; only shape and dtype matter, here and in the other arrays.
         weight: [V_local, H].
         bias: [V_local] or None.
-        spec: the arithmetic; None means plain logits.
+        spec: the arithmetic; None for plain logits.
         num_shards: number of ranks over which the vocabulary is sharded.
 
     Raises:
-        ValueError: an unknown engine, or shapes that do not match.
+        ValueError: if the engine is unknown or shapes do not match.
 
     Example:
         >>> hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 64), (256, 64)])
@@ -202,7 +204,7 @@ def report(run: HeadRun) -> None:
 
 
 def with_head_runs(function: Callable[[], Any]) -> tuple[Any, tuple[HeadRun, ...]]:
-    """Returns the result of ``function`` and its head runs, which no open record sees."""
+    """Returns the result of ``function`` and its head runs, hidden from all open records."""
     record: list[HeadRun] = []
     token = _records.set((record,))
     try:
