@@ -4,7 +4,8 @@
     python -m benchmarks.tunix_step --model qwen3_1p7b --rows 4 --completion 2048
 
 Weights are random, in the model's own dtype. Memory is what XLA says of the compiled program (temporaries, without
-parameters). Times are medians of calls in turns. "one call" is `policy_loss_fn(losses.grpo_paper())`, whose head, loss and gradient are one call of the library.
+parameters). Times are medians of calls in turns. In "one call", which is `policy_loss_fn(losses.grpo_paper())`, head, loss
+and gradient are one call of the library.
 """
 
 import contextlib
@@ -77,7 +78,9 @@ def make_example(config: TunixStepConfig, vocab: int) -> Any:
 
     rng = np.random.default_rng(0)
     shape = config.rows, config.completion
-    mask = np.arange(config.completion) < rng.integers(config.completion // 2, config.completion + 1, config.rows)[:, None]
+    mask = (
+        np.arange(config.completion) < rng.integers(config.completion // 2, config.completion + 1, config.rows)[:, None]
+    )
     prompt = rng.integers(3, vocab, (config.rows, config.prompt)).astype(np.int32)
     near = np.float32(-np.log(vocab))
     return common.TrainExample(
@@ -109,8 +112,9 @@ def loss_program(loss: Callable[..., Any], model: Any, example: Any) -> Any:
 
 def measure(config: TunixStepConfig) -> dict[str, Measured]:
     """Returns what each program takes, by name."""
-    from jaxlogp.integrations import tunix as jaxlogp_tunix
     from tunix.rl import algo_core
+
+    from jaxlogp.integrations import tunix as jaxlogp_tunix
 
     model, vocab = make_model(config)
     example = make_example(config, vocab)
