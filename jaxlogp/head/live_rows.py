@@ -1,4 +1,4 @@
-"""Tokens without a label moved after those with one, so that an engine can skip them; shapes stay static."""
+"""Reordering that moves tokens without a label after those with one, so that an engine can skip them; shapes stay static."""
 
 from typing import NamedTuple
 

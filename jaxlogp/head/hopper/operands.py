@@ -1,4 +1,4 @@
-"""What the kernels of the Hopper engine multiply, how they are launched, and which of their work counts."""
+"""Operands of the Hopper kernels, their launch options, and the tokens that count."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -1,9 +1,9 @@
-"""A persistent, warp-specialised matrix product for Hopper, with the epilogue left to the caller.
+"""Persistent, warp-specialized matrix product for Hopper, with the epilogue left to the caller.
 
 Each block owns one SM and walks over output tiles. A memory warpgroup copies operand tiles into a ring of shared-memory
 stages, and never stops between output tiles; two consumer warpgroups multiply them and run the epilogue on fp32
-accumulators in registers. They either cooperate, half of the tile's rows each, which reads least; or alternate, a whole
-tile each in turn, and then the epilogue of one overlaps the products of the other.
+accumulators in registers. They either cooperate, with half of the tile's rows each, which reads least; or they alternate,
+with a whole tile each in turn, and then the epilogue of one overlaps the products of the other.
 
 The contracted dimension of either operand may be its minor one (rows of hidden, rows of the weight) or its major one.
 """
