@@ -379,7 +379,7 @@ def scaled_cotangents(call: HeadCall, g: TokenLogProbs, same_on_all_ranks: bool)
         call: the call.
         g: cotangents of its values.
         same_on_all_ranks: take one power of two for all ranks of the mesh, which costs the pmax of a number: where an
-          engine adds up gradients of several ranks before they are divided.
+            engine adds up gradients of several ranks before they are divided.
     """
     g_log_probs, g_entropy = mask_cotangents(g, call.targets)
     if not call.scaled:

@@ -218,7 +218,8 @@ class DocumentSchedule:
 
         Raises:
             ValueError: if there is no stream, the padding has documents, or too many micro-batches in a row have no
-            document. RuntimeError: if a stream raised on another process.
+                document.
+            RuntimeError: if a stream raised on another process.
 
         Example:
             >>> import numpy as np
