@@ -1,4 +1,4 @@
-"""The range of every option."""
+"""Ranges of all options."""
 
 import math
 
@@ -19,7 +19,7 @@ def validate(config: Config) -> MeshSpec:
     """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
 
     Raises:
-        ValueError: naming the option as written on the command line, what was expected and what was found.
+        ValueError: if an option is out of range; names it as typed on the command line, with expected and given value.
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
