@@ -86,7 +86,7 @@ def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
     """Loads and scores a run. Arguments and errors are those of :func:`load`."""
     trainer = load(config, task)
     scores, prompts, asked = trainer.evaluate(), trainer.num_held_out, trainer.config.evaluation.num_prompts
-    fewer = "" if prompts == asked else f" ({asked} were asked for; the task has no more)"
+    fewer = "" if prompts == asked else f" (requested: {asked}; the task has no more)"
     print(f"step {trainer.progress.step}, {prompts} held-out prompts{fewer}")
     print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")
     print(f"held-out exact match (greedy): {scores.greedy:.3f}")

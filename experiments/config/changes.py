@@ -46,9 +46,7 @@ def changed(stored: Config, changes: Mapping[str, Any]) -> Config:
             f"{option_name(field)}: the run has {_shown(value_of(stored, field))}, given {_shown(value_of(given, field))}"
             for field in refused
         )
-        raise ValueError(
-            f"--resume: expected what the run began with, got other values of what may not change: {listed}"
-        )
+        raise ValueError(f"--resume: these options cannot be changed: {listed}; start a new run to change them")
     return replaced(stored, {field: value for field, value in changes.items() if field not in same})
 
 

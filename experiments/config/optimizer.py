@@ -66,7 +66,7 @@ class OptimizerConfig:
             require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
             require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
         require(self.learning_rate is not None, "--optimizer.learning-rate", "a resolved configuration", None)
-        expected = f"at most {1.0 / self.learning_rate:g}, 1 / --optimizer.learning-rate: no update takes more than all"
+        expected = f"at most {1.0 / self.learning_rate:g}, which is 1 / --optimizer.learning-rate"
         require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
         rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
         transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)

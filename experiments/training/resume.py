@@ -131,11 +131,11 @@ class Resumption:
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
         if self._finished_at(step) and (step == steps or trainer.exhausted):
             why = (
-                f"has reached step {step} of {steps}"
-                if step == steps
-                else f"ended with its training data at step {step}"
+                f"ended with its training data at step {step}"
+                if trainer.exhausted
+                else f"has reached step {step} of {steps}; raise --schedule.steps to continue"
             )
-            raise NothingToDo(f"nothing to do: {self.folder.path} {why}; --schedule.steps sets another goal")
+            raise NothingToDo(f"nothing to do: {self.folder.path} {why}")
         say_memory(trainer, RunConsole(trainer.config.quiet), resumed=True)
         if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)

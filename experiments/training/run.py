@@ -307,7 +307,7 @@ def _new_path(config: Config) -> Path:
     try:
         path = Path(config.out).resolve() / name
         there = next(each for each in path.parents if each.exists())
-        require(there.is_dir(), "--out", "a folder, or where one can be made", f"{there}, which is no folder")
+        require(there.is_dir(), "--out", "a folder, or where one can be made", f"{there}, which is not a folder")
         require(not path.exists(), "run folder", "a path that does not exist yet", path)
     except OSError as error:
         raise ValueError(
