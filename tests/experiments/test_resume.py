@@ -120,8 +120,8 @@ def test_a_plain_resume_leaves_the_options_alone(folder):
     [
         (STEPS, {}, False, "has reached step 200 of 200; raise --schedule.steps to continue"),
         (STEPS, {"schedule.steps": STEPS}, False, "has reached step 200 of 200"),
-        (12, {}, True, "ended with its training data at step 12"),
-        (12, {"schedule.steps": 300}, True, "ended with its training data at step 12"),
+        (12, {}, True, "ended with its training data at step 12$"),
+        (12, {"schedule.steps": 300}, True, "ended with its training data at step 12$"),
     ],
 )
 def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, words):
