@@ -1,5 +1,4 @@
-"""The trainer and its tasks; ``from experiments import Config, resume, train``
-are the entry points from Python."""
+"""The trainer and its tasks; ``from experiments import Config, resume, train`` are the entry points from Python."""
 
 # Nothing is imported here: until `experiments.entry` has the signals, Ctrl-C ends a command in a traceback.
 TYPE_CHECKING = False

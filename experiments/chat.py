@@ -1,11 +1,11 @@
-"""Talks to a model in the terminal, word by word as it answers.
+"""Chats with a model in the terminal and prints its answers word by word.
 
     python -m experiments.chat DIRECTORY
     python -m experiments.chat runs/NAME --prompt "37+48="
 
-A run folder, a Hugging Face directory or a GGUF file. With a chat template the conversation goes on; without one every
-line is a prompt of its own. An empty line, or the end of the input, ends it. Control characters in answers are printed as
-escapes, such as ESC as \\x1b.
+The model is a run folder, a Hugging Face directory or a GGUF file. With a chat template every line continues the
+conversation; without one every line is a separate prompt. An empty line or the end of the input ends the chat. Control
+characters in answers are printed as escapes, such as ESC as \\x1b.
 """
 
 if __name__ == "__main__":
@@ -38,15 +38,15 @@ class ChatConfig:
     model: tyro.conf.Positional[str]
     """Run folder, Hugging Face directory or GGUF file."""
     prompt: str | None = None
-    """Answer this and end; None asks for lines."""
+    """Prompt to answer before the command ends. None: read prompts line by line."""
     max_new_tokens: int = 256
-    """Most tokens of an answer."""
+    """Longest answer in tokens."""
     temperature: float = 0.7
-    """Divisor of the logits; 0 takes the likeliest token."""
+    """Divisor of the logits. 0: the most likely token."""
     seed: int = 0
     """Seed of the answers."""
     dtype: str = "float32"
-    """Dtype of a model on disk in memory, float32 or bfloat16."""
+    """Dtype in memory of a model on disk: float32 or bfloat16."""
 
 
 class Chat:
@@ -58,10 +58,10 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def answer(self, text: str) -> Iterator[str]:
-        """Pieces of the answer to a text, which becomes part of the conversation.
+        """Yields pieces of the answer to a text; both become part of the conversation.
 
         Raises:
-            ValueError: a text that the tokenizer or the chat template refuses.
+            ValueError: if the tokenizer or the chat template refuses the text.
         """
         tokenizer = self._loaded.tokenizer
         prompt = self._prompt(text)
@@ -95,7 +95,7 @@ def start(config: ChatConfig) -> Chat:
     """Loads the model.
 
     Raises:
-        ValueError: a model that cannot be loaded, or an option out of range.
+        ValueError: if the model cannot be loaded, or an option is out of range.
     """
     require(config.dtype in DTYPES, "--dtype", " or ".join(DTYPES), config.dtype)
     options = StreamOptions(config.max_new_tokens, config.temperature)
@@ -109,7 +109,7 @@ def _say(chat: Chat, text: str) -> None:
 
 
 def main(config: ChatConfig) -> None:
-    """Answers one prompt, or lines until an empty one. Raises ValueError where :func:`start` and `Chat.answer` do."""
+    """Answers one prompt, or lines until an empty one. Raises the errors of :func:`start` and `Chat.answer`."""
     chat = start(config)
     if config.prompt is not None:
         _say(chat, config.prompt)
@@ -126,5 +126,5 @@ def main(config: ChatConfig) -> None:
 
 
 def run_cli(arguments: list[str] | None = None) -> None:
-    """The command line; see `experiments.command_line` for how it ends."""
+    """Runs the command line; see `experiments.command_line` for its exit codes."""
     run_command(ChatConfig, main, program="experiments.chat", description=__doc__, arguments=arguments)

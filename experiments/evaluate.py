@@ -2,7 +2,7 @@
 
 python -m experiments.evaluate runs/NAME
 python -m experiments.evaluate runs/NAME --num-prompts 1000 --mesh data=2
-python -m experiments.evaluate --model DIRECTORY --task reasoning_gym:chain_sum --max-new-tokens 64
+python -m experiments.evaluate --model DIRECTORY --task word_problems
 """
 
 if __name__ == "__main__":
@@ -32,29 +32,29 @@ class EvaluateConfig:
     run: tyro.conf.Positional[str | None] = None
     """Run folder."""
     model: str | None = None
-    """A Hugging Face directory or GGUF file in the place of a run."""
+    """Hugging Face directory or GGUF file to score instead of a run."""
     chat_template: bool = True
-    """With --model: put prompts through its chat template."""
+    """With --model: apply its chat template to prompts."""
     task: str | None = None
     """With --model: the task."""
     data: DataConfig = field(default_factory=DataConfig)
     max_new_tokens: int | None = None
-    """Longest completion in tokens; None takes the run's own number, or the task's."""
+    """Longest completion in tokens. None: that of the run, or of the task."""
     num_prompts: int | None = None
-    """Held-out prompts; None takes the run's own number."""
+    """Number of held-out prompts. None: that of the run."""
     mesh: str | None = None
-    """Device mesh; None takes the run's own."""
+    """Device mesh. None: that of the run."""
 
 
 def load(config: EvaluateConfig, task: Task | None = None) -> Trainer:
-    """The trainer of a run with its newest checkpoint, or of a model on disk.
+    """Returns the trainer of a run with its newest checkpoint, or of a model on disk.
 
     Args:
         config: the options.
-        task: the task of a run that began with one of the caller's own.
+        task: your own task, if the run began with one.
 
     Raises:
-        ValueError: no run folder, no intact checkpoint, no model, or an option out of range.
+        ValueError: if there is no run folder, intact checkpoint or model, or an option is out of range.
     """
     if config.run is None:
         require(config.model is not None, "run", "a run folder, or --model", "neither")
@@ -86,7 +86,7 @@ def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
     """Loads and scores a run. Arguments and errors are those of :func:`load`."""
     trainer = load(config, task)
     scores, prompts, asked = trainer.evaluate(), trainer.num_held_out, trainer.config.evaluation.num_prompts
-    fewer = "" if prompts == asked else f" ({asked} were asked for; the task has no more)"
+    fewer = "" if prompts == asked else f" (requested: {asked}; the task has no more)"
     print(f"step {trainer.progress.step}, {prompts} held-out prompts{fewer}")
     print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")
     print(f"held-out exact match (greedy): {scores.greedy:.3f}")
@@ -94,5 +94,5 @@ def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
 
 
 def run_cli(arguments: list[str] | None = None) -> ExactMatch:
-    """The command line; see `experiments.command_line` for how it ends."""
+    """Runs the command line; see `experiments.command_line` for its exit codes."""
     return run_command(EvaluateConfig, main, program="experiments.evaluate", description=__doc__, arguments=arguments)

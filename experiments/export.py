@@ -32,16 +32,16 @@ class ExportConfig:
     model: tyro.conf.Positional[str]
     """Run folder, GGUF file or Hugging Face directory."""
     out: tyro.conf.Positional[str]
-    """Directory to make."""
+    """Directory to create."""
     dtype: str | None = None
-    """Dtype of the stored weights, float32 or bfloat16; None takes that of the run's parameters."""
+    """Dtype of the stored weights: float32 or bfloat16. None: that of the run's parameters."""
 
 
 def main(config: ExportConfig) -> Path:
-    """Loads and writes; returns the directory.
+    """Loads and writes a model, and returns the directory.
 
     Raises:
-        ValueError: a model that cannot be loaded or that transformers does not have, or a directory that exists already.
+        ValueError: if the model cannot be loaded or transformers does not have it, or the directory exists already.
     """
     out = Path(config.out)
     require(not out.exists(), "out", "a directory that does not exist yet", out)
@@ -52,7 +52,7 @@ def main(config: ExportConfig) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Path:
-    """The command line; see `experiments.command_line` for how it ends."""
+    """Runs the command line; see `experiments.command_line` for its exit codes."""
 
     def run(config: ExportConfig) -> Path:
         out = main(config)

@@ -34,7 +34,7 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class GrpoConfig(Config):
-    """Options of a run, or a run to continue, and the processes that it is computed by."""
+    """Options of a run or of a run to resume, and its processes."""
 
     resume: str | None = None
     """Run folder to resume, with its saved options.
@@ -52,7 +52,7 @@ class GrpoConfig(Config):
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:
-    """The command line; see `experiments.command_line` for how it ends."""
+    """Runs the command line; see `experiments.command_line` for its exit codes."""
     given = arguments_of(arguments)
 
     def run(config: GrpoConfig) -> Result:

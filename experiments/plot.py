@@ -1,4 +1,4 @@
-"""Draws the curves of one run, or of several seeds of one: each is a thin line then, and their mean a thick one.
+"""Draws the curves of one run, or of several seeds: each seed as a thin line, and their mean as a thick one.
 
 python -m experiments.plot runs/A runs/B runs/C --figure seeds.png
 """
@@ -32,14 +32,14 @@ class PlotConfig:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run folders."""
     figure: str = "curves.png"
-    """PNG to write."""
+    """PNG file to write."""
 
 
 def main(config: PlotConfig) -> Path:
-    """Writes the figure; returns its path.
+    """Writes the figure and returns its path.
 
     Raises:
-        ValueError: a run folder that cannot be read, runs with different options, or a folder that does not exist.
+        ValueError: if a run folder cannot be read, the runs have different options, or the figure's folder does not exist.
     """
     figure = Path(config.figure)
     require(figure.parent.is_dir(), "--figure", "a file in an existing folder", figure)
@@ -57,7 +57,7 @@ def main(config: PlotConfig) -> Path:
 
 
 def run_cli(arguments: list[str] | None = None) -> Path:
-    """The command line; see `experiments.command_line` for how it ends."""
+    """Runs the command line; see `experiments.command_line` for its exit codes."""
 
     def run(config: PlotConfig) -> Path:
         figure = main(config)

@@ -1,4 +1,4 @@
-"""Whether all shards of a mesh axis hold the same ids, checked in a psum that runs anyway.
+"""Check that all shards of a mesh axis hold the same ids, inside a psum that runs anyway.
 
 Types cannot tell: all-gathered ids are typed as varying over the axis though they are equal. So each bit of an id
 becomes a counter, several counters are packed into a word, and the words are added in that psum. Over n shards a

@@ -1,4 +1,4 @@
-"""Arrays that have to be the same on all ranks of a mesh axis."""
+"""Check of arrays that must be the same on all ranks of a mesh axis."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,11 +12,10 @@ _BITS = {2: jnp.int16, 4: jnp.int32}
 
 
 def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> Float[Array, "*tokens hidden"]:
-    """x, with NaN in each row that is not bitwise the same on all ranks of a mesh axis; the gradient passes through.
+    """Puts NaN in each row that is not bitwise the same on all ranks of a mesh axis; the gradient passes through.
 
-    Vocabulary-parallel functions need hidden states that are the same on all shards. Where types cannot tell, because
-    the states were gathered over the axis, this function compares them: ``linear_log_probs(nan_unless_equal(hidden,
-    "tensor"), ...)``.
+    Vocabulary-parallel functions need hidden states that are the same on all shards. Types cannot tell for states that were
+    gathered over the axis, so this function compares them: ``linear_log_probs(nan_unless_equal(hidden, "tensor"), ...)``.
 
     Args:
         x: [*tokens, H], 16-bit or 32-bit floats.
@@ -26,7 +25,7 @@ def nan_unless_equal(x: Float[Array, "*tokens hidden"], axis_name: AxisName) -> 
         [*tokens, H] in the dtype of x.
 
     Raises:
-        ValueError: any other dtype, or a scalar.
+        ValueError: if the dtype is another one, or x is a scalar.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""Tile statistics: what every engine computes for every tile, chunk and shard, and the one way to combine them.
+"""Tile statistics, which every engine computes for every tile, chunk and shard, and the one way to combine them.
 
 For the logits z of one vocabulary tile and one token, :class:`TileStats` holds the running maximum m, Σ e^(z-m),
 Σ e^(z-m) (z-m) and the logit of the target if the tile owns it. Combining two of them is associative, so tiles, chunks
@@ -28,11 +28,11 @@ class TileStats(NamedTuple):
     """Statistics of some columns of the logits, one value per token; all fp32.
 
     Attributes:
-        max: largest logit seen, -inf when there was no column.
+        max: largest logit, -inf if there is no column.
         sum_exp: Σ e^(z - max).
-        sum_exp_shifted: Σ e^(z - max) (z - max), or None when entropy is not wanted.
-        target: the target's logit where one of the columns owns it, else 0.
-        owners: number of columns that own the target, as fp32; -1 where the shards have different targets.
+        sum_exp_shifted: Σ e^(z - max) (z - max), or None if entropy is not wanted.
+        target: logit of the target if one of the columns owns it, otherwise 0.
+        owners: number of columns that own the target, as fp32; -1 if the shards have different targets.
     """
 
     max: Float[Array, "*tokens"]
@@ -43,9 +43,9 @@ class TileStats(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """What the backward needs to turn a logit into its probability, per token.
+    """Softmax statistics per token, with which the backward turns a logit into its probability.
 
-    p = exp((z - max) - log_sum_exp), and mean = Σ p (z - max), or None when entropy is not wanted.
+    p = exp((z - max) - log_sum_exp), and mean = Σ p (z - max), or None if entropy is not wanted.
     """
 
     max: Float[Array, "*tokens"]
@@ -57,10 +57,10 @@ class TokenLogProbs(NamedTuple):
     """Log-probs of the targets and entropies of the distributions, in nats, fp32.
 
     Attributes:
-        log_probs: log p(target) <= 0; exactly 0 where masked.
-        entropy: -Σ p log p in [0, log V]; exactly 0 where masked; None when it was not asked for.
-        lse: log Σ e^z over the vocabulary; exactly 0 where masked; None when it was not asked for. A constant: no
-          gradient flows through it.
+        log_probs: [*tokens], log p(target) <= 0; exactly 0 where masked.
+        entropy: [*tokens], -Σ p log p in [0, log V]; exactly 0 where masked; None unless asked for.
+        lse: [*tokens], log Σ e^z over the vocabulary; exactly 0 where masked; None unless asked for. A constant: no gradient
+            flows through it.
     """
 
     log_probs: Float[Array, "*tokens"]
@@ -69,14 +69,14 @@ class TokenLogProbs(NamedTuple):
 
 
 def empty_stats(shape: tuple[int, ...], with_entropy: bool) -> TileStats:
-    """The identity of :func:`combine`: statistics of no column."""
+    """Returns the identity of :func:`combine`, the statistics of no column."""
     zeros = jnp.zeros(shape, jnp.float32)
     minus_infinity = jnp.full(shape, -jnp.inf, jnp.float32)
     return TileStats(minus_infinity, zeros, zeros if with_entropy else None, zeros, zeros)
 
 
 def _distance(value: Float[Array, "..."], reference: Float[Array, "..."]) -> Float[Array, "..."]:
-    """value - reference, and -inf (not NaN) where both are -inf."""
+    """Computes value - reference, and -inf (not NaN) where both are -inf."""
     return jnp.where(jnp.isneginf(value), -jnp.inf, value - reference)
 
 
@@ -86,13 +86,13 @@ def tile_stats(
     valid: Bool[Array, " columns"] | None,
     with_entropy: bool,
 ) -> TileStats:
-    """Statistics of one tile.
+    """Computes the statistics of one tile.
 
     Args:
-        logits: fp32, final (scaled, capped, divided by the temperature).
-        targets: column of the target inside this tile; anything outside [0, columns) means that the tile does not own it.
-        valid: False for columns that are padding or belong to another tile; None when all count.
-        with_entropy: whether to accumulate what entropy needs.
+        logits: fp32 [tokens, columns], final (scaled, capped, divided by the temperature).
+        targets: [tokens], column of the target inside this tile; anything outside [0, columns) if the tile does not own it.
+        valid: [columns], False for columns that are padding or belong to another tile; None if all count.
+        with_entropy: whether to accumulate the sums that entropy needs.
     """
     columns = logits.shape[-1]
     seen = logits if valid is None else jnp.where(valid[None, :], logits, -jnp.inf)
@@ -120,7 +120,7 @@ def _rescale(stats: TileStats, maximum: Float[Array, "*tokens"]) -> TileStats:
 
 
 def combine(left: TileStats, right: TileStats) -> TileStats:
-    """Statistics of the columns of both sides together, which must be disjoint."""
+    """Combines the statistics of disjoint columns."""
     maximum = jnp.maximum(left.max, right.max)
     left, right = _rescale(left, maximum), _rescale(right, maximum)
     shifted = None if left.sum_exp_shifted is None else left.sum_exp_shifted + right.sum_exp_shifted
@@ -130,14 +130,14 @@ def combine(left: TileStats, right: TileStats) -> TileStats:
 
 
 def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "*tokens"] | None = None) -> TileStats:
-    """Statistics over all vocabulary shards: one pmax and one psum of token-sized vectors.
+    """Reduces statistics over all vocabulary shards, by one pmax and one psum of token-sized vectors.
 
     Neither entropy nor the comparison of the targets adds a collective.
 
     Args:
-        stats: of the columns of this shard.
+        stats: statistics of the columns of this shard.
         axis_name: mesh axis of the surrounding ``shard_map`` that shards the vocabulary, or None.
-        codes: ``LocalTargets.codes``: where they are not the same on all shards, owners becomes -1. None with one shard.
+        codes: ``LocalTargets.codes``; owners becomes -1 where they differ between shards. None with one shard.
     """
     if axis_name is None:
         return stats
@@ -162,16 +162,16 @@ def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "
 def finish(
     stats: TileStats, mask: Bool[Array, "*tokens"], vocab_size: int, invalid: Bool[Array, "*tokens"] | None
 ) -> tuple[TokenLogProbs, Normaliser]:
-    """Log-probs, entropy and lse, and what the backward needs, from statistics over the whole vocabulary.
+    """Computes log-probs, entropy and lse, and the softmax statistics, from statistics over the whole vocabulary.
 
-    A token whose target has more than one owner, or is not the same on all shards, gets NaN values and gradients, also
+    A token whose target has more than one owner, or is not the same on all shards, gets NaN values and gradients, even
     on a shard that masks it.
 
     Args:
         stats: statistics of all columns.
         mask: True where a token counts; others get exactly 0.
         vocab_size: V; entropy is at most log V.
-        invalid: tokens whose log-prob becomes NaN (active targets that no column owns); None means log-prob 0 for them.
+        invalid: True for tokens whose log-prob becomes NaN (active targets that no column owns); None gives them log-prob 0.
     """
     counted = (stats.owners == 0) | (stats.owners == 1)
     log_sum_exp = nan_where(~counted, jnp.log(stats.sum_exp))
@@ -196,7 +196,7 @@ def logit_gradient(
     g_log_probs: Float[Array, " tokens"],
     g_entropy: Float[Array, " tokens"] | None,
 ) -> Float[Array, "tokens columns"]:
-    """dL/dz = g (onehot - p) + g_H p (Σ p z - z) for one tile, fp32, the one-hot subtracted before any rounding."""
+    """Computes dL/dz = g (onehot - p) + g_H p (Σ p z - z) for one tile in fp32; subtracts the one-hot before rounding."""
     shift = _distance(logits, normaliser.max[:, None])
     probs = jnp.exp(shift - normaliser.log_sum_exp[:, None])
     factor = -g_log_probs[:, None]

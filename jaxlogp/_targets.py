@@ -22,12 +22,12 @@ class LocalTargets(NamedTuple):
     """Targets relative to one shard.
 
     Attributes:
-        column: column of the local shard that holds the target; -1 where another shard, or none, owns it.
+        column: column of the local shard that holds the target; -1 if another shard, or none, owns it.
         mask: True where a token counts.
-        invalid: True where an active target is outside of the vocabulary and that is an error; None when it is not one.
+        invalid: True where an active target is outside the vocabulary and that is an error; None if it is not one.
         width: number of local columns that are real ids.
-        codes: int32, :func:`jaxlogp._agreement.id_codes` of the active ids, which must agree on all shards; None where the
-          vocabulary is not sharded.
+        codes: int32, :func:`jaxlogp._agreement.id_codes` of the active ids, which must agree on all shards; None if the
+            vocabulary is not sharded.
     """
 
     column: Int[Array, "*tokens"]
@@ -44,10 +44,11 @@ def check_targets(
     vocab_size: int,
     out_of_vocab: str,
 ) -> Bool[AnyArray, "*tokens"]:
-    """Checks shape and dtype, and with "error" ids where they are concrete; returns the mask (all True when it is None).
+    """Checks shape and dtype, and with "error" known ids; returns the mask, all True for None.
 
     Raises:
-        ValueError: naming the argument, and for an active id outside of [0, vocab_size) the id and its position.
+        ValueError: if a shape or dtype is wrong, or an active id is outside [0, vocab_size); names the argument, the id and
+            its position.
     """
     require_integer(targets, "targets")
     require(targets.shape == tokens, "targets", f"shape {tokens}", f"shape {targets.shape}")
@@ -85,7 +86,7 @@ def _localise(targets: Array, mask: Array, shard: LocalShard, out_of_vocab: str)
 def mask_cotangents(
     g: TokenLogProbs, targets: LocalTargets
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"] | None]:
-    """Cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid."""
+    """Returns cotangents of (log_probs, entropy), exactly 0 where masked and NaN where the target is invalid."""
     g_log_probs = jnp.where(targets.mask, g.log_probs, 0.0)
     if targets.invalid is not None:
         g_log_probs = nan_where(targets.invalid, g_log_probs)

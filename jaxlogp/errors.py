@@ -1,7 +1,7 @@
-"""How jaxlogp refuses bad input: one form of sentence, one exception type.
+"""Checks of arguments, with one form of message and one exception type.
 
-Every refusal reads ``argument: expected what, got what``. Checks of values (not of shapes and dtypes) are possible only
-where the values are known, that is, outside ``jax.jit`` and the like; :func:`is_concrete` tells the two apart.
+Every message reads ``argument: expected …, got …``. Checks of values (not of shapes and dtypes) need known values, that
+is, a call outside ``jax.jit`` and the like; :func:`is_concrete` tells the two apart.
 """
 
 from typing import Any
@@ -15,20 +15,20 @@ def require(condition: bool | np.bool_, argument: str, expected: object, seen: o
     """Raises unless ``condition`` holds.
 
     Args:
-        condition: what must hold.
-        argument: the name of the argument (or of its element) that the caller passed.
-        expected: what would have been accepted.
-        seen: what was found instead.
+        condition: the condition.
+        argument: name of the argument (or of its element) that the caller passed.
+        expected: description of the accepted values.
+        seen: description of the given value.
 
     Raises:
-        ValueError: ``argument: expected <expected>, got <seen>``.
+        ValueError: if the condition is False: ``argument: expected <expected>, got <seen>``.
     """
     if not condition:
         raise ValueError(f"{argument}: expected {expected}, got {seen}")
 
 
 def is_concrete(*values: Any) -> bool:
-    """Whether all ``values`` can be read now: none is traced or partly on other processes."""
+    """Returns True if all ``values`` can be read now: none is traced or partly on other processes."""
     return all(not isinstance(value, Tracer) and getattr(value, "is_fully_addressable", True) for value in values)
 
 
@@ -58,21 +58,21 @@ def require_mask(mask: Any, shape: tuple[int, ...], argument: str = "mask") -> N
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number of Python or a scalar of NumPy; a bool does not count."""
+    """Returns True for a number of Python or a scalar of NumPy, but not for a bool."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def require_positive(value: Any, argument: str) -> None:
-    """Raises ``ValueError`` unless ``value`` is a Python number > 0 that fp32 holds, and so is 1 / value.
+    """Raises ``ValueError`` unless ``value`` is a Python number > 0 that fp32 holds, like its reciprocal.
 
-    Smaller and larger ones become 0 or inf, or have such a reciprocal.
+    Smaller and larger numbers become 0 or inf, or have such a reciprocal.
     """
     ok = is_number(value) and 2.0**-126 <= value <= 2.0**126
     require(ok, argument, "a finite Python number > 0 (in fp32: from 2^-126 to 2^126)", describe(value))
 
 
 def describe(value: Any) -> str:
-    """A short description of ``value`` for an error message: dtype and shape of an array, otherwise type and value."""
+    """Describes ``value`` for an error message: dtype and shape of an array, otherwise type and value."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} array of shape {tuple(value.shape)}"
     return f"{type(value).__name__} {value!r}"
@@ -84,11 +84,11 @@ def require_ids_in_range(token_ids: Any, size: int, argument: str, mask: Any = N
     Args:
         token_ids: integer array of any shape.
         size: number of valid ids.
-        argument: name used in the message.
-        mask: optional boolean array, True where the id counts.
+        argument: name of the argument, for the message.
+        mask: boolean array, True where the id counts; None for all ids.
 
     Raises:
-        ValueError: naming the first offending id, its position and the valid range.
+        ValueError: if an id is out of range; names the first such id, its position and the valid range.
     """
     if not is_concrete(token_ids, mask):
         return

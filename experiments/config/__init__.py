@@ -1,4 +1,4 @@
-"""Every option of a run as nested frozen dataclasses, one section a file."""
+"""Options of a run as nested frozen dataclasses, one section per file."""
 
 from experiments.config.data import DataConfig as DataConfig
 from experiments.config.data import RewardConfig as RewardConfig

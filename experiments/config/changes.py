@@ -1,4 +1,4 @@
-"""What may change when a run is resumed."""
+"""Options that a resume may change."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,20 +15,20 @@ _FIXED = ("evaluation.kl",)
 
 
 def may_change(field: str) -> bool:
-    """Whether a resume may change an option: where the run goes, where it runs and what it reports, not what it is."""
+    """Returns True if a resume may change an option: the place and length of the run and its reports, not its identity."""
     return field not in _FIXED and not _CHANGEABLE.isdisjoint({field, field.partition(".")[0]})
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
-    """All other options, by dotted name: what a run began with and keeps."""
+    """Returns all other options by dotted name, which a run keeps from its start."""
     return {field: value_of(config, field) for field in flat_fields(Config) if not may_change(field)}
 
 
 def changed(stored: Config, changes: Mapping[str, Any]) -> Config:
-    """The options of a run with those that a resume brings by dotted name; equal ones are no change.
+    """Returns the options of a run with the changes of a resume by dotted name; equal values are no change.
 
     Raises:
-        ValueError: values that are not the run's, of options that may not change; all of them in one sentence.
+        ValueError: if options that may not change have values other than the run's; one sentence names them all.
 
     Example:
         >>> changed(Config(), {"schedule.steps": 2000, "loss.name": "grpo"}).schedule.steps
@@ -46,9 +46,7 @@ def changed(stored: Config, changes: Mapping[str, Any]) -> Config:
             f"{option_name(field)}: the run has {_shown(value_of(stored, field))}, given {_shown(value_of(given, field))}"
             for field in refused
         )
-        raise ValueError(
-            f"--resume: expected what the run began with, got other values of what may not change: {listed}"
-        )
+        raise ValueError(f"--resume: these options cannot be changed: {listed}; start a new run to change them")
     return replaced(stored, {field: value for field, value in changes.items() if field not in same})
 
 

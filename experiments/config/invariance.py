@@ -25,9 +25,9 @@ class HeadChoice(NamedTuple):
 def choose_head(
     platform: str, capability: tuple[int, int] | None, dtype: str, *, small_vocabulary: bool = False
 ) -> HeadChoice:
-    """What engine "auto" means on a device, for operands of a dtype.
+    """Returns the engine that "auto" stands for on a device, for operands of a dtype.
 
-    A small vocabulary has no tile of hopper's for each of several tensor ranks, and a run may be resumed on them.
+    A small vocabulary has too few of hopper's tiles for several tensor ranks, on which a run may be resumed.
 
     Example:
         >>> print(choose_head("gpu", (9, 0), "float32"))
@@ -47,7 +47,7 @@ def choose_head(
 
 
 def head_here(name: str, dtype: str, *, small_vocabulary: bool) -> HeadChoice:
-    """An engine of the command line, with "auto" decided by the first device."""
+    """Returns an engine of the command line, with "auto" decided by the first device."""
     if name != "auto":
         return HeadChoice(name, "named")
     capability = capability_of(jax.devices()[0])
@@ -56,26 +56,26 @@ def head_here(name: str, dtype: str, *, small_vocabulary: bool) -> HeadChoice:
 
 @dataclass(frozen=True)
 class InvarianceConfig:
-    """What determines the bits of a run with --invariant: leaves of rows and granules of the vocabulary, not the mesh."""
+    """Settings that determine the bits of a run with --invariant: leaves of rows and granules of the vocabulary."""
 
     leaf_rows: int = 8
-    """Rows (documents) that are computed together, a divisor of --schedule.rows.
+    """Rows (documents) that are computed together; a divisor of --schedule.rows.
     A GPU is fastest with many, up to all completions of a rank."""
     block: int = 16
-    """Tokens of a row that the layers read at a time; the sampler reads all of the newest block for each of its tokens.
-    A GPU is fastest where --invariance.leaf-rows times this is 512 to 1024."""
+    """Tokens of a row that the layers read at a time; the sampler reads the whole newest block for each token.
+    A GPU is fastest if --invariance.leaf-rows times this is 512 to 1024."""
     engine: str = "auto"
     """Engine of the head: fixed_order, hopper (NVIDIA Hopper, bfloat16), or auto (hopper if it can run)."""
 
     def resolved(self, dtype: str, *, small_vocabulary: bool) -> "InvarianceConfig":
-        """The same with the engine that multiplies operands of `dtype` here; a task's own vocabulary is small."""
+        """Returns the options with the engine that multiplies operands of `dtype` here; a task's own vocabulary is small."""
         return replace(self, engine=head_here(self.engine, dtype, small_vocabulary=small_vocabulary).engine)
 
     def order(self, vocab_size: int, dtype: str) -> ReductionOrder:
-        """The numeric identity of the head for a vocabulary of at least 8 tokens; the engine has been resolved.
+        """Returns the numeric identity of the head for a vocabulary of at least 8 tokens; the engine must be resolved.
 
         Raises:
-            ValueError: a dtype that hopper does not multiply.
+            ValueError: if engine hopper is chosen for a dtype other than bfloat16.
         """
         if self.engine == "hopper":
             expected = "fixed_order for operands of another dtype than bfloat16"

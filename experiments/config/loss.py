@@ -13,7 +13,7 @@ from jaxlogp.losses import PRESETS, PolicyLoss
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The policy loss: a preset of jaxlogp.losses, and changes to it. None keeps the preset's own value."""
+    """Policy loss: a preset of jaxlogp.losses, and changes to it. None keeps the preset's own value."""
 
     name: str = "grpo"
     """bnpo, cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, rloo, sapo, or a name given to register_loss."""
@@ -32,15 +32,15 @@ class LossConfig:
     length: int | None = None
     """dr_grpo, and reduction constant_length: the divisor in tokens. None: the longest completion."""
     reduction: str | None = None
-    """labels, documents, document_mean or constant_length: the weight of each label, and the divisor of the sum."""
+    """Weight of each label and divisor of the sum: labels, documents, document_mean or constant_length."""
     kl_coefficient: float | None = None
     """Weight of the KL to a frozen reference, the policy after the warm start."""
     kl_estimator: str | None = None
-    """k1, k2 or k3."""
+    """Estimator of the KL: k1, k2 or k3."""
     entropy_coefficient: float | None = None
     """Weight of an entropy bonus."""
     grad_divisor: float | None = None
-    """Divisor of the gradient where it differs from that of the reported loss."""
+    """Divisor of the gradient. None: that of the reported loss."""
     advantages: str | None = None
     """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out.
     None: leave_one_out for rloo, centred for dr_grpo, group for every other loss."""
@@ -68,13 +68,13 @@ class LossConfig:
         return tuple(engines.values()) if self.engine == "auto" else engines[self.engine]
 
     def policy_loss(self, longest_completion: int) -> PolicyLoss:
-        """The loss object.
+        """Returns the loss object.
 
         Args:
-            longest_completion: tokens, the default of `length`.
+            longest_completion: tokens of the longest completion, the default of `length`.
 
         Raises:
-            ValueError: an unknown preset, an option that it does not have, or a value out of range.
+            ValueError: if the preset is unknown, lacks a given option, or a value is out of range.
         """
         require(self.name in PRESETS, "--loss.name", f"one of {', '.join(sorted(PRESETS))}", self.name)
         preset = PRESETS[self.name]

@@ -14,7 +14,7 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder (experiments/models/decoder_config.py)."""
+    """Decoder (experiments/models/decoder_config.py)."""
 
     path: str | None = None
     """Model to start from: a Hugging Face directory, a GGUF file, or package:NAME for the GGUF file in a Python package.
@@ -23,10 +23,10 @@ class ModelConfig:
     own: str | None = None
     """Class of a model passed to train(), which sets this option itself."""
     chat_template: bool = True
-    """Apply the chat template of --model.path to prompts; otherwise they are plain text after its start token."""
+    """Apply the chat template of --model.path to prompts; otherwise prompts are plain text after its start token."""
     name: str | None = None
-    """Sizes and options of a published model, with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b.
-    It keeps its vocabulary size; the task's tokens are the first of it."""
+    """Published model whose sizes and options to use, with random weights: qwen3-0.6b, qwen3-1.7b or llama-3.2-1b.
+    It keeps its vocabulary size; the task's tokens are its first ones."""
     hidden_size: int = 64
     """Features of the residual stream."""
     intermediate_size: int = 128
@@ -40,29 +40,29 @@ class ModelConfig:
     head_dim: int = 16
     """Features per head, an even number."""
     tie_embeddings: bool = True
-    """Use the embedding table as head."""
+    """Use the embedding table as the head."""
     fp32_head: bool = False
     """Compute the head in float32, in trainer and sampler. Does not remove bf16 drift (docs/numerics.md)."""
     dtype: str = "auto"
     """Dtype of activations and head: float32, bfloat16 or auto.
-    auto: bfloat16 on GPUs that multiply it (NVIDIA of compute capability 8 and later), else float32."""
+    auto: bfloat16 on GPUs that multiply it (NVIDIA of compute capability 8 and later), otherwise float32."""
     param_dtype: str = "float32"
     """Dtype of the parameters that the model reads: float32 or bfloat16.
-    With bfloat16 the optimizer updates a float32 copy of its own."""
+    With bfloat16 the optimizer updates a separate float32 copy."""
     residual_dtype: str = "auto"
     """Dtype of the residual stream, in trainer and sampler: float32 or auto (that of --model.dtype)."""
     attention: str = "auto"
     """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, repeatable or auto (the fastest that can run).
-    repeatable, and auto with --invariant: hopper if it can run, else einsum; their gradients repeat bitwise."""
+    repeatable, and auto with --invariant: hopper if it can run, otherwise einsum; their gradients repeat bitwise."""
     remat: str = "auto"
-    """Recomputation in the backward pass: none, products, attention, full or auto (none on a CPU, else attention).
-    Kept with none: what the compiler chooses; attention: its results and the layers' inputs; full: the inputs alone."""
+    """Recomputation in the backward pass: none, products, attention, full or auto (none on a CPU, otherwise attention).
+    none keeps what the compiler chooses, attention its results and the layers' inputs, full the inputs alone."""
 
     def decoder(self, vocab_size: int, invariant: bool = False) -> DecoderConfig:
-        """The configuration of a model from nothing for a vocabulary of at least ``vocab_size`` tokens.
+        """Returns the configuration of a new model for a vocabulary of at least ``vocab_size`` tokens.
 
         Raises:
-            ValueError: a named shape that is unknown, or has a smaller vocabulary, or an option that it has decided.
+            ValueError: if a named shape is unknown or has a smaller vocabulary, or an option is set that it decides.
         """
         options = vars(self.resolved(invariant))
         if self.name is None:
@@ -76,10 +76,10 @@ class ModelConfig:
         return dataclasses.replace(shape, **{name: options[name] for name in _OF_ANY_MODEL})
 
     def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
-        """The configuration of a model from disk, computed as is said here.
+        """Returns the configuration of a model from disk, with the dtypes, attention and recomputation of these options.
 
         Raises:
-            ValueError: an option that the model on disk has decided.
+            ValueError: if an option is set that the model on disk decides.
         """
         self._leave_to("path")
         options = vars(self.resolved(invariant))
@@ -99,7 +99,7 @@ class ModelConfig:
         return self.path is None and self.name is None
 
     def resolved(self, invariant: bool = False) -> "ModelConfig":
-        """The same with "auto" replaced by what it means here; for the dtype see `experiments.models.dtype_choice`.
+        """Returns the options with "auto" replaced by its value here; for the dtype see `experiments.models.dtype_choice`.
 
         Invariant runs use attention of a fixed order.
         """

@@ -10,26 +10,26 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
+    """Optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
 
     name: str = "adamw"
-    """adamw, adafactor, or muon (Muon for the layers' matrices, AdamW for embeddings, head, norms and biases).
+    """Optimizer: adamw, adafactor, or muon (Muon for the layers' matrices, AdamW for embeddings, head, norms and biases).
     The same learning rate suits all three."""
     learning_rate: float | None = None
     """Peak learning rate. None: 5e-4 for a new model, 1e-6 for one from disk, 1e-5 for adapters of one."""
     schedule: str = "constant"
     """Learning rate from the end of warm-up to --schedule.steps: constant, cosine or linear.
-    It depends on the number of the update and --schedule.steps alone, also after a resume that changes the latter."""
+    It depends on the number of the update and --schedule.steps alone, even after a resume that changes --schedule.steps."""
     warmup_steps: int = 5
-    """Updates of linear warm-up; the last of them has the peak learning rate."""
+    """Updates of linear warm-up; the last has the peak learning rate."""
     final_rate: float | None = None
-    """cosine, linear: share of the peak that the last update has. None: 0.1."""
+    """cosine, linear: learning rate of the last update, as a share of the peak. None: 0.1."""
     b1: float | None = None
     """adamw, muon: decay of AdamW's first moment. None: 0.9."""
     b2: float | None = None
     """adamw, muon: decay of AdamW's second moment. None: 0.99."""
     momentum: float | None = None
-    """Decay of the momentum of muon and adafactor. None: 0.95 for muon, no momentum for adafactor."""
+    """muon, adafactor: decay of the momentum. None: 0.95 for muon, no momentum for adafactor."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
@@ -43,13 +43,13 @@ class OptimizerConfig:
         return dataclasses.replace(self, learning_rate=default)
 
     def optimizer(self, steps: int) -> Optimizer:
-        """The optimizer object.
+        """Returns the optimizer object.
 
         Args:
-            steps: optimizer steps of the whole run, where a schedule ends.
+            steps: optimizer steps of the whole run, at which a schedule ends.
 
         Raises:
-            ValueError: an unknown name, an option that the optimizer or schedule does not have, or a value out of range.
+            ValueError: if a name is unknown, the optimizer or schedule lacks a given option, or a value is out of range.
         """
         for option, choices in (("name", tuple(OPTIMIZERS)), ("schedule", SCHEDULES)):
             value = getattr(self, option)
@@ -66,7 +66,7 @@ class OptimizerConfig:
             require(self.schedule != "constant", "--optimizer.final-rate", expected, self.final_rate)
             require(0.0 <= self.final_rate <= 1.0, "--optimizer.final-rate", "a share in [0, 1]", self.final_rate)
         require(self.learning_rate is not None, "--optimizer.learning-rate", "a resolved configuration", None)
-        expected = f"at most {1.0 / self.learning_rate:g}, 1 / --optimizer.learning-rate: no update takes more than all"
+        expected = f"at most {1.0 / self.learning_rate:g}, which is 1 / --optimizer.learning-rate"
         require(self.weight_decay * self.learning_rate <= 1.0, "--optimizer.weight-decay", expected, self.weight_decay)
         rate = learning_rate(self.schedule, self.learning_rate, warmup_steps=self.warmup_steps, steps=steps, **final)
         transformation = OPTIMIZERS[self.name](weight_decay=self.weight_decay, **given)

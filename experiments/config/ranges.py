@@ -1,4 +1,4 @@
-"""The range of every option."""
+"""Ranges of all options."""
 
 import math
 
@@ -19,7 +19,7 @@ def validate(config: Config) -> MeshSpec:
     """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
 
     Raises:
-        ValueError: naming the option as written on the command line, what was expected and what was found.
+        ValueError: if an option is out of range; names it as typed on the command line, with expected and given value.
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
@@ -70,15 +70,15 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
     """Refuses options that would do nothing."""
     schedule, model, rollout = config.schedule, config.model, config.rollout
     if schedule.docs_per_step:
-        expected = f"no value with --schedule.docs-per-step {schedule.docs_per_step}, which ends a step (0 would not)"
+        expected = f"no value unless --schedule.docs-per-step is 0 (it is {schedule.docs_per_step})"
         require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
-    expected = "no value without --model.path, whose chat template it is about"
-    require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "it")
+    expected = "no value without --model.path, whose chat template it switches off"
+    require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "the option")
 
 
 def _validate_invariant(config: Config, mesh: MeshSpec) -> None:

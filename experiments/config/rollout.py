@@ -8,20 +8,20 @@ from experiments.sampling.pick import DrawOptions
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How completions are sampled."""
+    """Sampling of completions."""
 
     prompts_per_rollout: int = 64
     """Prompts per rollout, all completed with the same parameters."""
     num_generations: int = 8
     """Completions per prompt: the size of an advantage group."""
     temperature: float = 1.0
-    """Divisor of the logits, in the sampler as in the trainer."""
+    """Divisor of the logits, in the sampler and in the trainer."""
     top_k: int | None = None
-    """Draw among this many likeliest tokens only. None: all. The loss takes log-probs of the whole distribution."""
+    """Sample among this many most likely tokens. None: all. The loss takes log-probs of the whole distribution."""
     top_p: float = 1.0
-    """Draw among the fewest likeliest tokens whose probabilities sum to this. 1: all."""
+    """Sample among the fewest most likely tokens whose probabilities sum to this. 1: all."""
     min_p: float = 0.0
-    """Draw among tokens at least this many times as likely as the likeliest. 0: all."""
+    """Sample among tokens at least this many times as likely as the most likely one. 0: all."""
     stop: tuple[str, ...] = ()
     """Stop strings. A completion ends with the token that completes one, and does not count as truncated."""
     max_prompt_tokens: int | None = None
@@ -33,22 +33,22 @@ class RolloutConfig:
     """Exclude completions without an end token from the loss: none of their tokens is a label.
     Their rewards stay in the group's statistics. A divisor that counts documents still counts them."""
     mesh: str | None = None
-    """Device mesh of rollouts and evaluations; parameters are copied to it for each of them. None: that of the training."""
+    """Device mesh of rollouts and evaluations, to which parameters are copied for each of them. None: the training mesh."""
     rescore: bool | None = None
-    """Take old log-probs from a forward pass of the trainer, with the parameters that sampled, and not from the sampler.
+    """Take old log-probs from a forward pass of the trainer with the parameters that sampled, instead of from the sampler.
     Ratios are then free of the drift between sampler and trainer, which stays a metric.
     None: only if a rollout feeds more than one step (its completions do not divide --schedule.docs-per-step)."""
     resample_degenerate: bool = False
-    """Draw further prompts until a rollout has its number of groups whose rewards differ (dynamic sampling, DAPO).
+    """Sample further prompts until a rollout has its number of groups whose rewards differ (dynamic sampling, DAPO).
     Other groups have no gradient. Surplus groups are discarded."""
     max_resamples: int = 10
-    """With --rollout.resample-degenerate: further draws per rollout; then groups of equal rewards fill it up."""
+    """With --rollout.resample-degenerate: further attempts per rollout, after which groups of equal rewards complete it."""
 
     def draw_options(self) -> DrawOptions:
-        """How tokens are drawn.
+        """Returns the options of sampling a token.
 
         Raises:
-            ValueError: an option out of range.
+            ValueError: if an option is out of range.
         """
         with refused_as("rollout"):
             return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)

@@ -16,34 +16,34 @@ from experiments.config.warm_start import WARM_START_STEPS, WarmStartConfig
 from experiments.models.lora import LoraConfig
 
 COMPLETION_OF_LOADED_MODEL = 256
-"""Default of the longest completion of a model from disk, in tokens, as in TRL."""
+"""Default longest completion of a model from disk, in tokens, as in TRL."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
+    """Policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
 
     preset: str | None = None
-    """Named defaults, which --help shows together with this option; other options still override them.
+    """Named defaults, which --help shows together with this option; other options override them.
     smollm2: SmolLM2-135M-Instruct (extra smollm2) on word problems."""
     task: str = "addition"
-    """addition, comparison, letter_counting, reversal, sorting or word_problems (each also with :SIZE).
+    """Task: addition, comparison, letter_counting, reversal, sorting or word_problems (each also with :SIZE).
     Or reasoning_gym:NAME, or jsonl:PATH."""
     seed: int = 0
     """Seed of parameters, data order and sampling."""
     out: str = "runs"
-    """Folder that run folders are made in."""
+    """Folder in which run folders are made."""
     name: str | None = None
     """Name of the run folder. None: composed from task, loss, seed and time."""
     mesh: str = "data=1,fsdp=1,sequence=1,tensor=1"
     """Device mesh: data and fsdp split the documents, sequence the tokens of a row, tensor vocabulary and features.
-    fsdp and sequence split parameters and optimizer state too. One of the sizes may be -1: the remaining devices."""
+    fsdp and sequence also split parameters and optimizer state. One of the sizes may be -1: the remaining devices."""
     invariant: bool = False
     """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
     quiet: bool = False
     """Print only warnings and the final scores."""
     log_every: int | None = None
-    """Steps between two printed rows, in a pipe or a file. None: about 40 rows a run, 10 of the warm start.
+    """Steps between printed rows, in a pipe or a file. None: about 40 rows per run, 10 per warm start.
     The first and the last step always have a row. A terminal shows one line instead, which is redrawn."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -61,7 +61,7 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
 
     def resolved(self) -> "Config":
-        """The same with every option that follows from others, or from the device, replaced by what it is."""
+        """Returns the options with every value filled in that follows from others or from the device."""
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
         if rollout.rescore is None:
             docs = self.schedule.docs_per_step

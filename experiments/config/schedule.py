@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 MICRO_BATCHES = 4
-"""Of a step that does not end at a number of documents."""
+"""Default micro-batches of a step that does not end at a number of documents."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The size of an optimizer step, and the number of steps."""
+    """Size of an optimizer step, and number of steps."""
 
     steps: int = 1000
     """Optimizer steps of reinforcement learning."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 WARM_START_STEPS = 400
-"""Of a model from nothing."""
+"""Default warm-start steps of a new model."""
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """The short supervised phase on worked examples. It ends at the target, or after its last step."""
+    """Short supervised phase on worked examples. It ends at the target, or after its last step."""
 
     max_steps: int | None = None
     """Maximum number of optimizer steps. 0: skip the phase. None: 400 for a new model, 0 for one from disk."""
@@ -19,4 +19,4 @@ class WarmStartConfig:
     target: float = 0.36
     """Stop when this share of sampled answers (temperature 1, training prompts) is right."""
     check_every: int = 5
-    """Optimizer steps between two such checks."""
+    """Optimizer steps between checks of the target."""

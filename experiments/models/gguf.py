@@ -90,7 +90,7 @@ def _bounded_reader(reader: Any) -> Any:
         def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **named: Any) -> np.ndarray:
             self.reads += 1
             if self.reads > MAX_READS:
-                raise ValueError(f"more than {MAX_READS} values beside the tensors")
+                raise ValueError(f"more than {MAX_READS} values in addition to the tensors")
             values = super()._get(offset, dtype, count, *options, **named)
             if len(values) < count:
                 raise IndexError("a value beyond the end of the file")

@@ -18,7 +18,7 @@ ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters of a model from disk: they alone are trained, saved, and kept in fp32."""
+    """Low-rank adapters of a model from disk. They alone are trained and saved, and kept in float32."""
 
     rank: int = 0
     """Rank of the adapters. 0: none, the whole model is trained."""

@@ -35,7 +35,7 @@ def located(path: str | Path) -> Path:
     spec = find_spec(package)
     install = HOW_TO_INSTALL.get(package, f"pip install {package.replace('_', '-')}")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    require(len(folders) > 0, "model", f"the package {package} ({install})", "none of that name installed")
+    require(len(folders) > 0, "model", f"the package {package} ({install})", "no such package")
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     require(len(files) == 1, "model", f"one GGUF file in package {package}", [file.name for file in files] or "none")
     return files[0]

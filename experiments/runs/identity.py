@@ -95,8 +95,8 @@ def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, .
             not differences, f"checkpoint step {step}", f"the {what} that it was saved with", ", ".join(differences)
         )
     differences = _differences(then.numerics, now.numerics)
-    words = "the run goes on, but not bitwise as without a break"
-    return (f"other than at step {step}: {', '.join(differences)}; {words}",) if differences else ()
+    words = "resuming, but not bitwise identical to an uninterrupted run"
+    return (f"changed since step {step}: {', '.join(differences)}; {words}",) if differences else ()
 
 
 def require_settings() -> None:

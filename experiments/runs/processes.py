@@ -135,7 +135,7 @@ class Processes:
         different = [process for process, theirs in enumerate(told) if theirs != told[0]]
         if different:
             raise RuntimeError(
-                f"process {different[0]} has other documents than process 0: {told[different[0]]}, {told[0]}"
+                f"process {different[0]} has different documents from process 0: {told[different[0]]}, {told[0]}"
             )
         return counts
 
@@ -205,8 +205,8 @@ class Processes:
         failure = Failure(self.index, code, sentence)
         if not caused_here:
             # The process at fault says so before it ends; of one that was killed, JAX says so, and ends this one.
-            line = f"process {self.index}: the connection to another one is broken"
-            _say(f"{line}; JAX says within {HEARTBEAT_TIMEOUT_SECONDS} s which one has ended: {sentence[:200]}")
+            line = f"process {self.index}: the connection to another process is broken"
+            _say(f"{line}; JAX reports within {HEARTBEAT_TIMEOUT_SECONDS} s which process ended: {sentence[:200]}")
             failure = self._told_within(2 * HEARTBEAT_TIMEOUT_SECONDS) or failure
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if failure.process == self.index:
@@ -304,11 +304,11 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
         )
     except jax.errors.JaxRuntimeError as error:
-        raise OSError(f"--distributed: the processes did not come together: {error}") from error
+        raise OSError(f"--distributed: the processes did not connect: {error}") from error
     except ValueError as error:
         if not missing:
             raise
-        seen = f"an environment that does not say them ({error})"
+        seen = f"an environment without them ({error})"
         require(False, "--distributed", "--coordinator, --num-processes and --process-id, or a cluster", seen)
     processes().watch()
 

@@ -57,7 +57,7 @@ def caught_signals() -> Iterator[Signals]:
         if signals.received is None:
             raise
         failed = " ".join(str(error).split())[:200]
-        sentence = f"{signals.received.name}: the step in progress is lost ({failed}); --resume goes on before it"
+        sentence = f"{signals.received.name}: the step in progress is lost ({failed}); --resume repeats it"
         # The others would wait for this process.
         processes().end(128 + signals.received, sentence, caused_here=True)
         raise Interrupted(signals.received, sentence) from error

@@ -90,7 +90,7 @@ class RolloutCounts:
         if self.empty == self.completions:
             return f"{reward}, and every completion is empty"
         if self.truncated == self.completions:
-            return f"{reward}, and every completion was cut at {max_new_tokens} tokens"
+            return f"{reward}, and every completion was truncated at {max_new_tokens} tokens"
         return reward
 
 

@@ -43,20 +43,20 @@ ENOUGH_LINES = 5 * HELD_OUT_ONE_IN
 
 @dataclass(frozen=True)
 class JsonlOptions:
-    """How lines become examples, and completions right or wrong, as it is written on a command line."""
+    """Format of the lines of a task file, and the comparison of answers."""
 
     prompt_key: str | None = None
     """Key of the prompt, a text or a list of messages with role and content. None: prompt, question or messages."""
     answer_key: str = "answer"
     """Key of the answer."""
     answer_pattern: str | None = None
-    """Regular expression with one group, found once in every answer: the group is what counts. For GSM8K '#### (.+)'."""
+    """Regular expression with one group, found once in every answer; the group is the answer. For GSM8K '#### (.+)'."""
     other_keys: bool = False
-    """Lines may have further keys, which become the example's source; else they are refused."""
+    """Accept further keys in a line, which become the example's source; otherwise they are refused."""
     verifier: str = "exact"
-    """exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
+    """Comparison of answers: exact (equal up to white space), or numeric (the only number of both, as exact rationals)."""
     max_text_bytes: int = 4096
-    """Longest prompt, and longest answer, in bytes of UTF-8: memory is allotted for the longest of the file in every row."""
+    """Longest prompt, and longest answer, in bytes of UTF-8. Every row has memory for the longest one of the file."""
 
 
 @dataclass(frozen=True)

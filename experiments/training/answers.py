@@ -37,6 +37,6 @@ def warn_of_long_answers(
         least = min(lengths) + config.rollout.mask_truncated
         require(least <= room, "--rollout.max-new-tokens", f"at least {least}, for the shortest answer", room)
     return (
-        f"--rollout.max-new-tokens {room}: too few for {long} of {len(lengths)} answers, of which the longest has "
-        f"{max(lengths)} tokens and an end token"
+        f"--rollout.max-new-tokens {room}: too few for {long} of {len(lengths)} answers; the longest needs "
+        f"{max(lengths) + 1}, end token included"
     )

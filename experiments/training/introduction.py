@@ -146,6 +146,6 @@ def _uneven_steps(config: Config) -> list[str]:
     if docs == 0 or completions % docs == 0 or docs % completions == 0:
         return []
     return [
-        f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: steps "
-        "end with a whole micro-batch, so they have more documents than that, in varying numbers"
+        f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: a step "
+        "ends with a whole micro-batch, so it has more documents, in varying numbers"
     ]

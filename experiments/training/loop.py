@@ -73,13 +73,13 @@ def run_to_end(
 
 
 def kept(folder: RunFolder, *, finished: bool = False) -> str:
-    """What of a run is on disk, and the command that goes on."""
+    """Returns the last saved step of a run, and the command that resumes it."""
     steps = complete_steps(folder.checkpoints)
     saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
     command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
     if finished:
-        return f"{saved}; {command} --schedule.steps N trains up to step N"
-    return f"{saved}; {command} {'goes on from there' if steps else 'begins it again'}"
+        return f"{saved}; to train up to step N: {command} --schedule.steps N"
+    return f"{saved}; to {'continue' if steps else 'repeat it'}: {command}"
 
 
 class Loop:

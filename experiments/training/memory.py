@@ -50,7 +50,7 @@ class MemoryNeed(NamedTuple):
             return f"at least {size(self.state)} (state alone, without its programs)"
         beyond = ", ".join(f"{name} {size(number)}" for name, number in self.parts.items())
         most = f"; set-up and compilation took {size(self.compiling)}" if self.compiling == self.total else ""
-        return f"{size(self.total)} (state {size(self.state)}; beyond it {beyond}{most})"
+        return f"{size(self.total)} (state {size(self.state)}; beyond it: {beyond}{most})"
 
 
 def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
@@ -66,7 +66,7 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
-    console.say(f"memory per device: {need}" + ("" if limit is None else f"; here are {size(limit)}"))
+    console.say(f"memory per device: {need}" + ("" if limit is None else f"; limit: {size(limit)}"))
     programs = cache_report()
     if programs is not None:
         console.say(programs)
@@ -91,8 +91,8 @@ def memory_need(trainer: Trainer) -> MemoryNeed:
     if trainer.warm_start_to_come:
         evaluation = max(evaluation, CHECK_PROMPTS)
     draws = {
-        "a rollout": trainer.rollouts.draw.memory(params, rollout.prompts_per_rollout, rollout.num_generations),
-        "an evaluation": trainer.evaluation_draw.memory(params, evaluation, 1),
+        "rollout": trainer.rollouts.draw.memory(params, rollout.prompts_per_rollout, rollout.num_generations),
+        "evaluation": trainer.evaluation_draw.memory(params, evaluation, 1),
     }
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
@@ -103,8 +103,8 @@ def memory_need(trainer: Trainer) -> MemoryNeed:
     # Their sum, those that are being added, and those of the next micro-batch, which runs already.
     copies = 3 if _several_micro_batches(trainer) else 1
     parts = {
-        "a micro-batch": batch + micro_batch.temp_size_in_bytes + copies * gradients,
-        "the update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
+        "micro-batch": batch + micro_batch.temp_size_in_bytes + copies * gradients,
+        "update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
         **known,
     }
     return MemoryNeed(state, parts, peak_bytes(trainer.mesh.local_devices) or 0)
@@ -147,7 +147,8 @@ def require_room(least: int, devices: int) -> None:
         here = None if limit is None else limit * devices
     if here is not None and least > here:
         needs = f"parameters, optimizer state, gradients and the sampler's cache need at least {size(least)}"
-        raise ValueError(f"memory: {needs}; here are {size(here)}")
+        remedy = "try a smaller model or more memory"
+        raise ValueError(f"memory: {needs}, available: {size(here)}; {remedy}")
 
 
 def _machine_bytes() -> int | None:

@@ -1,4 +1,4 @@
-"""A run that goes on: the options that it began with, what may be changed, and where it ends."""
+"""Resumption of a run with its saved options and the changes that a resume may make."""
 
 import contextlib
 import dataclasses
@@ -38,24 +38,24 @@ def resume(
     reward: Reward | RewardPairs | Rewards | None = None,
     model: nnx.Module | None = None,
 ) -> Result:
-    """Continues a run from its newest intact checkpoint, to the bits of a run without a break.
+    """Resumes a run from its newest intact checkpoint, with the bits of an uninterrupted run.
 
     Args:
         path: run folder, or RUN@STEP to go back to the checkpoint of that step.
         changes: options by dotted name, as in ``{"schedule.steps": 2000}``. Those that may change (see
-          `experiments.config.changes`) are kept in the run folder, for the next resume too, all but quiet.
-        task: the task, if the run began with one of the caller's own.
-        reward: the same of its reward.
-        model: the same of its model.
+            `experiments.config.changes`), all but quiet, are saved in the run folder and hold for later resumes.
+        task: your own task, if the run began with one.
+        reward: your own reward, if the run began with one.
+        model: your own model, if the run began with one.
 
     Returns:
-        As `experiments.training.run.train`; scores before are those of the run's beginning.
+        The result, as of `experiments.training.run.train`; scores before are those of the run's beginning.
 
     Raises:
-        ValueError: no run folder, a damaged one, other data than it began with, an option that may not change, or a target
-          that the run has passed.
-        NothingToDo: the run has finished.
-        Stopped: as `train`.
+        ValueError: if there is no run folder or a damaged one, the data differ from those that the run began with, an option
+            may not change, or the run has passed the target.
+        NothingToDo: if the run has finished.
+        Stopped: if a signal or a guard ended the run early, as in `train`.
     """
     return set_up_resume(path, changes or {}, task=task, reward=reward, model=model).finish()
 
@@ -131,11 +131,11 @@ class Resumption:
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
         if self._finished_at(step) and (step == steps or trainer.exhausted):
             why = (
-                f"has reached step {step} of {steps}"
-                if step == steps
-                else f"ended with its training data at step {step}"
+                f"ended with its training data at step {step}"
+                if trainer.exhausted
+                else f"has reached step {step} of {steps}; raise --schedule.steps to continue"
             )
-            raise NothingToDo(f"nothing to do: {self.folder.path} {why}; --schedule.steps sets another goal")
+            raise NothingToDo(f"nothing to do: {self.folder.path} {why}")
         say_memory(trainer, RunConsole(trainer.config.quiet), resumed=True)
         if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)

@@ -1,4 +1,4 @@
-"""A run from its options to its result: the entry point from Python, also called by the command line."""
+"""A run from its options to its result, for callers from Python and for the command line."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 RewardPairs = Sequence[tuple[Reward, float]]
-"""Functions with their weights."""
+"""Reward functions with their weights."""
 
 
 @dataclass(frozen=True)
@@ -214,23 +214,23 @@ def train(
 ) -> Result:
     """Trains a policy and writes a run folder.
 
+    To continue a run, use `experiments.training.resume.resume`.
+
     Args:
         config: the options, as on the command line.
-        task: your own task (see `experiments.tasks.Task`); None takes the one that ``config.task`` names.
-        reward: maps an example and its completion to a finite number; or pairs of such a function and its weight, whose
-          weighted sum is the reward; None takes those that ``config.reward`` names. Held-out scores are the task's verdict
-          whatever the reward.
-        model: your own Flax model (see `experiments.models.protocol.Model`); None takes the decoder that ``config.model``
-          describes. It stays as it is: ``nnx.update(model, result.params)`` puts the trained parameters into it.
-
-    To go on with a run: `experiments.training.resume.resume`.
+        task: your own task (see `experiments.tasks.Task`); None for the one that ``config.task`` names.
+        reward: function from an example and its completion to a finite number; or pairs of such a function and its weight,
+            whose weighted sum is the reward; None for those that ``config.reward`` names. Held-out scores are the task's
+            verdict regardless of the reward.
+        model: your own Flax model (see `experiments.models.protocol.Model`); None for the decoder that ``config.model``
+            describes. It is not modified: ``nnx.update(model, result.params)`` puts the trained parameters into it.
 
     Returns:
         Scores before and after, the run folder, the log, and the trainer.
 
     Raises:
-        ValueError: an option, a file, a mesh or a run folder that cannot be used; one line that names it.
-        Stopped: the run ended early, by a signal or a guard; one line that says what was kept.
+        ValueError: if an option, a file, a mesh or a run folder cannot be used; the message names it in one line.
+        Stopped: if a signal or a guard ended the run early; the message tells in one line what was kept.
     """
     return set_up(config, task=task, reward=reward, model=model).finish()
 
@@ -307,7 +307,7 @@ def _new_path(config: Config) -> Path:
     try:
         path = Path(config.out).resolve() / name
         there = next(each for each in path.parents if each.exists())
-        require(there.is_dir(), "--out", "a folder, or where one can be made", f"{there}, which is no folder")
+        require(there.is_dir(), "--out", "a folder, or where one can be made", f"{there}, which is not a folder")
         require(not path.exists(), "run folder", "a path that does not exist yet", path)
     except OSError as error:
         raise ValueError(

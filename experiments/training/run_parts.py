@@ -90,7 +90,7 @@ def require_same_files(saved: RunParts, now: RunParts) -> None:
     then, found = dict(saved.files), dict(now.files)
     for name in sorted(then.keys() | found.keys()):
         expected = f"the {name} that the run began with (sha256 {then.get(name)})"
-        got = f"another (sha256 {found[name]})" if name in found else "none"
+        got = f"a different one (sha256 {found[name]})" if name in found else "none"
         require(found.get(name) == then.get(name), "model", expected, got)
 
 

@@ -453,7 +453,10 @@ class Trainer:
         self.reference = None if reference is None else self.sums.place(reference)
         extra = restored.extra
         same = extra["frozen"] == fingerprint(self.frozen)
-        require(same, "model", "the parameters that the run began with, where they are not trained", "others")
+        if not same:
+            raise ValueError(
+                "model: its frozen parameters differ from those that the run began with; pass the same model"
+            )
         self.progress = Progress(**extra["progress"])
         self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
         self.stream.restore(extra["queued"])
@@ -475,12 +478,12 @@ def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:
     # The candidates with --loss.gradient-filter are a sequence, without triton.
     filtered = not head_run.reason.startswith("auto")
     if filtered and capability != (9, 0):
-        advice.append("no --loss.gradient-filter")
+        advice.append("a run without --loss.gradient-filter")
     if capability == (9, 0) and jax.__version_info__ < (0, 11):
         advice.append("JAX 0.11 or newer (Python 3.12 or newer)")
     if capability == (9, 0) and dtype == "float32":
         advice.append("--model.dtype bfloat16")
     if not filtered and capability is not None and capability[0] == 8 and find_spec("jax_triton") is None:
         advice.append('pip install -e ".[triton]"')
-    remedy = f". What to do: {' and '.join(advice)}" if advice else ""
+    remedy = f"; try {' and '.join(advice)}" if advice else ""
     return f"the head runs on engine {head_run.engine}, slower than the kernels for GPUs: {head_run.reason}{remedy}"

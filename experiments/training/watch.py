@@ -58,7 +58,9 @@ class Watch:
         ratio, factor = values.get("grad_norm_over_median"), self._options.spike_factor
         if ratio is None or not factor or ratio <= factor:
             return None
-        return f"step {step}: gradient norm {values['grad_norm']:.3g}, {ratio:.3g} times the median before it"
+        return (
+            f"step {step}: gradient norm {values['grad_norm']:.3g}, {ratio:.3g} times the median of the norms before it"
+        )
 
     def _nothing_to_learn(self, step: int, counts: RolloutCounts) -> str | None:
         """A warning after some such steps in a row, and each time that there are twice as many."""
@@ -72,8 +74,8 @@ class Watch:
             return None
         self._next_warning *= 2
         return (
-            f"step {step}: no group had a difference of rewards in {self._degenerate} steps in a row, so that nothing is "
-            f"learnt: {counts.sameness(self._max_new_tokens)}"
+            f"step {step}: every group had equal rewards for {self._degenerate} steps in a row: no learning signal "
+            f"({counts.sameness(self._max_new_tokens)})"
         )
 
     def _truncated(self, step: int, counts: RolloutCounts) -> str | None:
@@ -85,6 +87,6 @@ class Watch:
             return None
         self._next_truncated *= 2
         return (
-            f"step {step}: {counts.truncated} of {counts.completions} completions were cut at {self._max_new_tokens} "
+            f"step {step}: {counts.truncated} of {counts.completions} completions were truncated at {self._max_new_tokens} "
             f"tokens; raise --rollout.max-new-tokens"
         )

@@ -1,4 +1,4 @@
-"""Engines of the language-model head, and what choosing, recording and writing one takes."""
+"""Engines of the language-model head: choosing one, recording which ran, and writing one."""
 
 from jaxlogp.head.api import skipped_tiles
 from jaxlogp.head.call import HeadCall, HeadGradients

@@ -1,4 +1,6 @@
-"""Log-probs and entropies straight from hidden states and head weight: ``linear_log_probs`` and its siblings."""
+"""Log-probs and entropies straight from hidden states and head weight: ``linear_log_probs``, ``head_logits`` and
+``skipped_tiles``.
+"""
 
 import functools
 from typing import Any
@@ -49,67 +51,67 @@ def linear_log_probs(
     frozen_head: bool = False,
     engine: EngineChoice = "auto",
 ) -> TokenLogProbs:
-    """Log-probs of the targets, and entropies, from hidden states and head weight, without storing [tokens, V] logits.
+    """Computes log-probs of the targets, and entropies, from hidden states and head weight, without [tokens, V] logits.
 
     z = softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, with softcap(a) = cap tanh(a / cap);
     log_prob = z[target] - logsumexp(z); entropy = logsumexp(z) - Σ p z. Differentiable in hidden, weight and bias.
 
-    Inside ``shard_map`` with ``axis_name`` the weight is the local shard of the vocabulary. Hidden states that are the
-    same on all shards get their gradient summed over the shards exactly once, by a psum in the backward; likewise a
-    weight that is the same on all ranks of a data axis. Replication types say which these are, hence gradients need
-    ``check_vma=True`` (its default). Reverse mode only. The gradient of ``reference``, and of ``chunked`` without a
-    gradient filter, can be differentiated again (``jax.hessian``); the other engines refuse that.
+    Inside ``shard_map``, with ``axis_name``, the weight is the local shard of the vocabulary. Hidden states that are the
+    same on all shards get their gradient summed over the shards exactly once, by a psum in the backward, and so does a
+    weight that is the same on all ranks of a data axis. Replication types tell which arrays are the same, so gradients need
+    ``check_vma=True``, the default of ``shard_map``. Reverse mode only. The gradient of ``reference``, and of ``chunked``
+    without a gradient filter, can be differentiated again (``jax.hessian``); the other engines refuse that.
 
     On whole arrays whose weight is known to be split along V over one mesh axis (by an Explicit axis in its type, or as a
     concrete array), the call is :func:`sharded_linear_log_probs`. Under ``jax.jit`` with Auto axes, and while a call with
     such arrays is differentiated, nothing is known: XLA then gathers the weight, and every device computes all tokens.
     Call :func:`sharded_linear_log_probs` there. The first such call in a mesh context (``jax.set_mesh``) warns.
 
-    Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give
-    NaN; hidden states can be checked with :func:`jaxlogp.invariance.nan_unless_equal`. With ``sequence_dim``
-    (Megatron's sequence parallelism) each rank passes its own part of the tokens' hidden states instead, and targets
-    and mask of all tokens: the parts are gathered before the product, and the gradient is summed and split again by
-    one reduce-scatter in fp32.
+    Targets, mask and hidden states must be the same on all ranks of ``axis_name``. Targets or masks that differ give NaN;
+    :func:`jaxlogp.invariance.nan_unless_equal` checks hidden states. With ``sequence_dim`` (Megatron's sequence parallelism)
+    each rank instead passes the hidden states of its part of the tokens, and targets and mask of all tokens. The parts are
+    gathered before the product, and one reduce-scatter in fp32 sums and splits the gradient.
 
     Args:
-        hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused: all sums are fp32). Cast to the weight's dtype for the
-          product unless ``fp32_head``; its gradient comes back in its own dtype.
+        hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused, because all sums are fp32). Cast to the weight's dtype
+            for the product unless ``fp32_head``; its gradient has its own dtype.
         weight: [V, H], or the local shard [V_local, H]. Products accumulate in fp32; fp32 means fp32, never TF32.
         targets: [*tokens], integer ids of the whole vocabulary.
-        mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold there.
-        bias: [V] or [V_local], added to the product.
+        mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold; None for
+            all tokens.
+        bias: [V] or [V_local], added to the product; None for no bias.
         temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
         logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
         softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
-        with_entropy: also return the entropy; no additional collective either way.
-        with_lse: also return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
+        with_entropy: whether to return the entropy, at no additional collective.
+        with_lse: whether to return log Σ e^z, a constant, for :func:`jaxlogp.linear_policy_loss`.
         axis_name: mesh axis over which the vocabulary is sharded.
-        vocab: the shards; None means equal ones, except under ``shard_map(check_vma=False)``, where they must be given.
-          Uneven shards are padded to vocab.max_width rows (:meth:`VocabShards.shard_rows`).
+        vocab: the shards; None for equal ones, except under ``shard_map(check_vma=False)``, where they must be given.
+            Uneven shards are padded to vocab.max_width rows (:meth:`VocabShards.shard_rows`).
         sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, in equal parts in the order of the
-          ranks; None where every rank has all of them.
-        out_of_vocab: for active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
-        fp32_head: multiply in fp32 whatever the dtypes, without an fp32 copy of the weight (``reference`` makes one).
-        weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``; it is used without a
-          transposed copy.
-        frozen_head: treat weight and bias as constants, as those of a model of which only adapters are trained: their
-          gradients are not computed, and 0.
+            ranks; None if every rank has all of them.
+        out_of_vocab: treatment of active targets outside [0, V): "error", or "zero" (value 0, gradient -p g).
+        fp32_head: whether to multiply in fp32 regardless of the dtypes, without an fp32 copy of the weight (``reference``
+            makes one).
+        weight_layout: "vh", or "hv" for a weight [H, V] such as the kernel of a Flax ``Linear``, which is used without a
+            transposed copy.
+        frozen_head: whether to treat weight and bias as constants, as when only adapters are trained; their gradients are 0
+            and are not computed.
         engine: "auto", "chunked", "reference", "hopper" (kernels for NVIDIA Hopper), "triton" (kernels for NVIDIA GPUs of
-          compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every
-          batch, see docs/invariance.md; its default order needs V >= 24), an engine object such as
-          ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, of which the first that can take the call
-          is used.
+            compute capability 8 and 9.0, through jax-triton), "fixed_order" (bitwise equal on every mesh and in every batch,
+            see docs/invariance.md; its default order needs V >= 24), an engine object such as
+            ``ChunkedEngine(token_chunk=256)``, or a sequence of names and objects, the first of which that supports the call
+            is used.
 
     Returns:
         TokenLogProbs of fp32 arrays [*tokens] in nats; entropy and lse are None unless asked for.
 
     Raises:
-        ValueError: wrong shapes, dtypes or options; an ``axis_name`` that the surrounding ``shard_map`` does not have, or
-          none where the weight alone varies over an axis; a weight, or with ``sequence_dim`` hidden states, that are the
-          same on all vocabulary shards; an active target outside [0, V) with ``out_of_vocab="error"`` where the values are
-          known. Under ``jax.jit`` such a token's log-prob and gradient are NaN. Also raised when a sharded call is
-          differentiated under ``shard_map(check_vma=False)``, and when a gradient is differentiated again with an engine
-          that does not allow it.
+        ValueError: if a shape, dtype or option is wrong; if the surrounding ``shard_map`` lacks ``axis_name``, or there is
+            none although the weight alone varies over an axis; if the weight, or with ``sequence_dim`` the hidden states,
+            are the same on all vocabulary shards; if a known active target is outside [0, V) with ``out_of_vocab="error"``
+            (under ``jax.jit`` its log-prob and gradient are NaN); if a sharded call is differentiated under
+            ``shard_map(check_vma=False)``; or if a gradient is differentiated again with an engine that refuses it.
 
     Example:
         >>> hidden, weight = jnp.ones((2, 3, 4)), jnp.zeros((8, 4))
@@ -155,7 +157,7 @@ one_program = functools.partial(jax.jit, static_argnums=0, inline=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @one_program
 def head_values(engine: Engine, call: HeadCall) -> TokenLogProbs:
-    """Log-probs, entropy and lse by one engine; their gradient is defined here and nowhere else, for all engines."""
+    """Computes log-probs, entropy and lse by one engine; the only place that defines their gradient, for all engines."""
     return engine.forward(operands_of(engine, call))[0]
 
 
@@ -181,7 +183,7 @@ head_values.defvjp(_forward, _backward)
 
 
 def differentiable_once(engine: Engine, inputs: Any) -> Any:
-    """Returns the inputs of a gradient, of which a derivative raises unless the engine allows a second one."""
+    """Returns the inputs of a gradient; their derivative raises unless the engine supports a second one."""
     refusal = engine.why_not_second_derivative()
     if refusal is None:
         return inputs
@@ -191,7 +193,7 @@ def differentiable_once(engine: Engine, inputs: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def refuse_derivative(expected: str, seen: str, inputs: Any) -> Any:
-    """Returns ``inputs``, of which a derivative raises ``ValueError``."""
+    """Returns ``inputs``, whose derivative raises ``ValueError``."""
     del expected, seen
     return inputs
 
@@ -203,14 +205,14 @@ def _refused(expected: str, seen: str, primals: tuple, tangents: tuple) -> tuple
 
 
 def operands_of(engine: Engine, call: HeadCall) -> HeadCall:
-    """The call as the engine takes it: operands cast to varying, and masked, unless the engine does that itself."""
+    """Casts the call's operands to varying and masks them, unless the engine does that itself."""
     call = call.gathered()
     call = call if engine.reduces_gradients else call.typed()
     return call if engine.masks_hidden else call.masked()
 
 
 def owned_gradients(engine: Engine, call: HeadCall, gradients: HeadGradients) -> HeadGradients:
-    """An engine's results as gradients of the operands: exact zeros where masked, psums done, dtypes restored."""
+    """Turns an engine's results into gradients of the operands: exact zeros where masked, psums done, dtypes restored."""
     hidden = gradients.hidden
     if not (engine.masks_hidden or call.all_live):
         # Selected, because a zero row of dz times a non-finite weight is NaN.
@@ -224,7 +226,7 @@ def owned_gradients(engine: Engine, call: HeadCall, gradients: HeadGradients) ->
 
 
 def cotangents_of(call: HeadCall, gradients: HeadGradients) -> HeadCall:
-    """Gradients in the structure of the call that they belong to; targets have none."""
+    """Returns the gradients in the structure of their call; targets have none."""
     return call.with_operands(*gradients).without_targets()
 
 
@@ -238,25 +240,24 @@ def head_logits(
     fp32_head: bool = False,
     weight_layout: str = "vh",
 ) -> Float[Array, "*tokens vocab"]:
-    """The logits themselves, before the temperature, with the dtype policy of :func:`linear_log_probs`; for samplers.
+    """Computes the logits before the temperature, for samplers, with the dtype policy of :func:`linear_log_probs`.
 
-    softcap(logit_scale (hidden · weightᵀ + bias)), fp32. Stores [tokens, V], as a sampler has only one token per
-    sequence.
+    softcap(logit_scale (hidden · weightᵀ + bias)), fp32. Stores [tokens, V]; a sampler has only one token per sequence.
 
     Args:
-        hidden: [*tokens, H].
-        weight: [V, H].
+        hidden: [*tokens, H], bf16, fp16 or fp32.
+        weight: [V, H], or [H, V] with ``weight_layout="hv"``.
         bias: [V] or None.
-        logit_scale: as in :func:`linear_log_probs`.
-        softcap: as in :func:`linear_log_probs`.
-        fp32_head: as in :func:`linear_log_probs`.
-        weight_layout: as in :func:`linear_log_probs`.
+        logit_scale: multiplier of the logits, a finite Python number other than 0.
+        softcap: cap, as in :func:`linear_log_probs`, or None.
+        fp32_head: whether to multiply in fp32 regardless of the dtypes.
+        weight_layout: "vh" or "hv", as in :func:`linear_log_probs`.
 
     Returns:
         fp32 logits [*tokens, V].
 
     Raises:
-        ValueError: wrong shapes, dtypes or options.
+        ValueError: if a shape, dtype or option is wrong.
 
     Example:
         >>> head_logits(jnp.ones((2, 4)), jnp.ones((8, 4)), logit_scale=0.5)[0, 0].item()
@@ -284,32 +285,32 @@ def skipped_tiles(
     out_of_vocab: str = "error",
     fp32_head: bool = False,
 ) -> WeightedSum:
-    """How many blocks of the logits' gradient the engine's gradient filter skips in the backward, out of how many.
+    """Counts the blocks of the logits' gradient that the engine's gradient filter skips in the backward, and all blocks.
 
-    Decided from the same tile maxima as in the backward, with a cotangent at every token of the mask; a loss that gives
-    some tokens none (advantage 0, clipped) skips more blocks. Costs one forward pass, and no gradient flows through it.
+    Uses the tile maxima of the backward, and assumes a cotangent at every token of the mask; a loss that gives some tokens
+    none (advantage 0, clipped) skips more blocks. Costs one forward pass, and no gradient flows through it.
 
     Args:
-        hidden: [*tokens, H].
+        hidden: [*tokens, H], bf16, fp16 or fp32.
         weight: [V, H], or the local shard [V_local, H].
-        targets: [*tokens].
-        mask: as in :func:`linear_log_probs`.
+        targets: [*tokens], integer ids of the whole vocabulary.
+        mask: [*tokens], bool, False for tokens that do not count; None for all tokens.
         engine: an engine object with a gradient filter, such as ``ChunkedEngine(gradient_filter=GradientFilter())``.
-        bias: as in :func:`linear_log_probs`, like the arguments below.
-        temperature: T.
-        logit_scale: multiplier of the logits.
-        softcap: cap or None.
-        axis_name: mesh axis over which the vocabulary is sharded; the blocks of all shards are added up. Over the
-          ranks of a data axis the caller adds them (:meth:`WeightedSum.psum`).
-        vocab: the shards; None means equal ones.
-        out_of_vocab: "error" or "zero".
-        fp32_head: multiply in fp32 whatever the dtypes.
+        bias: [V] or [V_local], or None.
+        temperature: T, as in :func:`linear_log_probs`.
+        logit_scale: multiplier of the logits, a finite Python number other than 0.
+        softcap: cap, as in :func:`linear_log_probs`, or None.
+        axis_name: mesh axis over which the vocabulary is sharded; the blocks of all shards are added up. The caller adds
+            those of the ranks of a data axis (:meth:`WeightedSum.psum`).
+        vocab: the shards; None for equal ones.
+        out_of_vocab: "error" or "zero", as in :func:`linear_log_probs`.
+        fp32_head: whether to multiply in fp32 regardless of the dtypes.
 
     Returns:
-        WeightedSum(skipped blocks, all blocks); its mean() is the share that is skipped.
+        WeightedSum(skipped blocks, all blocks); its mean() is the share of skipped blocks.
 
     Raises:
-        ValueError: an engine without a gradient filter, or what linear_log_probs refuses.
+        ValueError: if the engine has no gradient filter, or linear_log_probs refuses an argument.
 
     Example:
         >>> from jaxlogp.head import ChunkedEngine, GradientFilter

@@ -1,4 +1,4 @@
-"""One checked head call: its operands with everything that an engine needs to know about them, and its gradients."""
+"""A checked head call: its operands, the static properties that an engine needs, and its gradients."""
 
 import dataclasses
 import math
@@ -33,12 +33,12 @@ WEIGHT_LAYOUTS = ("vh", "hv")
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of the operands of a head call, of this rank's tokens and columns unless said otherwise.
+    """Gradients of the operands of a head call, for this rank's tokens and columns unless stated otherwise.
 
     Attributes:
         hidden: [tokens, H] in ``HeadCall.hidden_gradient_dtype``.
-        weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``; may be None where ``HeadCall.frozen``.
-        bias: [V_local], or None without a bias; likewise.
+        weight: [V_local, H] in ``HeadCall.weight_gradient_dtype``; may be None if ``HeadCall.frozen``.
+        bias: [V_local]; None without a bias, and may be None if ``HeadCall.frozen``.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -47,7 +47,7 @@ class HeadGradients(NamedTuple):
 
 
 class SequenceSplit(NamedTuple):
-    """Hidden states of which each rank of the vocabulary axis has a part of the tokens: sequence parallelism.
+    """Sequence parallelism: hidden states split by tokens over the vocabulary axis.
 
     Attributes:
         part: shape of this rank's tokens.
@@ -60,12 +60,12 @@ class SequenceSplit(NamedTuple):
     dim: int
 
     def gathered(self, hidden: Float[Array, "part hidden"], axis_name: AxisName) -> Float[Array, "tokens hidden"]:
-        """The hidden states of all tokens, on every rank."""
+        """Gathers the hidden states of all tokens on every rank."""
         whole = lax.all_gather(hidden.reshape(*self.part, -1), axis_name, axis=self.dim, tiled=True)
         return whole.reshape(-1, hidden.shape[-1])
 
     def scattered(self, gradient: Float[Array, "tokens hidden"], axis_name: AxisName) -> Float[Array, "part hidden"]:
-        """The gradients of all ranks, summed: each rank's own part of the tokens."""
+        """Sums the gradients of all ranks and returns each rank's part of the tokens."""
         whole = gradient.reshape(*self.whole, -1)
         part = lax.psum_scatter(whole, axis_name, scatter_dimension=self.dim, tiled=True)
         return part.reshape(-1, gradient.shape[-1])
@@ -91,22 +91,22 @@ class SequenceSplit(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class HeadCall:
-    """Operands and static properties of one head call, as engines take them: checked, with flat tokens.
+    """Operands and static properties of one head call, checked, with flat tokens.
 
     Attributes:
-        hidden: [tokens, H]; where they are split, this rank's part of the tokens, until :meth:`gathered`.
+        hidden: [tokens, H]; if the tokens are split, this rank's part until :meth:`gathered`.
         weight: [V, H], or the local shard [V_local, H].
         bias: [V_local] or None.
         targets: the targets relative to this shard, including the mask.
         spec: the arithmetic of the head.
         vocab_size: V.
-        shards: the vocabulary shards; None means equal ones.
+        shards: the vocabulary shards; None for equal ones.
         axis_name: mesh axis over which the vocabulary is sharded, or None; engines reduce their statistics over it.
-        num_shards: number of ranks of that axis; 1 means that this rank holds all columns.
+        num_shards: number of ranks of that axis; 1 if this rank holds all columns.
         with_entropy: whether entropy is wanted.
         all_live: whether every token counts because no mask was given.
         weight_layout: "vh" for [V, H], "hv" for [H, V].
-        split: how the hidden states are split over ``axis_name``; None where each rank has all of them.
+        split: how the hidden states are split over ``axis_name``; None if each rank has all of them.
         frozen: whether weight and bias are constants, so that an engine need not compute their gradients.
     """
 
@@ -142,10 +142,10 @@ class HeadCall:
 
     @property
     def packing_mask(self) -> Bool[Array, " tokens"]:
-        """The mask by which tokens may be packed and chunks skipped; None where other shards may have a different one.
+        """The mask by which tokens may be packed and chunks skipped; None if other shards may have a different one.
 
-        All shards must process the same tokens in the same chunk, so that their targets can be compared, and because
-        they wait for each other in its collectives.
+        All shards must process the same tokens in the same chunk: their targets are compared, and they wait for each other
+        in its collectives.
         """
         mask = self.targets.mask
         return jnp.ones_like(mask) if self.axis_name in varying_axes(mask) else mask
@@ -158,13 +158,13 @@ class HeadCall:
 
     @property
     def value_axes(self) -> frozenset:
-        """Mesh axes over which the values vary; the vocabulary's only where targets or mask vary over it by type."""
+        """Mesh axes over which the values vary; includes the vocabulary's only if targets or mask vary over it by type."""
         named = {self.axis_name} - union_of_varying_axes(self.targets.mask, self.targets.invalid)
         return self.axes - named
 
     @property
     def hidden_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where ranks of the vocabulary axis add to it or a factor is still to come; otherwise that of hidden.
+        """fp32 if ranks of the vocabulary axis add to it or a factor is still to come, otherwise that of hidden.
 
         The factor is that of scaled cotangents or, in one pass, the cotangent of the loss: fp16 lacks the range for it.
         """
@@ -173,7 +173,7 @@ class HeadCall:
 
     @property
     def weight_gradient_dtype(self) -> jnp.dtype:
-        """fp32 where the weight is fp16, because a factor is still to come; otherwise that of the weight."""
+        """fp32 if the weight is fp16, because a factor is still to come, otherwise that of the weight."""
         return jnp.dtype(jnp.float32) if self.weight.dtype == jnp.float16 else self.weight.dtype
 
     @property
@@ -182,27 +182,27 @@ class HeadCall:
         return self.operand_dtype == jnp.float16
 
     def gathered(self) -> "HeadCall":
-        """The call with the hidden states of all tokens."""
+        """Returns the call with the hidden states of all tokens."""
         if self.split is None:
             return self
         hidden = self.split.gathered(self.hidden, self.axis_name)
         return dataclasses.replace(self, hidden=hidden, split=None)
 
     def typed(self) -> "HeadCall":
-        """Operands typed as varying over all :attr:`axes`, as the loops of an engine need them."""
+        """Types the operands as varying over all :attr:`axes`, as the loops of an engine need them."""
         axes = self.axes
         typed = (None if x is None else vary_over(x, axes) for x in (self.hidden, self.weight, self.bias))
         return self.with_operands(*typed)
 
     def masked(self) -> "HeadCall":
-        """The call with hidden states of masked tokens set to 0: 0 * NaN would reach the whole gradient of the weight."""
+        """Sets hidden states of masked tokens to 0, because 0 * NaN would reach the whole gradient of the weight."""
         if self.all_live:
             return self
         hidden = jnp.where(self.targets.mask[:, None], self.hidden, jnp.zeros_like(self.hidden))
         return self.with_operands(hidden, self.weight, self.bias)
 
     def onehot_column(self, column: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
-        """The targets' columns as a gradient takes them: -1 also where a bias of -inf has removed the column.
+        """Returns the targets' columns for a gradient: -1 also if a bias of -inf has removed the column.
 
         So a removed column gets exact zeros as a target too, where the log-prob is the constant -inf.
         """
@@ -212,15 +212,15 @@ class HeadCall:
         return jnp.where(removed, -1, column)
 
     def without_removed_targets(self) -> "HeadCall":
-        """The call with :meth:`onehot_column`, for a backward."""
+        """Returns the call with :meth:`onehot_column`, for a backward."""
         return dataclasses.replace(self, targets=self.targets._replace(column=self.onehot_column(self.targets.column)))
 
     def with_operands(self, hidden: Any, weight: Any, bias: Any) -> "HeadCall":
-        """The same call with other arrays."""
+        """Returns the same call with other arrays."""
         return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def without_targets(self) -> "HeadCall":
-        """None in place of the targets: how a custom_vjp says that integers have no gradient."""
+        """Puts None in place of the targets, by which a custom_vjp tells that integers have no gradient."""
         return dataclasses.replace(self, targets=None)
 
 
@@ -243,8 +243,7 @@ def head_call(
     """Checks the operands of a public function and makes a call of them.
 
     Raises:
-        ValueError: shapes, dtypes, ids or shards that do not match, or a weight that is the same on all vocabulary
-          shards.
+        ValueError: if shapes, dtypes, ids or shards do not match, or the weight is the same on all vocabulary shards.
     """
     check_operands(hidden, weight, bias, weight_layout)
     require(out_of_vocab in OUT_OF_VOCAB, "out_of_vocab", f"one of {OUT_OF_VOCAB}", repr(out_of_vocab))
@@ -380,7 +379,7 @@ def scaled_cotangents(call: HeadCall, g: TokenLogProbs, same_on_all_ranks: bool)
         call: the call.
         g: cotangents of its values.
         same_on_all_ranks: take one power of two for all ranks of the mesh, which costs the pmax of a number: where an
-          engine adds up gradients of several ranks before they are divided.
+            engine adds up gradients of several ranks before they are divided.
     """
     g_log_probs, g_entropy = mask_cotangents(g, call.targets)
     if not call.scaled:

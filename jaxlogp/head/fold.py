@@ -1,4 +1,4 @@
-"""From tile statistics to log-probs and entropy, bitwise equal in every program, batch and shard layout.
+"""Log-probs and entropy from tile statistics, bitwise equal in every program, batch and shard layout.
 
 A float sum depends on its order, and a compiler may contract a product with an addition. Here neither can happen: a
 tile's contribution is a chain of products only, its bits are split into integers, and the integers are added. Their sum

@@ -1,4 +1,4 @@
-"""Tokens without a label moved after those with one, so that an engine can skip them; shapes stay static."""
+"""Reordering that moves tokens without a label after those with one, so that an engine can skip them; shapes stay static."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class LiveRows(NamedTuple):
 
     Attributes:
         source: int32 [padded], the live token at each place; the number of tokens where there is none. None
-          where every token is live: each stays where it is, and nothing is copied.
+            where every token is live: each stays where it is, and nothing is copied.
         place: int32 [tokens], the place of each token: live ones first, in their order, then the others; None likewise.
         count: int32, number of live tokens.
         padded: number of places.

@@ -1,4 +1,4 @@
-"""``linear_policy_loss``: a policy loss of linear log-probs, with its gradient computed in the forward pass."""
+"""Policy losses of linear log-probs whose gradient is computed in the forward pass: ``linear_policy_loss``."""
 
 import functools
 from typing import Any, NamedTuple
@@ -74,60 +74,60 @@ def linear_policy_loss(
     frozen_head: bool = False,
     engine: EngineChoice = "auto",
 ) -> tuple[WeightedSum, TokenLogProbs]:
-    """A policy loss of linear log-probs that stores no [tokens, V] logits and, differentiated, computes them only once.
+    """Computes a policy loss of linear log-probs without [tokens, V] logits, and its gradient in the same pass.
 
     loss.sum = policy_loss(linear_log_probs(hidden, weight, targets, ...), old_log_probs, ...).sum, differentiable in hidden,
-    weight and bias. The gradient is computed in the forward pass and multiplied by the cotangent of the sum in the
-    backward: three products instead of four. A loss or an engine that does not allow that is computed in two steps, and
-    the record (:func:`jaxlogp.head.record_head_runs`) says why: a document's ratio needs the log-probs of all its tokens
-    first. Without differentiation only values are computed.
+    weight and bias. The forward pass computes the gradient and the backward multiplies it by the cotangent of the sum:
+    three products instead of four. A loss or an engine that does not allow that takes two steps; a document's ratio, for
+    example, needs the log-probs of all its tokens first. :func:`jaxlogp.head.record_head_runs` reports the reason. Without
+    differentiation only values are computed.
 
     Inside ``shard_map`` everything is as in :func:`jaxlogp.linear_log_probs`; the caller psums the WeightedSum over the
-    axes that its tokens are sharded over. Over ``document_axis_name`` the sum must have the same cotangent on all
-    ranks, as a psum of it does. Reverse mode only, and no second derivatives.
+    axes that shard its tokens. Over ``document_axis_name`` the sum must have the same cotangent on all ranks, as a psum of
+    it does. Reverse mode only, and no second derivatives.
 
     Args:
         hidden: [*tokens, H], bf16, fp16 or fp32.
         weight: [V, H], or the local shard [V_local, H].
         targets: [*tokens], integer ids of the whole vocabulary.
-        old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None where the sampler is this head
-          on these hidden states (strictly on policy): every ratio is 1, and the call still takes one pass.
-        advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
-        mask: [*tokens], True where the target is a label; the others cost nothing and get exact zeros. None makes every
-          token one.
-        loss: the loss; None means ``jaxlogp.losses.grpo()``.
-        ref_log_probs: [*tokens], as in :func:`jaxlogp.policy_loss`, like the four arguments below.
-        document_ids: [*tokens]; None for the rows of [B, T].
-        num_documents: number of documents; None along with document_ids.
+        old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None if the sampler is this head on
+            these hidden states (strictly on policy): every ratio is 1, and the call still takes one pass.
+        advantages: [*tokens]; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], True where the target is a label; the other tokens cost nothing and get exact zeros. None makes
+            every token a label.
+        loss: the loss; None for ``jaxlogp.losses.grpo()``.
+        ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
+        document_ids: [*tokens], integer document index of each token; None for the rows of [B, T].
+        num_documents: number of documents; None along with document_ids. See :func:`jaxlogp.policy_loss`.
         document_axis_name: mesh axis (or axes) over which documents are split.
         labels_per_document: labels of the whole step divided by its documents, for a token mean of the entropy.
         lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
-          (:func:`jaxlogp.linear_log_probs` with ``with_lse``): the step is strictly on policy. Then old_log_probs, of the
-          same call, are taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy. The
-          probabilities' relative error is that of lse.
-        with_entropy: also return the entropy, which a loss with an entropy coefficient always returns.
-        with_lse: also return log Σ e^z.
-        bias: as in :func:`jaxlogp.linear_log_probs`, like all arguments below.
-        temperature: T.
-        logit_scale: multiplier of the logits.
-        softcap: cap or None.
+            (:func:`jaxlogp.linear_log_probs` with ``with_lse``), for a step strictly on policy. old_log_probs, of the same
+            call, are then taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy.
+            The probabilities' relative error is that of lse.
+        with_entropy: whether to return the entropy; a loss with an entropy coefficient always returns it.
+        with_lse: whether to return log Σ e^z.
+        bias: [V] or [V_local], added to the product; None for no bias.
+        temperature: T, as in :func:`jaxlogp.linear_log_probs`.
+        logit_scale: multiplier of the logits, a finite Python number other than 0.
+        softcap: cap, as in :func:`jaxlogp.linear_log_probs`, or None.
         axis_name: mesh axis over which the vocabulary is sharded.
-        vocab: the shards; None means equal ones.
+        vocab: the shards; None for equal ones.
         sequence_dim: dimension of the tokens along which ``axis_name`` splits hidden, or None.
-        out_of_vocab: "error" or "zero".
-        fp32_head: multiply in fp32 whatever the dtypes.
-        weight_layout: "vh" or "hv".
-        frozen_head: treat weight and bias as constants.
-        engine: a name, an engine object, or a sequence of these.
+        out_of_vocab: treatment of active targets outside [0, V): "error" or "zero".
+        fp32_head: whether to multiply in fp32 regardless of the dtypes.
+        weight_layout: "vh" or "hv", as in :func:`jaxlogp.linear_log_probs`.
+        frozen_head: whether to treat weight and bias as constants.
+        engine: a name, an engine object, or a sequence of these, as in :func:`jaxlogp.linear_log_probs`.
 
     Returns:
         (WeightedSum of this part of the step, TokenLogProbs [*tokens] in nats). The values are for reports, such as the
         auxiliary output of ``jax.value_and_grad``. With ``lse`` the log-probs are old_log_probs, 0 where masked.
 
     Raises:
-        ValueError: what linear_log_probs or policy_loss refuses; entropy or a second derivative along with ``lse``; a
-          gradient through the values, as of an entropy bonus on ``values.entropy`` (``jax.lax.stop_gradient`` makes them
-          plain constants).
+        ValueError: if linear_log_probs or policy_loss refuses an argument; if entropy or a second derivative is asked for
+            along with ``lse``; or if a gradient through the values is asked for, such as that of an entropy bonus on
+            ``values.entropy`` (``jax.lax.stop_gradient`` makes them plain constants).
 
     Example:
         >>> hidden, weight = jnp.ones((2, 4)), jnp.zeros((8, 4))
@@ -186,7 +186,7 @@ def linear_policy_loss(
 
 
 def _constant_value(name: str, value: Array | None) -> Array | None:
-    """The value, without a gradient: one that is asked for raises, because a gradient of 0 would go unnoticed."""
+    """Returns the value as a constant whose gradient raises: a gradient of 0 would go unnoticed."""
     instead = {
         "log_probs": "use linear_log_probs and policy_loss",
         "entropy": "set the loss's entropy_coefficient",
@@ -199,7 +199,7 @@ def _constant_value(name: str, value: Array | None) -> Array | None:
 def _evaluate(
     loss: PolicyLoss, call: HeadCall, tokens: LossTokens, lse: Array | None, engine: EngineChoice
 ) -> tuple[Array, TokenLogProbs]:
-    """The loss sum and the values, by the engine and the path that suit the call; both are recorded."""
+    """Computes the loss sum and the values by the engine and path that suit the call, and records both."""
     chosen, reason = choose_engine(engine, call)
     gradient = _how(chosen, call, loss, lse is not None)
     report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
@@ -232,7 +232,7 @@ def _checked_lse(lse: Any, call: HeadCall, shape: tuple[int, ...]) -> Array | No
 
 
 def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> str:
-    """How the gradient is computed, with the reason where it takes two steps."""
+    """Returns how the gradient is computed, with the reason if it takes two steps."""
     if known_lse:
         refusal = engine.why_not_known_lse(call)
         expected = "None where engine, call or loss do not allow a backward from it"
@@ -252,7 +252,7 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @one_program
 def _loss_sum(static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None) -> tuple[Array, TokenLogProbs]:
-    """The loss sum of this part of the step, and its values; the gradient comes from the forward rule."""
+    """Computes the loss sum of this part of the step, and its values; the gradient comes from the forward rule."""
     engine = static.engine
     values = engine.forward(operands_of(engine, call))[0] if lse is None else _given_values(tokens, lse)
     return _total(static.loss, values, tokens), values
@@ -268,14 +268,14 @@ def _total(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> Array
 
 
 def _value_cotangents(loss: PolicyLoss, values: TokenLogProbs, tokens: LossTokens) -> TokenLogProbs:
-    """Gradient of the loss sum with respect to those values that the loss reads."""
+    """Computes the gradient of the loss sum with respect to the values that the loss reads."""
     entropy = None if loss.entropy_coefficient == 0.0 else values.entropy
     lse = None if loss.z_loss_coefficient == 0.0 else values.lse
     return jax.grad(lambda read: _total(loss, read, tokens))(TokenLogProbs(values.log_probs, entropy, lse))
 
 
 def _without_lse(g: TokenLogProbs) -> TokenLogProbs:
-    """Cotangents as engines take them: g (onehot - p) + q p = (g - q) (onehot - p) + q onehot for a cotangent q of lse.
+    """Rewrites cotangents for engines: g (onehot - p) + q p = (g - q) (onehot - p) + q onehot for a cotangent q of lse.
 
     :func:`_with_targets` adds the last term.
     """
@@ -313,7 +313,7 @@ def _with_targets(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values_with_lse(engine: Engine, call: HeadCall) -> TokenLogProbs:
-    """`head_values`, differentiable in lse too."""
+    """Computes `head_values`, differentiable in lse too."""
     return engine.forward(operands_of(engine, call))[0]
 
 
@@ -341,7 +341,7 @@ _values_with_lse.defvjp(_values_forward, _values_backward)
 def _loss_forward(
     static: _Static, call: HeadCall, tokens: LossTokens, lse: Array | None
 ) -> tuple[tuple[Array, TokenLogProbs], tuple]:
-    """Values and loss, with this rank's gradients of the loss sum, computed while the logits are at hand."""
+    """Computes values and loss, and from the same logits this rank's gradients of the loss sum."""
     require_checked_axes(call.axis_name)
     engine, loss = static.engine, static.loss
     if lse is None:
@@ -369,7 +369,7 @@ def _loss_forward(
 
 @one_program
 def _loss_backward(static: _Static, residuals: tuple, g: tuple[Array, TokenLogProbs]) -> tuple[HeadCall, None, None]:
-    """The gradients times the cotangent of the loss sum, then their psums; the values have no cotangent."""
+    """Multiplies the gradients by the cotangent of the loss sum, then psums them; the values have no cotangent."""
     call, gradients, unscale = residuals
     factor = g[0] if unscale is None else g[0] * unscale
     scaled = HeadGradients(

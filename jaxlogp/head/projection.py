@@ -2,10 +2,10 @@
 
 Products take their operands in one dtype and accumulate in fp32:
 
-* by default hidden is cast to the weight's dtype, and its gradient cast back;
-* ``fp32_head`` multiplies in fp32, one tile of the weight cast at a time, so no fp32 copy of a bf16 weight exists.
+* by default hidden is cast to the weight's dtype, and its gradient is cast back;
+* ``fp32_head`` multiplies in fp32 and casts one tile of the weight at a time, so no fp32 copy of a bf16 weight exists.
 
-fp32 operands use precision HIGHEST: never TF32.
+fp32 operands use precision HIGHEST, never TF32.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from jaxlogp.errors import describe, is_number, require, require_positive
 
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
-    """The arithmetic of a head: from hidden · weightᵀ + bias to the logits whose softmax is the policy.
+    """The arithmetic of a head, from hidden · weightᵀ + bias to the logits whose softmax is the policy.
 
     z = softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, with softcap(a) = cap tanh(a / cap).
 
     Attributes:
-        temperature: T, a Python number > 0.
+        temperature: T, a Python number from 2^-126 to 2^126.
         logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
-        softcap: cap, a Python number > 0, or None.
-        fp32_head: multiply in fp32 whatever the dtypes of hidden and weight.
+        softcap: cap, a Python number from 2^-126 to 2^126, or None.
+        fp32_head: whether to multiply in fp32 regardless of the dtypes of hidden and weight.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: if a number is out of range.
 
     Example:
         >>> HeadSpec(softcap=30.0).keywords()
@@ -46,7 +46,7 @@ class HeadSpec:
     fp32_head: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses numbers out of range."""
+        """Raises ``ValueError`` if a number is out of range."""
         require_positive(self.temperature, "temperature")
         ok = is_number(self.logit_scale) and math.isfinite(self.logit_scale) and self.logit_scale != 0
         require(ok, "logit_scale", "a finite Python number other than 0", describe(self.logit_scale))
@@ -58,16 +58,16 @@ class HeadSpec:
         require(isinstance(self.fp32_head, bool), "fp32_head", "True or False", describe(self.fp32_head))
 
     def keywords(self) -> dict[str, Any]:
-        """The fields by name, as :func:`jaxlogp.linear_log_probs` and its siblings take them."""
+        """Returns the fields by name, as keyword arguments of :func:`jaxlogp.linear_log_probs` and its siblings."""
         return dataclasses.asdict(self)
 
     def operand_dtype(self, weight: Any) -> jnp.dtype:
-        """Dtype in which hidden and weight enter the product."""
+        """Returns the dtype in which hidden and weight enter the product."""
         return jnp.dtype(jnp.float32) if self.fp32_head else jnp.dtype(weight.dtype)
 
 
 def dot(left: Array, right: Array, contract: tuple[int, int]) -> Float[Array, "..."]:
-    """2-D product over dimensions ``contract`` of (left, right), operands as they are, fp32 accumulation and result."""
+    """Computes a 2-D product over dimensions ``contract`` of (left, right), without casts, in fp32."""
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
@@ -76,7 +76,7 @@ def dot(left: Array, right: Array, contract: tuple[int, int]) -> Float[Array, ".
 def finish_logits(
     products: Float[Array, "tokens columns"], bias: Float[Array, " columns"] | None, spec: HeadSpec
 ) -> Float[Array, "tokens columns"]:
-    """softcap(logit_scale (hidden · weightᵀ + bias)) / temperature, fp32, with softcap(a) = cap tanh(a / cap)."""
+    """Computes softcap(logit_scale (products + bias)) / temperature, fp32, with softcap(a) = cap tanh(a / cap)."""
     products = products if spec.softcap is None else nan_unless_finite(products)
     logits = products if bias is None else products + bias.astype(jnp.float32)[None, :]
     if spec.logit_scale != 1.0:
@@ -87,9 +87,9 @@ def finish_logits(
 
 
 def nan_unless_finite(products: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """Products with NaN in place of ±inf, which tanh would make a finite ±cap, of the wrong sign after some overflows.
+    """Replaces ±inf by NaN; tanh would make it a finite ±cap, of the wrong sign after some overflows.
 
-    For kernels too: from operations that every kernel language has.
+    Kernels call it too: it uses only operations that every kernel language has.
     """
     return jnp.where(lax.abs(products) < jnp.inf, products, jnp.nan)
 
@@ -107,7 +107,7 @@ def product_gradient(
 
 
 def take_rows(x: Shaped[Array, "..."], start: Int[Array, ""], size: int, dim: int = 0) -> Shaped[Array, "size ..."]:
-    """``size`` slices of dimension ``dim`` of x from start, as rows; for dimension 1 only the tile is transposed.
+    """Returns ``size`` slices of dimension ``dim`` of x from start, as rows; for dimension 1 transposes the tile alone.
 
     16-bit floats are sliced as integers: XLA on CPUs would widen all of x for the slice.
     """
@@ -124,7 +124,7 @@ def write_rows(
     owned: Bool[Array, " size"],
     dim: int = 0,
 ) -> Shaped[Array, "..."]:
-    """Writes rows where :func:`take_rows` reads them, except those that an earlier tile has written; rounded once, here."""
+    """Writes and rounds rows where :func:`take_rows` reads them, except those that an earlier tile has written."""
     owned = owned.reshape(-1, *[1] * (x.ndim - 1))
     new = jnp.where(owned, rows.astype(x.dtype), take_rows(x, start, rows.shape[0], dim))
     return lax.dynamic_update_slice_in_dim(x, new if dim == 0 else new.T, start, axis=dim)

@@ -1,4 +1,4 @@
-"""Engine ``reference``: the logits of all tokens are materialised. Simple, but memory-hungry."""
+"""Engine ``reference``: materializes the logits of all tokens. Simple, but memory-hungry."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,16 +21,16 @@ class _Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceEngine(Engine):
-    """Materialises [tokens, V] fp32 logits in the forward and their gradient in the backward."""
+    """Materializes [tokens, V] fp32 logits in the forward and their gradient in the backward."""
 
     name = "reference"
 
     def why_not_second_derivative(self) -> str | None:
-        """Never: every step is plain JAX."""
+        """Returns None: every step is plain JAX."""
         return None
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
-        """Log-probs, entropy and lse from stored logits."""
+        """Computes log-probs, entropy and lse from stored logits."""
         logits = materialised_logits(call.hidden, call.weight, call.bias, call.spec, call.weight_layout)
         local = tile_stats(logits, call.targets.column, _valid(call), call.with_entropy)
         stats, targets = all_reduce(local, call.axis_name, call.targets.codes), call.targets
@@ -38,7 +38,7 @@ class ReferenceEngine(Engine):
         return values, _Kept(logits, normaliser)
 
     def backward(self, call: HeadCall, kept: _Kept, g: TokenLogProbs) -> HeadGradients:
-        """Three products over all tokens and columns at once."""
+        """Computes three products over all tokens and columns at once."""
         column, dtype = call.targets.column, call.operand_dtype
         gradient = logit_gradient(kept.logits, column, _valid(call), kept.normaliser, g.log_probs, g.entropy)
         gradient = product_gradient(gradient, kept.logits, call.spec)
@@ -58,7 +58,7 @@ def materialised_logits(
     spec: HeadSpec,
     weight_layout: str = "vh",
 ) -> Float[Array, "tokens vocab"]:
-    """Final fp32 logits."""
+    """Computes the final fp32 logits."""
     dtype = spec.operand_dtype(weight)
     contract = (1, 1 if weight_layout == "vh" else 0)
     return finish_logits(dot(hidden.astype(dtype), weight.astype(dtype), contract), bias, spec)

@@ -1,4 +1,4 @@
-"""The numbers per token from which, with the logits, the backward kernels compute the gradient of the logits.
+"""Numbers per token from which, with the logits, the backward kernels compute the gradient of the logits.
 
 dz = p (A + B (z - max)) + g onehot, with A = -g + g_H Σ p (z - max) and B = -g_H.
 """

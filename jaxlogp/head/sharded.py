@@ -1,4 +1,4 @@
-"""``linear_log_probs`` and ``linear_policy_loss`` on global arrays: the ``shard_map`` around them, compiled once."""
+"""``linear_log_probs`` and ``linear_policy_loss`` on global arrays, in a ``shard_map`` that is compiled once."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ _WARNED: set[str] = set()
 
 
 class _Layout(NamedTuple):
-    """How a head call lies on a mesh: static and hashable."""
+    """The placement of a head call on a mesh; static and hashable."""
 
     mesh: Mesh
     vocab_axis: str
@@ -76,23 +76,23 @@ def sharded_linear_log_probs(
     bias: Float[Array, " vocab"] | None = None,
     **options: Any,
 ) -> TokenLogProbs:
-    """:func:`linear_log_probs` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it, as one program.
+    """Runs :func:`linear_log_probs` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
 
-    Compiled once for each combination of shapes and options, also outside of ``jax.jit``.
+    Compiled once for each combination of shapes and options, also outside ``jax.jit``.
 
     Args:
         hidden: [*tokens, H], first dimension split over ``token_axes``; with ``sequence_dim`` that dimension is split over
-          ``vocab_axis`` as well.
-        weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight; V is split over ``vocab_axis``. Unequal
-          shards are padded to one width first, a copy of each rank's rows; see :meth:`VocabShards.shard_rows`.
-        targets: [*tokens].
-        mask: [*tokens] or None.
+            ``vocab_axis`` as well.
+        weight: [V, H] ([H, V] with ``weight_layout="hv"``), the whole weight, with V split over ``vocab_axis``. Unequal
+            shards are padded to one width first, which copies each rank's rows; see :meth:`VocabShards.shard_rows`.
+        targets: [*tokens], integer token ids.
+        mask: [*tokens], bool, or None.
         mesh: the device mesh; Explicit and Auto axes both work.
         vocab_axis: mesh axis that shards the vocabulary.
         token_axes: mesh axes that shard the first token dimension; () for none.
-        weight_axis: one of token_axes, over which H is split as well (FSDP style); the weight is gathered over it, and
-          its gradient scattered back, inside.
-        vocab: the shards; None means ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
+        weight_axis: one of token_axes, over which H is split as well (FSDP style), or None. Inside the ``shard_map`` the
+            weight is gathered over it and its gradient scattered back.
+        vocab: the shards; None for ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
         bias: [V] or None.
         **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
 
@@ -100,7 +100,7 @@ def sharded_linear_log_probs(
         TokenLogProbs of global arrays [*tokens].
 
     Raises:
-        ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_log_probs refuses.
+        ValueError: if ``mesh`` lacks an axis or does not divide a size, or linear_log_probs refuses an argument.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
@@ -138,38 +138,37 @@ def sharded_linear_policy_loss(
     bias: Float[Array, " vocab"] | None = None,
     **options: Any,
 ) -> tuple[WeightedSum, TokenLogProbs]:
-    """:func:`linear_policy_loss` on global arrays: builds the ``shard_map`` over ``mesh`` and runs it, as one program.
+    """Runs :func:`linear_policy_loss` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
 
     The result is that of ``linear_policy_loss`` on one device: the sum over all tokens, psums done. Documents may be
     split over the mesh anywhere.
 
     Args:
-        hidden: as in :func:`sharded_linear_log_probs`.
-        weight: as in :func:`sharded_linear_log_probs`.
-        targets: [*tokens].
+        hidden: [*tokens, H], split as in :func:`sharded_linear_log_probs`.
+        weight: [V, H] or [H, V], split as in :func:`sharded_linear_log_probs`.
+        targets: [*tokens], integer token ids.
         old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats; None on policy.
-        advantages: [*tokens]; or [B] or [B, 1], those of the rows of [B, T].
-        mask: [*tokens], True where the target is a label; None makes every token one.
-        mesh: as in :func:`sharded_linear_log_probs`, like the four arguments below.
+        advantages: [*tokens]; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], True where the target is a label; None makes every token a label.
+        mesh: the device mesh; Explicit and Auto axes both work.
         vocab_axis: mesh axis that shards the vocabulary.
         token_axes: mesh axes that shard the first token dimension; () for none.
         weight_axis: one of token_axes, over which H is split, or None.
-        vocab: the shards, or None.
-        loss: the loss; None means ``jaxlogp.losses.grpo()``.
-        ref_log_probs: [*tokens] or None.
+        vocab: the shards, or None, as in :func:`sharded_linear_log_probs`.
+        loss: the loss; None for ``jaxlogp.losses.grpo()``.
+        ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
         document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
         num_documents: number of documents of the whole arrays; None along with document_ids.
-        labels_per_document: as in :func:`jaxlogp.policy_loss`.
+        labels_per_document: labels of the whole step divided by its documents, as in :func:`jaxlogp.policy_loss`.
         lse: [*tokens] or None, as in :func:`linear_policy_loss`.
         bias: [V] or None.
-        **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and
-          ``document_axis_name``.
+        **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and ``document_axis_name``.
 
     Returns:
         (WeightedSum of all tokens, TokenLogProbs of global arrays [*tokens]).
 
     Raises:
-        ValueError: an axis that ``mesh`` does not have, sizes that it does not divide, or what linear_policy_loss refuses.
+        ValueError: if ``mesh`` lacks an axis or does not divide a size, or linear_policy_loss refuses an argument.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
@@ -200,9 +199,9 @@ def sharded_linear_policy_loss(
 
 
 def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineChoice) -> dict[str, Any] | None:
-    """The arguments of a sharded function for arrays that are known to be split; None where V is not, or in other ways.
+    """Returns the arguments of a sharded function for arrays known to be split along V alone, otherwise None.
 
-    Known are the shardings of concrete arrays and those over Explicit axes, and nothing inside of a ``shard_map``.
+    The shardings of concrete arrays and those over Explicit axes are known; inside a ``shard_map`` none is.
     """
     tokens, head = known_sharding(hidden), known_sharding(weight)
     vocab_dim = WEIGHT_LAYOUTS.index(weight_layout)

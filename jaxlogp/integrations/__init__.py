@@ -1,1 +1,1 @@
-"""The library inside other people's trainers; each folder needs the extra of its name."""
+"""Integrations of the library in other trainers; each folder needs the extra of its name."""

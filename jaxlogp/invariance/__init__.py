@@ -1,4 +1,4 @@
-"""Sums of a fixed order, and reports on bits: which changes keep them, and where sampler and trainer differ."""
+"""Sums of a fixed order, and reports on bits: changes that keep them, and differences between sampler and trainer."""
 
 from jaxlogp._replicas import nan_unless_equal
 from jaxlogp.invariance.check import Difference, InvarianceReport, check_invariance

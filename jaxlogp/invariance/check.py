@@ -1,4 +1,4 @@
-"""Is a log-prob function invariant? Runs any function under changes that must not matter and compares bytes.
+"""Invariance check: runs any log-prob function under changes that must not matter, and compares bytes.
 
 The function may come from anywhere: your own trainer, Tunix, MaxText. It takes hidden states, head weight and targets
 and returns a value (or a vector, such as a gradient) for each token.
@@ -24,16 +24,16 @@ class Difference(NamedTuple):
     """The effect of one change on the tokens that both runs share.
 
     Attributes:
-        change: what was changed.
-        num_tokens: tokens compared.
-        num_differing: those with at least one differing byte.
-        num_non_finite: those with a NaN or an infinity in either run. They never count as equal: NaN has the
-          same bytes as NaN whatever went wrong.
-        max_ulps: largest distance in units in the last place; None where a value is NaN on one side only.
-        worst_token: position, in the unchanged batch, of the token with the largest distance; None when all are equal.
-        value: the value with the largest difference, after the change.
-        reference: the same value before it.
-        reason: why the change was not run; None where it was.
+        change: name of the change.
+        num_tokens: number of tokens compared.
+        num_differing: number of tokens with at least one differing byte.
+        num_non_finite: number of tokens with a NaN or an infinity in either run. They never count as equal: NaN has the
+            same bytes as NaN whatever went wrong.
+        max_ulps: largest distance in units in the last place; None if a value is NaN on one side only.
+        worst_token: position, in the unchanged batch, of the token with the largest distance; None if all are equal.
+        value: value with the largest difference, after the change.
+        reference: the same value before the change.
+        reason: reason why the change was not run; None if it was.
     """
 
     change: str
@@ -60,10 +60,10 @@ class InvarianceReport(NamedTuple):
     """The effects of all changes.
 
     Attributes:
-        name: title.
-        differences: one for each change.
-        num_non_finite: tokens of the unchanged batch whose result is NaN or infinite.
-        first_non_finite: position of the first of them, or None.
+        name: title of the report.
+        differences: one `Difference` for each change.
+        num_non_finite: number of tokens of the unchanged batch whose result is NaN or infinite.
+        first_non_finite: position of the first such token, or None.
     """
 
     name: str
@@ -73,7 +73,7 @@ class InvarianceReport(NamedTuple):
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Changes that were run and changed a byte, or gave a result that is not finite."""
+        """Changes that were run and changed a byte or gave a non-finite result."""
         return tuple(d.change for d in self.differences if d.reason is None and not d.equal)
 
     @property
@@ -82,7 +82,7 @@ class InvarianceReport(NamedTuple):
         return tuple(d.change for d in self.differences if d.reason is not None)
 
     def __str__(self) -> str:
-        """The table and its summary; results that are not finite come first."""
+        """Returns the table and its summary; non-finite results come first."""
         lines = [f"{self.name}"]
         if self.num_non_finite:
             lines.append(
@@ -124,10 +124,10 @@ def check_invariance(
     chunk: int = 7,
     path: str | None = None,
 ) -> InvarianceReport:
-    """Runs ``function`` under changes of batch, position, padding, order, neighbours, chunk, program and mesh.
+    """Runs ``function`` under changes of batch, position, padding, order, neighbors, chunk, program and mesh.
 
     Each change leaves some tokens as they are; their results must have the same bytes as in the unchanged run. Equal
-    means equal bytes: -0.0 differs from 0.0. Results that are not finite are reported and never count as equal.
+    means equal bytes: -0.0 differs from 0.0. Non-finite results are reported and never count as equal.
 
     The programs: without jit; under ``jax.vmap``, two batches at a time; and the gradient of Σ function with respect to
     the hidden states under ``jax.checkpoint``, against the gradient without it (only for functions with one value per
@@ -136,25 +136,24 @@ def check_invariance(
 
     Args:
         function: (hidden [n, H], weight [V, H], targets [n]) -> [n] or [n, ...], for any n; differentiable or not. It is
-          compiled by ``jax.jit`` here.
+            compiled by ``jax.jit`` here.
         hidden: [tokens, H], at least 8 tokens.
         weight: [V, H].
         targets: [tokens], ids in [0, V).
         name: title of the report.
-        sharded: the function for a vocabulary sharded over n devices, by n; for numbers that are missing, `function`
-          itself under ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler partitions it.
-        num_shards: numbers of devices to shard the vocabulary over; a number that the machine lacks is reported as not
-          run.
+        sharded: functions for a vocabulary sharded over n devices, by n. For a missing n, `function` itself runs under
+            ``jax.jit`` with the rows of the weight placed over a mesh, so that the compiler partitions it.
+        num_shards: numbers of devices over which to shard the vocabulary; a number that the machine lacks is reported as
+            not run.
         chunk: tokens per chunk for the change "in chunks".
         path: "module:function" of the function for a vocabulary over all devices, to be run in two processes with four
-          simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None leaves this change out.
+            simulated devices each (:func:`jaxlogp.invariance.processes.run_in_processes`); None omits this change.
 
     Returns:
         The report; ``print`` it.
 
     Raises:
-        ValueError: shapes, dtypes or sizes differ from the above, or ``function`` returns something without a value per
-          token.
+        ValueError: if a shape, dtype or size differs from the above, or ``function`` does not return a value per token.
 
     Example:
         >>> rows = jax.random.normal(jax.random.key(0), (16, 8))
@@ -204,7 +203,7 @@ def check_invariance(
 def _under_vmap(
     function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, wanted: np.ndarray
 ) -> Difference:
-    """The batch and its reverse, both in one call."""
+    """Runs the batch and its reverse in one call."""
     mapped = jax.jit(jax.vmap(function, in_axes=(0, None, 0)))
     batches, ids = (jnp.asarray(np.stack([x, x[::-1]])) for x in (hidden, targets))
     try:
@@ -217,7 +216,7 @@ def _under_vmap(
 def _under_checkpoint(
     function: TokenFunction, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray
 ) -> Difference:
-    """The gradient of Σ function with respect to the hidden states, whose backward recomputes the function's forward."""
+    """Computes the gradient of Σ function with respect to the hidden states; the backward recomputes the forward."""
     change = "gradient under jax.checkpoint"
 
     def gradient(inner: TokenFunction) -> np.ndarray:
@@ -251,7 +250,7 @@ def _checked(hidden: AnyArray, weight: AnyArray, targets: AnyArray, chunk: int) 
 
 
 def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
-    """The changes of the batch. The other tokens of a batch are real data, taken from the batch itself."""
+    """Returns the changes of the batch; the other tokens of a batch are real data, taken from the batch itself."""
     count = len(targets)
     everyone, half = np.arange(count), np.arange(count // 2)
     order = np.random.default_rng(0).permutation(count)
@@ -288,7 +287,7 @@ def _changes(hidden: np.ndarray, targets: np.ndarray) -> dict[str, _Batch]:
 
 
 def _placed(compiled: TokenFunction, size: int) -> TokenFunction:
-    """``compiled`` with the weight's rows over ``size`` devices, so that the compiler partitions the function."""
+    """Returns ``compiled`` with the weight's rows over ``size`` devices, so that the compiler partitions the function."""
     mesh = jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
     whole, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("tensor")))
 
@@ -304,16 +303,16 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
     """Compares the bytes of the same tokens in two runs.
 
     Args:
-        change: what was changed between them.
+        change: name of the change between them.
         seen: [tokens, ...], results after the change.
-        wanted: [tokens, ...], results before it, of the same dtype.
+        wanted: [tokens, ...], results before the change, of the same dtype.
         sources: [tokens], positions of the tokens in the unchanged batch.
 
     Returns:
         The difference; distances are in units of the results' own dtype.
 
     Raises:
-        ValueError: shapes or dtypes differ.
+        ValueError: if shapes or dtypes differ.
     """
     same = seen.shape == wanted.shape and seen.dtype == wanted.dtype
     require(same, "function", f"{describe(wanted)} again", describe(seen))
@@ -337,12 +336,12 @@ def compare_bits(change: str, seen: np.ndarray, wanted: np.ndarray, sources: np.
 
 
 def _non_finite(values: np.ndarray) -> np.ndarray:
-    """[tokens, values], True where a value is NaN or infinite."""
+    """Returns [tokens, values], True where a value is NaN or infinite."""
     return ~np.isfinite(values.reshape(len(values), -1).astype(np.float64))
 
 
 def _distance(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Number of floats between two floats, uint64; -0.0 and 0.0 are the same float."""
+    """Counts the floats between two floats, uint64; -0.0 and 0.0 are the same float."""
     size = left.dtype.itemsize
     bits = (values.view(f"i{size}").astype(np.int64) for values in (left, right))
     ours, theirs = (np.where(x < 0, -(x & np.int64(2 ** (8 * size - 1) - 1)), x) for x in bits)

@@ -1,4 +1,4 @@
-"""Drift report: how far apart the log-probs of two implementations are, and at which token they differ most.
+"""Drift report: the distance between the log-probs of two implementations, and the token at which they differ most.
 
 Runs on the host, on known values: a report is read by a person or written to a log, not differentiated.
 """
@@ -13,7 +13,7 @@ from jaxlogp._vocab import VocabShards
 from jaxlogp.errors import describe, is_concrete, require, require_floating, require_integer, require_mask
 
 SMALLEST_REFERENCE = 1e-12
-"""Denominators of relative errors are at least this."""
+"""Minimum denominator of relative errors, in nats."""
 RATIO_RANGE = (0.9, 1.1)
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
@@ -21,32 +21,32 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999)
 class DriftReport(NamedTuple):
     """Candidate against reference log-probs over the active tokens, with errors in float64.
 
-    Errors, quantiles and the worst token are over the tokens where both values are finite; the others are counted in
-    `num_non_finite`, and `first_non_finite` says where the first of them is. Without active tokens errors are 0.0;
-    with active tokens none of which is finite, errors are NaN. In both cases the fields of the worst token are None.
+    Errors, quantiles and the worst token are over the tokens with two finite values; `num_non_finite` counts the others, and
+    `first_non_finite` is the index of the first. Without active tokens errors are 0.0; if no active token is finite, errors
+    are NaN. In both cases the fields of the worst token are None.
 
     Attributes:
         max_abs_error: largest |candidate - reference|, nats.
-        mean_abs_error: its mean.
+        mean_abs_error: mean |candidate - reference|, nats.
         max_rel_error: largest |candidate - reference| / max(|reference|, 1e-12).
-        mean_rel_error: its mean.
-        active_count: tokens that the mask selects, finite or not.
+        mean_rel_error: mean |candidate - reference| / max(|reference|, 1e-12).
+        active_count: number of tokens that the mask selects, finite or not.
         worst_flat_index: position of the largest absolute error in the flattened array; the first of several equal ones.
         worst_index: the same position as an index into the array.
-        worst_token_id: target id there; None without targets, like the two fields below.
+        worst_token_id: target id at the worst token; None without targets, like the two fields below.
         worst_owner: vocabulary shard that owns this id.
-        worst_owner_range: that shard's ids, end exclusive.
-        worst_candidate: the candidate's value there, nats.
-        worst_reference: the reference's value there, nats.
-        worst_signed_error: candidate - reference there.
-        tp_size: number of vocabulary shards; None where they are not known.
-        backend: label of what computed the candidate.
-        reduction: label of how the candidate was reduced over shards.
-        candidate_dtype: dtype that the candidate computes in.
-        reference_dtype: dtype that the reference computes in.
-        num_non_finite: active tokens where either value is NaN or infinite.
-        first_non_finite: index of the first of them, or None.
-        abs_error_quantiles: (p50, p90, p99, p99.9) of the absolute error.
+        worst_owner_range: ids of that shard, end exclusive.
+        worst_candidate: value of the candidate at the worst token, nats.
+        worst_reference: value of the reference at the worst token, nats.
+        worst_signed_error: candidate - reference at the worst token, nats.
+        tp_size: number of vocabulary shards; None if they are not known.
+        backend: label of the implementation that computed the candidate.
+        reduction: label of the reduction of the candidate over shards.
+        candidate_dtype: dtype in which the candidate is computed.
+        reference_dtype: dtype in which the reference is computed.
+        num_non_finite: number of active tokens with a NaN or infinite value on either side.
+        first_non_finite: index of the first such token, or None.
+        abs_error_quantiles: (p50, p90, p99, p99.9) of the absolute error, nats.
         share_outside: share of the finite active tokens whose ratio exp(candidate - reference) is outside [0.9, 1.1].
     """
 
@@ -74,7 +74,7 @@ class DriftReport(NamedTuple):
     share_outside: float
 
     def __str__(self) -> str:
-        """A few lines of text; non-finite values come first."""
+        """Returns a few lines of text; non-finite values come first."""
         lines, shards = [], "" if self.tp_size is None else f", {self.tp_size} vocabulary shards"
         if self.num_non_finite:
             lines.append(f"NOT FINITE: {self.num_non_finite} active tokens, the first at {self.first_non_finite}")
@@ -111,21 +111,22 @@ def drift_report(
 
     Args:
         candidate: [*tokens], log-probs in nats.
-        reference: [*tokens], log-probs of the same targets, nats.
-        targets: [*tokens], integer ids of the whole vocabulary; masked ones may hold anything. None where they are not
-          known: then the worst token has no id and no owner.
-        mask: [*tokens], bool, False where a token does not count; None counts all.
+        reference: [*tokens], log-probs of the same targets, in nats.
+        targets: [*tokens], integer ids of the whole vocabulary; anything at masked tokens. None if they are not known: the
+            worst token then has no id and no owner.
+        mask: [*tokens], bool, False where a token does not count; None for all tokens.
         vocab: the vocabulary shards of the candidate; None without targets.
-        backend: label that the report repeats.
-        reduction: label that the report repeats.
-        candidate_dtype: dtype that the candidate computes in; None takes that of its log-probs.
-        reference_dtype: dtype that the reference computes in; None takes that of its log-probs.
+        backend: label of the implementation that computed the candidate.
+        reduction: label of the reduction of the candidate over shards.
+        candidate_dtype: dtype in which the candidate is computed; None for that of its log-probs.
+        reference_dtype: dtype in which the reference is computed; None for that of its log-probs.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: shapes or dtypes differ from the above, an active id outside of the vocabulary, or a traced array.
+        ValueError: if a shape or dtype differs from the above, an active id is outside the vocabulary, or an array is
+            traced.
 
     Example:
         >>> import numpy as np
@@ -209,7 +210,7 @@ def _check(
     mask: Bool[AnyArray, "*tokens"] | None,
     vocab: VocabShards | None,
 ) -> Bool[np.ndarray, " tokens"]:
-    """The flat mask of active tokens."""
+    """Returns the flat mask of active tokens."""
     require_floating(candidate, "candidate")
     require_floating(reference, "reference")
     shape = candidate.shape

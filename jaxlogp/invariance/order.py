@@ -38,15 +38,15 @@ class ReductionOrder:
     """The numeric identity: results with equal identity, vocabulary and JAX version are bitwise equal.
 
     Attributes:
-        granules: G, the number of parts of the vocabulary that no shard splits; the number of shards must divide it.
-          24 allows 1, 2, 3, 4, 6, 8, 12 and 24 shards.
+        granules: G, the number of parts of the vocabulary that no shard splits; a multiple of the number of shards. 24
+            allows 1, 2, 3, 4, 6, 8, 12 and 24 shards.
         vocab_tile: upper bound of the columns of a tile, a multiple of 64 up to 4096; :meth:`tile` gives the columns.
         row_block: R, rows of every product, a multiple of 64. Tokens are padded to whole blocks.
         dtype: dtype in which operands are multiplied ("float32", "bfloat16", "float16"), checked when the head runs; None
-          takes the dtype that follows from the operands.
-        engine: whose arithmetic it is: "fixed_order" (:class:`jaxlogp.head.FixedOrderEngine`) or "hopper"
-          (:class:`jaxlogp.head.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which multiplies
-          bfloat16; :meth:`for_hopper` makes one.
+            for the dtype that follows from the operands.
+        engine: engine whose arithmetic it is: "fixed_order" (:class:`jaxlogp.head.FixedOrderEngine`) or "hopper"
+            (:class:`jaxlogp.head.FixedOrderHopperEngine`), whose granules are whole tiles of 256 columns, and which
+            multiplies bfloat16; :meth:`for_hopper` makes one.
 
     Example:
         >>> ReductionOrder(granules=8).shards(257, 4).ranges
@@ -60,7 +60,7 @@ class ReductionOrder:
     engine: str = "fixed_order"
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive, too wide or not multiples of 64, and unknown dtypes or engines."""
+        """Raises ``ValueError`` for sizes out of range or not multiples of 64, and for unknown dtypes or engines."""
         require(_is_positive(self.granules), "granules", "an integer > 0", describe(self.granules))
         for argument, most in (("vocab_tile", WIDEST_TILE), ("row_block", None)):
             value = getattr(self, argument)
@@ -76,11 +76,11 @@ class ReductionOrder:
 
     @classmethod
     def for_hopper(cls, granules: int = 8) -> "ReductionOrder":
-        """The order of :class:`jaxlogp.head.FixedOrderHopperEngine`.
+        """Creates the order of :class:`jaxlogp.head.FixedOrderHopperEngine`.
 
         Args:
-            granules: G; the number of shards must divide it. A granule is a chunk of the backward: more of them take more
-              time and memory.
+            granules: G, a multiple of the number of shards. A granule is a chunk of the backward: more of them take more
+                time and memory.
 
         Example:
             >>> ReductionOrder.for_hopper(4).shards(2000, 2).ranges
@@ -89,15 +89,17 @@ class ReductionOrder:
         return cls(granules, TILE, HOPPER_ROWS, "bfloat16", "hopper")
 
     def granule_columns(self, vocab_size: int) -> int:
-        """Columns of the widest granule."""
+        """Returns the number of columns of the widest granule."""
         wide = -(-vocab_size // self.granules)
         return wide if self.engine == "fixed_order" else -(-wide // TILE) * TILE
 
     def edges(self, vocab_size: int) -> tuple[int, ...]:
-        """First id of every granule, and V: granule g owns [edges[g], edges[g + 1]), nothing where these are equal.
+        """Returns the first id of every granule, and V.
+
+        Granule g owns [edges[g], edges[g + 1]), nothing if these are equal.
 
         Raises:
-            ValueError: the vocabulary has fewer ids than granules.
+            ValueError: if the vocabulary has fewer ids than granules.
         """
         ok = _is_positive(vocab_size) and vocab_size >= self.granules
         require(ok, "vocab_size", f"at least one id for each of {self.granules} granules", describe(vocab_size))
@@ -107,18 +109,18 @@ class ReductionOrder:
         return tuple(granule * vocab_size // self.granules for granule in range(self.granules + 1))
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
-        """The vocabulary shards of this order: each owns granules / num_shards whole granules.
+        """Returns the vocabulary shards of this order, each of granules / num_shards whole granules.
 
         Args:
             vocab_size: V.
             num_shards: size of the mesh axis that shards the vocabulary.
 
         Returns:
-            VocabShards, equal to ``VocabShards.even`` where num_shards divides V and the engine is fixed_order.
+            VocabShards, equal to ``VocabShards.even`` if num_shards divides V and the engine is fixed_order.
 
         Raises:
-            ValueError: num_shards does not divide the granules, the vocabulary has fewer ids than granules, or a shard would
-              have no id.
+            ValueError: if num_shards does not divide the granules, the vocabulary has fewer ids than granules, or a shard
+                would have no id.
         """
         expected = f"a divisor of granules {self.granules}"
         require(_is_positive(num_shards) and self.granules % num_shards == 0, "num_shards", expected, num_shards)
@@ -128,9 +130,9 @@ class ReductionOrder:
         return VocabShards(tuple(zip(edges[:-1], edges[1:], strict=True)), vocab_size)
 
     def tile(self, vocab_size: int) -> int:
-        """Columns of a tile: the multiple of 16, at most vocab_tile, that divides a granule with the least waste.
+        """Returns the columns of a tile: the multiple of 16 up to vocab_tile that divides a granule with the least waste.
 
-        A function of this order and V alone.
+        Depends on this order and V alone.
         """
         wide = self.granule_columns(vocab_size)
         widest = min(self.vocab_tile, -(-wide // TILE_STEP) * TILE_STEP)
@@ -138,7 +140,7 @@ class ReductionOrder:
         return min(range(TILE_STEP, widest + 1, TILE_STEP), key=lambda size: (-(-wide // size) * (size + 16), -size))
 
     def to_dict(self) -> dict[str, int | str | None]:
-        """The identity as plain values, for a configuration file or a checkpoint."""
+        """Returns the identity as plain values, for a configuration file or a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -146,22 +148,22 @@ class ReductionOrder:
         """Undoes :meth:`to_dict`.
 
         Raises:
-            ValueError: a field is missing or unknown, or its value is refused.
+            ValueError: if a field is missing or unknown, or its value is refused.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         require(sorted(values) == sorted(names), "values", f"exactly the fields {names}", sorted(values))
         return cls(**values)
 
     def digest(self) -> tuple[int, ...]:
-        """Eight 32-bit words that differ whenever the identity differs."""
+        """Returns eight 32-bit words that differ whenever the identity differs."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return tuple(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32).tolist())
 
     def check_across_processes(self) -> None:
-        """Raises on every process unless all processes of the job hold the same identity. A collective call.
+        """Checks that all processes of the job hold the same identity; a collective call that raises on every process.
 
         Raises:
-            ValueError: naming the processes that differ from process 0.
+            ValueError: if an identity differs; the message names the processes that differ from process 0.
         """
         from jax.experimental import multihost_utils
 
@@ -203,7 +205,7 @@ def _fold_neighbours(parts: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 
 def fold_halves(x: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
-    """Σ over rows in one order in every program: the second half is added to the first until one row is left."""
+    """Sums over rows in one order in every program: adds the second half to the first until one row is left."""
     while (rows := x.shape[0]) > 1:
         half = rows // 2
         x = jnp.concatenate([x[:half] + x[half : 2 * half], x[2 * half :]])
@@ -211,7 +213,7 @@ def fold_halves(x: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
 
 
 def gather_bits(x: Array, axis_name: AxisName) -> Array:
-    """x of every rank, stacked along a new first dimension in rank order, and typed as equal on all ranks of the axis.
+    """Stacks x of every rank along a new first dimension in rank order, typed as equal on all ranks of the axis.
 
     The bits are sent in one integer all-reduce, to which every other rank adds zeros: exact for any float, NaN
     payloads and -0.0 included. ``x`` has a 32-bit dtype.
@@ -224,7 +226,7 @@ def gather_bits(x: Array, axis_name: AxisName) -> Array:
 
 
 def tree_sum_over(parts: Float[Array, "parts ..."], axis_name: AxisName) -> Float[Array, "..."]:
-    """Sum over local parts and over ranks, in the tree over all parts in rank order; the same on all ranks.
+    """Sums over local parts and over ranks, in the tree over all parts in rank order; the same on all ranks.
 
     Each rank receives its share of the elements from every rank (all-to-all), adds them, and sends the sums to all.
     """
@@ -241,7 +243,7 @@ def tree_sum_over(parts: Float[Array, "parts ..."], axis_name: AxisName) -> Floa
 def segment_tree_sum(
     values: Float[Array, "items width"], segments: Int[Array, " items"], num_segments: int
 ) -> Float[Array, "num_segments width"]:
-    """Row s is the sum of the values of segment s, by the tree of :func:`fold_tree` over them in order.
+    """Sums the values of each segment s into row s, in order, by the tree of :func:`fold_tree`.
 
     Values of other segments in between, and the number of segments, change no bit. Values of segments outside
     [0, num_segments) are dropped; values of -0.0 must have been replaced before.
@@ -265,26 +267,26 @@ def segment_tree_sum(
 
 
 def in_mesh_order(axes: frozenset) -> tuple[AxisName, ...]:
-    """``axes`` in the order in which the surrounding mesh lists them."""
+    """Returns ``axes`` in the order in which the surrounding mesh lists them."""
     return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
 
 
 def fixed_order_sum(x: Float[Array, "*shape"], axis_name: AxisNames) -> Float[Array, "*shape"]:
-    """Σ over mesh axes in one fixed order, instead of ``lax.psum``, whose order the backend chooses.
+    """Sums over mesh axes in one fixed order, unlike ``lax.psum``, whose order the backend chooses.
 
     s = ((x_0 + x_1) + (x_2 + x_3)) + … over the ranks of the axis; several axes are summed one after the other, the last
-    one first. The bits do not depend on how ranks are distributed over processes, nor on the number of ranks where
-    every rank's x is itself the same tree over 2^k terms.
+    one first. The bits do not depend on the distribution of ranks over processes, nor on the number of ranks if every rank's
+    x is itself the same tree over 2^k terms.
 
     Args:
-        x: what this rank contributes, any shape, cast to fp32.
+        x: contribution of this rank, any shape, cast to fp32.
         axis_name: mesh axis or axes of the surrounding ``shard_map``.
 
     Returns:
         fp32 array of the shape of x, the same on all ranks. Its gradient is the cotangent on every rank. Reverse mode only.
 
     Raises:
-        ValueError: x is not floating-point; or it is differentiated under ``shard_map(check_vma=False)``.
+        ValueError: if x is not floating-point, or it is differentiated under ``shard_map(check_vma=False)``.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""Runs a log-prob function in several processes on simulated CPU devices, with the vocabulary sharded over all of them.
+"""Runs of a log-prob function in several processes on simulated CPU devices, with the vocabulary sharded over all of them.
 
     python -m jaxlogp.invariance.processes RANK PROCESSES PORT FOLDER MODULE:FUNCTION
 
@@ -37,7 +37,7 @@ def run_in_processes(
     devices_per_process: int = 4,
     timeout: float = 120.0,
 ) -> np.ndarray:
-    """The result of a function whose devices belong to several processes.
+    """Runs a function whose devices belong to several processes, and returns its result.
 
     Each process compiles ``function(hidden, weight, targets)`` with the rows of the weight placed over all devices of
     all processes (mesh axis "tensor") and everything else replicated.
@@ -46,7 +46,7 @@ def run_in_processes(
         path: "module:function", importable on this process's path.
         hidden: [tokens, H].
         weight: [V, H], V divisible by the number of devices.
-        targets: [tokens].
+        targets: [tokens], ids in [0, V).
         num_processes: number of processes.
         devices_per_process: simulated CPU devices per process.
         timeout: seconds after which the processes are terminated.
@@ -55,8 +55,8 @@ def run_in_processes(
         The function's result, from the first process.
 
     Raises:
-        ValueError: ``path`` is not module:function, or the devices do not divide V.
-        RuntimeError: a process failed or took too long; the message ends with its last output.
+        ValueError: if ``path`` is not module:function, or the devices do not divide V.
+        RuntimeError: if a process failed or took too long; the message ends with its last output.
     """
     require(path.count(":") == 1, "path", "module:function", repr(path))
     total = num_processes * devices_per_process
@@ -72,7 +72,7 @@ def run_in_processes(
 
 
 def _run_all(path: str, folder: str, num_processes: int, devices: int, timeout: float) -> str | None:
-    """Runs the processes to completion; returns what went wrong, or None."""
+    """Runs the processes to completion; returns a message about a failure, or None."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -131,7 +131,7 @@ def _load(path: Path) -> np.ndarray:
 
 
 def main(rank: int, num_processes: int, port: int, folder: str, path: str) -> None:
-    """One of the processes."""
+    """Runs one of the processes."""
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank, initialization_timeout=60)
     try:
         module, name = path.split(":")

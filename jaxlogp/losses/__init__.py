@@ -1,4 +1,4 @@
-"""Policy losses: objects made of orthogonal parts, presets by the field's names, and their values as unreduced sums."""
+"""Policy losses as objects made of orthogonal parts, presets of published losses, and values as unreduced sums."""
 
 from jaxlogp.losses.documents import DocumentLayout
 from jaxlogp.losses.loss import LossTokens, PolicyLoss, loss_tokens, policy_loss, reduce_losses, weighted_losses

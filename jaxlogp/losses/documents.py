@@ -1,4 +1,4 @@
-"""Which document each token belongs to: sums over whole documents, also where documents are split over a mesh axis."""
+"""Documents of tokens: sums and means over whole documents, also if a mesh axis splits the documents."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +29,13 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 class DocumentLayout:
     """The documents of flat tokens.
 
-    Args:
-        document_ids: int32 [tokens], inside [0, documents), for tokens without a label too, where the id means nothing.
-        outside: bool [tokens], labels whose document id was out of range; they belong to no document and turn
+    Attributes:
+        document_ids: int32 [tokens], inside [0, documents); also for tokens without a label, where it means nothing.
+        outside: bool [tokens], True for labels whose document id was out of range. They belong to no document and turn
             every sum that they enter into NaN.
         labels: int32 [documents], number of labels of each whole document.
         num_documents: int32 scalar, at most the static size of `labels`.
-        axis_name: mesh axis (or axes) of an enclosing `shard_map` that documents are split over, or None.
+        axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are split, or None.
     """
 
     document_ids: Int[AnyArray, " tokens"]
@@ -45,7 +45,7 @@ class DocumentLayout:
     axis_name: str | tuple[str, ...] | None
 
     def sum_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
-        """Sum of `values` over each whole document."""
+        """Sums `values` over each whole document."""
         # Added, not selected, so that the gradient with respect to such a label is NaN as well.
         values = values + jnp.where(self.outside, jnp.nan, 0.0).astype(values.dtype)
         sums = jax.ops.segment_sum(values, self.document_ids, num_segments=self.labels.shape[0])
@@ -53,17 +53,17 @@ class DocumentLayout:
         return lax.psum(refuse_unchecked_gradient(sums, axes), axes) if axes else sums
 
     def mean_of(self, values: Float[AnyArray, " tokens"]) -> Float[Array, " documents"]:
-        """Mean of `values`, which are 0 where masked, over the labels of each document; 0 without labels."""
+        """Averages `values`, which are 0 where masked, over the labels of each document; 0 without labels."""
         return self.sum_of(values) / jnp.maximum(self.labels, 1).astype(values.dtype)
 
     def label_weights(self, mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype) -> Float[Array, " tokens"]:
-        """1 / N_d for the labels of document d, 0 where masked, NaN for a label of no document."""
+        """Returns 1 / N_d for the labels of document d, 0 where masked, NaN for a label of no document."""
         weights = 1.0 / jnp.maximum(self.labels, 1).astype(dtype)
         weights = jnp.where(mask, weights[self.document_ids], 0.0)
         return jnp.where(self.outside, jnp.nan, weights)
 
     def counted_once(self, count: Int[AnyArray, ""]) -> Int[Array, ""]:
-        """`count` on the first shard of the documents' axis and 0 on the others, so that a psum counts it once."""
+        """Returns `count` on the first shard of the documents' axis and 0 on the others, so that a psum counts it once."""
         if self.axis_name is None:
             return count
         return jnp.where(lax.axis_index(self.axis_name) == 0, count, jnp.zeros_like(count))
@@ -75,11 +75,11 @@ def document_layout(
     num_documents: int | np.integer | Integer[AnyArray, ""] | None,
     axis_name: str | tuple[str, ...] | None,
 ) -> DocumentLayout | None:
-    """The checked `DocumentLayout` of flat tokens, or None without `document_ids`.
+    """Returns the checked `DocumentLayout` of flat tokens, or None without `document_ids`.
 
     Raises:
-        ValueError: one of `document_ids` and `num_documents` without the other, a wrong shape or dtype, a negative
-            number of documents, or a label with a document id outside [0, num_documents).
+        ValueError: if one of `document_ids` and `num_documents` is given without the other, a shape or dtype is wrong, the
+            number of documents is negative, or a label has a document id outside [0, num_documents).
     """
     if document_ids is None:
         require(num_documents is None, "document_ids", "document ids along with num_documents", None)
@@ -121,7 +121,7 @@ def with_rows(
     document_ids: Integer[AnyArray, "*tokens"] | None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None,
 ) -> tuple[Integer[AnyArray, "*tokens"] | None, int | np.integer | Integer[AnyArray, ""] | None]:
-    """Returns document ids and their number: those given, or else the rows of a mask of two dimensions."""
+    """Returns document ids and their number: those given, otherwise the rows of a two-dimensional mask."""
     if document_ids is not None or num_documents is not None or mask.ndim != 2:
         return document_ids, num_documents
     return np.broadcast_to(np.arange(mask.shape[0], dtype=np.int32)[:, None], mask.shape), mask.shape[0]

@@ -1,7 +1,7 @@
 """Checks of the per-token inputs of losses and metrics, and the removal of their masked entries.
 
-Checks of values (finite inputs, document ids in range) run where the values are known. Under a JAX transformation only
-shapes and dtypes can be checked; a NaN at a label then reaches the result.
+Checks of values (finite inputs, document ids in range) run only if the values are known. Under a JAX transformation only
+shapes and dtypes are checked; a NaN at a label then reaches the result.
 """
 
 import jax
@@ -43,7 +43,7 @@ def advantages_of_tokens(
     """Returns the advantages of tokens; those of rows, [B] or [B, 1], are repeated along rows [B, T].
 
     Raises:
-        ValueError: any other shape than that of the mask, or no floating-point array.
+        ValueError: if the array is not floating-point, or its shape is neither that of the mask nor [B] nor [B, 1].
     """
     check_arrays({}, mask)
     rows = () if mask.ndim != 2 else ((mask.shape[0],), (mask.shape[0], 1))
@@ -57,7 +57,7 @@ def advantages_of_tokens(
 
 
 def check_finite(name: str, values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"]) -> None:
-    """Raises ValueError naming the first label with a non-finite value, where values and mask are known."""
+    """Raises ValueError naming the first label with a non-finite value, if values and mask are known."""
     if not is_concrete(values, mask):
         return
     host = np.asarray(values, dtype=np.float64)
@@ -68,14 +68,14 @@ def check_finite(name: str, values: Float[AnyArray, "*tokens"], mask: Bool[AnyAr
 
 
 def check_labels(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
-    """`check_arrays`, then `check_finite` for each array."""
+    """Runs `check_arrays`, then `check_finite` for each array."""
     check_arrays(named, mask)
     for name, values in named.items():
         check_finite(name, values, mask)
 
 
 def check_log_probs(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"]) -> None:
-    """`check_labels`; also refuses known log-probs above 0 by more than the rounding of a log-sum-exp of size 64."""
+    """Runs `check_labels` and refuses known log-probs above 0 by more than the rounding of a log-sum-exp of size 64."""
     check_labels(named, mask)
     for name, values in named.items():
         if not is_concrete(values, mask):
@@ -88,24 +88,24 @@ def check_log_probs(named: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"])
 
 
 def is_array(values: object) -> bool:
-    """Whether `values` is a JAX or NumPy array (or a NumPy scalar); lists and numbers are not."""
+    """Returns True for a JAX or NumPy array or a NumPy scalar, False for lists and numbers."""
     return isinstance(values, jax.Array | np.ndarray | np.generic)
 
 
 def selected(
     values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"], dtype: jnp.dtype
 ) -> Float[Array, "*tokens"]:
-    """`values` in `dtype`, 0 where masked, with no gradient there."""
+    """Casts `values` to `dtype`, with 0 and no gradient where masked."""
     return jnp.where(mask, jnp.asarray(values).astype(dtype), jnp.zeros((), dtype))
 
 
 def flat(values: Shaped[AnyArray, "*tokens"]) -> Shaped[Array, " tokens"]:
-    """[tokens], whole on every device where the array is sharded over Explicit mesh axes."""
+    """Flattens to [tokens], whole on every device if the array is sharded over Explicit mesh axes."""
     return automatic_axes(jnp.ravel, jnp.asarray(values), out_specs=PartitionSpec())
 
 
 def constant(
     values: Float[AnyArray, "*tokens"], mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype
 ) -> Float[Array, " tokens"]:
-    """`values` flat, in `dtype`, 0 where masked, without gradient."""
+    """Flattens `values` and casts them to `dtype`, 0 where masked, without gradient."""
     return lax.stop_gradient(selected(flat(values), mask, dtype))

@@ -1,7 +1,7 @@
-"""A policy loss as an object, and its value as an unreduced sum with the count that a whole step divides it by.
+"""Policy losses as objects, and their values as unreduced sums with the count that divides a whole step.
 
 `policy_loss` is the loss of all tokens at once. `loss_tokens` and `weighted_losses` are its two halves, for callers
-that see the log-probs of a few tokens at a time: the first prepares everything that does not depend on log-probs, the
+that see the log-probs of a few tokens at a time. The first prepares everything that does not depend on log-probs; the
 second is a function of log-probs and entropies alone.
 """
 
@@ -39,7 +39,7 @@ from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 RATIOS = ("token", "sequence")
 ENTROPY_WEIGHTS = ("reduction", "labels")
 LOSS_PARTS = ("objective", "kl", "entropy", "z")
-"""The parts of a policy loss, in the order of the formula of `PolicyLoss`."""
+"""Names of the parts of a policy loss, in the order of the formula of `PolicyLoss`."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +54,28 @@ class PolicyLoss:
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
     the mean A_d of their advantages in place of r_t and A_t. KL, entropy and lse_t, the log Σ_v e^z of the token's
     logits, are per token with either ratio and belong to the same sum, so they have the weights and the denominator of
-    the reduction. With `entropy_weights` "labels" the entropy bonus is entropy_coefficient times the mean entropy of all
-    D labels of the step instead, as in TRL: w_t = M / D there.
+    the reduction. With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy
+    of all D labels of the step, as in TRL: its w_t is M / D.
 
-    `jaxlogp.losses` has the published losses as presets; other combinations are made from them, as in
+    `jaxlogp.losses` has the published losses as presets. Other combinations are built from them, as in
     `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
 
-    Args:
-        name: for logs.
+    Attributes:
+        name: name for logs.
         ratio: "token" or "sequence".
         objective: `Clipped`, `StopGradientWeight`, `SoftGate`, `LogLikelihood` or your own (`Objective`).
         reduction: "labels" (w = 1, count = labels), "documents" (w = 1, count = documents), "document_mean"
             (w = 1 / N_d, count = documents) or "constant_length" (w = 1 / length, count = documents).
-        length: in tokens, for "constant_length" alone.
+        length: divisor in tokens, for reduction "constant_length" alone.
         kl_coefficient: weight of the KL to `ref_log_probs`, at least 0 (`beta` in TRL).
         kl_estimator: "k1", "k2" or "k3", differentiated as written.
         entropy_coefficient: weight of the entropy bonus.
         entropy_weights: "reduction" or "labels"; see above.
         z_loss_coefficient: weight of the penalty on lse², at least 0, which keeps logits from drifting.
-        grad_divisor: divisor of the gradient of the mean where it differs from that of the reported loss.
+        grad_divisor: divisor of the gradient of the mean if it differs from that of the reported loss, or None.
 
     Raises:
-        ValueError: an unknown choice or a number out of range.
+        ValueError: if a choice is unknown or a number out of range.
 
     Example:
         >>> loss = PolicyLoss("mine", ratio="token", objective=Clipped(0.1), reduction="documents", kl_coefficient=0.01)
@@ -117,7 +117,7 @@ class PolicyLoss:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether the loss reads documents: the rows of inputs [B, T], or what `document_ids` says."""
+        """Whether the loss reads documents: the rows of inputs [B, T], or those of `document_ids`."""
         return self.ratio == "sequence" or reductions.needs_documents(self.reduction)
 
     def _check_length(self) -> None:
@@ -139,13 +139,13 @@ class PolicyLoss:
 class LossTokens:
     """The inputs of a policy loss that do not depend on the policy: flat, constant, and zero where masked.
 
-    Args:
-        old_log_probs: [tokens], log-probs under the sampler; None on policy, where they are those of the policy.
-        advantages: [tokens].
-        ref_log_probs: [tokens], log-probs under the reference, or None for a loss without KL.
-        mask: bool [tokens].
+    Attributes:
+        old_log_probs: [tokens], log-probs under the sampler in nats; None on policy, when they are those of the policy.
+        advantages: [tokens], advantage of each token.
+        ref_log_probs: [tokens], log-probs under the reference in nats, or None for a loss without KL.
+        mask: bool [tokens], True where the target is a label.
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
-        entropy_weights: [tokens], those of the entropies where they differ, or None.
+        entropy_weights: [tokens], weight of each entropy if it differs from `weights`, or None.
         layout: the documents, for ratio "sequence" alone.
     """
 
@@ -173,37 +173,36 @@ def policy_loss(
     document_axis_name: str | tuple[str, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> WeightedSum:
-    """Unreduced policy loss: a sum, and the count that a whole optimizer step divides it by.
+    """Computes an unreduced policy loss: a sum, and the count that divides it over a whole optimizer step.
 
     The formula is that of :class:`jaxlogp.PolicyLoss`. Masked inputs are replaced before any arithmetic. Ratios
     above exp(`MAX_LOG_RATIO`) have zero gradient. Gradients flow to `log_probs`, `entropy` and `lse` alone.
 
-    **The rows of inputs [B, T] are documents unless `document_ids` says otherwise.** Rows that hold several documents
-    need ids wherever the loss reads documents.
+    **The rows of inputs [B, T] are documents unless `document_ids` are given.** Rows that hold several documents need ids
+    if the loss reads documents.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
-        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats. None where the sampler is the
-            policy in training (strictly on policy): they are then log_probs without their gradient, and every ratio is 1.
-        advantages: [*tokens], advantage of each token; or [B] or [B, 1], that of each row of [B, T].
-        mask: [*tokens], true where the target is a label; None makes every token one.
-        loss: the loss; GRPO as the token mean over the step by default.
-        entropy: [*tokens], entropy of the distribution of each target in nats; needed with an entropy coefficient.
+        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats. None if the sampler is the policy
+            in training (strictly on policy): they are then log_probs without their gradient, and every ratio is 1.
+        advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], True where the target is a label; None makes every token a label.
+        loss: the loss; by default GRPO as the token mean over the step.
+        entropy: [*tokens], entropy of the distribution of each target, in nats; needed with an entropy coefficient.
         lse: [*tokens], log Σ_v e^z of the logits of each token, in nats, differentiable in them; needed with a z-loss
-            coefficient. Not that of :func:`jaxlogp.linear_log_probs`, a constant: use
+            coefficient. The lse of :func:`jaxlogp.linear_log_probs` is a constant and does not serve here; use
             :func:`jaxlogp.linear_policy_loss`, which needs none.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats; needed with a KL coefficient.
-        document_ids: int [*tokens], document index of each token, of any integer dtype. Tokens without a label may hold
-            anything. None: the rows of [B, T], also those without a label; of other shapes it is refused unless ratio
-            is "token" and reduction "labels".
-        num_documents: number of documents that `document_ids` counts: of this part of the step, not of all ranks, whose
-            counts a psum adds up. The number of all ranks on each of them would divide the loss once more by the number
-            of ranks. That is refused where types tell, for an array that is the same on ranks whose tokens differ; a
-            Python int may be the number that every rank has, and is not. An array scalar must not exceed the number of
-            tokens.
-        document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are split. Then
-            `document_ids` and `num_documents` describe whole documents and are the same on every shard, and a psum of
-            the result over the axis gives the loss of the whole documents, once.
+        document_ids: [*tokens], document index of each token, of any integer dtype; anything for tokens without a label.
+            None for the rows of [B, T], including those without a label; inputs of other shapes need ids unless ratio is
+            "token" and reduction "labels".
+        num_documents: number of documents that `document_ids` counts, in this part of the step alone: a psum adds the counts
+            of the ranks, so the number of all ranks would divide the loss by the number of ranks once more. An array that is
+            the same on ranks whose tokens differ is therefore refused; a Python int is not, since every rank may have the
+            same number. An array scalar must not exceed the number of tokens.
+        document_axis_name: mesh axis (or axes) of an enclosing `shard_map` over which documents are split. `document_ids`
+            and `num_documents` then describe whole documents and are the same on every shard, and a psum of the result over
+            the axis gives the loss of the whole documents, once.
         labels_per_document: D / M of the whole step, all parts together; needed with entropy weights "labels" unless
             the reduction is "labels".
 
@@ -212,11 +211,10 @@ def policy_loss(
         the step.
 
     Raises:
-        ValueError: shapes or dtypes differ from the above, an input that `loss` needs is missing, a value at a label is
+        ValueError: if a shape or dtype differs from the above, an input that `loss` needs is missing, a value at a label is
             not finite, an old or reference log-prob is above 0, or a label has a document id outside [0, num_documents);
-            where values are not known, under a JAX transformation, values that are not finite and such ids give NaN
-            instead. Also document sums over `document_axis_name` that are differentiated under
-            `shard_map(check_vma=False)`.
+            under a JAX transformation, which hides values, non-finite values and such ids give NaN instead. Also if document
+            sums over `document_axis_name` are differentiated under `shard_map(check_vma=False)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -256,24 +254,24 @@ def reduce_losses(
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> WeightedSum:
-    """Reduces per-token losses of your own as `loss` would reduce its own: Σ_t w_t m_t losses_t and its count.
+    """Reduces your own per-token losses as `loss` reduces its own: to Σ_t w_t m_t losses_t and its count.
 
     Only the reduction, its length and the grad_divisor of `loss` are read.
 
     Args:
-        losses: [*tokens], the loss of each token; whatever stands at masked tokens.
-        mask: [*tokens], true where the loss counts; None counts all.
+        losses: [*tokens], the loss of each token; anything at masked tokens.
+        mask: [*tokens], True where the loss counts; None for all tokens.
         loss: the loss whose reduction is wanted.
-        document_ids: as in `policy_loss`, like the two arguments below; of no use to reduction "labels".
-        num_documents: see there.
-        document_axis_name: see there.
+        document_ids: [*tokens], document index of each token, as in `policy_loss`; not read with reduction "labels".
+        num_documents: number of documents, as in `policy_loss`.
+        document_axis_name: mesh axis (or axes) over which documents are split, as in `policy_loss`.
 
     Returns:
         The sum (fp32, or float64 for float64 losses), differentiable in `losses`, and the int32 count of this part of the
         step.
 
     Raises:
-        ValueError: as in `policy_loss`.
+        ValueError: if an argument is refused as in `policy_loss`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -305,24 +303,24 @@ def loss_tokens(
     document_axis_name: str | tuple[str, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
-    """The inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
+    """Prepares the inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
 
     Args:
         loss: the loss.
-        old_log_probs: as in :func:`jaxlogp.policy_loss`, like every argument below.
-        advantages: see there.
-        mask: see there; needed here, because it tells the shape.
-        ref_log_probs: see there; ignored by a loss without KL.
-        document_ids: see there.
-        num_documents: see there.
-        document_axis_name: see there.
-        labels_per_document: see there.
+        old_log_probs: [*tokens], log-probs under the sampler, in nats, as in :func:`jaxlogp.policy_loss`; or None.
+        advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], bool, True where the target is a label; required, because it gives the shape.
+        ref_log_probs: [*tokens], log-probs under the reference, in nats; ignored by a loss without KL.
+        document_ids: [*tokens], document index of each token, as in :func:`jaxlogp.policy_loss`.
+        num_documents: number of documents, as in :func:`jaxlogp.policy_loss`.
+        document_axis_name: mesh axis (or axes) over which documents are split.
+        labels_per_document: D / M of the whole step, as in :func:`jaxlogp.policy_loss`.
 
     Returns:
         The tokens for `weighted_losses`, and the int32 count of this part of the step.
 
     Raises:
-        ValueError: as in :func:`jaxlogp.policy_loss`.
+        ValueError: if an argument is refused as in :func:`jaxlogp.policy_loss`.
     """
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
     given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
@@ -360,7 +358,7 @@ def loss_layout(
     axis_name: str | tuple[str, ...] | None,
     needed: bool,
 ) -> DocumentLayout | None:
-    """Returns the documents, by default rows where they are needed; None without, which is then refused."""
+    """Returns the documents, by default the rows if the loss needs them; None if there are none, which is then refused."""
     if needed:
         document_ids, num_documents = with_rows(mask, document_ids, num_documents)
     layout = document_layout(mask, document_ids, num_documents, axis_name)
@@ -374,7 +372,7 @@ def _entropy_weights(
     weights: Float[Array, " tokens"],
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None,
 ) -> Float[Array, " tokens"] | None:
-    """Returns the weights of a token mean in a sum that is divided by documents; None where those of the loss do."""
+    """Returns the weights of a token mean in a sum that is divided by documents; None if those of the loss serve."""
     if loss.entropy_coefficient == 0.0 or loss.entropy_weights == "reduction" or loss.reduction == "labels":
         return None
     why = "the labels of the whole step divided by its documents, for entropy_weights 'labels'"
@@ -393,15 +391,15 @@ def weighted_losses(
     entropy: Float[AnyArray, " tokens"] | None = None,
     lse: Float[AnyArray, " tokens"] | None = None,
 ) -> Float[Array, " tokens"]:
-    """The loss of each label times its weight, 0 where masked; these add up to the loss sum.
+    """Computes the loss of each label times its weight, 0 where masked; these add up to the loss sum.
 
     For ratio "token" it is elementwise: a slice of the tokens gives the slice of the result. For "sequence" it needs
     all labels of a document, except those on other shards of the document axis.
 
     Args:
-        loss: the loss that `tokens` was made for.
-        log_probs: [tokens], under the policy in training, in nats.
-        tokens: from `loss_tokens`.
+        loss: the loss for which `loss_tokens` made `tokens`.
+        log_probs: [tokens], log-probs under the policy in training, in nats.
+        tokens: the result of `loss_tokens`, or a slice of it.
         entropy: [tokens], in nats; read with an entropy coefficient only.
         lse: [tokens], in nats; read with a z-loss coefficient only.
 
@@ -409,7 +407,7 @@ def weighted_losses(
         [tokens], fp32 (float64 for float64 log-probs); gradients flow into `log_probs`, `entropy` and `lse` alone.
 
     Raises:
-        ValueError: no entropy for a loss with an entropy coefficient, or no lse for one with a z-loss coefficient.
+        ValueError: if entropy is missing for a loss with an entropy coefficient, or lse for one with a z-loss coefficient.
     """
     parts = _parts(loss, log_probs, tokens, entropy, lse)
     weights = tokens.weights.astype(compute_dtype(log_probs))
@@ -428,7 +426,7 @@ def loss_parts(
     entropy: Float[AnyArray, " tokens"] | None = None,
     lse: Float[AnyArray, " tokens"] | None = None,
 ) -> dict[str, Float[Array, " tokens"]]:
-    """The parts, by names of `LOSS_PARTS`, that add up to `weighted_losses`; without those of coefficient 0."""
+    """Computes the parts that add up to `weighted_losses`, by names of `LOSS_PARTS`, without those of coefficient 0."""
     weights = {"entropy": tokens.weights if tokens.entropy_weights is None else tokens.entropy_weights}
     parts = _parts(loss, log_probs, tokens, entropy, lse)
     weighted = {name: weights.get(name, tokens.weights).astype(part.dtype) * part for name, part in parts.items()}
@@ -442,7 +440,7 @@ def _parts(
     entropy: Float[AnyArray, " tokens"] | None,
     lse: Float[AnyArray, " tokens"] | None,
 ) -> dict[str, Float[Array, " tokens"]]:
-    """Each part of the loss of each label, with its coefficient, before weights."""
+    """Computes each part of the loss of each label, with its coefficient, before weights."""
     dtype = compute_dtype(log_probs)
     new = selected(log_probs, tokens.mask, dtype)
     old = lax.stop_gradient(new) if tokens.old_log_probs is None else tokens.old_log_probs.astype(dtype)
@@ -468,7 +466,7 @@ def _objective(
     advantages: Float[AnyArray, " tokens"],
     layout: DocumentLayout | None,
 ) -> Float[Array, " tokens"]:
-    """The objective of each token, or of its document."""
+    """Computes the objective of each token, or of its document."""
     if layout is None:
         return loss.objective.value(bounded(log_ratio), new, advantages)
     means = (layout.mean_of(values) for values in (log_ratio, new, advantages))

@@ -1,6 +1,6 @@
-"""What a policy loss maximises at each token, or at each document: small frozen classes, open to your own.
+"""Objectives that a policy loss maximizes per token or per document, as small frozen classes.
 
-An objective of your own is a frozen (hence hashable) dataclass with the two methods of `Objective`.
+Your own objective is a frozen (hence hashable) dataclass with the two methods of `Objective`.
 """
 
 import math
@@ -30,21 +30,21 @@ class Objective(Protocol):
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """The objective, elementwise.
+        """Computes the objective, elementwise.
 
         Args:
-            log_ratio: log-prob under the policy minus that under the sampler, at most `MAX_LOG_RATIO`, so that its
+            log_ratio: log-prob under the policy minus that under the sampler, in nats, at most `MAX_LOG_RATIO`, so that its
                 exponential is finite.
             log_prob: log-prob under the policy, in nats.
-            advantages: constants.
+            advantages: advantages, without gradient.
 
         Returns:
-            The quantity to be maximised, in the inputs' dtype; differentiable in the first two arguments.
+            The quantity to be maximized, in the inputs' dtype; differentiable in the first two arguments.
         """
         ...
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Whether the objective limits this importance ratio, for the metric `clipped_ratio_fraction`."""
+        """Returns True where the objective limits this importance ratio, for the metric `clipped_ratio_fraction`."""
         ...
 
 
@@ -56,14 +56,14 @@ class Clipped:
     `delta` (dual clip, two-sided clip) it is max(min(r A, clip(r) A), delta A) where A < 0: the ratio is limited at
     delta as well, with no gradient above it.
 
-    Args:
+    Attributes:
         epsilon: distance of the lower bound from 1, in (0, 1).
-        epsilon_high: distance of the upper bound from 1, at least 0; `epsilon` when None. A value above
-            `epsilon` is DAPO's clip-higher.
+        epsilon_high: distance of the upper bound from 1, at least 0; None for `epsilon`. A value above `epsilon` is DAPO's
+            clip-higher.
         delta: largest ratio where A < 0, above 1 + epsilon_high; None for no limit.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
 
     Example:
         >>> ratio, advantages = jnp.array([1.5, 1.5, 0.5]), jnp.array([1.0, -1.0, -1.0])
@@ -104,7 +104,7 @@ class Clipped:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """min(r A, clip(r) A), or its two-sided form.
+        """Computes min(r A, clip(r) A), or its two-sided form.
 
         The two branches of a minimum tie inside the bounds, and JAX splits the gradient of a tie; a select does not.
         """
@@ -118,22 +118,22 @@ class Clipped:
         return jnp.where(blocked, lax.stop_gradient(limited), ratio) * advantages
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Whether the ratio is outside the closed interval, whatever the sign of the advantage."""
+        """Returns True where the ratio is outside the closed interval, whatever the sign of the advantage."""
         return (ratio < self.low) | (ratio > self.high)
 
 
 @dataclass(frozen=True)
 class StopGradientWeight:
-    """sg(clip(r)) A log π: a bounded importance weight without gradient, so that every token keeps one.
+    """sg(clip(r)) A log π: a bounded importance weight without gradient, so that every token keeps a gradient.
 
     clip(r) = min(max(r, min_weight), max_weight).
 
-    Args:
+    Attributes:
         max_weight: largest importance weight, above 0 (1 + ε_high of the paper, `epsilon_high` in TRL's cispo).
         min_weight: smallest importance weight, in [0, max_weight] (1 - ε_low of the paper, which sets no bound: 0).
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
 
     References:
         MiniMax-M1 (CISPO), arXiv:2506.13585; The Art of Scaling RL Compute (the value 5), arXiv:2510.13786.
@@ -154,27 +154,29 @@ class StopGradientWeight:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """sg(clip(r)) A log π; with min_weight 0 it is 0 where π is 0."""
+        """Computes sg(clip(r)) A log π; with min_weight 0 it is 0 where π is 0."""
         weight = jnp.minimum(lax.stop_gradient(jnp.exp(log_ratio)), self.max_weight)
         if self.min_weight > 0.0:
             weight = jnp.maximum(weight, self.min_weight)
         return _weighted(weight * advantages, log_prob)
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Whether the weight is limited."""
+        """Returns True where the weight is limited."""
         return (ratio > self.max_weight) | (ratio < self.min_weight)
 
 
 @dataclass(frozen=True)
 class SoftGate:
-    """(4 / τ) σ(τ (r - 1)) A, a smooth gate in place of the clip; its slope in r is A at r = 1 and falls on both sides.
+    """(4 / τ) σ(τ (r - 1)) A, a smooth gate in place of the clip.
 
-    Args:
+    Its slope in r is A at r = 1 and falls on both sides.
+
+    Attributes:
         temperature_positive: τ where A > 0, above 0.
         temperature_negative: τ elsewhere, above 0; a larger one damps gradients away from r = 1 faster.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
 
     References:
         Soft Adaptive Policy Optimization (SAPO), arXiv:2511.20347.
@@ -194,7 +196,7 @@ class SoftGate:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """(4 / τ) σ(τ (r - 1)) A."""
+        """Computes (4 / τ) σ(τ (r - 1)) A."""
         del log_prob
         positive, negative = (
             jnp.asarray(x, log_ratio.dtype) for x in (self.temperature_positive, self.temperature_negative)
@@ -204,13 +206,15 @@ class SoftGate:
         return 4.0 / temperature * jax.nn.sigmoid(temperature * jnp.expm1(log_ratio)) * advantages
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Never: the gate has no bound."""
+        """Returns False everywhere: the gate has no bound."""
         return jnp.zeros_like(ratio, dtype=bool)
 
 
 @dataclass(frozen=True)
 class LogLikelihood:
-    """A log π, the objective of REINFORCE. It ignores the sampler's log-probs: for samples of the policy itself.
+    """A log π, the objective of REINFORCE.
+
+    It ignores the sampler's log-probs, so it is for samples of the policy itself.
 
     References:
         R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
@@ -223,12 +227,12 @@ class LogLikelihood:
         log_prob: Float[AnyArray, "*shape"],
         advantages: Float[AnyArray, "*shape"],
     ) -> Float[Array, "*shape"]:
-        """A log π, infinite where π is 0 and A is not."""
+        """Computes A log π, infinite where π is 0 and A is not."""
         del log_ratio
         return _weighted(advantages, log_prob)
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Never."""
+        """Returns False everywhere."""
         return jnp.zeros_like(ratio, dtype=bool)
 
 

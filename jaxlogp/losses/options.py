@@ -1,4 +1,4 @@
-"""Sentences for misspelt keywords of losses, in place of Python's bare TypeError."""
+"""Messages for misspelled keywords of losses, in place of Python's bare TypeError."""
 
 import dataclasses
 import difflib
@@ -28,7 +28,7 @@ LOSS_OPTIONS = {field.name for field in dataclasses.fields(PolicyLoss)} - {"name
 
 
 def suggest_options(further: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Returns a decorator: an unknown keyword raises a ValueError that names the likely one.
+    """Returns a decorator that turns an unknown keyword into a ValueError naming the most likely one.
 
     Args:
         further: keywords that the function takes by its `**`; it takes no others.

@@ -32,18 +32,15 @@ _preset = suggest_options(SHARED_OPTIONS)
 def grpo(
     *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
 ) -> PolicyLoss:
-    """GRPO as the token mean over the step (TRL's `dapo`, verl's `token-mean`); the paper's is `grpo_paper`.
+    """Returns GRPO as the token mean over the step (TRL's `dapo`, verl's `token-mean`); the paper's is `grpo_paper`.
 
     L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
 
     Args:
-        epsilon: as in `Clipped`.
-        epsilon_high: as in `Clipped`.
-        delta: as in `Clipped`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        epsilon: distance of the lower bound from 1, as in `Clipped`.
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        delta: largest ratio where A < 0, as in `Clipped`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         DeepSeekMath, arXiv:2402.03300; DAPO (the token mean), arXiv:2503.14476.
@@ -55,18 +52,15 @@ def grpo(
 def grpo_paper(
     *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
 ) -> PolicyLoss:
-    """GRPO as in its paper (TRL's `grpo`, verl's `seq-mean-token-mean`): every document counts equally, long or short.
+    """Returns GRPO as in its paper (TRL's `grpo`, verl's `seq-mean-token-mean`), with equal weight for every document.
 
     L = -(1 / M) Σ_d (1 / N_d) Σ_t m_t clipped(r_t, A_t). The paper adds 0.04 times the k3 KL to the reference.
 
     Args:
-        epsilon: as in `Clipped`.
-        epsilon_high: as in `Clipped`.
-        delta: as in `Clipped`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        epsilon: distance of the lower bound from 1, as in `Clipped`.
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        delta: largest ratio where A < 0, as in `Clipped`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         DeepSeekMath, arXiv:2402.03300.
@@ -83,7 +77,7 @@ def gspo(
     epsilon_high: float | None = None,
     **shared: Any,
 ) -> PolicyLoss:
-    """GSPO: one ratio, and one clip decision, for a whole document.
+    """Returns GSPO, with one ratio and one clip decision for a whole document.
 
     L = -(1 / M) Σ_d clipped(R_d, A_d) with weighting "document", as in the paper, and
     L = -(1 / M) Σ_d N_d clipped(R_d, A_d) with "length". R_d is the geometric mean of the ratios of d, so it stays much
@@ -91,15 +85,14 @@ def gspo(
 
     Args:
         weighting: "document" or "length".
-        epsilon: as in `Clipped`; when None 3e-4 with weighting "document", 0.2 with "length".
-        epsilon_high: as in `Clipped`; when None `epsilon`, or 4e-4 where the `epsilon` of weighting "document" is None.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        epsilon: distance of the lower bound from 1, as in `Clipped`; None for 3e-4 with weighting "document" and 0.2 with
+            "length".
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`; None for `epsilon`, or for 4e-4 if `epsilon` is
+            None and weighting is "document".
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     Raises:
-        ValueError: an unknown weighting.
+        ValueError: if the weighting is unknown.
 
     References:
         Group Sequence Policy Optimization, arXiv:2507.18071.
@@ -116,17 +109,14 @@ def gspo(
 
 @_preset
 def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> PolicyLoss:
-    """DAPO's loss: the token mean over the step with a higher upper bound (clip-higher).
+    """Returns DAPO's loss, the token mean over the step with a higher upper bound (clip-higher).
 
     L = -(1 / D) Σ_t m_t clipped(r_t, A_t). Overlong filtering belongs in the mask, dynamic sampling in the data.
 
     Args:
-        epsilon: as in `Clipped`.
-        epsilon_high: as in `Clipped`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        epsilon: distance of the lower bound from 1, as in `Clipped`.
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         DAPO, arXiv:2503.14476.
@@ -136,18 +126,15 @@ def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> 
 
 @_preset
 def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
-    """Dr. GRPO's loss: sums over documents divided by a constant, so that length changes no token's weight.
+    """Returns Dr. GRPO's loss, sums over documents divided by a constant, so that length changes no token's weight.
 
     L = -(1 / M) Σ_d (1 / length) Σ_t m_t clipped(r_t, A_t), for advantages not divided by a standard deviation.
 
     Args:
-        length: tokens, the longest completion that is sampled.
-        epsilon: as in `Clipped`.
-        epsilon_high: as in `Clipped`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        length: tokens of the longest completion that is sampled.
+        epsilon: distance of the lower bound from 1, as in `Clipped`.
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         Understanding R1-Zero-like training, arXiv:2503.20783.
@@ -158,17 +145,14 @@ def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = N
 
 @_preset
 def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
-    """TRL's `bnpo`, the token mean over a batch. The batch is the whole step here, so it is `grpo` under another name.
+    """Returns TRL's `bnpo`, the token mean over a batch, which is `grpo` here: the batch is the whole step.
 
     L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
 
     Args:
-        epsilon: as in `Clipped`.
-        epsilon_high: as in `Clipped`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        epsilon: distance of the lower bound from 1, as in `Clipped`.
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         TRL, `GRPOConfig.loss_type`. The advantages of the BNPO paper, arXiv:2506.02864, are not part of it.
@@ -178,17 +162,14 @@ def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: A
 
 @_preset
 def cispo(*, max_weight: float = 5.0, min_weight: float = 0.0, **shared: Any) -> PolicyLoss:
-    """CISPO: the importance weight is bounded and carries no gradient; every token's log-prob does.
+    """Returns CISPO, whose importance weight is bounded and has no gradient, so that every token's log-prob has one.
 
     L = -(1 / D) Σ_t m_t sg(min(max(r_t, min_weight), max_weight)) A_t log π_t.
 
     Args:
-        max_weight: as in `StopGradientWeight`.
-        min_weight: as in `StopGradientWeight`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        max_weight: largest importance weight, as in `StopGradientWeight`.
+        min_weight: smallest importance weight, as in `StopGradientWeight`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         MiniMax-M1, arXiv:2506.13585; The Art of Scaling RL Compute (the value 5), arXiv:2510.13786.
@@ -198,17 +179,14 @@ def cispo(*, max_weight: float = 5.0, min_weight: float = 0.0, **shared: Any) ->
 
 @_preset
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05, **shared: Any) -> PolicyLoss:
-    """SAPO: a smooth gate on each token's ratio in place of the clip.
+    """Returns SAPO, with a smooth gate on each token's ratio in place of the clip.
 
     L = -(1 / M) Σ_d (1 / N_d) Σ_t m_t (4 / τ_t) σ(τ_t (r_t - 1)) A_t.
 
     Args:
-        temperature_positive: as in `SoftGate`.
-        temperature_negative: as in `SoftGate`.
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        temperature_positive: τ where A > 0, as in `SoftGate`.
+        temperature_negative: τ elsewhere, as in `SoftGate`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         Soft Adaptive Policy Optimization, arXiv:2511.20347.
@@ -219,15 +197,12 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
 
 @_preset
 def reinforce(**shared: Any) -> PolicyLoss:
-    """REINFORCE over whole documents, for samples of the policy itself: no ratio, no clip.
+    """Returns REINFORCE over whole documents, for samples of the policy itself, without ratio or clip.
 
     L = -(1 / M) Σ_d Σ_t m_t A_t log π_t.
 
     Args:
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
@@ -238,15 +213,12 @@ def reinforce(**shared: Any) -> PolicyLoss:
 
 @_preset
 def rloo(**shared: Any) -> PolicyLoss:
-    """RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
+    """Returns RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
 
     L = -(1 / M) Σ_d A_d Σ_t m_t log π_t.
 
     Args:
-        shared: further parts of `PolicyLoss`, see above.
-
-    Returns:
-        The loss.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         Back to Basics, arXiv:2402.14740.
@@ -258,18 +230,18 @@ PRESETS: dict[str, Callable[..., PolicyLoss]] = {
     function.__name__: function
     for function in (grpo, grpo_paper, gspo, dapo, dr_grpo, bnpo, cispo, sapo, reinforce, rloo)
 }
-"""Functions of keyword arguments that return a `PolicyLoss`, by name; a command line offers these."""
+"""Functions of keyword arguments that return a `PolicyLoss`, by the names that a command line offers."""
 
 
 def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:
-    """Adds a loss of your own to `PRESETS`.
+    """Adds your own loss to `PRESETS`.
 
     Args:
-        name: its name, an identifier that no other loss has.
-        function: takes keyword arguments and returns a `PolicyLoss`; a command line shows its signature and docstring.
+        name: name of the loss, an identifier that no other loss has.
+        function: function of keyword arguments that returns a `PolicyLoss`.
 
     Raises:
-        ValueError: a name that is taken or not an identifier, or an object that cannot be called.
+        ValueError: if the name is taken or not an identifier, or the object cannot be called.
 
     Example:
         >>> from jaxlogp.losses import PRESETS, grpo, register_loss

@@ -1,4 +1,4 @@
-"""How the losses of labels become one number: a weight for each label, and the count that a whole step divides by.
+"""Reductions of label losses to one number: a weight for each label, and the count that divides a whole step.
 
 - "labels": weight 1, count = labels. The mean over all labels of the step.
 - "documents": weight 1, count = documents. The sum over each document, averaged.
@@ -18,7 +18,7 @@ REDUCTIONS = ("labels", "documents", "document_mean", "constant_length")
 
 
 def needs_documents(reduction: str) -> bool:
-    """Whether the reduction counts documents."""
+    """Returns True if the reduction counts documents."""
     return reduction != "labels"
 
 
@@ -29,7 +29,7 @@ def label_weights(
     layout: DocumentLayout | None,
     dtype: jnp.dtype,
 ) -> Float[Array, " tokens"]:
-    """Weight of each label; 0 where masked, NaN for a label whose document id is out of range."""
+    """Returns the weight of each label; 0 where masked, NaN for a label whose document id is out of range."""
     if reduction == "document_mean":
         return layout.label_weights(mask, dtype)
     weight = 1.0 / length if reduction == "constant_length" else 1.0
@@ -38,7 +38,7 @@ def label_weights(
 
 
 def count(reduction: str, mask: Bool[AnyArray, " tokens"], layout: DocumentLayout | None) -> Int[Array, ""]:
-    """The count for the sum over this part of a step: its labels, or its documents."""
+    """Returns the count for the sum over this part of a step: its labels, or its documents."""
     if needs_documents(reduction):
         return layout.counted_once(layout.num_documents)
     return jnp.sum(mask, dtype=jnp.int32)

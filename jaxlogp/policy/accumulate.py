@@ -1,6 +1,6 @@
-"""One optimizer step from many micro-batches: which micro-batches belong to it, and sums that are divided once.
+"""Accumulation of one optimizer step over many micro-batches, with sums that are divided once.
 
-`DocumentSchedule` runs on the host and decides the extent of a step: micro-batches are taken one at a time until the
+`DocumentSchedule` runs on the host and decides the extent of a step: it takes micro-batches one at a time until the
 documents of all ranks together reach a target. `StepSums` holds the sums over the micro-batches, not yet divided, so
 that neither the loss nor the gradient depends on how the documents were split into micro-batches.
 """
@@ -25,7 +25,7 @@ from jaxlogp.policy.metrics import PolicyMetricTerms
 @partial(jax.tree_util.register_dataclass, data_fields=["gradients", "loss", "metrics"], meta_fields=[])
 @dataclass(frozen=True)
 class FinishedStep:
-    """Gradients of the step's loss, the loss itself, and the metrics by name."""
+    """The gradients of the step's loss, the loss itself, and the metrics by name."""
 
     gradients: PyTree[Float[AnyArray, "..."]]
     loss: Float[AnyArray, ""]
@@ -39,8 +39,8 @@ class FinishedStep:
 class StepSums:
     """Sums over part of an optimizer step: gradients of the loss sum, the loss as sum and count, metric terms.
 
-    Args:
-        gradients: gradient of `loss.sum` (not of a mean) of this part, fp32 unless `StepSums.of` is told otherwise.
+    Attributes:
+        gradients: gradient of `loss.sum` (not of a mean) of this part, fp32 unless `StepSums.of` was given another dtype.
         loss: the loss of this part.
         metrics: metric terms of this part.
     """
@@ -58,15 +58,15 @@ class StepSums:
         *,
         gradient_dtype: jax.typing.DTypeLike | None = None,
     ) -> "StepSums":
-        """Sums of one micro-batch.
+        """Creates the sums of one micro-batch.
 
         Args:
             gradients: gradient of `loss.sum`.
             loss: the loss.
-            metrics: metric terms; None is the same as none at all.
-            gradient_dtype: of the gradient's sums, whatever the dtype of the parameters. None is fp32; bfloat16 halves
-                their memory, rounds once for every micro-batch, and stops growing after some 256 of them. Loss, counts
-                and metrics do not depend on it.
+            metrics: metric terms; None for no terms.
+            gradient_dtype: dtype of the gradient's sums, regardless of the dtype of the parameters; None for fp32. bfloat16
+                halves their memory, rounds once for every micro-batch, and stops growing after some 256 of them. Loss,
+                counts and metrics do not depend on it.
         """
         gradients = jax.tree.map(lambda x: x.astype(gradient_dtype or compute_dtype(x)), gradients)
         return cls(gradients, loss, PolicyMetricTerms({}) if metrics is None else metrics)
@@ -94,10 +94,10 @@ class StepSums:
         return cls(gradients, loss, PolicyMetricTerms.zeros_like(shapes.metrics))
 
     def __add__(self, other: "StepSums") -> "StepSums":
-        """Sums of two disjoint parts of a step together.
+        """Adds the sums of two disjoint parts of a step.
 
         Raises:
-            ValueError: `other` is something else, or has other gradients, metrics or another `grad_divisor`.
+            ValueError: if `other` is no StepSums, or its gradients, metrics or `grad_divisor` do not match.
         """
         require(isinstance(other, StepSums), "other", "StepSums", describe(other))
         mine, others = _leaf_shapes(self.gradients), _leaf_shapes(other.gradients)
@@ -111,15 +111,15 @@ class StepSums:
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def psum(self, axis_name: str | tuple[str, ...]) -> "StepSums":
-        """Sums of all ranks of the mesh axes together."""
+        """Adds the sums of all ranks of the mesh axes."""
         gradients = jax.lax.psum(self.gradients, axis_name)
         return StepSums(gradients, self.loss.psum(axis_name), self.metrics.psum(axis_name))
 
     def finish(self) -> FinishedStep:
         """Divides, once, by the denominators of the whole step.
 
-        Gradients are divided by `loss.grad_divisor` if there is one, otherwise by `loss.count`, in fp32 also where their
-        sums are narrower; where no label or document was counted they are 0, like the loss.
+        Gradients are divided by `loss.grad_divisor` if there is one, otherwise by `loss.count`, in fp32 even if their sums
+        are narrower. If no label or document was counted, they are 0, like the loss.
         """
         divisor = self.loss.grad_divisor
         if divisor is None:
@@ -141,8 +141,7 @@ def _some(leaves: set[tuple[str, tuple[int, ...]]]) -> str:
 
 @runtime_checkable
 class HasDocuments(Protocol):
-    """What a step can be collected of, such as `MicroBatch`: it says how many documents it holds, as one number or an
-    array of them."""
+    """A batch with a document count (a number or an array), such as `MicroBatch`."""
 
     @property
     def num_documents(self) -> Any: ...
@@ -155,9 +154,12 @@ Batch = TypeVar("Batch", bound=HasDocuments)
 class CollectedStep(Generic[Batch]):
     """The micro-batches of one optimizer step on this process.
 
-    `micro_batches` holds one tuple per round, with one micro-batch for each local stream, the same number of rounds on
-    every process. `num_documents` counts the documents of all processes. `data_wait_seconds` is the time this process
-    waited for its streams. `exhausted` says that no process has data left; the step may then be partial or empty.
+    Attributes:
+        micro_batches: one tuple per round, with one micro-batch for each local stream; the same number of rounds on every
+            process.
+        num_documents: number of documents over all processes.
+        data_wait_seconds: time that this process waited for its streams, in seconds.
+        exhausted: whether no process has data left; the step may then be partial or empty.
     """
 
     micro_batches: tuple[tuple[Batch, ...], ...]
@@ -168,17 +170,16 @@ class CollectedStep(Generic[Batch]):
 
 @dataclass(frozen=True)
 class DocumentSchedule:
-    """Which micro-batches make one optimizer step.
+    """The extent of an optimizer step: a number of documents, or of micro-batches.
 
-    Args:
-        docs_per_step: number of documents, over all ranks, that ends a step; the micro-batch that reaches it is kept
-            whole. 0 means `micro_batches` micro-batches instead, whatever they hold.
-        micro_batches: micro-batches per step and rank where `docs_per_step` is 0.
-        max_empty_micro_batches: how many micro-batches in a row, within a step, may be without a document on every
-            rank.
+    Attributes:
+        docs_per_step: number of documents, over all ranks, that ends a step; the micro-batch that reaches it is kept whole.
+            0 counts `micro_batches` instead.
+        micro_batches: micro-batches per step and rank if `docs_per_step` is 0, however many documents they hold.
+        max_empty_micro_batches: maximum number of successive micro-batches, within a step, without a document on any rank.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: if a number is out of range.
     """
 
     docs_per_step: int = 0
@@ -200,24 +201,25 @@ class DocumentSchedule:
     ) -> CollectedStep[Batch]:
         """Takes the micro-batches of the next step, one from each local stream at a time.
 
-        Every decision depends only on globally summed counts, so all processes stop after the same round. A stream
-        that has ended contributes `padding` from then on. When all streams of all processes have ended, the step holds
-        what was taken so far, with its true counts, and is `exhausted`; nothing is dropped and nothing hangs. A
-        stream that raises ends the step on every process.
+        Every decision depends only on globally summed counts, so all processes stop after the same round. A stream that has
+        ended contributes `padding` from then on. When all streams of all processes have ended, the step holds what was taken
+        so far, with its true counts, and is `exhausted`; nothing is dropped and nothing hangs. A stream that raises ends the
+        step on every process.
 
         Args:
-            streams: one iterator per local data rank, or a single one of the micro-batches of all of them, stacked or in
-                an object of your own that counts its documents.
-            padding: one without documents, for example `pack_documents([], ...)[0]`.
-            all_reduce: sums an int64 vector over processes; called once per round by every process. None for a
+            streams: one iterator per local data rank, or a single one over the micro-batches of all of them, stacked or in
+                your own object that counts its documents.
+            padding: a micro-batch without documents, for example `pack_documents([], ...)[0]`.
+            all_reduce: function that sums an int64 vector over processes; called once per round by every process. None for a
                 single process.
 
         Returns:
             The step.
 
         Raises:
-            ValueError: no stream, a padding with documents, or too many micro-batches in a row without any document.
-            RuntimeError: a stream raised on another process.
+            ValueError: if there is no stream, the padding has documents, or too many micro-batches in a row have no
+                document.
+            RuntimeError: if a stream raised on another process.
 
         Example:
             >>> import numpy as np
@@ -256,7 +258,7 @@ class DocumentSchedule:
 
 
 def _take(streams: Sequence[Iterator[Batch]]) -> tuple[list[Batch | None], Exception | None]:
-    """The next micro-batch of each stream, None where it has ended, and what a stream raised."""
+    """Returns the next micro-batch of each stream, None for one that has ended, and the exception of one that raised."""
     taken: list[Any] = []
     try:
         for stream in streams:
@@ -272,7 +274,7 @@ def _agree(
     failure: Exception | None,
     all_reduce: Callable[[Int[np.ndarray, " values"]], Int[np.ndarray, " values"]] | None,
 ) -> tuple[int, bool]:
-    """Documents of this round over all processes, and whether any stream still had data."""
+    """Returns the documents of this round over all processes, and whether any stream still had data."""
     present = [item for item in taken if item is not None]
     local = np.array(
         [sum(int(np.sum(item.num_documents)) for item in present), len(present), failure is not None], dtype=np.int64

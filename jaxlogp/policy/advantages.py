@@ -19,8 +19,8 @@ class GroupAdvantages(NamedTuple):
     """Advantages in the shape of the rewards, and the degenerate groups, whose rewards are all equal.
 
     Attributes:
-        advantages: [num_groups, num_generations], or [N] with group ids.
-        degenerate: bool [num_groups], or [N], whether the group of each reward is degenerate.
+        advantages: [num_groups, num_generations], or [N] with group ids; fp32, or float64 for float64 rewards.
+        degenerate: bool [num_groups], or [N], True if the group of the reward is degenerate.
     """
 
     advantages: Float[AnyArray, "*rewards"]
@@ -34,26 +34,25 @@ def group_advantages(
     scale_rewards: str = "group",
     epsilon: float = 1e-4,
 ) -> GroupAdvantages:
-    """Advantages of GRPO: rewards minus the mean of their group, optionally divided by its standard deviation.
+    """Computes the advantages of GRPO: rewards minus the mean of their group, optionally divided by its standard deviation.
 
     A = (r - mean(r)) / (std(r) + epsilon) for "group" and A = r - mean(r) for "none" (as in Dr. GRPO), where std is the
-    sample standard deviation (divisor n - 1 in a group of n). A group is degenerate when its largest and smallest reward
-    are equal, such as a group of one; its advantages are exactly 0. A small deviation alone does not make a group
+    sample standard deviation (divisor n - 1 in a group of n). A group is degenerate if its largest and smallest rewards
+    are equal, as in a group of one; its advantages are exactly 0. A small deviation alone does not make a group
     degenerate.
 
     Args:
-        rewards: [num_groups, num_generations], one row per prompt, the rewards of its completions; or [N] with group_ids.
-        group_ids: int [N], of any integer dtype, equal for the completions of one prompt, which may be any number and
-            stand anywhere; or None.
+        rewards: [num_groups, num_generations], the rewards of the completions of one prompt per row; or [N] with group_ids.
+        group_ids: [N], of any integer dtype, equal for the completions of one prompt, in any number and order; or None.
         scale_rewards: "group" or "none".
-        epsilon: added to the standard deviation; at least 0.
+        epsilon: number added to the standard deviation, at least 0.
 
     Returns:
         The advantages (fp32, or float64 for float64 rewards) and the degenerate groups.
 
     Raises:
-        ValueError: a wrong shape or dtype, no reward, an unknown scale, a negative epsilon, or a reward that is not
-            finite (checked where the values are known).
+        ValueError: if a shape or dtype is wrong, there is no reward, the scale is unknown, epsilon is negative, or a known
+            reward is not finite.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,19 +84,19 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards: Float[AnyArray, "*rewards"], *, group_ids: Integer[AnyArray, " rewards"] | None = None
 ) -> GroupAdvantages:
-    """Advantages of RLOO: each reward minus the mean of the other rewards of its group.
+    """Computes the advantages of RLOO: each reward minus the mean of the other rewards of its group.
 
     A_i = r_i - Σ_{j≠i} r_j / (n - 1), n the number of rewards of the group; 0 in a group of one.
 
     Args:
-        rewards: as in `group_advantages`.
-        group_ids: as in `group_advantages`.
+        rewards: [num_groups, num_generations], or [N] with group_ids, as in `group_advantages`.
+        group_ids: [N], of any integer dtype, or None, as in `group_advantages`.
 
     Returns:
         The advantages (fp32, or float64 for float64 rewards) and the degenerate groups, as in `group_advantages`.
 
     Raises:
-        ValueError: as in `group_advantages`.
+        ValueError: if an argument is refused as in `group_advantages`.
 
     References:
         Back to Basics, arXiv:2402.14740.
@@ -123,7 +122,7 @@ class _Groups(NamedTuple):
     sizes: Int[Array, " rewards"] | int
 
     def others(self, dtype: jnp.dtype) -> Float[Array, "..."]:
-        """The number of other rewards of each group; 1 for a group of one, where it divides 0."""
+        """Returns the number of other rewards of each group; 1 for a group of one, where it divides 0."""
         return jnp.maximum(jnp.asarray(self.sizes, dtype) - 1, 1)
 
     def sum(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
@@ -139,7 +138,7 @@ class _Groups(NamedTuple):
         return self.sum(x) / jnp.asarray(self.sizes, x.dtype)
 
     def deviation(self, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
-        """The sample standard deviation; 0 in a group of one."""
+        """Computes the sample standard deviation; 0 in a group of one."""
         if self.members is None:
             return jnp.std(x, axis=1, ddof=min(1, self.sizes - 1), keepdims=True)
         return jnp.sqrt(self.sum(jnp.square(x - self.mean(x))) / self.others(x.dtype))

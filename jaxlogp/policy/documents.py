@@ -1,8 +1,8 @@
 """Documents packed into rows of a fixed shape: next-token targets, document index, label counts, padding.
 
 Every per-token array is indexed by the predicting position t of its row: `targets[t]` is the token at t + 1 of the same
-document, `mask[t]` says that this target is a label, and `old_log_probs[t]` belongs to it. The last token of a document
-therefore has no target, its first token is nobody's target, and a document of one token has no label at all.
+document, `mask[t]` tells whether this target is a label, and `old_log_probs[t]` belongs to it. So the last token of a
+document has no target, its first token is never a target, and a document of one token has no label at all.
 """
 
 import math
@@ -32,20 +32,19 @@ _LARGEST_ID = {
 class Document:
     """One prompt with one sampled completion.
 
-    Args:
+    Attributes:
         tokens: int [length], prompt and completion.
         prompt_length: number of prompt tokens; the rest is the completion, whose tokens are the labels.
         old_log_probs: [length - prompt_length], the sampler's log-prob of each completion token, in nats. Without a
             prompt the first entry is not used: nothing predicts the first token of a document.
-        advantage: the advantage of every token of the completion.
-        reward: the reward, for the metrics.
+        advantage: advantage of every token of the completion.
+        reward: reward of the document, for the metrics.
         model_version: number of documents that the trainer had seen when the sampler's weights were taken, for the
             metrics.
-        columns: further values of each completion token by name, [length - prompt_length] each, such as
-            "ref_log_probs".
+        columns: further values of each completion token by name, [length - prompt_length] each, such as "ref_log_probs".
 
     Raises:
-        ValueError: a wrong length, dtype or range, or a value that is not finite.
+        ValueError: if a length, dtype or range is wrong, or a value is not finite.
     """
 
     tokens: Integer[np.ndarray, " length"]
@@ -82,11 +81,11 @@ class Document:
 
     @property
     def first_label(self) -> int:
-        """Position of the first label: of the completion's first token, or of the second where there is no prompt."""
+        """Position of the first label: the completion's first token, or its second if there is no prompt."""
         return max(self.prompt_length, 1)
 
     def at_labels(self, column: Shaped[np.ndarray, " completion"]) -> Shaped[np.ndarray, " labels"]:
-        """Of a column of the completion, the values of its labels."""
+        """Returns the entries of a completion's column that belong to labels."""
         return column[self.first_label - self.prompt_length :]
 
     def _check_column(self, name: str, values: np.ndarray) -> None:
@@ -128,21 +127,21 @@ class MicroBatch:
 
     Micro-batches of several ranks are stacked along a new first dimension.
 
-    Args:
+    Attributes:
         tokens: int32 [rows, row_length], model inputs; the padding id where there is no document.
         targets: int32 [rows, row_length], next token within the document; 0 where there is none.
         positions: int32 [rows, row_length], position within the document; 0 in the padding.
         document_ids: int32 [rows, row_length], index of the document in this micro-batch, never decreasing in row-major
-            order; padding carries the id of the last document before it.
-        segment_ids: int32 [rows, row_length], as `document_ids` with -1 in the padding: a token may attend only to
-            tokens of its own row and segment.
-        mask: bool [rows, row_length], true where the target is a label.
-        per_token: the inputs of a loss at each label, by name, fp32 [rows, row_length], 0 where masked:
-            "old_log_probs", the sampler's log-prob of the target in nats; "advantages", the document's; and the
-            documents' further columns.
+            order; padding has the id of the last document before it.
+        segment_ids: int32 [rows, row_length], `document_ids` with -1 in the padding: a token may attend only to tokens of
+            its own row and segment.
+        mask: bool [rows, row_length], True where the target is a label.
+        per_token: inputs of a loss at each label, by name, fp32 [rows, row_length], 0 where masked: "old_log_probs", the
+            sampler's log-prob of the target in nats; "advantages", the document's advantage; and the documents' further
+            columns.
         rewards: fp32 [rows * row_length], reward of each document, in order; 0 after the last one.
-        model_versions: int32 [rows * row_length], likewise.
-        num_documents: int32 scalar.
+        model_versions: int32 [rows * row_length], model version of each document, in order; 0 after the last one.
+        num_documents: int32 scalar, number of documents.
     """
 
     tokens: Int[AnyArray, "*ranks rows row_length"]
@@ -171,25 +170,24 @@ def pack_documents(
     share_rows: bool = True,
     columns: Sequence[str] = (),
 ) -> tuple[MicroBatch, tuple[Document, ...]]:
-    """Packs documents in their order, as many as fit, never splitting one.
+    """Packs documents in their order, as many as fit, and never splits one.
 
-    A document that does not fit after the previous one starts the next row; the first that fits nowhere ends the
+    A document that does not fit after the previous one starts the next row. The first that fits nowhere ends the
     micro-batch, so the order is kept and every document is either packed or returned.
 
     Args:
-        documents: the documents, possibly none, in which case the result is all padding.
+        documents: the documents; if there are none, the result is all padding.
         rows: number of rows.
         row_length: tokens per row.
         pad_id: token id of the padding.
         share_rows: whether several documents may share a row; False gives each its own row.
-        columns: names of the documents' further columns; every document has these and no others.
+        columns: names of the documents' further columns; every document must have exactly these.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
 
     Raises:
-        ValueError: among the packed documents, one that is longer than a row or has other columns; or a size that
-            is not positive.
+        ValueError: if a packed document is longer than a row or has other columns, or a size is not positive.
 
     Example:
         >>> import numpy as np
@@ -220,7 +218,7 @@ def pack_documents(
 
 
 def row_starts(lengths: Iterable[int], rows: int, row_length: int, *, share_rows: bool = True) -> list[tuple[int, int]]:
-    """Where `pack_documents` puts documents of given lengths: row and first position of each, as many as fit.
+    """Returns the row and first position at which `pack_documents` puts documents of given lengths, as many as fit.
 
     Args:
         lengths: tokens of each document; read up to the first that fits nowhere.
@@ -229,7 +227,7 @@ def row_starts(lengths: Iterable[int], rows: int, row_length: int, *, share_rows
         share_rows: whether several documents may share a row.
 
     Raises:
-        ValueError: a length that is longer than a row.
+        ValueError: if a length exceeds a row.
 
     Example:
         >>> row_starts([3, 2, 3, 6, 1], rows=2, row_length=6)

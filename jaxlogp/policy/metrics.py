@@ -1,8 +1,7 @@
 """Metrics of a policy update, kept as reducible terms until the step is complete.
 
 A step consists of micro-batches on several ranks. Each part contributes terms; terms are added over micro-batches,
-reduced over mesh axes, and divided once, by `finish`. `METRICS` says how each term is reduced and what it is divided
-by.
+reduced over mesh axes, and divided once, by `finish`. `METRICS` holds the reduction and the divisor of each term.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ LABELLED = "_labelled"
 
 
 class Reduction(Enum):
-    """How the terms of a metric combine over micro-batches and ranks."""
+    """The way in which the terms of a metric combine over micro-batches and ranks."""
 
     SUM = "sum"
     MAX = "max"
@@ -48,7 +47,7 @@ class Reduction(Enum):
 
 
 class Metric(NamedTuple):
-    """How a term is reduced, and which other (summed) term it is divided by in the end."""
+    """The reduction of a term, and the name of the (summed) term that divides it in the end."""
 
     reduction: Reduction
     divisor: str | None = None
@@ -86,10 +85,13 @@ METRICS: dict[str, Metric] = {
     "staleness_min": Metric(Reduction.MIN),
     "num_stalenesses": Metric(Reduction.SUM),
 }
-"""Every term with its reduction and divisor. A metric divided by "num_documents" is reported a second time with the
-suffix "_labelled", divided by the number of documents that have a label, because in a step with many fully masked
-documents the first form understates the ratio, the entropy and so on. Without documents (neither ids nor rows [B, T]) the
-divisor is "num_tokens" instead, and there is no second form."""
+"""Every term with its reduction and divisor.
+
+A metric divided by "num_documents" is reported a second time with the suffix "_labelled", divided by the number of
+documents that have a label, because in a step with many fully masked documents the first form understates the ratio,
+the entropy and so on. Without documents (neither ids nor rows [B, T]) the divisor is "num_tokens" instead, and there is
+no second form.
+"""
 
 
 # JAX rebuilds it with leaves that are not arrays, such as those of jax.eval_shape.
@@ -97,7 +99,7 @@ divisor is "num_tokens" instead, and there is no second form."""
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
 @dataclass(frozen=True)
 class PolicyMetricTerms:
-    """Reducible parts of metrics: scalars by name, each combined the way `METRICS` says.
+    """Reducible parts of metrics: scalars by name, each with its reduction in `METRICS`.
 
     Sums are fp32 (float64 for float64 log-probs or rewards), counts are int32 and exact; an empty part holds the
     identities 0, -inf and inf.
@@ -116,10 +118,10 @@ class PolicyMetricTerms:
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def __add__(self, other: "PolicyMetricTerms") -> "PolicyMetricTerms":
-        """Terms of two disjoint parts of a step, combined.
+        """Combines the terms of two disjoint parts of a step.
 
         Raises:
-            ValueError: the two hold different metrics.
+            ValueError: if the two hold different metrics.
         """
         require(
             self.values.keys() == other.values.keys(), "other", f"terms {sorted(self.values)}", sorted(other.values)
@@ -130,24 +132,24 @@ class PolicyMetricTerms:
         )
 
     def __or__(self, other: "PolicyMetricTerms") -> "PolicyMetricTerms":
-        """Different metrics of the same part of a step, combined.
+        """Combines different metrics of the same part of a step.
 
         Raises:
-            ValueError: a metric is in both.
+            ValueError: if a metric is in both.
         """
         shared = sorted(self.values.keys() & other.values.keys())
         require(not shared, "other", "terms of other metrics", f"{shared} again")
         return PolicyMetricTerms({**self.values, **other.values})
 
     def psum(self, axis_name: str | tuple[str, ...]) -> "PolicyMetricTerms":
-        """Terms combined over all ranks of the mesh axes: psum, pmax or pmin."""
+        """Combines the terms over all ranks of the mesh axes, by psum, pmax or pmin."""
         reduce = {Reduction.SUM: lax.psum, Reduction.MAX: lax.pmax, Reduction.MIN: lax.pmin}
         return PolicyMetricTerms(
             {name: reduce[METRICS[name].reduction](value, axis_name) for name, value in self.values.items()}
         )
 
     def finish(self) -> dict[str, Array]:
-        """Final values by name: the only place that divides. A metric without any document is 0.0."""
+        """Computes the final values by name, with the only division; a metric without any document is 0.0."""
         metrics = {}
         for name, value in self.values.items():
             divisor = METRICS[name].divisor
@@ -176,17 +178,17 @@ def policy_metrics(
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> dict[str, Array]:
-    """Final metrics of a step with a single micro-batch: `policy_metric_terms`, reduced and divided.
+    """Computes the final metrics of a step with a single micro-batch: `policy_metric_terms`, reduced and divided.
 
     Args:
         log_probs: as in `policy_metric_terms`, like every argument not listed here.
-        axis_name: mesh axes of an enclosing `shard_map` that tokens are sharded over, `document_axis_name` included.
+        axis_name: mesh axes of an enclosing `shard_map` that shard the tokens, `document_axis_name` included.
 
     Returns:
         fp32 and int32 scalars by name.
 
     Raises:
-        ValueError: as in `policy_metric_terms`.
+        ValueError: if an argument is refused as in `policy_metric_terms`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -236,7 +238,7 @@ def policy_metric_terms(
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
-    """Reducible terms of the policy metrics of one part of a step.
+    """Computes the reducible terms of the policy metrics of one part of a step.
 
     With w_t = m_t / N_d, M documents, and r, A the ratio and advantage of the token or of its document, according
     to `loss.ratio`, the finished metrics are
@@ -252,28 +254,28 @@ def policy_metric_terms(
     - max_ratio_new_old, min_ratio_new_old, max_advantage, min_advantage: over labels, r as above and A before any
       averaging; -inf and inf where there are no labels;
     - loss_objective, loss_kl, loss_entropy, loss_z: the parts that add up to the loss, coefficients and signs included,
-      with the weights of its reduction and divided by loss_count, its count; a part is left out where its coefficient
-      is 0 or its input is not given;
+      with the weights of its reduction and divided by loss_count, its count; a part is omitted if its coefficient is 0 or
+      its input is not given;
     - num_tokens: labels; num_documents: M; num_documents_labelled, and for "sequence" num_segments: documents with a
       label.
 
-    **Means are over documents, whatever the reduction of the loss:** each document counts once, long or short, also for
+    **Means are over documents, whatever the reduction of the loss:** each document counts once, long or short, even for
     a loss that is a mean over tokens. Metrics divided by M are also reported with the suffix "_labelled", divided by
-    num_documents_labelled. Documents are the rows of inputs [B, T] unless `document_ids` says otherwise; without ids and
-    rows, means are over labels instead: w_t = m_t, divided by num_tokens. No gradient flows.
+    num_documents_labelled. Documents are the rows of inputs [B, T] unless `document_ids` are given; without ids and rows,
+    means are over labels instead: w_t = m_t, divided by num_tokens. No gradient flows.
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
         old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats; None for log_probs.
-        advantages: [*tokens], advantage of each token; or [B] or [B, 1], that of each row of [B, T].
-        mask: [*tokens], true where the target is a label; None makes every token one.
+        advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], True where the target is a label; None makes every token a label.
         document_ids: int [*tokens], document index of each token, as in `policy_loss`; None for the rows of [B, T].
         num_documents: number of documents, as in `policy_loss`.
         loss: the loss of the step.
-        entropy: [*tokens], entropy of the distribution of each target in nats; needed at level "with_entropy".
+        entropy: [*tokens], entropy of the distribution of each target, in nats; needed at level "with_entropy".
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
         lse: [*tokens], log Σ e^z of each token, for loss_z; or None.
-        labels_per_document: as in `policy_loss`.
+        labels_per_document: labels of the whole step divided by its documents, as in `policy_loss`.
         level: "none" (no term at all), "basic" or "with_entropy".
         document_axis_name: mesh axis over which documents are split, as in `policy_loss`.
 
@@ -281,7 +283,8 @@ def policy_metric_terms(
         The terms of this part.
 
     Raises:
-        ValueError: as in `policy_loss`; also an unknown level, or no entropy at level "with_entropy".
+        ValueError: if an argument is refused as in `policy_loss`, the level is unknown, or entropy is missing at level
+            "with_entropy".
     """
     require(level in METRIC_LEVELS, "level", f"one of {METRIC_LEVELS}", repr(level))
     if level == "none":
@@ -314,18 +317,18 @@ def policy_metric_terms(
 def reward_terms(
     rewards: Float[AnyArray, " documents"], mask: Bool[AnyArray, " documents"] | None = None
 ) -> PolicyMetricTerms:
-    """Terms of reward_mean, reward_max and reward_min over documents.
+    """Computes the terms of reward_mean, reward_max and reward_min over documents.
 
     Args:
         rewards: [documents], one reward per document.
-        mask: bool [documents], false for entries without a document of this part; None where each entry has one. Each
-            document belongs to one part.
+        mask: bool [documents], False for entries without a document of this part; None if each entry has one. Each document
+            belongs to one part.
 
     Returns:
         The terms, with num_rewards, the divisor of the mean.
 
     Raises:
-        ValueError: wrong shapes or dtypes, or a reward that is not finite.
+        ValueError: if a shape or dtype is wrong, or a reward is not finite.
     """
     mask = labels_of(mask, shape_of(rewards, "rewards"))
     check_labels({"rewards": rewards}, mask)
@@ -337,23 +340,24 @@ def staleness_terms(
     model_versions: Int[AnyArray, "*entries"],
     mask: Bool[AnyArray, "*entries"] | None = None,
 ) -> PolicyMetricTerms:
-    """Terms of staleness_mean, staleness_max and staleness_min: documents seen since the sampler's weights were taken.
+    """Computes the terms of staleness_mean, staleness_max and staleness_min, the age of the sampler's weights in documents.
 
-    Each entry of the mask counts once: documents, or labels where the weights changed within documents. Subtracted as
-    integers, before any conversion to float, so that counters beyond 2^24 stay exact.
+    The staleness of an entry is `documents_seen` minus its model version. Each entry of the mask counts once: a document, or
+    a label if the weights changed within documents. Subtracted as integers, before any conversion to float, so that counters
+    beyond 2^24 stay exact.
 
     Args:
-        documents_seen: documents the trainer has seen before this step.
-        model_versions: int [documents] or [*tokens], documents the trainer had seen when the weights were taken that
-            the sampler drew the document, or the label, with.
-        mask: bool of the same shape, true for the documents, or the labels, of this part; None for all
-            entries. The same kind in all parts.
+        documents_seen: number of documents that the trainer has seen before this step.
+        model_versions: int [documents] or [*tokens], number of documents that the trainer had seen when the weights were
+            taken that sampled the document, or the label.
+        mask: bool of the same shape, True for the documents, or the labels, of this part; None for all entries. The same
+            kind in all parts.
 
     Returns:
         The terms, with num_stalenesses, the divisor of the mean.
 
     Raises:
-        ValueError: wrong shapes or dtypes, or a model version above `documents_seen`.
+        ValueError: if a shape or dtype is wrong, or a model version is above `documents_seen`.
     """
     signed = jnp.signedinteger
     good = is_array(model_versions) and jnp.issubdtype(model_versions.dtype, signed)
@@ -380,7 +384,7 @@ def staleness_terms(
 
 
 class _Seen(NamedTuple):
-    """What the objective sees of each token: its own values, or those of its document repeated at each token."""
+    """The inputs of the objective for each token: its own values, or those of its document repeated at each token."""
 
     log_ratio: Float[Array, " tokens"]
     log_prob: Float[Array, " tokens"]
@@ -403,7 +407,7 @@ def _seen(loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | N
 def _averages(
     loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | None, mask: Bool[AnyArray, " tokens"]
 ) -> dict[str, Array]:
-    """Every weighted sum over labels, and the extremes of the ratio."""
+    """Computes every weighted sum over labels, and the extremes of the ratio."""
     new, old = tokens["log_probs"], tokens["old_log_probs"]
     dtype, seen = new.dtype, _seen(loss, tokens, layout)
     weights = mask.astype(dtype) if layout is None else layout.label_weights(mask, dtype)
@@ -449,7 +453,7 @@ def _slopes(loss: PolicyLoss, log_ratio: Array, log_prob: Array, advantages: Arr
 def _loss_terms(
     loss: PolicyLoss, given: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"], options: dict[str, Any]
 ) -> dict[str, Array]:
-    """The sum of each part of the loss whose inputs are given, and the loss's count."""
+    """Computes the sum of each part of the loss whose inputs are given, and the loss's count."""
     inputs = {"kl": "ref_log_probs", "entropy": "entropy", "z_loss": "lse"}
     absent = {f"{part}_coefficient": 0.0 for part, name in inputs.items() if name not in given}
     loss = dataclasses.replace(loss, **absent)

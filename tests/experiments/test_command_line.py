@@ -202,7 +202,7 @@ def test_a_failure_of_jax_after_a_signal_is_the_interruption():
         os.kill(os.getpid(), signal.SIGTERM)
         raise failure
     words = (
-        "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume goes on"
+        "SIGTERM: the step in progress is lost (INTERNAL: ptxas exited with non-zero error code 15); --resume repeats"
     )
     assert str(stopped.value).startswith(words) and stopped.value.exit_code == 143
     with pytest.raises(jax.errors.JaxRuntimeError), caught_signals():

@@ -65,7 +65,10 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
     lines(tmp_path, capsys, rollout=RolloutConfig(mesh="data=2"), evaluation=few)
     for mesh, evaluation, here in (("", few, "2.0 MiB"), ("data=2", few, "4.0 MiB"), ("fsdp=2", None, "4.0 MiB")):
         changes = {} if evaluation is None else {"evaluation": evaluation}
-        with pytest.raises(ValueError, match=rf"^memory: parameters, .* need at least .*; here are {here}$"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^memory: parameters, .* need at least .*, available: {here}; try a smaller model or more memory$",
+        ):
             lines(tmp_path, capsys, mesh=mesh, **changes)
 
 
@@ -91,7 +94,7 @@ def test_answers_that_completions_have_no_room_for_are_warned_of(tmp_path, capsy
     _, printed = lines(tmp_path, capsys, rollout=RolloutConfig(max_new_tokens=room), **options)
     lengths = [len(each.answer) for each in held_out_examples(make_task("addition:3"), 64)]
     long = sum(length + 1 > (room or 5) for length in lengths)
-    words = f"too few for {long} of 64 answers, of which the longest has 4 tokens and an end token"
+    words = f"too few for {long} of 64 answers; the longest needs 5, end token included"
     assert printed == [f"WARNING: --rollout.max-new-tokens {room}: {words}"] * (long > 0)
     assert (long > 0) == (room in (2, 4))
 
@@ -128,7 +131,7 @@ def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "load", lambda options, task: trainer)
     assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == "step 3, 21 held-out prompts (500 were asked for; the task has no more)"
+    assert first == "step 3, 21 held-out prompts (requested: 500; the task has no more)"
     trainer.num_held_out = 500
     evaluate.run_cli(["runs/a"])
     assert capsys.readouterr().out.splitlines()[0] == "step 3, 500 held-out prompts"

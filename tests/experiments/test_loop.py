@@ -136,7 +136,9 @@ def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(t
     saved = MOMENTS[moment]
     assert complete_steps(folder.checkpoints)[-1:] == ([] if saved < 0 else [saved]) and trainer.progress.step <= 6
     words = (
-        "nothing is saved before the warm start" if saved < 0 else f"step {saved} is saved; python -m experiments.grpo"
+        "nothing is saved before the warm start"
+        if saved < 0
+        else f"step {saved} is saved; to continue: python -m experiments.grpo"
     )
     assert words in str(raised.value) and f"--resume {folder.path}" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -249,7 +251,7 @@ def test_refused_steps_in_a_row_end_the_run_with_the_good_state(tmp_path, capsys
     trainer.refuse = (1, 3, 4, 5)
     with pytest.raises(GuardAbort) as raised:
         run()
-    words = "step 5 is the last of 3 refused in a row: loss not finite; step 5 is saved; python -m experiments.grpo "
+    words = "step 5 is the last of 3 refused in a row: loss not finite; step 5 is saved; to continue: python -m "
     assert str(raised.value).startswith(words) and raised.value.exit_code == 4
     assert float(trainer.state) == 1.0 and complete_steps(folder.checkpoints)[-1] == 5
     assert capsys.readouterr().out.count("is refused: loss not finite") == 4

@@ -27,14 +27,12 @@ from tests.experiments.waves import batch, sums_on
 pytestmark = pytest.mark.costly
 
 GIB = 2**30
-NEED = MemoryNeed(4 * GIB, {"a micro-batch": 9 * GIB, "the update": 3 * GIB, "a rollout": GIB // 2})
+NEED = MemoryNeed(4 * GIB, {"micro-batch": 9 * GIB, "update": 3 * GIB, "rollout": GIB // 2})
 
 
 def test_the_need_is_that_of_the_moment_that_takes_most():
     assert NEED.total == 13 * GIB and NEED._replace(compiling=14 * GIB).total == 14 * GIB
-    assert str(NEED) == (
-        "13.0 GiB (state 4.0 GiB; beyond it a micro-batch 9.0 GiB, the update 3.0 GiB, a rollout 512.0 MiB)"
-    )
+    assert str(NEED) == ("13.0 GiB (state 4.0 GiB; beyond it: micro-batch 9.0 GiB, update 3.0 GiB, rollout 512.0 MiB)")
     assert str(NEED._replace(compiling=14 * GIB)).endswith("; set-up and compilation took 14.0 GiB)")
     assert str(MemoryNeed(2**20)) == "at least 1.0 MiB (state alone, without its programs)"
 
@@ -55,7 +53,7 @@ def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False):
 
 def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypatch):
     line = f"memory per device: {NEED}"
-    assert said(monkeypatch, 80 * GIB) == (f"{line}; here are 80.0 GiB\n", None)
+    assert said(monkeypatch, 80 * GIB) == (f"{line}; limit: 80.0 GiB\n", None)
     assert said(monkeypatch, None) == (f"{line}\n", None)
     assert said(monkeypatch, 8 * GIB, steps=0) == ("", None)
     _, error = said(monkeypatch, 8 * GIB)
@@ -137,9 +135,9 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
     after = memory_need(trainer)
     assert after.state == params + bytes_a_device(trainer.state.opt_state)
     # A batch of the warm start takes several micro-batches here: their sum, and the gradients of two of them.
-    more = first.parts["a micro-batch"] - after.parts["a micro-batch"]
+    more = first.parts["micro-batch"] - after.parts["micro-batch"]
     assert 0 <= more - 2 * params < 1000
-    assert list(after.parts) == ["a micro-batch", "the update", "a rollout", "an evaluation"]
+    assert list(after.parts) == ["micro-batch", "update", "rollout", "evaluation"]
 
 
 def test_the_batch_of_a_program_is_asked_for_by_its_types_and_places():
@@ -167,7 +165,7 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
             "one for rollouts, and one each for sampled and greedy evaluations; asking for their memory adds none"
         )
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("memory per device: "))
-    assert "state" in line and "a micro-batch" in line and "a rollout" in line and "at least" not in line
+    assert "state" in line and "micro-batch" in line and "rollout" in line and "at least" not in line
     monkeypatch.setattr(memory, "device_limit", lambda devices: 100 * 2**10)
     with pytest.raises(ValueError, match=r"^memory: a device needs .* and has 100.0 KiB; .*fewer --schedule.rows"):
         train(tiny(tmp_path, "never", **options))

@@ -72,7 +72,7 @@ def test_what_was_typed_counts_whatever_the_default_is(folder, monkeypatch):
 
 def test_differences_are_refused_with_a_list_and_equal_values_taken(folder):
     stored = load_config(folder.config, Config)
-    words = "--loss.name: the run has gspo, given grpo; --optimizer.b2: the run has None, given 0.5$"
+    words = "--loss.name: the run has gspo, given grpo; --optimizer.b2: the run has None, given 0.5; start a new run"
     with pytest.raises(ValueError, match=words):
         changed(stored, {"loss.name": "grpo", "seed": 0, "schedule.steps": 7, "optimizer.b2": 0.5})
     same = {"loss.name": "gspo", "model.num_layers": 1, "schedule.steps": STEPS, "rollout.stop": ()}
@@ -118,10 +118,10 @@ def test_a_plain_resume_leaves_the_options_alone(folder):
 @pytest.mark.parametrize(
     ("step", "changes", "exhausted", "words"),
     [
-        (STEPS, {}, False, "has reached step 200 of 200; --schedule.steps"),
+        (STEPS, {}, False, "has reached step 200 of 200; raise --schedule.steps to continue"),
         (STEPS, {"schedule.steps": STEPS}, False, "has reached step 200 of 200"),
-        (12, {}, True, "ended with its training data at step 12"),
-        (12, {"schedule.steps": 300}, True, "ended with its training data at step 12"),
+        (12, {}, True, "ended with its training data at step 12$"),
+        (12, {"schedule.steps": 300}, True, "ended with its training data at step 12$"),
     ],
 )
 def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, words):
@@ -238,18 +238,19 @@ def test_a_run_to_its_goal_and_on_by_the_command_line(tmp_path, capsys):
         printed = capsys.readouterr()
         return stopped.value.code, printed.out.splitlines()[-1], printed.err
 
-    nothing = f"nothing to do: {folder.path} has reached step 2 of 2; --schedule.steps sets another goal"
+    nothing = f"nothing to do: {folder.path} has reached step 2 of 2; raise --schedule.steps to continue"
     assert ends() == (0, nothing, "")
     code, last, error = ends("--schedule.steps", "1")
     assert (code, error) == (
         2,
         "error: --schedule.steps: expected at least 2, the step that the run has reached, got 1\n",
     )
-    assert last == f"step 2 is saved; python -m experiments.grpo --resume {folder.path} goes on from there"
+    assert last == f"step 2 is saved; to continue: python -m experiments.grpo --resume {folder.path}"
     grpo.run_cli([*command, "--schedule.steps", "3"])
     assert json.loads(folder.summary.read_text())["optimizer steps"] == 3
     assert load_config(folder.config, Config).schedule.steps == 3
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{folder.path} --schedule.steps N trains up to step N")
+    last = f"to train up to step N: python -m experiments.grpo --resume {folder.path} --schedule.steps N"
+    assert capsys.readouterr().out.splitlines()[-1].endswith(last)
 
 
 def test_typed_options_are_fields():

@@ -181,7 +181,7 @@ def test_a_process_that_ends_by_itself_is_not_ended_by_its_thread(three):
         (("localhost:1", 2, 2), r"--process-id: expected in \[0, 2\), got 2"),
         (("localhost:1", 0, 0), "--num-processes: expected at least 1, got 0"),
         (("localhost", 2, 0), "--coordinator: expected host:port, got 'localhost'"),
-        ((None, None, None), "--distributed: expected .*, or a cluster, got an environment that does not say them"),
+        ((None, None, None), "--distributed: expected .*, or a cluster, got an environment without them"),
     ],
 )
 def test_a_place_among_the_processes_that_cannot_be(place, words, monkeypatch):

@@ -57,7 +57,7 @@ def test_steps_that_teach_nothing_are_warned_of_and_then_less_often():
     found = warnings_of(rollouts(), 21)
     assert list(found) == [5, 10, 20]
     assert found[5] == (
-        "step 5: no group had a difference of rewards in 5 steps in a row, so that nothing is learnt: every reward is 0"
+        "step 5: every group had equal rewards for 5 steps in a row: no learning signal (every reward is 0)"
     )
 
 
@@ -73,7 +73,7 @@ def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
     watch = Watch(GuardsConfig(), 7)
     warned = {step: watch.warnings(step, {}, counts) for step in range(1, 6)}
     assert [step for step, found in warned.items() if found] == [1, 2, 4]
-    assert warned[1] == ["step 1: 3 of 10 completions were cut at 7 tokens; raise --rollout.max-new-tokens"]
+    assert warned[1] == ["step 1: 3 of 10 completions were truncated at 7 tokens; raise --rollout.max-new-tokens"]
     assert Watch(GuardsConfig(), 7).warnings(1, {}, RolloutCounts(groups=2, completions=10, truncated=2)) == []
 
 
@@ -83,7 +83,7 @@ CAUSES = {
         "within each group rewards are equal",
     ),
     "empty": ({"answers": ("", "")}, "every reward is 0, and every completion is empty"),
-    "cut": ({"answers": ("777", "888")}, "every reward is 0, and every completion was cut at 3 tokens"),
+    "cut": ({"answers": ("777", "888")}, "every reward is 0, and every completion was truncated at 3 tokens"),
     "too short": (
         {"sizes": SIZES._replace(completion=1)},
         "every reward is 0, and no answer can be written in the 3 tokens of a completion",
@@ -96,7 +96,7 @@ def test_a_warning_says_what_is_the_same(name, monkeypatch):
     monkeypatch.setattr(watch_module, "DEGENERATE_STEPS", 1)
     options, words = CAUSES[name]
     (warning,) = warnings_of(rollouts(**options), 1).values()
-    assert warning.endswith(f": {words}")
+    assert warning.endswith(f" ({words})")
 
 
 def test_an_answer_in_characters_that_the_model_lacks_does_not_fit():
@@ -113,7 +113,7 @@ def test_a_spike_is_a_multiple_of_the_median_before_it():
         norms = with_norm(norms, norm)
         found += watch.warnings(step, values, RolloutCounts())
         assert (values["grad_norm_over_median"] is None) == (step <= 8 or step == 14)
-    assert found == ["step 13: gradient norm 21, 10.5 times the median before it"]
+    assert found == ["step 13: gradient norm 21, 10.5 times the median of the norms before it"]
     for norm in range(100):
         before, norms = norms, with_norm(norms, float(norm))
         assert before is not norms, "a checkpoint may still be written of the former"

@@ -174,7 +174,10 @@ GRPO = [
     ("--optimizer.name adafactor --optimizer.b1 0.9", "--optimizer.b1: expected None for optimizer 'adafactor'"),
     ("--optimizer.weight-decay inf", "--optimizer.weight-decay: expected a finite number, got inf"),
     ("--optimizer.weight-decay -0.1", "--optimizer.weight-decay: expected at least 0.0, got -0.1"),
-    ("--optimizer.weight-decay 1e9", "--optimizer.weight-decay: expected at most 2000, 1 / --optimizer.learning-rate"),
+    (
+        "--optimizer.weight-decay 1e9",
+        "--optimizer.weight-decay: expected at most 2000, which is 1 / --optimizer.learning-rate",
+    ),
     ("--optimizer.max-grad-norm 0", "--optimizer.max-grad-norm: expected a finite number > 0"),
     ("--optimizer.warmup-steps -1", "--optimizer.warmup-steps: expected at least 0"),
     ("--optimizer.final-rate 0.1", "--optimizer.final-rate: expected None for schedule 'constant'"),
@@ -263,7 +266,7 @@ GRPO = [
     ("--invariant --rollout.top-k 5", "--rollout: expected the whole distribution"),
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
     # Options that would do nothing.
-    ("--schedule.micro-batches 4", "--schedule.micro-batches: expected no value with --schedule.docs-per-step 512"),
+    ("--schedule.micro-batches 4", "--schedule.micro-batches: expected no value unless --schedule.docs-per-step is 0"),
     (
         "--rollout.max-resamples 5",
         "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5",

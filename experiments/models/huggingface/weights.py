@@ -56,7 +56,10 @@ class SafetensorsDirectory:
         if name in self._shapes and original in self._shapes:
             same = np.array_equal(self.read(name), self.read(original))
             require(
-                same, f"weights, tensor {name}", f"a copy of {original}, as tie_word_embeddings says", "another one"
+                same,
+                f"weights, tensor {name}",
+                f"a copy of {original}, as tie_word_embeddings says",
+                "different values",
             )
             del self._shapes[name]
 

@@ -6,8 +6,8 @@ both products. Between the two passes only token-sized vectors are kept. The til
 the weight's gradient is complete, and rounded once, when its loop over the tokens ends; the hidden gradient accumulates
 in fp32.
 
-Where the tile width does not divide the vocabulary, the last tile starts earlier, so the weight is never padded or
-copied; its columns that the previous tile has covered are masked.
+If the tile width does not divide the vocabulary, the last tile starts earlier and its columns that the previous tile
+covers are masked, so the weight is never padded or copied.
 
 With a gradient filter the forward also keeps the largest logit of every tile and token, [tiles, tokens], and the
 backward's inner loop visits only the blocks that are kept. These are listed first and looped over, instead of branching
@@ -51,13 +51,15 @@ class _Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedEngine(Engine):
-    """Computes [token_chunk, vocab_tile] logits at a time. Up to rounding, the result does not depend on the two sizes.
+    """Computes [token_chunk, vocab_tile] logits at a time.
+
+    Up to rounding, the result does not depend on the two sizes.
 
     Attributes:
-        token_chunk: tokens per block; if there are fewer, all at once.
-        vocab_tile: vocabulary columns per block; if there are fewer, all at once.
-        gradient_filter: None, or the rule by which blocks of the gradient are skipped; the result then depends on the two
-          sizes, and more is skipped with smaller blocks (128 tokens, 256 columns).
+        token_chunk: tokens per block; all tokens if there are fewer.
+        vocab_tile: vocabulary columns per block; all columns if there are fewer.
+        gradient_filter: None, or the rule by which blocks of the gradient are skipped. The result then depends on the two
+            sizes, and smaller blocks (128 tokens, 256 columns) skip more.
     """
 
     token_chunk: int = 512
@@ -66,50 +68,50 @@ class ChunkedEngine(Engine):
     name = "chunked"
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive integers, and a gradient_filter of another type."""
+        """Raises ``ValueError`` unless sizes are positive integers and the gradient filter is one or None."""
         check_filter(self.gradient_filter)
         for argument in ("token_chunk", "vocab_tile"):
             value = getattr(self, argument)
             require(isinstance(value, int) and value > 0, argument, "an integer > 0", value)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, _Kept]:
-        """Statistics of one block after the other."""
+        """Computes statistics block by block."""
         local, peaks = _local_statistics(call, self)
         stats, targets = all_reduce(local, call.axis_name, call.targets.codes), call.targets
         values, normaliser = finish(stats, targets.mask, call.vocab_size, targets.invalid)
         return values, _Kept(normaliser, peaks)
 
     def backward(self, call: HeadCall, kept: _Kept, g: TokenLogProbs) -> HeadGradients:
-        """Each block's logits, recomputed and turned into their gradient: three products."""
+        """Recomputes each block's logits and turns them into their gradient: three products."""
         visited = None if kept.peaks is None else visits(_counting_blocks(call, self, kept, g))
         return _Backward(call, self, kept.normaliser, g, visited).gradients()
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
-        """Only a gradient filter is in the way."""
+        """Refuses a gradient filter."""
         del call, entropy_cotangent
         return None if self.gradient_filter is None else "its gradient filter needs the maxima of all tiles first"
 
     def one_pass(
         self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None
     ) -> tuple[TokenLogProbs, HeadGradients]:
-        """See :mod:`jaxlogp.head.chunked.one_pass`."""
+        """Runs :mod:`jaxlogp.head.chunked.one_pass`."""
         del old_log_probs
         return values_and_gradients(call, cotangents, tokens, self.token_chunk)
 
     def why_not_second_derivative(self) -> str | None:
-        """Only a gradient filter is in the way."""
+        """Refuses a gradient filter."""
         return None if self.gradient_filter is None else "its gradient filter skips blocks by their first derivative"
 
     def why_not_known_lse(self, call: HeadCall) -> str | None:
-        """Only a gradient filter is in the way."""
+        """Refuses a gradient filter."""
         return self.why_not_one_pass(call, False)
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
-        """The backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
+        """Runs the backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
         return self.backward(call, _Kept(Normaliser(lse, jnp.zeros_like(lse), None), None), g)
 
     def skipped_tiles(self, call: HeadCall) -> WeightedSum:
-        """Blocks of this shard that the backward skips, and all blocks, with a cotangent at every token of the mask."""
+        """Counts skipped and all blocks of this shard, with a cotangent at every token of the mask."""
         _, kept = self.forward(call)
         g = TokenLogProbs(call.targets.mask.astype(jnp.float32), None)
         counting = _counting_blocks(call, self, kept, g)

@@ -1,4 +1,4 @@
-"""Values and gradients in one pass over chunks of tokens, on any device: a chunk's logits are used while at hand.
+"""Values and gradients in one pass over chunks of tokens, on any device: each chunk's logits serve both.
 
 For each chunk, one product gives the logits; these give the log-probs, with one pmax and one psum of token-sized
 vectors over the vocabulary shards; the loss gives their cotangents; then dH = dz · W and dW += dzᵀ · H. Three products

@@ -68,20 +68,20 @@ class FixedOrderEngine(Engine):
         return why_not_shards(self.order, call)
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
-        """Shards that own whole granules."""
+        """Returns shards that own whole granules."""
         return self.order.shards(vocab_size, num_shards)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser]:
-        """Values per token and, in blocks, what the backward needs of every row of logits."""
+        """Computes values per token and, in blocks, what the backward needs of every row of logits."""
         operands = Operands(Plan.of(self.order, call), call)
         return _finish(operands, _tile_statistics(operands, call), call)
 
     def backward(self, call: HeadCall, kept: Normaliser, g: TokenLogProbs) -> HeadGradients:
-        """Gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
+        """Computes gradients, each summed over the mesh axes over which its operand is the same, in the fixed order.
 
         Raises:
-            ValueError: hidden states or a mask typed as varying over the vocabulary axis: a float psum would sum the
-              gradient.
+            ValueError: if hidden states or a mask are typed as varying over the vocabulary axis; a float psum would sum the
+                gradient.
         """
         require_same_on_all_shards(call)
         plan, axes = Plan.of(self.order, call), call.axes

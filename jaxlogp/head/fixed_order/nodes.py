@@ -1,4 +1,4 @@
-"""The tree over the granules of all shards: how a rank adds up its own, and what engines of a fixed order refuse."""
+"""Tree over the granules of all shards: each rank's share of it, and the checks of engines of a fixed order."""
 
 import jax.numpy as jnp
 from jaxtyping import Array

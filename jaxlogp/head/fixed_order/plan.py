@@ -1,9 +1,8 @@
-"""How engine ``fixed_order`` divides [tokens, vocabulary] into blocks of rows, and granules of tiles; and its logits.
+"""Division of [tokens, vocabulary] into blocks of rows, and granules of tiles, for engine ``fixed_order``; and its logits.
 
-A granule is a run of columns that no shard splits. It is divided into equal tiles, the last of which starts earlier
-where the tile width does not divide the granule. A tile that is wider than its granule reaches into the next one, whose
-columns it masks; at the end of a shard it is read from an earlier row and shifted into place. So the weight is never
-padded or copied.
+A granule is a run of columns that no shard splits. It is divided into equal tiles; if the tile width does not divide the
+granule, the last one starts earlier. A tile that is wider than its granule reaches into the next one, whose columns it
+masks; at the end of a shard it is read from an earlier row and shifted into place. So the weight is never padded or copied.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Engine ``hopper``: Pallas kernels on Mosaic GPU for NVIDIA Hopper (compute capability 9), logits never stored.
 
-Forward: one product whose epilogue leaves four numbers a token and vocabulary tile. Backward, by vocabulary chunks: the
+Forward: one product whose epilogue leaves four numbers per token and vocabulary tile. Backward, by vocabulary chunks: the
 product again, turned into dz [tokens, chunk] in bf16, then dH += dz · W_chunk in fp32 and dW_chunk = dzᵀ · H, which is
 complete and rounded once.
 
@@ -46,24 +46,24 @@ COLUMNS_MULTIPLE = {"vh": 8, "hv": 64}
 
 @dataclasses.dataclass(frozen=True)
 class HopperEngine(HopperSettings, Engine):
-    """Mosaic GPU kernels for Hopper.
+    """Runs Mosaic GPU kernels on NVIDIA Hopper.
 
     Attributes:
-        tiles: tile shapes; None takes the table's entry for the hidden size and the device, or smaller ones for a filter.
-        chunk: vocabulary columns a chunk of the backward, a multiple of 256; None takes at most 26624, chunks of equal
-            width.
-        interpret: runs the kernels on the CPU (for tests) instead of compiling them.
-        num_sms: persistent blocks; None asks the device.
-        gradient_filter: None, or which blocks of the gradient are left out: 128 tokens times 256 columns unless ``tiles``
-          are given (64 tokens when interpreted).
-        check_device: refuse calls where the default device is no Hopper GPU; False to lower for another machine.
+        tiles: tile shapes; None for the table's entry for the hidden size and the device, or smaller ones with a filter.
+        chunk: vocabulary columns per chunk of the backward, a multiple of 256; None for chunks of equal width of at most
+            26624.
+        interpret: whether to run the kernels on the CPU (for tests) instead of compiling them.
+        num_sms: number of persistent blocks; None for the number of SMs of the device.
+        gradient_filter: None, or the rule by which blocks of the gradient are skipped: 128 tokens times 256 columns unless
+            ``tiles`` are given (64 tokens when interpreted).
+        check_device: whether to refuse calls if the default device is no Hopper GPU; False to lower for another machine.
     """
 
     name = "hopper"
     masks_hidden = True
 
     def why_not(self, call: HeadCall) -> str | None:
-        """The device, the installed JAX, then dtypes and sizes that the kernels do not take."""
+        """Checks the device, then the installed JAX, then dtypes and sizes that the kernels do not take."""
         return self._why_not_here() or why_not_available() or self._why_not_operands(call)
 
     def _why_not_here(self) -> str | None:
@@ -95,17 +95,17 @@ class HopperEngine(HopperSettings, Engine):
         return f"it needs a vocabulary of at most {most}, got {call.vocab_size}" if call.vocab_size > most else None
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, KeptStatistics]:
-        """One product; hidden is cast to bf16 for it."""
+        """Runs one product, with hidden cast to bf16."""
         return head_values(call, self)
 
     def backward(self, call: HeadCall, kept: KeptStatistics, g: TokenLogProbs) -> HeadGradients:
-        """dz by vocabulary chunks, and the two products after it."""
+        """Computes dz by vocabulary chunks, and the two products after it."""
         scalars = row_scalars(kept.normaliser, g.log_probs, g.entropy, call.targets.column, call.spec)
         blocks = None if kept.peaks is None else counting_blocks(call, self, kept, g)
         return head_gradients(call, self, scalars, g.entropy is not None, blocks)
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
-        """A filter or a soft cap."""
+        """Refuses a filter or a soft cap."""
         del entropy_cotangent
         if self.gradient_filter is not None:
             return "its gradient filter needs the maxima of all tiles first"
@@ -116,20 +116,20 @@ class HopperEngine(HopperSettings, Engine):
     def one_pass(
         self, call: HeadCall, cotangents: LossCotangents, tokens: Any, old_log_probs: Float[Array, " tokens"] | None
     ) -> tuple[TokenLogProbs, HeadGradients]:
-        """See :mod:`jaxlogp.head.hopper.one_pass`."""
+        """Runs :mod:`jaxlogp.head.hopper.one_pass`."""
         return values_and_gradients(call, self, cotangents, tokens, old_log_probs)
 
     def why_not_known_lse(self, call: HeadCall) -> str | None:
-        """Only a gradient filter is in the way."""
+        """Refuses a gradient filter."""
         del call
         return None if self.gradient_filter is None else "its gradient filter needs the maxima of all tiles first"
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
-        """The backward alone: lse takes the place of the largest logit, with a sum of exponentials of 1."""
+        """Runs the backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
         return self.backward(call, KeptStatistics(Normaliser(lse, jnp.zeros_like(lse), None), None), g)
 
     def skipped_tiles(self, call: HeadCall) -> WeightedSum:
-        """Blocks of this shard that the backward leaves out, and all that it would compute without a filter.
+        """Counts the blocks of this shard that the backward skips, and those that it would compute without a filter.
 
         Every token of the mask counts as having a cotangent; blocks of masked tokens alone are never computed.
         """

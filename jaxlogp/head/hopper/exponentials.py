@@ -1,9 +1,9 @@
-"""Exponentials of the logits, kept in bf16, turned into dz: the gradient of the logits, or what is a factor a token from it.
+"""Gradient dz of the logits from their exponentials in bf16; or dz without a factor per token.
 
 With an entropy bonus dz = p (A + B (z - max)) + g onehot differs from E = e^(z - tile maximum) element by element, and a
-kernel rewrites E. Without one dz = p A + g onehot is, but for the target's column, E times a number for each token, if E was
-taken against one number for each token. The token's log Σ e^z is known only after the product, but nearly known before it:
-r = z_target - old_log_prob is off by the logarithm of the ratio alone. With E = e^(z - r) and δ = log Σ e^z - r
+kernel rewrites E. Without one, dz = p A + g onehot is E times a number per token, except in the target's column, if E was
+computed relative to one number per token. The token's log Σ e^z is known only after the product, but nearly known before
+it: r = z_target - old_log_prob is off by the logarithm of the ratio alone. With E = e^(z - r) and δ = log Σ e^z - r
 
     dz = c E',    c = A e^-δ,    E' = E, and (p - 1) e^δ in the target's column,
 

@@ -1,9 +1,9 @@
 """Engine ``hopper_fixed_order``: the kernels of ``hopper``, with every gradient summed in the order of the granules.
 
-What ``hopper`` does not fix is the hidden gradient over shards, which it adds to one sum, chunk after chunk, and then
-over the shards by a float psum. Here a chunk of the backward is a granule of the
-:class:`~jaxlogp.invariance.ReductionOrder`, whatever the mesh; its hidden gradient is kept apart, and the granules
-are added in one binary tree. Log-probs, entropies and the weight's gradient are those of ``hopper``, to the last bit.
+``hopper`` does not fix the order of the hidden gradient over shards: it adds chunk after chunk to one sum, and a float psum
+adds the shards. Here a chunk of the backward is a granule of the :class:`~jaxlogp.invariance.ReductionOrder`, whatever
+the mesh; its hidden gradient is kept separate, and one binary tree adds the granules. Log-probs, entropies and the
+weight's gradient are those of ``hopper``, to the last bit.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from jaxlogp.invariance.order import ReductionOrder, fold_tree
 
 @dataclasses.dataclass(frozen=True)
 class FixedOrderHopperEngine(HopperEngine):
-    """:class:`HopperEngine` with sums in the order that ``order`` fixes; see docs/invariance.md.
+    """Runs the kernels of :class:`HopperEngine` with sums in the order that ``order`` fixes; see docs/invariance.md.
 
     Attributes:
-        order: the numeric identity, made by :meth:`ReductionOrder.for_hopper`; together with the tiles, which follow from
-          hidden size and device.
+        order: the numeric identity, made by :meth:`ReductionOrder.for_hopper`. The tiles belong to it as well; they follow
+            from hidden size and device.
     """
 
     order: ReductionOrder = dataclasses.field(default_factory=ReductionOrder.for_hopper)
@@ -46,7 +46,7 @@ class FixedOrderHopperEngine(HopperEngine):
     reduces_gradients = True
 
     def why_not(self, call: HeadCall) -> str | None:
-        """What ``hopper`` refuses, a filter, a chunk of one's own, and shards that do not match the order."""
+        """Refuses what ``hopper`` refuses, a filter, a given chunk, and shards that do not match the order."""
         if self.order.engine != "hopper":
             return f"its order is of engine {self.order.engine}"
         if self.gradient_filter is not None or self.chunk is not None:
@@ -54,19 +54,19 @@ class FixedOrderHopperEngine(HopperEngine):
         return super().why_not(call) or why_not_shards(self.order, call)
 
     def shards(self, vocab_size: int, num_shards: int) -> VocabShards:
-        """Shards that own whole granules."""
+        """Returns shards that own whole granules."""
         return self.order.shards(vocab_size, num_shards)
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, KeptStatistics]:
-        """As ``hopper``."""
+        """Runs the forward of ``hopper``."""
         return head_values(call.typed(), self)
 
     def backward(self, call: HeadCall, kept: KeptStatistics, g: TokenLogProbs) -> HeadGradients:
-        """Gradients, the hidden states' summed over granules and ranks in the fixed order.
+        """Computes gradients, with those of the hidden states summed over granules and ranks in the fixed order.
 
         Raises:
-            ValueError: hidden states or a mask typed as varying over the vocabulary axis, or a weight typed as the same on
-              ranks that hold other tokens: a float psum would sum the gradient.
+            ValueError: if hidden states or a mask are typed as varying over the vocabulary axis, or a weight is typed as the
+                same on ranks that hold other tokens; a float psum would sum the gradient.
         """
         require_same_on_all_shards(call)
         axes = call.axes
@@ -82,12 +82,12 @@ class FixedOrderHopperEngine(HopperEngine):
         return gradients._replace(hidden=hidden.astype(call.hidden_gradient_dtype))
 
     def why_not_known_lse(self, call: HeadCall) -> str | None:
-        """Its gradients are those of log-probs whose lse it has computed itself."""
+        """Refuses: its gradients are those of log-probs whose lse it has computed itself."""
         del call
         return "its numbers are the same in every program only where it computes them all"
 
     def why_not_one_pass(self, call: HeadCall, entropy_cotangent: bool) -> str | None:
-        """One pass sums in the order of the tokens."""
+        """Refuses: one pass sums in the order of the tokens."""
         del call, entropy_cotangent
         return "it sums gradients over mesh axes in its own order"
 

@@ -65,10 +65,10 @@ def forward_statistics(
         launch: how the kernel is launched.
         with_entropy: whether entropy is wanted.
         live: int32, how many tokens, from the first, need statistics; None means all. Row tiles after them are not
-          computed, and their results may be anything.
+            computed, and their results may be anything.
         with_exp: also write e^(z - max), max being the tile's; its statistics are bitwise the same.
         estimate: with ``with_exp`` write e^(z - estimate) instead, fp32, an estimate of log Σ e^z of each token. Where a
-          tile's maximum lies more than 60 above it, the tile's exponentials are too small.
+            tile's maximum lies more than 60 above it, the tile's exponentials are too small.
 
     Returns:
         fp32 [tiles, 4, tokens]: max, Σ e^(z - max), Σ e^(z - max) (z - max) (not written without

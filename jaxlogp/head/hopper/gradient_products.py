@@ -88,12 +88,12 @@ def add_hidden_gradient(
     Args:
         d_hidden: reference that :func:`hidden_gradient_sums` made, tokens a multiple of the tile's rows.
         gradient: bf16 [tokens, chunk], 0 in columns past the end of the weight; with ``window`` that of all columns, of
-          which as many are taken.
+            which as many are taken.
         operands: the weight among them.
         index: which chunk; with ``window`` its first column, a multiple of the tile's depth.
         launch: how the kernel is launched.
         work: the tiles and steps that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`); other tiles keep what
-          they had.
+            they had.
         window: None, or how many columns, a multiple of the tile's depth.
         parts: how many parts of the columns are summed apart; each has whole steps. Not together with a plan.
         first: write to the tiles that count, whatever they hold, instead of adding.
@@ -195,9 +195,9 @@ def write_weight_gradient(
         index: which chunk.
         launch: how the kernel is launched.
         work: the tiles and steps over tokens that count (:func:`jaxlogp.head.hopper.work_lists.product_plan`). A plan is for
-          a weight [V, H] alone: its rows are blocks of vocabulary columns.
+            a weight [V, H] alone: its rows are blocks of vocabulary columns.
         addend: None, or a reference that :func:`weight_gradient_sums` made, of which the same place is added; may be
-          ``d_weight``.
+            ``d_weight``.
     """
     (tokens, chunk), hidden, config, interpret = gradient.shape, operands.hidden, launch.config, launch.interpret
     as_rows, (live, plan, plan_steps) = operands.vocab_dim == 0, work

@@ -34,7 +34,7 @@ def chunk_gradient(
 
     Args:
         operands: hidden, weight and a bias that is padded to whole chunks. A last chunk that reads past the end of the
-          weight has zeros there; columns that are no real ids get 0.
+            weight has zeros there; columns that are no real ids get 0.
         rows: scalars of each token.
         index: which chunk.
         chunk: number of columns, a multiple of the tile's.

@@ -178,8 +178,8 @@ def values_and_gradients(
         cotangents: the loss's cotangents of the values of a chunk of tokens.
         tokens: pytree of arrays [tokens, ...] that ``cotangents`` needs; zeros fill it up.
         old_log_probs: the sampler's, where entropy has no cotangent: exponentials are then taken against an estimate of
-          log Σ e^z, and need not be rewritten. An estimate that is off by more than 40 nats costs its chunk one product
-          more, and rounds the gradients of the chunk's tokens differently. None where entropy has one.
+            log Σ e^z, and need not be rewritten. An estimate that is off by more than 40 nats costs its chunk one product
+            more, and rounds the gradients of the chunk's tokens differently. None where entropy has one.
     """
     return _OnePass(call, engine, cotangents, tokens, old_log_probs).run()
 

@@ -1,4 +1,4 @@
-"""What the kernels of the Hopper engine multiply, how they are launched, and which of their work counts."""
+"""Operands of the Hopper kernels, their launch options, and the tokens that count."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -70,9 +70,9 @@ class Work(NamedTuple):
 
     Attributes:
         live: int32, how many tokens, from the first, count; None means all. Row tiles, or steps over tokens, after them are
-          left out, and what would be written for them may be anything. With 0 nothing is written at all.
+            left out, and what would be written for them may be anything. With 0 nothing is written at all.
         plan: int32, a list of :mod:`jaxlogp.head.hopper.work_lists` in place of ``live``: tiles that it does not name are
-          not written, steps that it does not name are not read. None means all of ``live``.
+            not written, steps that it does not name are not read. None means all of ``live``.
         plan_steps: how many steps make one of the plan's blocks of steps; None where it lists tiles alone.
     """
 

@@ -1,9 +1,9 @@
-"""A persistent, warp-specialised matrix product for Hopper, with the epilogue left to the caller.
+"""Persistent, warp-specialized matrix product for Hopper, with the epilogue left to the caller.
 
 Each block owns one SM and walks over output tiles. A memory warpgroup copies operand tiles into a ring of shared-memory
 stages, and never stops between output tiles; two consumer warpgroups multiply them and run the epilogue on fp32
-accumulators in registers. They either cooperate, half of the tile's rows each, which reads least; or alternate, a whole
-tile each in turn, and then the epilogue of one overlaps the products of the other.
+accumulators in registers. They either cooperate, with half of the tile's rows each, which reads least; or they alternate,
+with a whole tile each in turn, and then the epilogue of one overlaps the products of the other.
 
 The contracted dimension of either operand may be its minor one (rows of hidden, rows of the weight) or its major one.
 """
@@ -117,7 +117,7 @@ def product(
 
     Args:
         epilogue: called in each consumer warpgroup as epilogue(accumulator [share, columns], first row, column tile,
-          warpgroup, setup's result, prologue's result, others and outputs, scratch).
+            warpgroup, setup's result, prologue's result, others and outputs, scratch).
         name: what profilers call the kernel.
         config: tile shapes.
         row_tiles: number of tiles in the row dimension.
@@ -134,12 +134,12 @@ def product(
         approx_math: let exp2 be the hardware's (2 ulp).
         setup: called once as setup(others and outputs), for scalars that live in global memory.
         live: called once as live(others and outputs), how many rows of the row dimension, or of the contracted one with
-          ``live_steps``, need work. Tiles or steps after them are skipped; with 0 nothing is written.
+            ``live_steps``, need work. Tiles or steps after them are skipped; with 0 nothing is written.
         live_steps: whether live rows are those of the contracted dimension.
         prologue: called before the products of a tile as prologue(first row, column tile, setup's result, others and
-          outputs); its result, loaded while the products run, reaches the epilogue.
+            outputs); its result, loaded while the products run, reaches the epilogue.
         plan: called once as plan(others and outputs), the work list of :mod:`jaxlogp.head.hopper.work_lists` in global
-          memory: tiles that it does not name are not computed and not written. Not together with ``live``.
+            memory: tiles that it does not name are not computed and not written. Not together with ``live``.
         plan_steps: how many steps make one of the plan's blocks of steps; None when it lists tiles alone.
     """
     share = config.share

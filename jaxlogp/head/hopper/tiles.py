@@ -17,7 +17,7 @@ class TileConfig:
         depth: how much of the contracted dimension one pipeline step covers.
         stages: pipeline steps in flight.
         group: tiles of the row dimension that are walked before the next column of tiles, so that both operands of the
-          blocks in flight stay in the second-level cache.
+            blocks in flight stay in the second-level cache.
         cluster: blocks that walk neighbouring row tiles together, each copy of the right operand feeding all of them.
         alternate: whether the two consumer warpgroups take whole tiles in turn, or share each.
     """
@@ -57,13 +57,14 @@ class HeadTiles:
         d_hidden: dz · W.
         d_weight: dzᵀ · H in two steps.
         d_hidden_parts: how many parts of a vocabulary chunk dH sums apart. With a small hidden size the output has few
-          tiles, and two parts of each keep all blocks busy; a number that depended on the tokens would change the bits of
-              dH.
+            tiles, and two parts of each keep all blocks busy; a number that depended on the tokens would change the bits of
+            dH.
         windows_apart: whether one pass sums dH apart for each window of the vocabulary, as wide as a chunk of the backward,
-          in one kernel call, instead of d_hidden_parts of one window after the other: the tiles of all windows fill the
-          blocks but for the last of many rounds. Where the output of a window takes little more than a whole number of them.
+            in one kernel call, instead of d_hidden_parts of one window after the other: the tiles of all windows fill the
+            blocks but for the last of many rounds. Where the output of a window takes little more than a whole number of
+            them.
         one_pass_d_weight: dzᵀ · H in one pass. Where many chunks of few tokens each are summed, in fp32, warpgroups that
-          alternate hide the epilogue, twice as long and more often.
+            alternate hide the epilogue, twice as long and more often.
     """
 
     forward: TileConfig = SHARED_PAIR

@@ -1,4 +1,4 @@
-"""Whether jax-triton can be imported and the device is one that the kernels are made for."""
+"""Checks that jax-triton can be imported and that the device is one that the kernels are made for."""
 
 import functools
 import importlib

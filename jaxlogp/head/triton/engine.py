@@ -52,15 +52,16 @@ LOADED = 8
 
 @dataclasses.dataclass(frozen=True)
 class TritonEngine(Engine):
-    """Triton kernels for NVIDIA GPUs.
+    """Runs Triton kernels on NVIDIA GPUs.
 
     Attributes:
-        tiles: tile shapes; None takes the table's entry for the device.
-        window: vocabulary columns per window of the backward, a multiple of 64; None derives it from the constants of the
-          tile table.
-        capability: compute capability times ten to compile for, whatever the default device is; None asks the device.
-        functions: stand-ins for the kernels where there is no GPU (for tests: :mod:`tests.head.triton_plain`); None
-          launches the kernels.
+        tiles: tile shapes; None for the table's entry for the device.
+        window: vocabulary columns per window of the backward, a multiple of 64; None to derive it from the constants of the
+            tile table.
+        capability: compute capability times ten to compile for, regardless of the default device; None for that of the
+            device.
+        functions: stand-ins for the kernels without a GPU (for tests: :mod:`tests.head.triton_plain`); None launches the
+            kernels.
     """
 
     tiles: HeadTiles | None = None
@@ -80,13 +81,13 @@ class TritonEngine(Engine):
         return self._why_not_here() or self._why_not_operands(call) or self._why_not_imported()
 
     def why_not_automatic(self, call: HeadCall) -> str | None:
-        """Hopper GPUs, where it is slower than ``hopper``, and several GPUs, where it has not been tested."""
+        """Refuses Hopper GPUs, where it is slower than ``hopper``, and several GPUs, where it has not been tested."""
         if device_capability() == 90:
             return "on Hopper GPUs it is used by name only"
         return "it has not been tested over several GPUs; name it to use it" if call.num_shards > 1 else None
 
     def forward(self, call: HeadCall) -> tuple[TokenLogProbs, Normaliser]:
-        """One product; hidden is cast to the weight's dtype for it."""
+        """Runs one product, with hidden cast to the weight's dtype."""
         hidden, targets = call.hidden, call.targets
         tokens, config = hidden.shape[0], self.head_tiles().forward
         # Statistics take 16 bytes per token and vocabulary tile: many tokens are processed block by block.
@@ -105,7 +106,7 @@ class TritonEngine(Engine):
         return values, normaliser
 
     def backward(self, call: HeadCall, kept: Normaliser, g: TokenLogProbs) -> HeadGradients:
-        """See :mod:`jaxlogp.head.triton.gradients`."""
+        """Runs :mod:`jaxlogp.head.triton.gradients`."""
         scalars = row_scalars(kept, g.log_probs, g.entropy, call.targets.column, call.spec)
         launched = Launch(self.head_tiles().gradient, self.capability)
         kernels = Kernels(self._functions(), launched, g.entropy is not None)
@@ -114,12 +115,12 @@ class TritonEngine(Engine):
         return head_gradients(call, scalars, wanted, kernels, self.row_multiple(), self.window)
 
     def why_not_known_lse(self, call: HeadCall) -> str | None:
-        """Nothing is in the way."""
+        """Returns None: every call can take an lse."""
         del call
         return None
 
     def backward_of_lse(self, call: HeadCall, lse: Float[Array, " tokens"], g: TokenLogProbs) -> HeadGradients:
-        """The backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
+        """Runs the backward alone, with lse in place of the largest logit and 1 as the sum of exponentials."""
         return self.backward(call, Normaliser(lse, jnp.zeros_like(lse), None), g)
 
     def _why_not_operands(self, call: HeadCall) -> str | None:
@@ -152,7 +153,7 @@ class TritonEngine(Engine):
         return TABLE.get(capability, HeadTiles())
 
     def row_multiple(self) -> int:
-        """Tokens are padded to a multiple of this: whole tiles in both kernels."""
+        """The multiple to which tokens are padded: whole tiles in both kernels."""
         tiles = self.head_tiles()
         return math.lcm(tiles.forward.rows, tiles.gradient.rows)
 

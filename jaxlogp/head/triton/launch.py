@@ -34,7 +34,7 @@ def forward_statistics(
         operands: what is multiplied.
         column: int32 [tokens], the target's column, -1 where there is none.
         bounds: int32: 0, number of columns that are real ids, number of tokens, from the first, that need statistics. Row
-          tiles after these are not computed, and their results may be anything.
+            tiles after these are not computed, and their results may be anything.
         with_slope: whether the entropy is wanted.
         launch: tile shapes and device.
 
@@ -71,8 +71,8 @@ def window_gradient(
         operands: what is multiplied.
         scalars: the scalars of dz, one value per token; a row whose constant, slope and onehot are 0 gets 0.
         bounds: int32: first column of the window (for a weight [H, V] a multiple of 8), number of columns that are real
-          ids (further ones get 0), number of tokens, from the first, that have a gradient (row tiles after these get 0
-          without a product).
+            ids (further ones get 0), number of tokens, from the first, that have a gradient (row tiles after these get 0
+            without a product).
         window: number of columns, all of them columns of the weight.
         with_slope: whether the entropy has a cotangent.
         launch: tile shapes and device.

@@ -1,4 +1,4 @@
-"""What the Triton kernels multiply, and how they are launched."""
+"""Operands of the Triton kernels, and their launch options."""
 
 from typing import NamedTuple
 

@@ -18,7 +18,7 @@ class TileConfig:
         warps: warps per program.
         stages: steps in flight.
         group: row tiles that are visited before the next column of tiles, so that both operands of the programs in flight
-          stay in the second-level cache.
+            stay in the second-level cache.
     """
 
     rows: int = 128

@@ -1,4 +1,4 @@
-"""Head calls for a Tunix model: on one device or over the mesh that Tunix runs under, with a record of what ran."""
+"""Head calls for a Tunix model, on one device or over the mesh that Tunix runs under, and a record of them."""
 
 import collections
 import math

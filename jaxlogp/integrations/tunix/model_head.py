@@ -10,18 +10,18 @@ from jaxlogp.errors import describe, require
 
 
 class ModelHead(NamedTuple):
-    """What a Tunix model makes logits with.
+    """The head of a Tunix model.
 
     Attributes:
         weight: [V, H] or [H, V].
         weight_layout: "vh" or "hv".
         bias: [V] or None.
         softcap: cap of the logits, or None.
-        vocab_axis: mesh axis that the model's sharding config splits V over, or None.
-        weight_axis: the same for H.
-        token_axes: mesh axes that it splits the rows of a batch over.
-        frozen: True if the model is trained by LoRA adapters, none of which are on the head.
-        in_fp32: True if the model multiplies in fp32 although the weight is narrower.
+        vocab_axis: mesh axis over which the model's sharding config splits V, or None.
+        weight_axis: mesh axis over which it splits H, or None.
+        token_axes: mesh axes over which it splits the rows of a batch.
+        frozen: whether the model is trained by LoRA adapters, none of which are on the head.
+        in_fp32: whether the model multiplies in fp32 although the weight is narrower.
     """
 
     weight: jax.Array
@@ -36,11 +36,11 @@ class ModelHead(NamedTuple):
 
 
 def read_head(model: nnx.Module) -> ModelHead:
-    """Returns the head of a model of Tunix: Qwen 2 and 3, Llama 3, Gemma 2 and 3, and models built like these.
+    """Returns the head of a Tunix model: Qwen 2 and 3, Llama 3, Gemma 2 and 3, and models built like these.
 
     Raises:
-        ValueError: neither `lm_head` nor `embedder.input_embedding`, as in MaxText's models, whose head reads hidden
-            states before the final norm; a LoRA adapter on the head; or a quantized head.
+        ValueError: if the model has neither `lm_head` nor `embedder.input_embedding` (as in MaxText's models, whose head
+            reads hidden states before the final norm), a LoRA adapter on the head, or a quantized head.
     """
     lm_head = getattr(model, "lm_head", None)
     embedder = getattr(model, "embedder", None)

@@ -1,4 +1,4 @@
-"""Installation of jaxlogp in Tunix, and a report of what it does there."""
+"""Installation of jaxlogp in Tunix, and a report of what it replaced and ran."""
 
 import contextlib
 import functools
@@ -52,18 +52,18 @@ class Report:
 def install(*, engine: EngineChoice = "auto", policy_loss: PolicyLoss | None = None) -> None:
     """Makes every log-prob and entropy of Tunix's learners and trainers come from `jaxlogp.linear_log_probs`.
 
-    Call it before learners and trainers are built: a `PeftTrainer` takes its loss function when it is made. All that JAX
-    has compiled in this process is compiled again at its next call, because programs of the stock functions may be among
-    it.
+    Must be called before learners and trainers are built: a `PeftTrainer` takes its loss function when it is made. JAX
+    recompiles every function of this process at its next call, because compiled programs may contain the stock functions.
 
     Args:
-        engine: as in :func:`jaxlogp.linear_log_probs`; a name or an engine object.
-        policy_loss: a loss of `jaxlogp.losses`, in the place of Tunix's "grpo" for learners that are built from now on; see
+        engine: a name or an engine object, as in :func:`jaxlogp.linear_log_probs`.
+        policy_loss: a loss of `jaxlogp.losses`, in place of Tunix's "grpo" for learners that are built from now on; see
             :func:`policy_loss_fn`. None keeps Tunix's losses.
 
     Raises:
-        ValueError: a version of google-tunix other than those in `VERSIONS`, an unknown engine, or a second installation.
-        ImportError: google-tunix is not there.
+        ValueError: if the version of google-tunix is not in `VERSIONS`, the engine is unknown, or jaxlogp is already
+            installed in Tunix.
+        ImportError: if google-tunix is not installed.
     """
     version = importlib.metadata.version("google-tunix")
     require(version in VERSIONS, "google-tunix", f"version {' or '.join(VERSIONS)}", version)

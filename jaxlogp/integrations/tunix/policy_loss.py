@@ -30,7 +30,7 @@ def policy_loss_fn(loss: PolicyLoss, *, engine: EngineChoice = "auto") -> Callab
     """Returns a policy loss for `tunix.rl.function_registry.register_policy_loss_fn`.
 
     The model's head, the loss and its gradient are one call of :func:`jaxlogp.linear_policy_loss`. The coefficient of the
-    KL is `loss.kl_coefficient` or, where that is 0, Tunix's `beta`; the temperature is Tunix's. Other options of Tunix's
+    KL is `loss.kl_coefficient` or, if that is 0, Tunix's `beta`; the temperature is Tunix's. Other options of Tunix's
     loss have to keep their defaults, since `loss` has its own.
 
     Denominators are those of all ranks, because Tunix's arrays are global. Over micro-batches they are those of the step in
@@ -40,7 +40,7 @@ def policy_loss_fn(loss: PolicyLoss, *, engine: EngineChoice = "auto") -> Callab
 
     Args:
         loss: a loss of `jaxlogp.losses`.
-        engine: as in :func:`jaxlogp.linear_policy_loss`.
+        engine: a name or an engine object, as in :func:`jaxlogp.linear_policy_loss`.
 
     Returns:
         A function (model, train_example, algo_config, pad_id, eos_id) that returns (loss, metrics) in Tunix 0.1.7 and a

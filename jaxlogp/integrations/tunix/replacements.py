@@ -1,4 +1,4 @@
-"""What stands in for functions of Tunix, with their signatures in versions 0.1.7 and 0.1.8."""
+"""Replacements of functions of Tunix, with their signatures in versions 0.1.7 and 0.1.8."""
 
 import dataclasses
 import functools
