@@ -39,7 +39,7 @@ from jaxlogp.losses.loss import PolicyLoss, policy_loss
 from jaxlogp.losses.ratios import kl_k1, kl_k2, kl_k3, log_ratio, ratio
 from jaxlogp.policy.accumulate import DocumentSchedule, StepSums
 from jaxlogp.policy.advantages import GroupAdvantages, group_advantages, leave_one_out_advantages
-from jaxlogp.policy.documents import Document, MicroBatch, pack_documents
+from jaxlogp.policy.documents import Document, MicroBatch, Trajectory, pack_documents
 from jaxlogp.policy.metrics import (
     PolicyMetricTerms,
     policy_metric_terms,
@@ -89,6 +89,7 @@ __all__ = [
     "staleness_terms",
     "StepSums",
     "TokenLogProbs",
+    "Trajectory",
     "VocabShards",
     "weighted_sum",
     "WeightedSum",

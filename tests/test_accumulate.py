@@ -31,16 +31,12 @@ ERROR = oracle.fp32_bound(1.3, 45 + 14)
 
 def make_documents():
     rng = np.random.default_rng(11)
-    return [
-        Document(
-            tokens=rng.integers(0, VOCAB, n),
-            prompt_length=p,
-            old_log_probs=rng.normal(-1.0, 0.4, n - p).astype(np.float32),
-            advantage=float(np.float32(rng.normal())),
-            reward=float(np.float32(rng.normal())),
-        )
-        for n, p in zip(LENGTHS, PROMPTS, strict=True)
-    ]
+    made = []
+    for n, p in zip(LENGTHS, PROMPTS, strict=True):
+        tokens, old = rng.integers(0, VOCAB, n), rng.normal(-1.0, 0.4, n - p).astype(np.float32)
+        numbers = {name: float(np.float32(rng.normal())) for name in ("advantages", "reward")}
+        made.append(Document.of_completion(tokens[:p], tokens[p:], old, **numbers))
+    return made
 
 
 def make_table():
@@ -51,18 +47,18 @@ def expected_loss(table, kind, weighting):
     """The loss of the whole step in float64, straight from the documents: nothing is packed, cut or padded."""
     total, labels, documents = 0.0, 0, make_documents()
     for document in documents:
-        start = max(document.prompt_length, 1)
+        start = len(document.tokens) - int(document.labels.sum())
         pairs = np.stack([document.tokens[start - 1 : -1], document.tokens[start:]])
         if pairs.shape[1] == 0:
             continue
         new = -1.0 + table[pairs[0], pairs[1]]
-        x = new - np.float64(document.old_log_probs[start - document.prompt_length :])
+        x = new - np.float64(document.sampler_log_probs)
         labels += len(x)
         weights = np.ones(len(x))
         if kind == "gspo":
             weights = np.full(1, len(x) if weighting == "length" else 1)
             x = x.mean(keepdims=True)
-        r, a = np.exp(x), document.advantage
+        r, a = np.exp(x), document.advantages
         total -= (weights * np.minimum(r * a, np.clip(r, 0.8, 1.2) * a)).sum()
     return total / (labels if kind == "grpo" else len(documents))
 
@@ -294,7 +290,7 @@ def test_sums_of_another_tree_are_refused_in_a_sentence(gradients, message):
 
 @functools.lru_cache
 def batch_of(count):
-    one = Document(np.array([1, 2]), 1, np.zeros(1), 1.0)
+    one = Document.of_completion([1], [2], [0.0], advantages=1.0)
     batch, rest = pack_documents([one] * count, rows=1, row_length=32)
     assert not rest
     return batch

@@ -3,27 +3,20 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp.policy.documents import (
-    Document,
-    MicroBatch,
-    pack_documents,
-)
+from jaxlogp import linear_policy_loss, losses
+from jaxlogp.policy.documents import Document, MicroBatch, Trajectory, pack_documents
 
 
 def document(length, prompt_length=1, seed=0, **changes):
     rng = np.random.default_rng([seed, length])
-    fields = {
-        "tokens": rng.integers(1, 100, length),
-        "prompt_length": prompt_length,
-        "old_log_probs": rng.normal(-2.0, 1.0, max(length - prompt_length, 0)).astype(np.float32),
-        "advantage": float(rng.normal()),
-        "reward": float(rng.normal()),
-        "model_version": int(rng.integers(1000)),
-    }
-    return Document(**{**fields, **changes})
+    tokens = rng.integers(1, 100, length)
+    log_probs = -rng.exponential(2.0, max(length - prompt_length, 0)).astype(np.float32)
+    fields = {"advantages": float(rng.normal()), "reward": float(rng.normal()), "versions": int(rng.integers(1000))}
+    return Document.of_completion(tokens[:prompt_length], tokens[prompt_length:], log_probs, **{**fields, **changes})
 
 
 def documents(lengths, prompts):
@@ -32,9 +25,13 @@ def documents(lengths, prompts):
 
 def test_every_field_of_a_small_pack():
     lse = [{"lse": np.float32(values)} for values in ([3, 4], [5], [6, 7])]
-    first = Document(np.array([5, 6, 7, 8]), 2, np.float32([-0.5, -0.25]), 1.5, 1.0, 40, lse[0])
-    second = Document(np.array([9, 10]), 1, np.float32([-0.125]), -1.0, 0.0, 41, lse[1])
-    third = Document(np.array([11, 12, 13]), 1, np.float32([-1.0, -2.0]), 0.5, 0.5, 42, lse[2])
+    first = Document.of_completion(
+        [5, 6], [7, 8], np.float32([-0.5, -0.25]), advantages=1.5, reward=1.0, versions=40, columns=lse[0]
+    )
+    second = Document.of_completion([9], [10], np.float32([-0.125]), advantages=-1.0, versions=41, columns=lse[1])
+    third = Document.of_completion(
+        [11], [12, 13], np.float32([-1.0, -2.0]), advantages=0.5, reward=0.5, versions=42, columns=lse[2]
+    )
     batch, rest = pack_documents([first, second, third], rows=3, row_length=7, pad_id=99, columns=("lse",))
     assert rest == ()
     expected = {
@@ -44,6 +41,7 @@ def test_every_field_of_a_small_pack():
         "document_ids": [[0, 0, 0, 0, 1, 1, 1], [2] * 7, [2] * 7],
         "segment_ids": [[0, 0, 0, 0, 1, 1, -1], [2, 2, 2, -1, -1, -1, -1], [-1] * 7],
         "mask": [[0, 1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0], [0] * 7],
+        "versions": [[0, 40, 40, 0, 41, 0, 0], [42, 42, 0, 0, 0, 0, 0], [0] * 7],
         "rewards": [1.0, 0.0, 0.5] + [0.0] * 18,
         "model_versions": [40, 41, 42] + [0] * 18,
         "num_documents": 3,
@@ -60,6 +58,82 @@ def test_every_field_of_a_small_pack():
     for name, values in expected.items():
         np.testing.assert_array_equal(getattr(batch, name), values, err_msg=name)
     np.testing.assert_array_equal(batch.document_mask, [True] * 3 + [False] * 18)
+
+
+def conversation():
+    """Three turns of the policy with context between them, and an advantage, a version and a column of every label."""
+    game = Trajectory([3, 4])
+    for ids, context in (([5, 6], [7]), ([8], [9, 10, 11]), ([12, 13, 14], [])):
+        game.add_drawn(ids, [-0.1 * token for token in ids])
+        game.add_context(context)
+    rest = {"advantages": np.float32([1, 1, -2, 3, 3, 3]), "versions": np.array([20, 20, 21, 22, 22, 22])}
+    return game.document(**rest, reward=0.5, columns={"lse": np.arange(6, dtype=np.float32)})
+
+
+def test_every_field_of_a_document_of_several_turns():
+    document = conversation()
+    assert document.tokens.tolist() == list(range(3, 15))
+    assert document.labels.astype(int).tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1]
+    batch, _ = pack_documents([document], rows=1, row_length=13, columns=("lse", "sampler_log_probs"))
+    assert batch.mask[0].astype(int).tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0]
+    assert batch.targets[batch.mask].tolist() == [5, 6, 8, 12, 13, 14]
+    old = np.float32([-0.5, -0.6, -0.8, -1.2, -1.3, -1.4])
+    expected = {
+        "old_log_probs": old,
+        "sampler_log_probs": old,
+        "lse": np.arange(6.0),
+        "advantages": [1, 1, -2, 3, 3, 3],
+    }
+    assert batch.per_token.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(batch.per_token[name][batch.mask], values, rtol=1e-6)
+        assert not batch.per_token[name][~batch.mask].any()
+    assert batch.versions[batch.mask].tolist() == [20, 20, 21, 22, 22, 22] and not batch.versions[~batch.mask].any()
+    assert batch.model_versions[0] == 20, "a document is as old as its oldest label"
+
+
+def test_old_log_probs_stand_before_those_of_the_sampler():
+    document = Document.of_completion([1], [2, 3], [-0.5, -0.25], old_log_probs=np.float32([-0.125, -1.0]))
+    batch, _ = pack_documents([document], rows=1, row_length=3, columns=("sampler_log_probs",))
+    np.testing.assert_array_equal(batch.per_token["old_log_probs"], [[-0.125, -1.0, 0]])
+    np.testing.assert_array_equal(batch.per_token["sampler_log_probs"], [[-0.5, -0.25, 0]])
+
+
+def test_a_ratio_of_a_supervised_document_is_nan():
+    """It has no log-probs to take ratios to; a cross-entropy does not read them."""
+    batch, _ = pack_documents([Document.of_completion([1], [2, 3])], rows=1, row_length=4)
+    np.testing.assert_array_equal(batch.per_token["old_log_probs"], [[np.nan, np.nan, 0, 0]])
+
+
+@pytest.mark.parametrize("preset", ["grpo", "reinforce"])
+def test_turns_of_one_document_are_the_same_labels_as_documents_of_their_own(preset):
+    """With the same context: each turn's labels alone, behind everything that stood before them."""
+    whole = dataclasses.replace(conversation(), columns={})
+    turns, first = [], 0
+    for labels in ([2, 3], [5], [9, 10, 11]):
+        here = slice(first, first + len(labels))
+        first += len(labels)
+        fields = {"advantages": whole.advantages[here], "sampler_log_probs": whole.sampler_log_probs[here]}
+        length = labels[-1] + 1
+        turns.append(Document(whole.tokens[:length], np.isin(np.arange(length), labels), **fields))
+    table = jax.random.normal(jax.random.key(0), (16, 8))
+
+    def loss(table, documents):
+        batch, rest = pack_documents(documents, rows=4, row_length=12, share_rows=False)
+        assert not rest
+        # Every position sees all tokens of its row so far, so that the context matters.
+        counts = np.arange(1, 13, dtype=np.float32)[:, None]
+        real = (batch.segment_ids >= 0).astype(np.float32)[..., None]
+        hidden = jnp.cumsum(table[batch.tokens] * real, axis=1) / counts[None]
+        inputs = batch.per_token["old_log_probs"], batch.per_token["advantages"], batch.mask
+        chosen = getattr(losses, preset)()
+        return linear_policy_loss(hidden, table, batch.targets, *inputs, loss=chosen)[0].mean()
+
+    one, apart = (jax.value_and_grad(loss)(table, documents) for documents in ([whole], turns))
+    # Sums of at most 12 tokens in another order.
+    np.testing.assert_allclose(one[0], apart[0], rtol=1e-5)
+    np.testing.assert_allclose(one[1], apart[1], rtol=1e-4, atol=1e-6)
+    assert abs(float(one[0])) > 0.01
 
 
 LENGTHS, PROMPTS = (5, 1, 4, 6, 2, 1, 3, 6, 2, 5), (2, 1, 4, 0, 1, 0, 1, 3, 1, 2)
@@ -88,12 +162,11 @@ def test_labels_are_the_completion_tokens_and_carry_their_own_log_probs():
     for index, original in enumerate(originals):
         here = batch.mask & (batch.segment_ids == index)
         # A document without a prompt loses its first token as a label: nothing predicts it.
-        start = max(original.prompt_length, 1)
+        start = max(PROMPTS[index], 1)
         np.testing.assert_array_equal(batch.targets[here], original.tokens[start:])
-        np.testing.assert_array_equal(
-            batch.per_token["old_log_probs"][here], original.old_log_probs[start - original.prompt_length :]
-        )
-        assert (batch.per_token["advantages"][here] == np.float32(original.advantage)).all()
+        np.testing.assert_array_equal(batch.per_token["old_log_probs"][here], original.sampler_log_probs)
+        assert original.sampler_log_probs.size == max(LENGTHS[index] - start, 0)
+        assert (batch.per_token["advantages"][here] == np.float32(original.advantages)).all()
         if original.tokens.size == 1:
             assert not here.any()
 
@@ -134,11 +207,12 @@ def test_a_document_as_long_as_a_row_fits_and_a_longer_one_is_an_error():
         ({"lse": np.zeros(2, np.int32)}, "lse: expected a floating dtype"),
         ({"lse": np.float32([0, np.nan])}, "lse: expected finite values"),
         ({"advantages": np.zeros(2, np.float32)}, "columns: expected names other than"),
+        ({"sampler_log_probs": np.zeros(2, np.float32)}, "columns: expected names other than"),
     ],
 )
 def test_a_further_column_is_checked_like_the_first(columns, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        Document(np.array([3, 4, 5]), 1, np.zeros(2, np.float32), 1.0, columns=columns)
+        Document.of_completion([3], [4, 5], np.zeros(2, np.float32), columns=columns)
 
 
 @pytest.mark.bad_input
@@ -156,24 +230,35 @@ def test_a_micro_batch_passes_through_jit():
         assert a.dtype == b.dtype
 
 
-DOCUMENT = {"tokens": np.array([1, 2, 3]), "prompt_length": 1, "old_log_probs": np.zeros(2), "advantage": 0.0}
+DOCUMENT = {
+    "tokens": np.array([1, 2, 3]),
+    "labels": np.array([False, True, True]),
+    "sampler_log_probs": np.zeros(2),
+}
 BAD_DOCUMENTS = {
-    "tokens": {"tokens": np.zeros(0, np.int32), "prompt_length": 0, "old_log_probs": np.zeros(0)},
+    "tokens": {"tokens": np.zeros(0, np.int32)},
     "tokens ": {"tokens": np.zeros((1, 3), np.int32)},
     "tokens  ": {"tokens": np.zeros(3)},
     "tokens   ": {"tokens": np.array([1, -2, 3])},
     "tokens    ": {"tokens": np.array([1, 2**31, 3])},
     "tokens     ": {"tokens": np.array([1, -2, 3], np.int8)},
     "tokens      ": {"tokens": np.array([1, 2**31, 3], np.uint32)},
-    "prompt_length": {"prompt_length": 4},
-    "prompt_length ": {"prompt_length": -1},
-    "old_log_probs": {"old_log_probs": np.zeros(3)},
-    "old_log_probs ": {"old_log_probs": np.array([0.0, np.nan])},
-    "old_log_probs  ": {"old_log_probs": np.zeros(2, np.int32)},
-    "advantage": {"advantage": float("inf")},
+    "labels": {"labels": np.ones(4, bool)},
+    "labels ": {"labels": np.array([0, 1, 1])},
+    "labels  ": {"labels": np.array([True, True, False])},
+    "sampler_log_probs": {"sampler_log_probs": np.zeros(3)},
+    "sampler_log_probs ": {"sampler_log_probs": np.array([0.0, np.nan])},
+    "sampler_log_probs  ": {"sampler_log_probs": np.zeros(2, np.int32)},
+    "sampler_log_probs   ": {"sampler_log_probs": np.array([0.0, 0.1])},
+    "old_log_probs": {"old_log_probs": np.zeros(1)},
+    "advantages": {"advantages": float("inf")},
+    "advantages ": {"advantages": np.zeros(3)},
+    "advantages  ": {"advantages": np.array([0.0, np.inf])},
     "reward": {"reward": float("nan")},
-    "model_version": {"model_version": -1},
-    "model_version ": {"model_version": 2**31},
+    "versions": {"versions": -1},
+    "versions ": {"versions": 2**31},
+    "versions  ": {"versions": np.array([1, 2, 3])},
+    "versions   ": {"versions": 1.5},
 }
 
 
@@ -197,6 +282,9 @@ def test_a_bad_document_names_the_field(name):
 
 
 BAD_CALLS = {
+    "log_probs": lambda: Document.of_completion([1], [2, 3], [-0.5]),
+    "log_probs ": lambda: Trajectory([1]).add_drawn([2, 3], [-0.5]),
+    "ids": lambda: Trajectory().add_drawn([2], [-0.5]),
     "rows": lambda: pack_documents([], rows=0, row_length=4),
     "row_length": lambda: pack_documents([], rows=1, row_length=0),
     "pad_id": lambda: pack_documents([], rows=1, row_length=4, pad_id=-1),

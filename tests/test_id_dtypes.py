@@ -100,7 +100,7 @@ TRACED = {
 
 
 def packed(ids):
-    document = Document(ids, 1, np.zeros(TOKENS - 1), 0.0)
+    document = Document.of_completion(ids[:1], ids[1:], np.zeros(TOKENS - 1))
     return pack_documents([document], rows=1, row_length=8)[0].tokens
 
 

@@ -58,7 +58,11 @@ def make_documents():
                 table[tokens[start - 1 : -1]], table, tokens[start:], head=oracle.Head(temperature=TEMPERATURE)
             )
             old[start - prompt :] = new + rng.normal(0.0, 0.3, length - start)
-        documents.append(Document(tokens, prompt, old.astype(np.float32), float(np.float32(rng.normal()))))
+        advantage = float(np.float32(rng.normal()))
+        completed = Document.of_completion(
+            tokens[:prompt], tokens[prompt:], old.astype(np.float32), advantages=advantage
+        )
+        documents.append(completed)
     return tuple(documents)
 
 
@@ -68,12 +72,12 @@ def expected_step(kind, weighting):
     table, head = make_table(), oracle.Head(temperature=TEMPERATURE)
     inputs, targets, old, advantages, ids = [], [], [], [], []
     for index, document in enumerate(make_documents()):
-        start = max(document.prompt_length, 1)
-        labels = len(document.tokens) - start
+        labels = int(document.labels.sum())
+        start = len(document.tokens) - labels
         inputs += list(document.tokens[start - 1 : -1])
         targets += list(document.tokens[start:])
-        old += list(document.old_log_probs[start - document.prompt_length :])
-        advantages += [document.advantage] * labels
+        old += list(document.sampler_log_probs)
+        advantages += [document.advantages] * labels
         ids += [index] * labels
     inputs, targets, ids = np.array(inputs), np.array(targets), np.array(ids)
     hidden, mask = table[inputs], np.ones(len(ids), bool)

@@ -104,11 +104,11 @@ def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[Round]:
     tail = rows.length - per_row * rows.document
     lengths = [rows.document] * per_row + ([tail] if tail > 1 else [])
     documents = [
-        Document(
-            tokens=rng.integers(0, vocab_size, length).astype(np.int32),
-            prompt_length=1,
-            old_log_probs=np.full(length - 1, -np.log(vocab_size), np.float32),
-            advantage=float(rng.normal()),
+        Document.of_completion(
+            rng.integers(0, vocab_size, 1),
+            rng.integers(0, vocab_size, length - 1),
+            np.full(length - 1, -np.log(vocab_size), np.float32),
+            advantages=float(rng.normal()),
         )
         for _ in range(rows.rows)
         for length in lengths

@@ -41,8 +41,9 @@ def require_finite(what: str, values: Sequence[np.ndarray], prompt: Callable[[in
 
 
 def prompt_of(document: Document) -> list[int]:
-    """Tokens of its prompt; of a document without one, its first token, which is not a label either."""
-    return document.tokens[: document.first_label].tolist()
+    """Returns the tokens before the first label; all of a document without labels."""
+    end = document.label_positions[0] if document.num_labels else document.tokens.size
+    return document.tokens[:end].tolist()
 
 
 def _finite(values: np.ndarray) -> bool:

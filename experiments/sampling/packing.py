@@ -13,7 +13,7 @@ from jaxtyping import Shaped
 
 from jaxlogp import Document, MicroBatch, pack_documents
 from jaxlogp.errors import require
-from jaxlogp.policy.documents import row_starts
+from jaxlogp.policy.documents import SAMPLER_COLUMN, row_starts
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Packing:
 
     def _check(self, number: int, document: Document) -> None:
         """Of every rank's documents, because all processes have to refuse the same; under jit an id could only give NaN."""
-        if document.columns.keys() != set(self.columns):
+        if document.columns.keys() != set(self.columns) - {SAMPLER_COLUMN}:
             found = f"{sorted(document.columns)} of document {number}"
             require(False, "documents", f"columns {sorted(self.columns)}", found)
         if document.tokens.max() >= self.vocab_size:
@@ -150,10 +150,10 @@ class Round:
         return [values[place] for place in self._labels]
 
     @cached_property
-    def _labels(self) -> list[tuple[int, int, slice]]:
-        """Rank, row and positions of the labels of each document."""
+    def _labels(self) -> list[tuple[int, int, np.ndarray]]:
+        """Rank, row and predicting positions of the labels of each document."""
         return [
-            (rank, row, slice(start + document.first_label - 1, start + document.tokens.size - 1))
+            (rank, row, start + document.label_positions - 1)
             for rank, documents in enumerate(self.by_rank)
             for document, (row, start) in zip(documents, self.packing.starts(documents), strict=True)
         ]

@@ -188,11 +188,11 @@ class Rollouts:
         prompt = np.array(drawn.prompts[number], np.int32)
         masked = self._options.mask_truncated and not drawn.ended[number]
         labels = 0 if masked else None
-        return Document(
-            tokens=np.concatenate([prompt, drawn.tokens[number][:labels]]),
-            prompt_length=len(prompt),
-            old_log_probs=drawn.log_probs[number][:labels],
-            advantage=advantage,
+        return Document.of_completion(
+            prompt,
+            drawn.tokens[number][:labels],
+            drawn.log_probs[number][:labels],
+            advantages=advantage,
             reward=float(drawn.rewards[number]),
-            model_version=model_version,
+            versions=model_version,
         )

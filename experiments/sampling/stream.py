@@ -1,5 +1,6 @@
 """The stream of rounds that feeds a trainer, and its documents that wait for a step."""
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -59,15 +60,26 @@ class RoundStream:
 
 def _to_json(document: Document) -> dict[str, Any]:
     # A float32 survives the conversion to a Python float and to JSON's shortest form exactly.
-    columns = {name: values.tolist() for name, values in document.columns.items()}
-    arrays = {"tokens": document.tokens.tolist(), "old_log_probs": document.old_log_probs.tolist()}
-    return {**vars(document), **arrays, "columns": columns}
+    plain = {field.name: getattr(document, field.name) for field in dataclasses.fields(document) if field.init}
+    values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in plain.items()}
+    # Label positions are fewer than labels, and numbers in JSON.
+    values["labels"] = document.label_positions.tolist()
+    return values | {"columns": {name: column.tolist() for name, column in document.columns.items()}}
 
 
 def _from_json(values: dict[str, Any]) -> Document:
-    columns = {name: np.array(column, np.float32) for name, column in values["columns"].items()}
-    arrays = {
-        "tokens": np.array(values["tokens"], np.int32),
-        "old_log_probs": np.array(values["old_log_probs"], np.float32),
+    tokens = np.array(values["tokens"], np.int32)
+    labels = np.zeros(tokens.size, bool)
+    labels[values["labels"]] = True
+    dtypes = {
+        "advantages": np.float32,
+        "sampler_log_probs": np.float32,
+        "old_log_probs": np.float32,
+        "versions": np.int32,
     }
-    return Document(**{**values, **arrays, "columns": columns})
+    arrays = {
+        name: np.array(values[name], dtype) if isinstance(values[name], list) else values[name]
+        for name, dtype in dtypes.items()
+    }
+    columns = {name: np.array(column, np.float32) for name, column in values["columns"].items()}
+    return Document(**{**values, **arrays, "tokens": tokens, "labels": labels, "columns": columns})

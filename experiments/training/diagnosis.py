@@ -25,8 +25,8 @@ def require_finite_inputs(rounds: list[Round]) -> None:
         NotFinite: old log-probs, advantages, rewards or another column.
     """
     documents = _documents(rounds)
-    _require("old log-probs", [document.old_log_probs for document in documents], documents)
-    _require("advantages", [document.advantage for document in documents], documents)
+    _require("old log-probs", [document.ratio_log_probs for document in documents], documents)
+    _require("advantages", [document.advantages for document in documents], documents)
     for name in documents[0].columns if documents else ():
         _require(COLUMNS.get(name, name), [document.columns[name] for document in documents], documents)
     _require("rewards", [document.reward for document in documents], documents)
@@ -72,8 +72,9 @@ def _in_scores(rounds: list[Round], state: TrainState, sums: GradientSums) -> No
     _require("log-probs of the trainer", scored, documents)
     with np.errstate(over="ignore", invalid="ignore"):
         ratios = [
-            np.exp(mine - document.at_labels(document.old_log_probs)) * np.float32(document.advantage)
+            np.exp(mine - document.ratio_log_probs) * np.asarray(document.advantages, np.float32)
             for mine, document in zip(scored, documents, strict=True)
+            if document.ratio_log_probs is not None
         ]
     _require("ratios of new to old probabilities", ratios, documents)
 

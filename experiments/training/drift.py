@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 
 from experiments.sampling.packing import Round
 from experiments.tasks.tokenizer import Tokenizer
@@ -49,10 +49,11 @@ class Place(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """A document, by its number within the step, with what both sides say of its labels."""
+    """A document, by its number within the step, with positions of labels and what both sides say of them."""
 
     number: int
     document: Document
+    positions: Integer[np.ndarray, " labels"]
     trainer: Float[np.ndarray, " labels"]
     sampler: Float[np.ndarray, " labels"]
 
@@ -111,7 +112,7 @@ class DriftWatch:
         compared = [each for each in self._compared(params, rounds, documents_seen) if each.trainer.size]
         if not compared:
             return None
-        targets = [each.document.tokens[each.document.first_label :] for each in compared]
+        targets = [each.document.tokens[each.positions] for each in compared]
         head = self._sums.head_run
         report = drift_report(
             np.concatenate([each.trainer for each in compared]),
@@ -133,20 +134,22 @@ class DriftWatch:
             first += len(numbered)
             if "sampler_log_probs" in each.packing.columns:
                 for number, document in numbered:
-                    columns = document.old_log_probs, document.columns["sampler_log_probs"]
-                    yield _Compared(number, document, *map(document.at_labels, columns))
-            elif any(document.model_version == documents_seen for _, document in numbered):
+                    values = document.ratio_log_probs, document.sampler_log_probs
+                    yield _Compared(number, document, document.label_positions, *values)
+            elif any(np.any(document.versions == documents_seen) for _, document in numbered):
                 scores = self._sums.score(params, each.plain)
                 for (number, document), trainer in zip(numbered, each.at_labels(scores.log_probs), strict=True):
-                    if document.model_version == documents_seen:
-                        yield _Compared(number, document, trainer, document.at_labels(document.old_log_probs))
+                    current = np.broadcast_to(document.versions == documents_seen, trainer.shape)
+                    values = document.label_positions, trainer, document.ratio_log_probs
+                    yield _Compared(number, document, *(value[current] for value in values))
 
     def _place(self, compared: list[_Compared], index: int) -> Place:
         """Of a label, by its number among those of all of them."""
         ends = np.cumsum([each.trainer.size for each in compared])
         found = int(np.searchsorted(ends, index, side="right"))
-        number, document = compared[found].number, compared[found].document
-        position = document.tokens.size - int(ends[found]) + index
+        number, document, positions = compared[found][:3]
+        # Counted from the document's last label.
+        position = int(positions[index - int(ends[found])])
         before = document.tokens[:position].tolist()
         ends_of_turns = [place for place, token in enumerate(before) if token in self._tokenizer.eos_ids]
         # Decoding stops at an end token, of which a chat template writes one after every turn.

@@ -213,7 +213,7 @@ def _leaf_of(batch: MicroBatch, start: int, rows: int, documents: int) -> MicroB
         name: np.concatenate([getattr(batch, name)[start : start + count], np.zeros(rows * length - count, dtype)])
         for name, dtype in (("rewards", np.float32), ("model_versions", np.int32))
     }
-    cut = {name: getattr(batch, name)[here] for name in ("tokens", "targets", "positions", "mask")}
+    cut = {name: getattr(batch, name)[here] for name in ("tokens", "targets", "positions", "mask", "versions")}
     return MicroBatch(
         **cut,
         per_token={name: values[here] for name, values in batch.per_token.items()},

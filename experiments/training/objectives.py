@@ -164,5 +164,5 @@ def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: In
     if "sampler_log_probs" in columns:
         # The trainer's own are from the time of sampling, whatever has been updated since.
         return masked_max(jnp.abs(columns["old_log_probs"] - columns["sampler_log_probs"]), batch.mask)
-    current = batch.model_versions[batch.document_ids] == documents_seen
+    current = batch.versions == documents_seen
     return masked_max(jnp.abs(log_probs - columns["old_log_probs"]), batch.mask & current)

@@ -14,8 +14,9 @@ from experiments.sampling.finite import prompt_of, require_finite
 from experiments.sampling.packing import Packing, Round
 from experiments.training.sums import GradientSums
 from jaxlogp import Document
+from jaxlogp.policy.documents import SAMPLER_COLUMN
 
-RESCORED_COLUMNS = ("sampler_log_probs", "lse", "entropy")
+RESCORED_COLUMNS = (SAMPLER_COLUMN, "lse", "entropy")
 REFERENCE_COLUMN = "ref_log_probs"
 ON_POLICY_COLUMNS = ("lse", "entropy")
 
@@ -30,8 +31,7 @@ def rescored(documents: list[Document], sums: GradientSums, params: nnx.State, p
     _require_finite("log-probs of the trainer", documents, scores)
     result = []
     for document, (log_probs, entropy, lse) in zip(documents, scores, strict=True):
-        columns = {"sampler_log_probs": document.old_log_probs, "lse": lse, "entropy": entropy}
-        result.append(_with(document, columns, old_log_probs=log_probs))
+        result.append(_with(document, {"lse": lse, "entropy": entropy}, old_log_probs=log_probs))
     return result
 
 
@@ -60,7 +60,7 @@ def kl_to(
 
 def on_policy(rounds: list[Round], documents_seen: int) -> bool:
     """Whether all documents were scored with exactly the parameters that are about to be updated."""
-    return all(document.model_version == documents_seen for each in rounds for document in each.documents)
+    return all(np.all(document.versions == documents_seen) for each in rounds for document in each.documents)
 
 
 def _require_finite(what: str, documents: list[Document], scores: list[tuple[np.ndarray, ...]]) -> None:

@@ -39,8 +39,7 @@ class WorkedExamples:
     def _document(self, example: Example) -> Document:
         prompt = encode_prompt(self.tokenizer, example, self._sizes)
         answer = [*self.tokenizer.encode(example.answer), self.tokenizer.eos_ids[0]]
-        tokens = np.array(prompt + answer, np.int32)
-        return Document(tokens, len(prompt), np.zeros(len(answer), np.float32), advantage=0.0)
+        return Document.of_completion(np.array(prompt, np.int32), np.array(answer, np.int32))
 
 
 def warm_start_optimizer(options: WarmStartConfig) -> Optimizer:

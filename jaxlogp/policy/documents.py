@@ -9,16 +9,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import describe, is_number, require
 
 PADDING_SEGMENT = -1
+SAMPLER_COLUMN = "sampler_log_probs"
+# Names of attributes that loss and packing read, which no further column may have.
+_LOSS_INPUTS = ("old_log_probs", "advantages", SAMPLER_COLUMN)
 _INT32_MAX = int(np.iinfo(np.int32).max)
 # By dtype: the unsigned dtype that its bits are read as, and the largest token id.
 _LARGEST_ID = {
@@ -30,79 +34,197 @@ _LARGEST_ID = {
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One prompt with one sampled completion.
+    """Tokens, of which a mask says which are labels: those that the policy drew, or that supervised training wants.
+
+    Prompts, user turns, tool output and everything else that the policy did not draw are context. One completion of one
+    prompt is the simplest case (`of_completion`); `Trajectory` builds documents of several turns.
 
     Attributes:
-        tokens: int [length], prompt and completion.
-        prompt_length: number of prompt tokens; the rest is the completion, whose tokens are the labels.
-        old_log_probs: [length - prompt_length], the sampler's log-prob of each completion token, in nats. Without a
-            prompt the first entry is not used: nothing predicts the first token of a document.
-        advantage: advantage of every token of the completion.
-        reward: reward of the document, for the metrics.
-        model_version: number of documents that the trainer had seen when the sampler's weights were taken, for the
-            metrics.
-        columns: further values of each completion token by name, [length - prompt_length] each, such as "ref_log_probs".
+        tokens: int [length], all token ids, with the ids that were drawn: no text of a document is tokenized again.
+        labels: bool [length], True where the token is a label. The first token is none, because nothing predicts it.
+        advantages: the advantage of every label, or [labels], one of each.
+        sampler_log_probs: [labels], log-prob of each label under the sampler, in nats; None for supervised documents.
+        old_log_probs: [labels], log-probs that ratios are taken to, in nats; None means those of the sampler.
+        reward: the reward, for the metrics.
+        versions: number of documents that the trainer had seen when the weights were taken that the labels were drawn with;
+            one number, or [labels].
+        columns: further values of each label by name, [labels] each, such as "ref_log_probs".
 
     Raises:
         ValueError: if a length, dtype or range is wrong, or a value is not finite.
+
+    Example:
+        >>> document = Document(np.array([5, 6, 7]), np.array([False, True, False]), 1.0, np.array([-0.5]))
+        >>> document.num_labels, document.label_positions.tolist()
+        (1, [1])
     """
 
     tokens: Integer[np.ndarray, " length"]
-    prompt_length: int
-    old_log_probs: Float[np.ndarray, " completion"]
-    advantage: float
+    labels: Bool[np.ndarray, " length"]
+    advantages: float | Float[np.ndarray, " labels"] = 0.0
+    sampler_log_probs: Float[np.ndarray, " labels"] | None = None
+    old_log_probs: Float[np.ndarray, " labels"] | None = None
     reward: float = 0.0
-    model_version: int = 0
-    columns: Mapping[str, Float[np.ndarray, " completion"]] = field(default_factory=dict)
+    versions: int | Integer[np.ndarray, " labels"] = 0
+    columns: Mapping[str, Float[np.ndarray, " labels"]] = field(default_factory=dict)
+    label_positions: Integer[np.ndarray, " labels"] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # A trainer makes hundreds of these per step, so messages are composed only where something is wrong.
-        tokens, old = np.asarray(self.tokens), np.asarray(self.old_log_probs)
+        tokens, labels = np.asarray(self.tokens), np.asarray(self.labels)
         object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "old_log_probs", old)
-        if tokens.ndim != 1 or not tokens.size:
-            require(False, "tokens", "shape [length] with length > 0", tokens.shape)
-        if tokens.dtype not in _LARGEST_ID:
-            require(False, "tokens", "an integer dtype", tokens.dtype)
-        unsigned, largest = _LARGEST_ID[tokens.dtype]
-        # Read as unsigned, a negative id is larger than any other.
-        if np.maximum.reduce(tokens.view(unsigned)) > largest:
-            require(False, "tokens", f"ids in [0, {largest}]", (tokens.min(), tokens.max()))
-        if not 0 <= self.prompt_length <= tokens.size:
-            require(False, "prompt_length", f"a number in [0, {tokens.size}]", self.prompt_length)
-        self._check_column("old_log_probs", old)
-        if old.size and np.maximum.reduce(old) > 64 * float(jnp.finfo(old.dtype).eps):
-            require(False, "old_log_probs", "log-probs of at most 0", old.max())
+        object.__setattr__(self, "labels", labels)
+        _check_tokens(tokens)
+        if labels.shape != tokens.shape or labels.dtype != np.bool_:
+            require(False, "labels", f"booleans of shape {tokens.shape}", describe(labels))
+        if labels[0]:
+            require(False, "labels", "False for the first token, which nothing predicts", True)
+        object.__setattr__(self, "label_positions", np.flatnonzero(labels))
+        for name in ("sampler_log_probs", "old_log_probs"):
+            self._check_log_probs(name)
         for name, values in self.columns.items():
-            if name in ("old_log_probs", "advantages"):
-                require(False, "columns", "names other than old_log_probs and advantages", repr(name))
+            if name in _LOSS_INPUTS:
+                require(False, "columns", f"names other than {', '.join(_LOSS_INPUTS)}", repr(name))
             self._check_column(name, values)
         self._check_numbers()
 
-    @property
-    def first_label(self) -> int:
-        """Position of the first label: the completion's first token, or its second if there is no prompt."""
-        return max(self.prompt_length, 1)
+    @classmethod
+    def of_completion(
+        cls,
+        prompt: Integer[AnyArray, " prompt"] | Sequence[int],
+        completion: Integer[AnyArray, " completion"] | Sequence[int],
+        log_probs: Float[AnyArray, " completion"] | Sequence[float] | None = None,
+        **rest: Any,
+    ) -> "Document":
+        """Makes the document of one completion, whose tokens are the labels.
 
-    def at_labels(self, column: Shaped[np.ndarray, " completion"]) -> Shaped[np.ndarray, " labels"]:
-        """Returns the entries of a completion's column that belong to labels."""
-        return column[self.first_label - self.prompt_length :]
+        Args:
+            prompt: int [prompt], token ids. Without any, the first token of the completion is no label.
+            completion: int [completion], token ids.
+            log_probs: [completion], log-probs of the completion under the sampler, in nats, or None.
+            rest: further attributes of `Document`.
+
+        Raises:
+            ValueError: as `Document`.
+
+        Example:
+            >>> Document.of_completion([5, 6], [7, 8], [-0.5, -0.1], advantages=1.0).labels.tolist()
+            [False, False, True, True]
+        """
+        parts = np.asarray(prompt), np.asarray(completion)
+        tokens = np.concatenate([part for part in parts if part.size] or parts)
+        labels = np.arange(tokens.size) >= max(parts[0].size, 1)
+        if log_probs is not None:
+            log_probs = np.asarray(log_probs)
+            expected = f"shape {parts[1].shape} of the completion"
+            require(log_probs.shape == parts[1].shape, "log_probs", expected, log_probs.shape)
+            log_probs = log_probs[parts[1].size - int(labels.sum()) :]
+        return cls(tokens, labels, sampler_log_probs=log_probs, **rest)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels."""
+        return self.label_positions.size
+
+    @property
+    def ratio_log_probs(self) -> Float[np.ndarray, " labels"] | None:
+        """Log-probs that ratios are taken to: `old_log_probs`, or those of the sampler; None for supervised documents."""
+        return self.sampler_log_probs if self.old_log_probs is None else self.old_log_probs
+
+    def _check_log_probs(self, name: str) -> None:
+        if getattr(self, name) is None:
+            return
+        values = np.asarray(getattr(self, name))
+        object.__setattr__(self, name, values)
+        self._check_column(name, values)
+        if values.size and np.maximum.reduce(values) > 64 * float(jnp.finfo(values.dtype).eps):
+            require(False, name, "log-probs of at most 0", values.max())
 
     def _check_column(self, name: str, values: np.ndarray) -> None:
-        if values.shape != (completion := (self.tokens.size - self.prompt_length,)):
-            require(False, name, f"shape {completion} of the completion", values.shape)
+        if values.shape != self.label_positions.shape:
+            require(False, name, f"shape {self.label_positions.shape} of the labels", values.shape)
         if values.dtype.kind != "f":
             require(False, name, "a floating dtype", values.dtype)
         if not np.logical_and.reduce(np.isfinite(values)):
             require(False, name, "finite values", values[~np.isfinite(values)][:1])
 
     def _check_numbers(self) -> None:
-        for name in ("advantage", "reward"):
+        for name in ("advantages", "reward"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) or getattr(value, "ndim", None) == 0) or not math.isfinite(value):
+            if name == "advantages" and getattr(value, "ndim", 0):
+                self._check_column(name, value)
+            elif not (is_number(value) or getattr(value, "ndim", None) == 0) or not math.isfinite(value):
                 require(False, name, "a finite number", describe(value))
-        if not 0 <= self.model_version <= _INT32_MAX:
-            require(False, "model_version", f"an integer in [0, {_INT32_MAX}]", self.model_version)
+        versions = np.asarray(self.versions)
+        if versions.dtype.kind not in "iu" or versions.shape not in ((), self.label_positions.shape):
+            expected = f"an integer, or integers of shape {self.label_positions.shape} of the labels"
+            require(False, "versions", expected, describe(self.versions))
+        if versions.size and not 0 <= versions.min() <= versions.max() <= _INT32_MAX:
+            require(False, "versions", f"integers in [0, {_INT32_MAX}]", describe(self.versions))
+
+
+class Trajectory:
+    """Builds the `Document` of several turns: what the policy drew are labels, everything else is context.
+
+    Args:
+        context: token ids of the first prompt.
+
+    Attributes:
+        tokens: all token ids so far, which the policy continues.
+
+    Example:
+        >>> game = Trajectory([5, 6])
+        >>> game.add_drawn([7], [-0.5])
+        >>> game.add_context([8, 9])
+        >>> game.add_drawn([10, 11], [-0.1, -0.2])
+        >>> game.document(advantages=1.0).labels.astype(int).tolist()
+        [0, 0, 1, 0, 0, 1, 1]
+    """
+
+    def __init__(self, context: Sequence[int] | Integer[AnyArray, " context"] = ()) -> None:
+        self.tokens: list[int] = []
+        self._labels: list[bool] = []
+        self._log_probs: list[float] = []
+        self.add_context(context)
+
+    def add_context(self, ids: Sequence[int] | Integer[AnyArray, " ids"]) -> None:
+        """Adds tokens that the policy did not draw."""
+        self._add(ids, False)
+
+    def add_drawn(
+        self, ids: Sequence[int] | Integer[AnyArray, " ids"], log_probs: Sequence[float] | Float[AnyArray, " ids"]
+    ) -> None:
+        """Adds tokens that the policy drew, with their log-probs in nats.
+
+        Raises:
+            ValueError: if their numbers differ, or if there is no context before them.
+        """
+        require(len(self.tokens) > 0, "ids", "context before the first token that is drawn", "none")
+        require(len(ids) == len(log_probs), "log_probs", f"{len(ids)} numbers, one for each id", len(log_probs))
+        self._add(ids, True)
+        self._log_probs += np.asarray(log_probs, np.float32).tolist()
+
+    def document(self, **rest: Any) -> Document:
+        """Makes the document; `rest` are further attributes of it."""
+        log_probs = np.array(self._log_probs, np.float32)
+        return Document(
+            np.array(self.tokens, np.int32), np.array(self._labels, bool), sampler_log_probs=log_probs, **rest
+        )
+
+    def _add(self, ids: Sequence[int] | Integer[AnyArray, " ids"], drawn: bool) -> None:
+        self.tokens += np.asarray(ids, np.int32).tolist()
+        self._labels += [drawn] * len(ids)
+
+
+def _check_tokens(tokens: np.ndarray) -> None:
+    if tokens.ndim != 1 or not tokens.size:
+        require(False, "tokens", "shape [length] with length > 0", tokens.shape)
+    if tokens.dtype not in _LARGEST_ID:
+        require(False, "tokens", "an integer dtype", tokens.dtype)
+    unsigned, largest = _LARGEST_ID[tokens.dtype]
+    # Read as unsigned, a negative id is larger than any other.
+    if np.maximum.reduce(tokens.view(unsigned)) > largest:
+        require(False, "tokens", f"ids in [0, {largest}]", (tokens.min(), tokens.max()))
 
 
 @partial(
@@ -115,6 +237,7 @@ class Document:
         "segment_ids",
         "mask",
         "per_token",
+        "versions",
         "rewards",
         "model_versions",
         "num_documents",
@@ -137,10 +260,11 @@ class MicroBatch:
             its own row and segment.
         mask: bool [rows, row_length], True where the target is a label.
         per_token: inputs of a loss at each label, by name, fp32 [rows, row_length], 0 where masked: "old_log_probs", the
-            sampler's log-prob of the target in nats; "advantages", the document's advantage; and the documents' further
-            columns.
+            log-probs in nats that ratios are taken to, NaN for supervised documents; "advantages"; and the documents'
+            further columns.
+        versions: int32 [rows, row_length], version of the weights that each label was drawn with; 0 where masked.
         rewards: fp32 [rows * row_length], reward of each document, in order; 0 after the last one.
-        model_versions: int32 [rows * row_length], model version of each document, in order; 0 after the last one.
+        model_versions: int32 [rows * row_length], oldest version of each document, in order; 0 after the last one.
         num_documents: int32 scalar, number of documents.
     """
 
@@ -151,6 +275,7 @@ class MicroBatch:
     segment_ids: Int[AnyArray, "*ranks rows row_length"]
     mask: Bool[AnyArray, "*ranks rows row_length"]
     per_token: dict[str, Float[AnyArray, "*ranks rows row_length"]]
+    versions: Int[AnyArray, "*ranks rows row_length"]
     rewards: Float[AnyArray, "*ranks documents"]
     model_versions: Int[AnyArray, "*ranks documents"]
     num_documents: Int[AnyArray, "*ranks"]
@@ -181,7 +306,8 @@ def pack_documents(
         row_length: tokens per row.
         pad_id: token id of the padding.
         share_rows: whether several documents may share a row; False gives each its own row.
-        columns: names of the documents' further columns; every document must have exactly these.
+        columns: names of the documents' further columns; every document must have exactly these. "sampler_log_probs" asks
+            for the attribute of that name.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
@@ -191,8 +317,8 @@ def pack_documents(
 
     Example:
         >>> import numpy as np
-        >>> long = Document(np.array([5, 6, 7]), 1, np.array([-0.5, -0.1]), advantage=1.0)
-        >>> short = Document(np.array([8, 9]), 1, np.array([-0.3]), advantage=-1.0)
+        >>> long = Document.of_completion([5], [6, 7], [-0.5, -0.1], advantages=1.0)
+        >>> short = Document.of_completion([8], [9], [-0.3], advantages=-1.0)
         >>> batch, rest = pack_documents([long, short, long], rows=1, row_length=6)
         >>> batch.tokens.tolist(), batch.document_ids.tolist(), len(rest)
         ([[5, 6, 7, 8, 9, 0]], [[0, 0, 0, 1, 1, 1]], 1)
@@ -207,7 +333,7 @@ def pack_documents(
     packed, rest = documents[: len(starts)], documents[len(starts) :]
     batch = _empty(rows, row_length, pad_id, columns)
     for index, (document, (row, start)) in enumerate(zip(packed, starts, strict=True)):
-        if document.columns.keys() != set(columns):
+        if document.columns.keys() != set(columns) - {SAMPLER_COLUMN}:
             require(False, "columns", f"{sorted(document.columns)} of document {index}", sorted(columns))
         _place(batch, index, document, row, start)
     # Padding has the id of the document before it; the first token of a batch without documents has none before it.
@@ -257,6 +383,7 @@ def _empty(rows: int, row_length: int, pad_id: int, columns: Sequence[str]) -> M
         segment_ids=np.full(shape, PADDING_SEGMENT, np.int32),
         mask=np.zeros(shape, np.bool_),
         per_token={name: np.zeros(shape, np.float32) for name in ("old_log_probs", "advantages", *columns)},
+        versions=np.zeros(shape, np.int32),
         rewards=np.zeros(capacity, np.float32),
         model_versions=np.zeros(capacity, np.int32),
         num_documents=np.zeros((), np.int32),
@@ -271,10 +398,13 @@ def _place(batch: MicroBatch, index: int, document: Document, row: int, start: i
     batch.positions[row, start:end] = np.arange(length)
     batch.segment_ids[row, start:end] = index
     # A label belongs to the position that predicts it, the one before it.
-    labels = slice(start + document.first_label - 1, end - 1)
+    labels = start + document.label_positions - 1
     batch.mask[row, labels] = True
-    for name, values in {"old_log_probs": document.old_log_probs, **document.columns}.items():
-        batch.per_token[name][row, labels] = document.at_labels(values)
-    batch.per_token["advantages"][row, labels] = document.advantage
+    values = {"old_log_probs": document.ratio_log_probs, SAMPLER_COLUMN: document.sampler_log_probs}
+    values |= {"advantages": document.advantages, **document.columns}
+    for name, packed in batch.per_token.items():
+        packed[row, labels] = np.nan if values[name] is None else values[name]
+    batch.versions[row, labels] = document.versions
     batch.rewards[index] = document.reward
-    batch.model_versions[index] = document.model_version
+    versions = np.asarray(document.versions)
+    batch.model_versions[index] = versions.min() if versions.size else 0

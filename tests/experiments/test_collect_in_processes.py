@@ -17,7 +17,7 @@ _, arguments = sys.argv[0], sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 index = int(value("--process-id"))
 start(value("--coordinator"), int(value("--num-processes")), index)
-document = Document(np.array([3, 4, 5]), 1, np.zeros(2), 1.0)
+document = Document.of_completion([3], [4, 5], np.zeros(2), advantages=1.0)
 batch = lambda count: pack_documents([document] * count, rows=4, row_length=4)[0]
 counts = {case: each[index] for case, each in json.loads(value("--cases")).items()}
 found = {}

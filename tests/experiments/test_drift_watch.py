@@ -23,23 +23,23 @@ SEEN = 12
 TEXTS = ("1+2=", "3"), ("4+5=", "9"), ("7+8=", "15"), ("2+2=", "4"), ("3+4=", "7"), ("9+9=", "18")
 
 
-def documents(versions, **columns):
-    """One for each text, with log-probs of which no two are equal."""
+def documents(versions, sampler_offset=None):
+    """One for each text, with log-probs of which no two are equal; with an offset they are rescored ones."""
     made = []
     for number, ((prompt, answer), version) in enumerate(zip(TEXTS, versions, strict=True)):
         tokens = [*TOKENIZER.encode_prompt(prompt), *TOKENIZER.encode(answer), EOS_ID]
         labels = len(answer) + 1
         log_probs = -np.arange(1, labels + 1, dtype=np.float32) - number / 8
-        further = {name: log_probs + offset for name, offset in columns.items()}
+        rescored = sampler_offset is not None
+        sampler, old = (log_probs + sampler_offset, log_probs) if rescored else (log_probs, None)
         made.append(
-            Document(
-                tokens=np.array(tokens, np.int32),
-                prompt_length=len(tokens) - labels,
-                old_log_probs=log_probs,
-                advantage=1.0,
-                reward=0.0,
-                model_version=version,
-                columns=further,
+            Document.of_completion(
+                np.array(tokens[:-labels], np.int32),
+                np.array(tokens[-labels:], np.int32),
+                sampler,
+                old_log_probs=old,
+                advantages=1.0,
+                versions=version,
             )
         )
     return made
@@ -65,7 +65,7 @@ class Sums:
         self.scored += 1
         log_probs = np.where(batch.mask, batch.per_token["old_log_probs"], 0.0)
         for index in np.argwhere(batch.mask & (batch.targets == EOS_ID)):
-            version = batch.model_versions[index[0]][batch.document_ids[tuple(index)]]
+            version = batch.versions[tuple(index)]
             log_probs[tuple(index)] += self.offsets[int(version)]
         return Scores(log_probs.astype(np.float32), None, None)
 
@@ -103,9 +103,9 @@ def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named()
 def test_the_worst_token_of_a_later_round_and_rank_is_found():
     made = documents([SEEN] * 6)
     place = next(number for number, each in enumerate(made) if TEXTS[number][1] == "18")
-    made[place].old_log_probs[1] += 0.5
-    rescored = [dataclasses.replace(each, columns={"sampler_log_probs": each.old_log_probs.copy()}) for each in made]
-    rescored[place].columns["sampler_log_probs"][1] -= 2.0
+    made[place].sampler_log_probs[1] += 0.5
+    rescored = [dataclasses.replace(each, old_log_probs=each.sampler_log_probs.copy()) for each in made]
+    rescored[place].sampler_log_probs[1] -= 2.0
     sums, drift = report(rescored, {}, ("sampler_log_probs",))
     assert sums.scored == 0, "both sides are known"
     found = drift.metrics()
@@ -119,16 +119,14 @@ def test_the_context_begins_after_the_newest_turn():
     """A chat template writes an end token after every turn, at which decoding stops."""
     (made, *_) = documents([0] * 6)
     turn = [*TOKENIZER.encode_prompt("1+2="), EOS_ID, *TOKENIZER.encode("4+5=")]
-    columns = {"sampler_log_probs": made.old_log_probs + 1.0}
-    tokens = np.array([*turn, *made.tokens[-2:]], np.int32)
-    _, drift = report(
-        [dataclasses.replace(made, tokens=tokens, prompt_length=len(turn), columns=columns)] * 6, {}, columns
-    )
+    old = made.sampler_log_probs
+    one = Document.of_completion(np.int32(turn), made.tokens[-2:], old - 1.0, old_log_probs=old)
+    _, drift = report([one] * 6, {}, ("sampler_log_probs",))
     assert (drift.worst.token, drift.worst.context) == ("'3'", "'4+5='") and drift.worst.position == len(turn)
 
 
 def test_rescored_documents_count_whatever_their_age():
-    made = [dataclasses.replace(each, model_version=0) for each in documents([0] * 6, sampler_log_probs=0.125)]
+    made = documents([0] * 6, sampler_offset=-0.125)
     _, drift = report(made, {}, RESCORED_COLUMNS[:1])
     assert drift.metrics()["tokens"] == 14 and drift.metrics()["max"] == 0.125
 

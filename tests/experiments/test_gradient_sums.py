@@ -29,10 +29,11 @@ MODEL = DecoderConfig.qwen3(
 def rounds():
     """Five micro-batches of two rows."""
     rng = np.random.default_rng(0)
-    documents = [
-        Document(rng.integers(0, 24, 8).astype(np.int32), 3, np.full(5, -3.0, np.float32), float(rng.normal()))
-        for _ in range(20)
-    ]
+    documents = []
+    for _ in range(20):
+        tokens, advantage = rng.integers(0, 24, 8).astype(np.int32), float(rng.normal())
+        old = np.full(5, -3.0, np.float32)
+        documents.append(Document.of_completion(tokens[:3], tokens[3:], old, advantages=advantage))
     return Packing(1, 2, 16, 24, 0).rounds(documents)
 
 

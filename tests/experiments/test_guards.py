@@ -169,13 +169,13 @@ def test_a_loss(trainer, monkeypatch):
 
 def spoilt(document, name, value):
     """The document, which was sound when it was made, with the value in its first label."""
-    if name == "advantage":
+    if name == "advantages":
         object.__setattr__(document, name, value)
     else:
-        object.__setattr__(document, name, np.array([value, *document.old_log_probs[1:]]))
+        object.__setattr__(document, name, np.array([value, *document.sampler_log_probs[1:]]))
 
 
-@pytest.mark.parametrize(("name", "words"), [("old_log_probs", "old log-probs"), ("advantage", "advantages")])
+@pytest.mark.parametrize(("name", "words"), [("sampler_log_probs", "old log-probs"), ("advantages", "advantages")])
 # The last one is finite, until it is fp32.
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
 def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, name, words, value):
@@ -185,7 +185,7 @@ def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, n
     def poisoned(stream):
         taken = plain(stream)
         document = list(taken.documents)[3]
-        prompts.append(trainer.tokenizer.decode(document.tokens[: document.prompt_length].tolist()))
+        prompts.append(trainer.tokenizer.decode(document.tokens[: document.label_positions[0]].tolist()))
         spoilt(document, name, value)
         return taken
 

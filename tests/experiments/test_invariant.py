@@ -137,7 +137,12 @@ def test_a_fold_of_nothing_is_nothing():
 
 
 def documents(count):
-    return [Document(np.array([3, 4, 5 + i]), 1, np.float32([-1.0, -i]), float(i), float(i), i) for i in range(count)]
+    return [
+        Document.of_completion(
+            [3], [4, 5 + i], np.float32([-1.0, -i]), advantages=float(i), reward=float(i), versions=i
+        )
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
@@ -146,7 +151,7 @@ def test_a_micro_batch_splits_into_what_its_documents_would_pack_into(count):
     for index, leaf in enumerate(split_rows(batch, 4)):
         wanted, _ = pack_documents(documents(count)[4 * index : 4 * index + 4], rows=4, row_length=6, share_rows=False)
         np.testing.assert_array_equal(leaf.num_documents, [wanted.num_documents])
-        for name in ("tokens", "targets", "positions", "mask", "rewards"):
+        for name in ("tokens", "targets", "positions", "mask", "versions", "rewards"):
             np.testing.assert_array_equal(getattr(leaf, name), getattr(wanted, name), err_msg=name)
         for name, values in wanted.per_token.items():
             np.testing.assert_array_equal(leaf.per_token[name], values, err_msg=name)

@@ -41,7 +41,15 @@ def documents(count=7):
         # Old log-probs apart from the policy's by up to 0.6: ratios on both sides of the clip range.
         old, reference = np.float32(drawn.uniform(-3.8, -2.6, (2, length)))
         tokens = drawn.integers(0, VOCAB, length + 2).astype(np.int32)
-        made.append(Document(tokens, 2, old, (-1.0) ** index * (1 + index), columns={"ref_log_probs": reference}))
+        made.append(
+            Document.of_completion(
+                tokens[:2],
+                tokens[2:],
+                old,
+                advantages=(-1.0) ** index * (1 + index),
+                columns={"ref_log_probs": reference},
+            )
+        )
     return made
 
 

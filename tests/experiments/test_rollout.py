@@ -12,7 +12,7 @@ from tests.experiments.stacked import stacked
 
 
 def documents(count, first=0):
-    return [Document(np.array([3, 4 + first + i]), 1, np.zeros(1), 1.0) for i in range(count)]
+    return [Document.of_completion([3], [4 + first + i], [0.0], advantages=1.0) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_end_of_the_data_ends_every_rank():
 @pytest.mark.bad_input
 def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     packing = Packing(2, rows=1, row_length=8, vocab_size=10, pad_id=0)
-    good, bad = (Document(np.array([3, token, 5]), 1, np.zeros(2), 1.0) for token in (9, 10))
+    good, bad = (Document.of_completion([3], [token, 5], [0.0, 0.0], advantages=1.0) for token in (9, 10))
     packing.rounds([good] * 4)
     message = r"^documents: expected token ids in \[0, 10\), got 10 in document 1 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
@@ -82,7 +82,7 @@ def test_a_round_is_made_into_arrays_for_the_ranks_that_ask():
 def test_values_at_labels_are_those_of_each_document(share_rows):
     """By the masks of the arrays, which are written by other lines."""
     lengths = [(4, 1), (3, 3), (2, 0), (5, 2), (1, 0), (4, 2), (3, 1)]
-    made = [Document(np.arange(3, 3 + n), p, np.zeros(n - p), 1.0) for n, p in lengths]
+    made = [Document.of_completion(np.arange(3, 3 + p), np.arange(3 + p, 3 + n), np.zeros(n - p)) for n, p in lengths]
     (taken,) = Packing(2, rows=4, row_length=6, vocab_size=99, pad_id=0, share_rows=share_rows).rounds(made)
     assert [document.tokens.size for document in taken.documents] == [4, 2, 1, 3, 3, 5, 4]
     batch = stacked(taken)
@@ -90,8 +90,8 @@ def test_values_at_labels_are_those_of_each_document(share_rows):
     found = taken.at_labels(places)
     assert np.concatenate(found).tolist() == places[batch.mask].tolist()
     for number, (document, held) in enumerate(zip(taken.documents, found, strict=True)):
-        assert held.shape == document.at_labels(document.old_log_probs).shape, number
-        assert batch.targets.ravel()[held].tolist() == document.tokens[document.first_label :].tolist()
+        assert held.shape == document.sampler_log_probs.shape, number
+        assert batch.targets.ravel()[held].tolist() == document.tokens[document.labels].tolist()
 
 
 @pytest.mark.bad_input
@@ -103,7 +103,9 @@ def test_other_columns_are_refused_whichever_rank_has_them():
 
 def test_queued_documents_come_back_with_their_columns():
     columns = {"ref_log_probs": np.float32([-0.1, -1 / 3])}
-    document = Document(np.array([3, 4, 5], np.int32), 1, np.float32([-2 / 3, -1.0]), 1.0, columns=columns)
+    document = Document.of_completion(
+        np.int32([3]), np.int32([4, 5]), np.float32([-2 / 3, -1.0]), advantages=1.0, columns=columns
+    )
     packing = Packing(1, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("ref_log_probs",))
     stream, other = (RoundStream(lambda: [], packing) for _ in range(2))
     stream.queues[0].append(document)

@@ -22,7 +22,9 @@ arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 start(value("--coordinator"), int(value("--num-processes")), int(value("--process-id")))
 documents = [
-    Document(np.arange(3, 7 + k % 3, dtype=np.int32), 1, np.full(3 + k % 3, -0.1 * k - 0.1, np.float32), float(k))
+    Document.of_completion(
+        [3], np.arange(4, 7 + k % 3), np.full(3 + k % 3, -0.1 * k - 0.1, np.float32), advantages=float(k)
+    )
     for k in range(9)
 ]
 made = {}

@@ -29,7 +29,7 @@ class Sums:
 def test_the_kl_is_a_mean_over_the_tokens_of_all_documents(ranks):
     completions = [list(range(1, length + 1)) for length in LENGTHS]
     documents = [
-        Document(np.array([11, 11, *tokens], np.int32), 2, np.zeros(len(tokens), np.float32), 0.0)
+        Document.of_completion(np.int32([11, 11]), np.int32(tokens), np.zeros(len(tokens), np.float32))
         for tokens in completions
     ]
     packing = Packing(ranks=ranks, rows=1, row_length=8, vocab_size=12, pad_id=0)

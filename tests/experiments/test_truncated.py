@@ -78,16 +78,14 @@ def test_rollouts_are_counted():
 
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
     plain, masked = rollouts().next(None, 0), rollouts(mask_truncated=True).next(None, 0)
-    assert [len(document.old_log_probs) for document in plain[:4]] == [2, 3, 3, 2], (
-        "without the option nothing is masked"
-    )
+    assert [document.num_labels for document in plain[:4]] == [2, 3, 3, 2], "without the option nothing is masked"
     for number, (one, other) in enumerate(zip(plain, masked, strict=True)):
         cut = number % 4 == 2
-        assert (one.advantage, one.reward, one.prompt_length) == (other.advantage, other.reward, other.prompt_length)
-        assert len(other.old_log_probs) == (0 if cut else len(one.old_log_probs))
-        assert len(other.tokens) == (one.prompt_length if cut else len(one.tokens))
+        assert (one.advantages, one.reward) == (other.advantages, other.reward)
+        assert other.num_labels == (0 if cut else one.num_labels)
+        assert other.tokens.tolist() == one.tokens[: len(one.tokens) - one.num_labels if cut else None].tolist()
     # Rewards 1.5, 2.5, 3.0, 1.5 of each group: the masked one is part of the mean 2.125.
-    np.testing.assert_allclose([document.advantage for document in masked[:4]], [-0.625, 0.375, 0.875, -0.625])
+    np.testing.assert_allclose([document.advantages for document in masked[:4]], [-0.625, 0.375, 0.875, -0.625])
 
 
 def sums(documents, loss):

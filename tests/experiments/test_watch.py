@@ -137,10 +137,10 @@ def test_further_prompts_take_the_place_of_groups_without_a_difference():
     reward, seen = differs_for({order[1], *order[5:8], order[8], order[11]})
     made = rollouts(reward=reward, resample_degenerate=True)
     documents = made.next(None, 0)
-    prompts = [TOKENIZER.decode(each.tokens[: each.prompt_length].tolist()) for each in documents]
+    prompts = [TOKENIZER.decode(each.tokens[: each.label_positions[0]].tolist()) for each in documents]
     wanted = [order[1], *order[5:8]]
     assert [prompt.strip() for prompt in prompts] == [each for each in wanted for _ in range(COPIES)]
-    assert all(document.advantage != 0.0 for document in documents)
+    assert all(document.advantages != 0.0 for document in documents)
     assert (made.made, made._prompts.cursor) == (2, 8), "all that a resume needs"
     values = made.counts.metrics()
     assert values["degenerate_groups"] == 4 / 8 and values["resampled_rollouts"] == 1
@@ -162,7 +162,7 @@ def test_the_bound_is_kept_and_groups_without_a_difference_fill_the_rest():
     made = rollouts(reward=reward, resample_degenerate=True, max_resamples=2)
     documents = made.next(None, 0)
     assert len(documents) == PROMPTS * COPIES and made.made == 3
-    assert [document.advantage != 0.0 for document in documents] == [True] * 2 + [False] * 6
+    assert [document.advantages != 0.0 for document in documents] == [True] * 2 + [False] * 6
     values = made.counts.metrics()
     assert values["resampled_rollouts"] == 2 and values["filled_groups"] == 3
     assert values["degenerate_groups"] == 11 / 12

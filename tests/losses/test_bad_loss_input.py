@@ -120,12 +120,12 @@ def test_the_two_halves_refuse_what_the_whole_refuses():
             "loss=grpo(entropy_coefficient=0.1)?",
         ),
         (
-            lambda: Document(np.ones(2, int), 1, np.zeros(1), np.ones(2)),
-            "advantage: expected a finite number, got float64 array",
+            lambda: Document.of_completion([1], [1], [0.0], advantages=np.ones(2)),
+            "advantages: expected shape (1,) of the labels, got (2,)",
         ),
         (
-            lambda: Document(np.ones(2, int), 1, np.ones(1), 1.0),
-            "old_log_probs: expected log-probs of at most 0, got 1.0",
+            lambda: Document.of_completion([1], [1], [1.0]),
+            "sampler_log_probs: expected log-probs of at most 0, got 1.0",
         ),
     ],
 )
