@@ -222,9 +222,8 @@ class DocumentSchedule:
             RuntimeError: if a stream raised on another process.
 
         Example:
-            >>> import numpy as np
             >>> from jaxlogp.policy.documents import Document, pack_documents
-            >>> batch, _ = pack_documents([Document(np.array([3, 4]), 1, np.zeros(1), 1.0)] * 2, rows=1, row_length=4)
+            >>> batch, _ = pack_documents([Document.of_completion([3], [4], [0.0])] * 2, rows=1, row_length=4)
             >>> empty, _ = pack_documents([], rows=1, row_length=4)
             >>> step = DocumentSchedule(docs_per_step=3).collect([iter([batch] * 9)], padding=empty)
             >>> len(step.micro_batches), step.num_documents, step.exhausted
