@@ -222,3 +222,16 @@ def test_the_second_one_trains(monkeypatch, tmp_path, capsys):
         found = run(python_blocks("README.md")[1])
     assert any("reward/last_digit" in record for record in found["result"].metrics)
     assert capsys.readouterr().out.splitlines()[-1] == str(found["result"].after)
+
+
+def test_the_python_about_several_processes_names_what_exists(monkeypatch):
+    """In one process, whose start is not made."""
+    calls = []
+    monkeypatch.setattr("experiments.runs.processes.start", lambda *given: calls.append(given))
+    given = {"config": "config", "MyTask": lambda: "task", "my_function": "reward"}
+    given["train"] = lambda config, **parts: calls.append((config, parts))
+    begin, reduction = python_blocks("docs/scaling.md")
+    exec(begin, given)
+    assert calls == [(None, None, None), ("config", {"task": "task", "reward": "reward"})]
+    exec(reduction, given)
+    assert given["all_reduce"](np.array([3, 2**40])).tolist() == [3, 2**40]
