@@ -18,6 +18,7 @@ from jaxlogp.losses import (
     grpo,
     grpo_paper,
     gspo,
+    gspo_token,
     policy_loss,
     sapo,
 )
@@ -100,20 +101,22 @@ def expected_metrics(kind, arrays, num_documents=DOCUMENTS, low=LOW, high=HIGH):
         x, kl = new - old, np.exp(ref - new) - (ref - new) - 1
         if kind == "gspo":
             x, a = np.full_like(x, x.mean()), np.full_like(a, a.mean())
+        if kind == "gspo_token":
+            x = np.full_like(x, x.mean())
         r = np.exp(x)
         ratios += list(r)
-        ratio_sum += r[0] if kind == "gspo" else r.sum()
-        squared_sum += r[0] ** 2 if kind == "gspo" else (r**2).sum()
+        ratio_sum += r[0] if kind != "grpo" else r.sum()
+        squared_sum += r[0] ** 2 if kind != "grpo" else (r**2).sum()
         clipped = np.float64((r < 1 - low) | (r > 1 + high))
         below, above = np.float64((r < 1 - low) & (a < 0)), np.float64((r > 1 + high) & (a > 0))
         values = (new, old, r, r - x - 1, clipped, below, above, kl, a, h)
         for name, value in zip(AVERAGES, values, strict=True):
             sums[name] += value.mean() if "document_ids" in arrays else value.sum()
-        weight = 1 / len(r) if kind == "gspo" else 1.0
+        weight = 1 / len(r) if kind != "grpo" else 1.0
         losses["objective"] -= weight * np.minimum(r * a, np.clip(r, 1 - low, 1 + high) * a).sum()
         losses["kl"] += weight * KL * kl.sum()
         losses["entropy"] -= weight * ENTROPY * h.sum()
-    count = num_documents if kind == "gspo" else mask.sum()
+    count = num_documents if kind != "grpo" else mask.sum()
     divisor = num_documents if "document_ids" in arrays else mask.sum()
     metrics = {name: value / divisor for name, value in sums.items()}
     metrics |= {"ratio_new_old_sum": ratio_sum, "ratio_new_old_squared_sum": squared_sum}
@@ -124,12 +127,12 @@ def expected_metrics(kind, arrays, num_documents=DOCUMENTS, low=LOW, high=HIGH):
         return metrics
     metrics |= {f"{name}_labelled": value / labelled for name, value in sums.items()}
     metrics |= {"num_documents": num_documents, "num_documents_labelled": labelled}
-    return metrics | ({"num_segments": labelled} if kind == "gspo" else {})
+    return metrics | ({"num_segments": labelled} if kind != "grpo" else {})
 
 
 KL, ENTROPY = 0.2, 0.1
 BOUNDS = {"epsilon": LOW, "epsilon_high": HIGH, "kl_coefficient": KL, "entropy_coefficient": ENTROPY}
-LOSSES = {"grpo": grpo(**BOUNDS), "gspo": gspo(**BOUNDS)}
+LOSSES = {"grpo": grpo(**BOUNDS), "gspo": gspo(**BOUNDS), "gspo_token": gspo_token(**BOUNDS)}
 
 
 def options(kind, level="with_entropy"):
@@ -157,7 +160,7 @@ def assert_metrics(actual, expected):
             assert abs(float(actual[name]) - value) < ERROR * scale, (name, float(actual[name]), value)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_every_metric_is_that_of_float64(kind):
     arrays = case()
     expected = expected_metrics(kind, arrays)
@@ -220,7 +223,7 @@ def test_the_table_has_a_reduction_for_every_term_and_nothing_else():
     assert divisors <= METRICS.keys() and all(METRICS[name].reduction is Reduction.SUM for name in divisors)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_micro_batches_add_up_to_the_whole_and_a_mean_of_means_does_not(kind):
     arrays = case(seed=1)
     expected = expected_metrics(kind, arrays)
@@ -259,7 +262,7 @@ def sharded_metrics(kind, document_axis="sequence"):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data", "sequence"), out_specs=P()))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_sharded_over_data_and_sequence_every_metric_is_the_unsharded_one(kind):
     arrays = case(seed=2)
     assert_metrics(sharded_metrics(kind)(arrays), expected_metrics(kind, arrays))
@@ -271,7 +274,7 @@ def test_documents_cut_without_the_document_axis_are_refused():
         sharded_metrics("gspo", None)(case(seed=2))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_garbage_at_masked_places_changes_no_bit(kind):
     arrays = case()
     floating = ("log_probs", "old_log_probs", "advantages", "entropy", "ref_log_probs")
@@ -293,7 +296,7 @@ def test_a_part_without_labels_is_the_identity_of_the_sum():
     assert all(float(value) == 0.0 for name, value in alone.items() if not name.startswith(("max_", "min_")))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_huge_log_ratios_keep_the_metrics_finite(kind):
     arrays = case()
     arrays["old_log_probs"] = np.where(arrays["document_ids"] % 2 == 0, np.float32(-200.0), np.float32(200.0))
@@ -334,7 +337,7 @@ def test_the_clipped_fraction_is_what_the_objective_says(ratio):
     assert found[LogLikelihood] == 0.0
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_a_traced_label_outside_all_documents_is_not_silently_dropped(kind):
     arrays = case()
     first = tuple(np.argwhere(arrays["mask"])[0])

@@ -244,7 +244,7 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
         refusal = "fp16 operands need the largest cotangent first"
     else:
         refusal = engine.why_not_one_pass(call, loss.entropy_coefficient != 0.0)
-    if refusal is None and loss.ratio == "sequence":
+    if refusal is None and loss.ratio != "token":
         refusal = "the ratio of a document needs the log-probs of all its tokens first"
     return ONE_PASS if refusal is None else f"{TWO_STEPS}: {refusal}"
 

@@ -36,7 +36,7 @@ from jaxlogp.losses.inputs import (
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 
-RATIOS = ("token", "sequence")
+RATIOS = ("token", "sequence", "sequence_token")
 ENTROPY_WEIGHTS = ("reduction", "labels")
 LOSS_PARTS = ("objective", "kl", "entropy", "z")
 """Names of the parts of a policy loss, in the order of the formula of `PolicyLoss`."""
@@ -52,17 +52,18 @@ class PolicyLoss:
         Σ = Σ_t w_t m_t (-objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t + z_loss_coefficient lse_t²).
 
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
-    the mean A_d of their advantages in place of r_t and A_t. KL, entropy and lse_t, the log Σ_v e^z of the token's
-    logits, are per token with either ratio and belong to the same sum, so they have the weights and the denominator of
-    the reduction. With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy
-    of all D labels of the step, as in TRL: its w_t is M / D.
+    the mean A_d of their advantages in place of r_t and A_t. With "sequence_token" r_t has the value of R_d and the gradient
+    of label t alone, and A_t stays the label's own. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per
+    token with every ratio and belong to the same sum, so they have the weights and the denominator of the reduction.
+    With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy of all D labels
+    of the step, as in TRL: its w_t is M / D.
 
     `jaxlogp.losses` has the published losses as presets. Other combinations are built from them, as in
     `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
 
     Attributes:
         name: name for logs.
-        ratio: "token" or "sequence".
+        ratio: "token", "sequence" or "sequence_token".
         objective: `Clipped`, `StopGradientWeight`, `SoftGate`, `LogLikelihood` or your own (`Objective`).
         reduction: "labels" (w = 1, count = labels), "documents" (w = 1, count = documents), "document_mean"
             (w = 1 / N_d, count = documents) or "constant_length" (w = 1 / length, count = documents).
@@ -118,7 +119,7 @@ class PolicyLoss:
     @property
     def needs_documents(self) -> bool:
         """Whether the loss reads documents: the rows of inputs [B, T], or those of `document_ids`."""
-        return self.ratio == "sequence" or reductions.needs_documents(self.reduction)
+        return self.ratio != "token" or reductions.needs_documents(self.reduction)
 
     def _check_length(self) -> None:
         if self.reduction == "constant_length":
@@ -146,7 +147,7 @@ class LossTokens:
         mask: bool [tokens], True where the target is a label.
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
         entropy_weights: [tokens], weight of each entropy if it differs from `weights`, or None.
-        layout: the documents, for ratio "sequence" alone.
+        layout: the documents, or None for ratio "token".
     """
 
     old_log_probs: Float[AnyArray, " tokens"] | None
@@ -345,7 +346,7 @@ def loss_tokens(
         mask,
         weights,
         _entropy_weights(loss, weights, labels_per_document),
-        layout if loss.ratio == "sequence" else None,
+        layout if loss.ratio != "token" else None,
     )
     return tokens, reductions.count(loss.reduction, mask, layout)
 
@@ -393,8 +394,8 @@ def weighted_losses(
 ) -> Float[Array, " tokens"]:
     """Computes the loss of each label times its weight, 0 where masked; these add up to the loss sum.
 
-    For ratio "token" it is elementwise: a slice of the tokens gives the slice of the result. For "sequence" it needs
-    all labels of a document, except those on other shards of the document axis.
+    For ratio "token" it is elementwise: a slice of the tokens gives the slice of the result. Otherwise it needs all labels
+    of a document, except those on other shards of the document axis.
 
     Args:
         loss: the loss for which `loss_tokens` made `tokens`.
@@ -469,6 +470,10 @@ def _objective(
     """Computes the objective of each token, or of its document."""
     if layout is None:
         return loss.objective.value(bounded(log_ratio), new, advantages)
+    if loss.ratio == "sequence_token":
+        # The value of the document's ratio, and the gradient of the token's.
+        document = lax.stop_gradient(layout.mean_of(log_ratio))[layout.document_ids]
+        return loss.objective.value(bounded(document + (new - lax.stop_gradient(new))), new, advantages)
     means = (layout.mean_of(values) for values in (log_ratio, new, advantages))
     log_ratio, new, advantages = means
     return loss.objective.value(bounded(log_ratio), new, advantages)[layout.document_ids]

@@ -108,6 +108,25 @@ def gspo(
 
 
 @_preset
+def gspo_token(*, epsilon: float = 3e-4, epsilon_high: float = 4e-4, **shared: Any) -> PolicyLoss:
+    """Returns GSPO-token: the document's ratio with a clip decision and an advantage for every label.
+
+    L = -(1 / M) Σ_d (1 / N_d) Σ_t m_t clipped(s_t, A_t) with s_t = sg(R_d) π_t / sg(π_t), where sg stops gradients: s_t has
+    the value of R_d and the gradient of label t alone. With one advantage per document this is `gspo`.
+
+    Args:
+        epsilon: distance of the lower bound from 1, as in `Clipped`.
+        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        Group Sequence Policy Optimization, arXiv:2507.18071, section 4.3.
+    """
+    objective = Clipped(epsilon, epsilon_high)
+    return PolicyLoss("gspo_token", ratio="sequence_token", objective=objective, reduction="document_mean", **shared)
+
+
+@_preset
 def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> PolicyLoss:
     """Returns DAPO's loss, the token mean over the step with a higher upper bound (clip-higher).
 
@@ -228,7 +247,7 @@ def rloo(**shared: Any) -> PolicyLoss:
 
 PRESETS: dict[str, Callable[..., PolicyLoss]] = {
     function.__name__: function
-    for function in (grpo, grpo_paper, gspo, dapo, dr_grpo, bnpo, cispo, sapo, reinforce, rloo)
+    for function in (grpo, grpo_paper, gspo, gspo_token, dapo, dr_grpo, bnpo, cispo, sapo, reinforce, rloo)
 }
 """Functions of keyword arguments that return a `PolicyLoss`, by the names that a command line offers."""
 

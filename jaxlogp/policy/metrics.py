@@ -399,6 +399,8 @@ def _seen(loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | N
     new, old, advantages = (tokens[name] for name in ("log_probs", "old_log_probs", "advantages"))
     if loss.ratio == "token":
         return _Seen(bounded(new - old), new, advantages)
+    if loss.ratio == "sequence_token":
+        return _Seen(bounded(layout.mean_of(new - old)[layout.document_ids]), new, advantages)
     means = (layout.mean_of(values) for values in (new - old, new, advantages))
     log_ratio, log_prob, advantages = (values[layout.document_ids] for values in means)
     return _Seen(bounded(log_ratio), log_prob, advantages)
@@ -412,7 +414,7 @@ def _averages(
     dtype, seen = new.dtype, _seen(loss, tokens, layout)
     weights = mask.astype(dtype) if layout is None else layout.label_weights(mask, dtype)
     # Weights that add up to 1 over a document turn sums over labels into sums over documents, also where it is split.
-    ratio_weights = weights if loss.ratio == "sequence" else mask.astype(dtype)
+    ratio_weights = weights if loss.ratio != "token" else mask.astype(dtype)
     low, high = _stopped(loss, seen)
     averages = {
         "new_logprobs": _weighted(weights, new),
@@ -481,7 +483,7 @@ def _counts(loss: PolicyLoss, layout: DocumentLayout | None, mask: Bool[AnyArray
         "num_documents": layout.counted_once(layout.num_documents),
         "num_documents_labelled": labelled,
     }
-    return counts | ({"num_segments": labelled} if loss.ratio == "sequence" else {})
+    return counts | ({"num_segments": labelled} if loss.ratio != "token" else {})
 
 
 def _weighted(weights: Float[AnyArray, " tokens"], values: Float[AnyArray, " tokens"]) -> Float[Array, ""]:

@@ -15,7 +15,14 @@ LOADED = ModelConfig(path="/a/model")
 
 @pytest.mark.parametrize(
     "loss, advantages",
-    [("grpo", "group"), ("gspo", "group"), ("dapo", "group"), ("rloo", "leave_one_out"), ("dr_grpo", "centred")],
+    [
+        ("grpo", "group"),
+        ("gspo", "group"),
+        ("gspo_token", "group"),
+        ("dapo", "group"),
+        ("rloo", "leave_one_out"),
+        ("dr_grpo", "centred"),
+    ],
 )
 def test_a_loss_brings_its_advantages(loss, advantages):
     assert Config(loss=LossConfig(name=loss)).resolved().loss.advantages == advantages

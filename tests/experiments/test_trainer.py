@@ -298,6 +298,18 @@ def test_a_task_of_ones_own(tmp_path):
 
 
 def test_every_preset_is_reachable_by_its_name():
-    for name in ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "grpo_paper", "gspo", "reinforce", "rloo", "sapo"):
+    for name in (
+        "bnpo",
+        "cispo",
+        "dapo",
+        "dr_grpo",
+        "grpo",
+        "grpo_paper",
+        "gspo",
+        "gspo_token",
+        "reinforce",
+        "rloo",
+        "sapo",
+    ):
         assert LossConfig(name=name).policy_loss(4).name == name
     assert TINY.loss == LossConfig()

@@ -81,7 +81,11 @@ def expected_losses(loss, given, base=None):
         labels = np.flatnonzero(ids == document)
         group = labels if loss.ratio == "sequence" else [i]
         n, o, frozen, a = (x[..., group].mean(axis=-1) for x in (new, old, base, advantages))
-        label = -_objective(loss.objective, np.exp(n - o), np.exp(frozen - o), n, a)
+        ratio, frozen = np.exp(n - o), np.exp(frozen - o)
+        if loss.ratio == "sequence_token":
+            frozen = np.exp((base - old)[..., labels].mean(axis=-1))
+            ratio = frozen * np.exp(n - base[..., i])
+        label = -_objective(loss.objective, ratio, frozen, n, a)
         if loss.kl_coefficient:
             label = label + loss.kl_coefficient * _kl(loss.kl_estimator, ref[..., i] - new[..., i])
         if loss.z_loss_coefficient:

@@ -18,10 +18,12 @@ from jaxlogp.losses import (
     StopGradientWeight,
     grpo,
     gspo,
+    gspo_token,
     loss_tokens,
     policy_loss,
     weighted_losses,
 )
+from jaxlogp.losses.loss import RATIOS
 from tests import oracle
 from tests.losses.policy_case import (
     DOCUMENTS,
@@ -48,6 +50,7 @@ OBJECTIVES = {
 }
 REDUCTIONS = {"labels": None, "documents": None, "document_mean": None, "constant_length": 9}
 LOSSES = {"token": grpo(), "sequence": gspo(weighting="length"), "sequence, alike": gspo(epsilon=0.2)}
+LOSSES["sequence, labels"] = gspo_token(epsilon=0.2, epsilon_high=0.2)
 
 
 def given_to(loss, given):
@@ -94,7 +97,7 @@ def all_losses(ratio, objective):
         yield PolicyLoss("any", ratio, objective, reduction, length, kl, estimator, bonus)
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_combination_has_the_value_count_and_gradients_of_float64(ratio, objective):
     given = case()
@@ -146,12 +149,12 @@ def test_the_case_meets_every_bound():
     """What makes the test above see a bound: labels and documents on both sides of each of them."""
     given = case()
     for objective in (OBJECTIVES["clipped"], OBJECTIVES["clip-higher"], OBJECTIVES["dual clip"]):
-        for ratio in ("token", "sequence"):
+        for ratio in RATIOS:
             loss = PolicyLoss("any", ratio=ratio, objective=objective)
             passes = expected_gradient(loss, given)[given.mask] != 0
             assert 0 < passes.sum() < passes.size, "the case must clip some labels and not others"
     without = dataclasses.replace(OBJECTIVES["dual clip"], delta=None)
-    for ratio in ("token", "sequence"):
+    for ratio in RATIOS:
         sums = [
             expected_sum(PolicyLoss("any", ratio=ratio, objective=o), given) for o in (without, OBJECTIVES["dual clip"])
         ]
@@ -187,7 +190,7 @@ def test_the_gradient_passes_at_the_bound_itself_and_not_beyond(kind, sign):
     on_bound = float(jax.jit(jnp.exp)(size))
     beyond = float(np.nextafter(np.float32(on_bound), np.float32(1.0)))  # a bound that the ratio is just beyond
     row = np.full((1, 2), size), np.zeros((1, 2), np.float32), np.full((1, 2), sign, np.float32), np.ones((1, 2), bool)
-    ids, weight = np.zeros((1, 2), np.int32), 0.5 if kind == "sequence, alike" else 1.0
+    ids, weight = np.zeros((1, 2), np.int32), 0.5 if kind in ("sequence, alike", "sequence, labels") else 1.0
     for bound, passes in ((on_bound, True), (beyond, False)):
         low, high = (0.9, bound - 1) if sign > 0 else (1 - bound, 0.9)
         assert np.float32(1 + high if sign > 0 else 1 - low) == np.float32(bound)
@@ -201,7 +204,7 @@ def test_the_gradient_passes_at_the_bound_itself_and_not_beyond(kind, sign):
 
 
 @pytest.mark.parametrize("objective", [Clipped(0.2), Clipped(0.2, 0.2, 4.0), StopGradientWeight(), SoftGate()])
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("ratio", RATIOS)
 def test_huge_log_ratios_of_either_sign_stay_finite(objective, ratio):
     new = np.repeat(np.float32([200.0, 200.0, -200.0, -200.0]), 6).reshape(SHAPE)
     old, ids = np.zeros(SHAPE, np.float32), np.repeat(np.arange(4, dtype=np.int32), 6).reshape(SHAPE)

@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.losses import grpo, grpo_paper, gspo, policy_loss
+from jaxlogp.losses import grpo, grpo_paper, gspo, gspo_token, policy_loss
 from jaxlogp.policy.metrics import policy_metrics
 from tests.losses.policy_case import DOCUMENTS, ERROR, case, expected_gradient, scaled_error, sum_error
 
 LOSSES = {"gspo by length": gspo(weighting="length"), "gspo": gspo(epsilon=0.2), "grpo_paper": grpo_paper()}
+LOSSES["gspo_token"] = gspo_token(epsilon=0.2, epsilon_high=0.2)
 
 
 def sequence_mesh():
@@ -136,7 +137,7 @@ def test_arrays_that_a_mesh_splits_need_no_shard_map(axis_type, spec):
     given = case(seed=5)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x in given[:5]]
-    for loss in (grpo(), grpo_paper(), gspo(epsilon=0.2)):
+    for loss in (grpo(), grpo_paper(), gspo(epsilon=0.2), LOSSES["gspo_token"]):
 
         def total(new, rest, loss=loss):
             old, advantages, mask, ids = rest

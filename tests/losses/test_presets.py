@@ -37,6 +37,8 @@ HAND_COMPUTED = {
     "dr_grpo": (losses.dr_grpo(length=4), -0.1 / 4 / 2),
     # R_0 = sqrt(1.5 * 0.5) = 0.866025, unclipped; R_1 = 0.5, clipped from below: 2 * 0.9997, or 2 * 0.8
     "gspo": (losses.gspo(), -(0.866025 - 1.9994) / 2),
+    # The same ratios: every label of document 0 has its own A, which here is the document's.
+    "gspo_token": (losses.gspo_token(), -(0.866025 - 1.9994) / 2),
     "gspo by length": (losses.gspo(weighting="length"), -(2 * 0.866025 - 1.6) / 2),
     # 1.5 log 0.6 + 0.5 log 0.1 - 2 * 0.5 log 0.2 = -0.766238 - 1.151293 + 1.609438 = -0.308093
     "cispo": (losses.cispo(), 0.308093 / 3),
@@ -112,7 +114,9 @@ def sum_and_gradient(loss, given, document_ids=None):
 def test_in_float64_the_value_and_the_slope_are_those_of_the_formula(name):
     options = {"length": 8} if name == "dr_grpo" else {}
     # A wider GSPO has documents inside of its bounds.
-    options |= {"epsilon": 0.2} if name == "gspo" else {}
+    options |= (
+        {"epsilon": 0.2} if name == "gspo" else {"epsilon": 0.2, "epsilon_high": 0.2} if name == "gspo_token" else {}
+    )
     loss = PRESETS[name](**options, kl_coefficient=0.05, entropy_coefficient=0.02, grad_divisor=1.0)
     given = case(seed=1, dtype=np.float64)
     with jax.enable_x64(True):
@@ -178,6 +182,15 @@ def test_on_policy_gspo_by_length_has_the_gradient_of_rloo_where_a_document_has_
     expected = sum_and_gradient(losses.rloo(), given)[2]
     gradient = sum_and_gradient(losses.gspo(weighting="length"), given)[2]
     np.testing.assert_allclose(gradient, expected, rtol=ERROR, atol=ERROR)
+
+
+def test_gspo_token_is_gspo_where_a_document_has_one_advantage():
+    given = case(seed=5)
+    options = {"epsilon": 0.2, "epsilon_high": 0.2}
+    with pytest.raises(AssertionError):
+        assert_same(losses.gspo_token(**options), losses.gspo(**options), given)
+    given = given._replace(advantages=np.float32([1.0, -0.5, 2.0, 0.3, -1.0])[given.ids])
+    assert_same(losses.gspo_token(**options), losses.gspo(**options), given)
 
 
 def test_the_defaults_of_gspo_follow_its_weighting():
