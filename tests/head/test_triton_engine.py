@@ -193,6 +193,13 @@ def test_auto_picks_it_on_compute_capability_8(monkeypatch, capability):
     assert name == "triton" and reason.startswith("auto; hopper not used: ")
 
 
+def test_auto_picks_it_on_a_hopper_gpu_whose_own_kernels_this_jax_does_not_have(monkeypatch):
+    for engine in ("hopper", "triton"):
+        monkeypatch.setattr(f"jaxlogp.head.{engine}.engine.why_not_available", lambda: "JAX is too old")
+    name, reason = choose(monkeypatch, "9.0")
+    assert name == "triton" and reason == "auto; hopper not used: JAX is too old"
+
+
 @pytest.mark.parametrize(
     "capability, changes, words",
     [
@@ -206,8 +213,9 @@ def test_auto_picks_it_on_compute_capability_8(monkeypatch, capability):
     ],
 )
 def test_auto_says_why_it_does_not(monkeypatch, capability, changes, words):
-    # A Hopper GPU on which the Hopper kernels refuse.
+    # A Hopper GPU on which the Hopper kernels could run, and refuse.
     monkeypatch.setattr("jaxlogp.head.hopper.engine.why_not_available", lambda: "no Mosaic here")
+    monkeypatch.setattr("jaxlogp.head.triton.engine.why_not_available", lambda: None)
     name, reason = choose(monkeypatch, capability, **changes)
     assert name == "chunked"
     assert re.search(words, reason), reason

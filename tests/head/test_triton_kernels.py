@@ -16,6 +16,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlogp import sharded_linear_log_probs
+from jaxlogp.head import registry
+from jaxlogp.head.call import head_call
+from jaxlogp.head.hopper import HopperEngine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.triton import TritonEngine, availability
 from jaxlogp.head.triton.launch import kernel_constants
@@ -135,6 +138,20 @@ def test_other_dtypes_and_shapes_compile(tmp_path, monkeypatch, capability, dtyp
         config = TABLE[capability].forward if width is None else TABLE[capability].gradient
         _, report = compiled(name, config, capability, PLAIN, hidden_size, False, width, dtype)
         assert "serialized" not in report
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the Hopper kernels can run")
+def test_auto_takes_triton_on_hopper_where_jax_is_too_old_for_the_hopper_kernels(monkeypatch):
+    monkeypatch.setitem(registry.ENGINES, "hopper", HopperEngine(check_device=False))
+    monkeypatch.setitem(registry.ENGINES, "triton", TritonEngine(capability=90))
+    hidden, weight = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
+    layout = {"axis_name": None, "vocab": None, "weight_layout": "vh", "sequence_dim": None}
+    options = {"out_of_vocab": "error", "with_entropy": False}
+    call = head_call(hidden, weight, None, jnp.zeros(4, jnp.int32), None, PLAIN, **layout, **options)
+    monkeypatch.setattr("jaxlogp.head.triton.engine.device_capability", lambda: 90)
+    chosen, reason = registry.choose_engine("auto", call)
+    assert chosen.name == "triton"
+    assert reason.startswith(f"auto; hopper not used: JAX {jax.__version__} is older than 0.11")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

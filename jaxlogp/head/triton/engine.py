@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxlogp._mosaic_gpu import why_not_available
 from jaxlogp._stats import Normaliser, TokenLogProbs
 from jaxlogp.errors import require
 from jaxlogp.head.call import HeadCall, HeadGradients
@@ -81,8 +82,8 @@ class TritonEngine(Engine):
         return self._why_not_here() or self._why_not_operands(call) or self._why_not_imported()
 
     def why_not_automatic(self, call: HeadCall) -> str | None:
-        """Refuses Hopper GPUs, where it is slower than ``hopper``, and several GPUs, where it has not been tested."""
-        if device_capability() == 90:
+        """Refuses Hopper GPUs where ``hopper``, which is faster, can run, and several GPUs, where it has not been tested."""
+        if device_capability() == 90 and why_not_available() is None:
             return "on Hopper GPUs it is used by name only"
         return "it has not been tested over several GPUs; name it to use it" if call.num_shards > 1 else None
 
