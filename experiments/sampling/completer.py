@@ -109,9 +109,7 @@ class Completions(NamedTuple):
     def documents(self) -> list[Document]:
         """What was drawn, without advantages."""
         return [
-            Document(
-                np.concatenate([np.array(prompt, np.int32), tokens]), len(prompt), log_probs, 0.0, float(reward), 0
-            )
+            Document.of_completion(np.array(prompt, np.int32), tokens, log_probs, reward=float(reward))
             for prompt, tokens, log_probs, reward in zip(
                 self.prompts, self.tokens, self.log_probs, self.rewards, strict=True
             )
