@@ -236,7 +236,7 @@ def test_another_base_is_noticed(directory, tmp_path):
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.float32(0.5)
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match="^model: expected the parameters that the run began with"):
+    with pytest.raises(ValueError, match="^model: its frozen parameters differ from those that the run began with"):
         load_model(run.path)
     path.rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="^model: expected a Hugging Face directory .*, which does not exist"):

@@ -218,18 +218,18 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
     mask = jnp.arange(tokens) % 5 != 1
     engine = HopperEngine()
     here = linear_log_probs(hidden, weight, targets, mask=mask, engine=engine).log_probs
-    loss, known = grpo(entropy_coefficient=0.01 if way == "entropy bonus" else 0.0), {}
+    loss, known, bias = grpo(entropy_coefficient=0.01 if way == "entropy bonus" else 0.0), {}, None
     if way != "on policy":
-        old = here + 0.2 * noise
+        old = jnp.minimum(here + 0.2 * noise, 0.0)
         if way == "a token far off":
             # A ratio of about e^-70 that counts: dz is computed once more.
-            old, advantages = old.at[5].add(70.0), advantages.at[5].set(1e30)
+            bias, advantages = jnp.zeros(vocab).at[targets[5]].set(-70.0), advantages.at[5].set(1e30)
     else:
         old = here
         known = {"lse": linear_log_probs(hidden, weight, targets, mask=mask, with_lse=True, engine=engine).lse}
 
     def objective(hidden, weight):
-        out = linear_log_probs(hidden, weight, targets, mask=mask, with_entropy=True, engine=engine)
+        out = linear_log_probs(hidden, weight, targets, mask=mask, bias=bias, with_entropy=True, engine=engine)
         return policy_loss(
             out.log_probs, old, advantages, mask, loss=loss, entropy=out.entropy
         ).sum / 7.0, out.log_probs
@@ -238,7 +238,7 @@ def test_one_pass_gives_the_gradients_of_two_steps(tokens, hidden_size, vocab, w
 
     def at_once(hidden, weight):
         total, values = linear_policy_loss(
-            hidden, weight, targets, old, advantages, mask, loss=loss, engine=engine, **known
+            hidden, weight, targets, old, advantages, mask, loss=loss, bias=bias, engine=engine, **known
         )
         return total.sum / 7.0, values.log_probs
 
