@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -106,7 +106,7 @@ def arguments_of(arguments: Sequence[str] | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> Iterator[None]:
+def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> Generator[None, None, None]:
     """Turns what ends the ``with`` block into one line, fields of `options` as on the command line, and an exit code."""
     try:
         yield
@@ -194,7 +194,7 @@ def _report(code: int, sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _refusals_in_one_line() -> Iterator[None]:
+def _refusals_in_one_line() -> Generator[None, None, None]:
     """Makes one sentence of the box in which tyro refuses a command line."""
     box = io.StringIO()
     try:

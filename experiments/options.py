@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 OptionsT = TypeVar("OptionsT")
@@ -111,7 +111,7 @@ def _is_positional(hint: Any) -> bool:
 
 
 @contextlib.contextmanager
-def refused_as(section: str) -> Iterator[None]:
+def refused_as(section: str) -> Generator[None, None, None]:
     """Names the option of a section where an object that is made of its options refuses an argument."""
     try:
         yield

@@ -6,7 +6,7 @@ CI log) it is plain text without control codes, with an aligned row for some of 
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -103,7 +103,9 @@ class RunConsole:
         self._print(kept)
 
     @contextlib.contextmanager
-    def progress(self, label: str, total: int, done: int = 0, rows: int = ROWS) -> Iterator[Callable[[str], None]]:
+    def progress(
+        self, label: str, total: int, done: int = 0, rows: int = ROWS
+    ) -> Generator[Callable[[str], None], None, None]:
         """Shows the progress of `total` steps while the block runs; a resumed run has `done` some of them already.
 
         Yields a function to call after a step with a note about it. Steps with metrics call `step` instead.
@@ -137,7 +139,7 @@ class RunConsole:
         self._console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def _bar(self, label: str, total: int, done: int) -> Iterator[Callable[[str, str], None]]:
+    def _bar(self, label: str, total: int, done: int) -> Generator[Callable[[str, str], None], None, None]:
         def cell() -> Cell:
             # A narrow window cuts the line off, and does not fold it into several.
             return Cell(no_wrap=True, overflow="crop")
@@ -157,7 +159,7 @@ class RunConsole:
             yield lambda note, row: bar.update(task, advance=1, note=note)
 
     @contextlib.contextmanager
-    def _rows(self, label: str, total: int, done: int, every: int) -> Iterator[Callable[[str, str], None]]:
+    def _rows(self, label: str, total: int, done: int, every: int) -> Generator[Callable[[str, str], None], None, None]:
         first, latest = done + 1, ("", "")
 
         def show(note: str, row: str) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import FrameType
 
 import jax
@@ -36,7 +36,7 @@ class Signals:
 
 
 @contextlib.contextmanager
-def caught_signals() -> Iterator[Signals]:
+def caught_signals() -> Generator[Signals, None, None]:
     """Notes SIGTERM and SIGINT while the block runs, and puts the handlers back that were there.
 
     Only the main thread may install handlers, so that in another nothing is caught; nor is a signal that the process

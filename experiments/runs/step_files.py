@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def read_arrays(folder: Path, content: Record) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def _orbax() -> Iterator[ocp.Checkpointer]:
+def _orbax() -> Generator[ocp.Checkpointer, None, None]:
     """Orbax, without the tracebacks that it logs from each of its threads beside the exception that it raises."""
     logger = logging.getLogger("absl")
     level = logger.level

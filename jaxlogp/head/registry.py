@@ -7,7 +7,7 @@ those that it lists. The record names the engine that ran and the reasons agains
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -214,7 +214,7 @@ def with_head_runs(function: Callable[[], Any]) -> tuple[Any, tuple[HeadRun, ...
 
 
 @contextlib.contextmanager
-def record_head_runs() -> Iterator[list[HeadRun]]:
+def record_head_runs() -> Generator[list[HeadRun], None, None]:
     """Collects a :class:`HeadRun` for every head call that is traced (or run eagerly) inside the ``with`` block.
 
     A function compiled before the block is not traced again and leaves no record.

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _opened(file: Path) -> Generator[Any, None, None]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

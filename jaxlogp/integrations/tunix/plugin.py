@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -109,7 +109,7 @@ def uninstall() -> None:
 
 
 @contextlib.contextmanager
-def installed(*, engine: EngineChoice = "auto", policy_loss: PolicyLoss | None = None) -> Iterator[None]:
+def installed(*, engine: EngineChoice = "auto", policy_loss: PolicyLoss | None = None) -> Generator[None, None, None]:
     """Installs for the duration of a `with` block; arguments as in `install`."""
     install(engine=engine, policy_loss=policy_loss)
     try:
