@@ -273,6 +273,34 @@ def test_uninstall_restores_everything(jaxlogp_tunix):
     assert str(jaxlogp_tunix.report()).endswith(": not installed")
 
 
+def test_in_bf16_the_log_probs_are_those_of_the_hidden_states(jaxlogp_tunix):
+    """Against float64 on the same bf16 hidden states and head; Tunix rounds the logits, up to 32 here, to bf16."""
+    from tunix.rl import common
+
+    from jaxlogp.integrations.tunix import head_calls
+    from jaxlogp.integrations.tunix.model_head import hidden_and_head
+    from tests import oracle
+    from tests.integrations.tunix_models import full_inputs, make_model
+
+    model, inputs = make_model("qwen3 bf16"), full_inputs()
+    embedding = model.embedder.input_embedding
+    embedding[...] = embedding[...] * jnp.bfloat16(60.0)
+    hidden, head = hidden_and_head(
+        model, inputs["input_tokens"], positions=inputs["positions"], attention_mask=inputs["attention_mask"]
+    )
+    assert hidden.dtype == head.weight.dtype == jnp.bfloat16
+    targets = jnp.roll(inputs["input_tokens"], -1, axis=-1)
+    logits = model.embedder.decode(hidden)
+    assert 16 < np.max(np.abs(np.asarray(logits, np.float64))) < 32
+    exact, _ = oracle.head_log_probs(hidden, head.weight, targets)
+    stock = common.selective_log_softmax(logits, targets)
+    ours = head_calls.log_probs("this test", hidden, head, targets, "auto").log_probs
+    errors = [np.max(np.abs(np.asarray(values, np.float64) - exact)) for values in (stock, ours)]
+    print(f"largest error: stock {errors[0]:.2g} nats, jaxlogp {errors[1]:.2g} nats")
+    # Half an ulp from 4 to 32 is 2^-7 to 2^-5 in bf16, 2^-22 to 2^-20 in fp32; each logit sums 32 products.
+    assert errors[0] > 2.0**-7 and errors[1] < 32 * 2.0**-20
+
+
 def temporary_bytes(model, loss):
     """Bytes of temporaries per device of the compiled loss and gradient."""
     return loss_program(loss).lower(model).compile().compiled.memory_analysis().temp_size_in_bytes
@@ -362,6 +390,18 @@ def test_the_newer_version_gets_sums_and_counts(jaxlogp_tunix, monkeypatch):
     assert int(parts[0].count) != int(parts[1].count)
 
 
+REFUSED = {
+    "LoRA on the head": "lm_head: expected a",
+    "a quantized head": "lm_head.w: expected an array",
+    "a head that is not known": "model: expected lm_head or embedder.input_embedding",
+    "logits": "logits: expected only their entropy",
+    "epsilon": "epsilon: expected Tunix's default 0.2",
+    "loss_algo": "loss_algo: expected Tunix's default 'grpo'",
+    "beta": "beta: expected 0 or the loss's",
+    "grad_divisor": "loss.grad_divisor: expected None",
+}
+
+
 def refusals():
     from flax import nnx
     from tunix.rl import common
@@ -401,28 +441,32 @@ def refusals():
         return jnp.max(logits)
 
     return {
-        "LoRA on the head": (
-            lambda: log_probs(with_lora(make_model("qwen3 untied"), ".*lm_head")),
-            "lm_head: expected a",
-        ),
-        "a quantized head": (quantized, "lm_head.w: expected an array"),
-        "a head that is not known": (headless, "model: expected lm_head or embedder.input_embedding"),
-        "logits": (logits, "logits: expected only their entropy"),
-        "epsilon": (lambda: policy(epsilon=0.1), "epsilon: expected Tunix's default 0.2"),
-        "loss_algo": (lambda: policy(loss_algo="gspo-token"), "loss_algo: expected Tunix's default 'grpo'"),
-        "beta": (lambda: policy(beta=0.1, loss={"kl_coefficient": 0.2}), "beta: expected 0 or the loss's"),
+        "LoRA on the head": lambda: log_probs(with_lora(make_model("qwen3 untied"), ".*lm_head")),
+        "a quantized head": quantized,
+        "a head that is not known": headless,
+        "logits": logits,
+        "epsilon": lambda: policy(epsilon=0.1),
+        "loss_algo": lambda: policy(loss_algo="gspo-token"),
+        "beta": lambda: policy(beta=0.1, loss={"kl_coefficient": 0.2}),
+        "grad_divisor": lambda: policy(loss={"grad_divisor": 2.0}),
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["LoRA on the head", "a quantized head", "a head that is not known", "logits", "epsilon", "loss_algo", "beta"],
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(jaxlogp_tunix, name):
     jaxlogp_tunix.install()
-    call, message = refusals()[name]
-    with pytest.raises(ValueError, match=message):
-        call()
+    calls = refusals()
+    assert calls.keys() == REFUSED.keys()
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        calls[name]()
+
+
+def test_a_refused_installation_replaces_nothing(jaxlogp_tunix):
+    from jaxlogp import losses as jaxlogp_losses
+
+    with pytest.raises(ValueError, match="loss.grad_divisor: expected None"):
+        jaxlogp_tunix.install(policy_loss=jaxlogp_losses.grpo(grad_divisor=2.0))
+    assert not jaxlogp_tunix.report().replaced
 
 
 def test_installation_is_refused(jaxlogp_tunix, monkeypatch):

@@ -13,12 +13,14 @@ SIZES = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "he
 
 
 def make_model(name: str, vocab: int = VOCAB) -> nnx.Module:
-    """Returns a model of the family `name`; "qwen3 untied" has a head of its own."""
+    """Returns a model of the family `name`; "qwen3 untied" has a head of its own, "qwen3 bf16" is in bf16."""
     sizes = SIZES | {"vocab_size": vocab, "norm_eps": 1e-6, "rope_theta": 1_000_000}
     family, _, kind = name.partition(" ")
     if family == "qwen3":
         from tunix.models.qwen3 import model as module
 
+        if kind == "bf16":
+            sizes |= {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
         model = module.Qwen3(module.ModelConfig(**sizes, use_tied_embedding=kind != "untied"), rngs=nnx.Rngs(0))
     elif family == "qwen2":
         from tunix.models.qwen2 import model as module

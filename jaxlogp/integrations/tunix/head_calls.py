@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,6 @@ from jax.interpreters import pxla
 from jax.sharding import Mesh
 
 from jaxlogp import (
-    PolicyLoss,
     TokenLogProbs,
     WeightedSum,
     linear_log_probs,
@@ -45,22 +45,32 @@ def log_probs(
     caller: str, hidden: jax.Array, head: ModelHead, targets: jax.Array, engine: Any, **options: Any
 ) -> TokenLogProbs:
     """Returns log-probs and entropies [B, T] of `targets`."""
-    arguments, note = _arguments(hidden, head, engine)
-    function = sharded_linear_log_probs if "mesh" in arguments else linear_log_probs
-    with record_head_runs() as runs:
-        values = function(hidden, head.weight, targets, **arguments, **options)
-    TRACED.update(TracedCall(caller, run, note) for run in runs)
-    return values
+    functions = linear_log_probs, sharded_linear_log_probs
+    return _recorded(caller, functions, hidden, head, (targets,), engine, options)
 
 
 def policy_loss(
-    caller: str, hidden: jax.Array, head: ModelHead, operands: tuple, loss: PolicyLoss, engine: Any, **options: Any
+    caller: str, hidden: jax.Array, head: ModelHead, operands: tuple, engine: Any, **options: Any
 ) -> tuple[WeightedSum, TokenLogProbs]:
     """Returns the loss as a sum and a count, and the log-probs; `operands` follow the weight in `linear_policy_loss`."""
+    functions = linear_policy_loss, sharded_linear_policy_loss
+    return _recorded(caller, functions, hidden, head, operands, engine, options)
+
+
+def _recorded(
+    caller: str,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    hidden: jax.Array,
+    head: ModelHead,
+    operands: tuple,
+    engine: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Calls the plain or the sharded one of two functions, and adds its head runs to `TRACED`."""
     arguments, note = _arguments(hidden, head, engine)
-    function = sharded_linear_policy_loss if "mesh" in arguments else linear_policy_loss
+    function = functions["mesh" in arguments]
     with record_head_runs() as runs:
-        result = function(hidden, head.weight, *operands, loss=loss, **arguments, **options)
+        result = function(hidden, head.weight, *operands, **arguments, **options)
     TRACED.update(TracedCall(caller, run, note) for run in runs)
     return result
 
@@ -79,10 +89,8 @@ def _arguments(hidden: jax.Array, head: ModelHead, engine: Any) -> tuple[dict[st
     if mesh is None or mesh.size == 1:
         return arguments, ""
     if head.vocab_axis not in mesh.shape:
-        return (
-            arguments,
-            f"mesh {dict(mesh.shape)} has no axis {head.vocab_axis!r} for the vocabulary: XLA splits the call",
-        )
+        note = f"mesh {dict(mesh.shape)} has no axis {head.vocab_axis!r} for the vocabulary: XLA splits the call"
+        return arguments, note
     token_axes = tuple(axis for axis in head.token_axes if axis in mesh.shape)
     shards = math.prod(mesh.shape[axis] for axis in token_axes)
     note = ""

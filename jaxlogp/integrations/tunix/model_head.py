@@ -61,12 +61,18 @@ def read_head(model: nnx.Module) -> ModelHead:
     return ModelHead(weight, layout, bias, _softcap(model), *axes, frozen)
 
 
-def hidden_and_head(model: Any, tokens: jax.Array, **inputs: Any) -> tuple[jax.Array, ModelHead]:
-    """Runs `model`, a copy of the caller's own, and returns what its head would have read, [B, T, H], and the head.
+def hidden_and_head(
+    model: Any, tokens: jax.Array, *, images: jax.Array | None = None, **inputs: Any
+) -> tuple[jax.Array, ModelHead]:
+    """Runs a copy of `model` without a cache, and returns what its head would have read, [B, T, H], and the head.
 
     The head of the copy is replaced by a function that hands its input on, so no logits are computed. What follows the head
     in the model, such as a soft cap, then runs on hidden states, and its result is not used.
     """
+    # Changes of the caller's own module would travel out of nnx.jit.
+    model = nnx.merge(*nnx.split(model))
+    # Not every model takes images.
+    inputs |= {"cache": None} if images is None else {"cache": None, "images": images}
     head = read_head(model)
     owner, name = (model, "lm_head") if getattr(model, "lm_head", None) is not None else (model.embedder, "decode")
     stock = getattr(owner, name)

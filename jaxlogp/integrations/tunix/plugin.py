@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,8 +19,8 @@ from jaxlogp.integrations.tunix.policy_loss import loss_output, policy_loss_fn
 VERSIONS = ("0.1.7", "0.1.8")
 """Versions of google-tunix whose functions were compared with their replacements."""
 
-_originals: dict[tuple[ModuleType, str], Any] = {}
-_policy_loss: list[Any] = []
+_undo: dict[str, Callable[[], Any]] = {}
+"""What restores each replaced function of Tunix, by its full name."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def install(*, engine: EngineChoice = "auto", policy_loss: PolicyLoss | None = N
         named_engine(engine)
     ok = policy_loss is None or isinstance(policy_loss, PolicyLoss)
     require(ok, "policy_loss", "a loss of jaxlogp.losses, or None", describe(policy_loss))
-    require(not _originals, "install", "one installation at a time (uninstall first)", "a second one")
+    own_loss = None if policy_loss is None else policy_loss_fn(policy_loss, engine=engine)
+    require(not _undo, "install", "one installation at a time (uninstall first)", "a second one")
     from tunix.rl import algo_core, common, function_registry
     from tunix.sft import peft_trainer
 
@@ -87,24 +88,22 @@ def install(*, engine: EngineChoice = "auto", policy_loss: PolicyLoss | None = N
     if hasattr(algo_core, "compute_entropy_from_logits"):
         stock = algo_core.compute_entropy_from_logits
         _replace(algo_core, "compute_entropy_from_logits", functools.partial(replacements.entropy_from_logits, stock))
-    if policy_loss is not None:
-        _policy_loss.append(function_registry.get_policy_loss_fn("grpo"))
-        function_registry.register_policy_loss_fn("grpo")(policy_loss_fn(policy_loss, engine=engine))
+    if own_loss is not None:
+        register = function_registry.register_policy_loss_fn("grpo")
+        stock = function_registry.get_policy_loss_fn("grpo")
+        _undo["policy loss 'grpo' of tunix.rl.function_registry"] = functools.partial(register, stock)
+        register(own_loss)
     head_calls.TRACED.clear()
     jax.clear_caches()
 
 
 def uninstall() -> None:
     """Undoes `install`; does nothing if nothing is installed. Trainers that were built in between keep their loss."""
-    if not _originals:
+    if not _undo:
         return
-    from tunix.rl import function_registry
-
-    for (module, name), original in _originals.items():
-        setattr(module, name, original)
-    _originals.clear()
-    if _policy_loss:
-        function_registry.register_policy_loss_fn("grpo")(_policy_loss.pop())
+    for restore in _undo.values():
+        restore()
+    _undo.clear()
     jax.clear_caches()
 
 
@@ -120,15 +119,13 @@ def installed(*, engine: EngineChoice = "auto", policy_loss: PolicyLoss | None =
 
 def report() -> Report:
     """Returns what is replaced now, and the head calls that were traced since `install`."""
-    replaced = tuple(f"{module.__name__}.{name}" for module, name in _originals)
-    replaced += ("policy loss 'grpo' of tunix.rl.function_registry",) if _policy_loss else ()
     calls = tuple(
         (caller, run.engine, run.reason, run.num_vocab_shards, note, times)
         for (caller, run, note), times in sorted(head_calls.TRACED.items(), key=lambda item: item[0].caller)
     )
-    return Report(importlib.metadata.version("google-tunix"), replaced, calls)
+    return Report(importlib.metadata.version("google-tunix"), tuple(_undo), calls)
 
 
 def _replace(module: ModuleType, name: str, new: Any) -> None:
-    _originals[module, name] = getattr(module, name)
+    _undo[f"{module.__name__}.{name}"] = functools.partial(setattr, module, name, getattr(module, name))
     setattr(module, name, new)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlogp import PolicyLoss, WeightedSum, policy_metrics
+from jaxlogp import PolicyLoss, policy_metrics
 from jaxlogp.errors import require
 from jaxlogp.head.registry import EngineChoice
 from jaxlogp.integrations.tunix import head_calls
@@ -46,7 +46,11 @@ def policy_loss_fn(loss: PolicyLoss, *, engine: EngineChoice = "auto") -> Callab
         A function (model, train_example, algo_config, pad_id, eos_id) that returns (loss, metrics) in Tunix 0.1.7 and a
         `LossOutput` in 0.1.8. It raises `ValueError` for packed examples, importance weights of the sampler, and options
         that it would ignore.
+
+    Raises:
+        ValueError: if the loss has a grad_divisor, because Tunix divides the gradient.
     """
+    require(loss.grad_divisor is None, "loss.grad_divisor", "None: Tunix divides the gradient", loss.grad_divisor)
 
     def jaxlogp_loss(
         model: nnx.Module, train_example: Any, algo_config: Any, pad_id: int, eos_id: int, **kwargs: Any
@@ -55,20 +59,18 @@ def policy_loss_fn(loss: PolicyLoss, *, engine: EngineChoice = "auto") -> Callab
         _refuse_ignored(train_example, algo_config)
         configured = _with_kl(loss, algo_config, train_example)
         ids = (train_example.prompt_ids, train_example.completion_ids)
-        hidden, head, targets = completion_inputs(nnx.merge(*nnx.split(model)), *ids, pad_id, eos_id)
+        hidden, head, targets = completion_inputs(model, *ids, pad_id, eos_id)
         mask = train_example.completion_mask != 0
         advantages = train_example.advantages.astype(jnp.float32)
         old, reference = train_example.old_per_token_logps, train_example.ref_per_token_logps
         operands = (targets, old, advantages, mask)
         temperature = float(algo_config.temperature) or 1.0
-        options = {"temperature": temperature, "with_entropy": True, "ref_log_probs": reference}
-        total, values = head_calls.policy_loss(
-            f"policy loss {loss.name}", hidden, head, operands, configured, engine, **options
-        )
+        options = {"loss": configured, "temperature": temperature, "with_entropy": True, "ref_log_probs": reference}
+        total, values = head_calls.policy_loss(f"policy loss {loss.name}", hidden, head, operands, engine, **options)
         values = jax.lax.stop_gradient(values)
         given = {"level": "with_entropy", "loss": configured, "entropy": values.entropy, "ref_log_probs": reference}
         metrics = policy_metrics(values.log_probs, old, advantages, mask, **given)
-        return _output(total, _renamed(metrics))
+        return loss_output(total.sum, total.count, metrics=_renamed(metrics))
 
     return jaxlogp_loss
 
@@ -82,11 +84,6 @@ def loss_output(total: jax.Array, count: jax.Array, eps: float | None = None, me
         return utils.LossOutput(primary_loss=primary, aux_metrics=metrics or {})
     mean = total / (count + eps) if eps is not None else total / jnp.maximum(count, 1)
     return mean if metrics is None else (mean, metrics)
-
-
-def _output(total: WeightedSum, metrics: dict[str, jax.Array]) -> Any:
-    require(total.grad_divisor is None, "loss.grad_divisor", "None: Tunix divides the gradient", total.grad_divisor)
-    return loss_output(total.sum, total.count, metrics=metrics)
 
 
 def _with_kl(loss: PolicyLoss, algo_config: Any, train_example: Any) -> PolicyLoss:
@@ -114,7 +111,6 @@ def _refuse_ignored(train_example: Any, algo_config: Any) -> None:
 
 
 def _renamed(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Adds the names under which Tunix's learners log and display metrics."""
-    names = {"kl": "kl_new_ref", "pg_clipfrac": "clipped_ratio_fraction", "entropy": "entropy"}
-    zero = jnp.zeros((), jnp.float32)
-    return metrics | {tunix_name: metrics.get(name, zero) for tunix_name, name in names.items()}
+    """Adds the names under which Tunix's learners log and display metrics; the KL is 0 without a reference, as in Tunix."""
+    kl = metrics.get("kl_new_ref", jnp.zeros((), jnp.float32))
+    return metrics | {"kl": kl, "pg_clipfrac": metrics["clipped_ratio_fraction"]}

@@ -43,7 +43,7 @@ def completion_inputs(
     segment_ids: jax.Array | None = None,
     segment_positions: jax.Array | None = None,
 ) -> tuple[jax.Array, ModelHead, jax.Array]:
-    """Returns (hidden states, head, targets) at the positions that predict completions; `model` is a copy.
+    """Returns (hidden states, head, targets) at the positions that predict completions.
 
     In packed examples, whose prompts are in `completion_tokens` too, these are all positions but the last.
     """
@@ -52,12 +52,10 @@ def completion_inputs(
     tokens, positions, attention_mask, padding = common.process_ids(
         prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
     )
-    inputs = {"positions": positions, "cache": None, "attention_mask": attention_mask}
+    inputs = {"positions": positions, "attention_mask": attention_mask, "images": images}
     segments = padding if segment_ids is None else segment_ids
     if segments is not None and _takes(model, "segment_ids"):
         inputs["segment_ids"] = segments
-    if images is not None:
-        inputs["images"] = images
     hidden, head = hidden_and_head(model, tokens, **inputs)
     keep = completion_tokens.shape[1] if segment_ids is None else tokens.shape[1] - 1
     return hidden[:, -keep - 1 : -1], head, tokens[:, -keep:]
@@ -128,9 +126,7 @@ def get_per_token_logps(
     engine: Any,
 ) -> jax.Array:
     """Stands in for `tunix.rl.common.get_per_token_logps`, which DPO and ORPO call."""
-    model = _copy(model)
-    inputs = {} if images is None else {"images": images}
-    inputs |= {"positions": positions, "attention_mask": attn_mask, "cache": None}
+    inputs = {"positions": positions, "attention_mask": attn_mask, "images": images}
     hidden, head = hidden_and_head(model, input_tokens, **inputs)
     hidden, targets = hidden[:, -logits_to_keep - 1 : -1], input_tokens[:, -logits_to_keep:]
     return log_probs("get_per_token_logps", hidden, head, targets, engine).log_probs
@@ -147,18 +143,11 @@ def supervised_sum(
     engine: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the negative log-likelihood of the tokens of `input_mask` but the first, as (sum, count)."""
-    model = _copy(model)
-    inputs = {} if images is None else {"images": images}
-    inputs |= {"positions": positions, "attention_mask": attention_mask, "cache": None}
+    inputs = {"positions": positions, "attention_mask": attention_mask, "images": images}
     hidden, head = hidden_and_head(model, input_tokens, **inputs)
     weights = input_mask[:, 1:]
     values = log_probs("_default_loss_fn", hidden[:, :-1], head, input_tokens[:, 1:], engine, mask=weights != 0)
     return -jnp.sum(values.log_probs * weights), jnp.sum(weights)
-
-
-def _copy(model: nnx.Module) -> nnx.Module:
-    # Changes of the caller's own module would travel out of nnx.jit.
-    return nnx.merge(*nnx.split(model))
 
 
 def _takes(model: nnx.Module, name: str) -> bool:
