@@ -3,9 +3,9 @@
     python -m benchmarks.invariant_speed --layers 4                        # one device
     python -m benchmarks.invariant_speed --layers 4 --mesh data=1 data=2 tensor=2 fsdp=2
 
-Every mesh is trained on without and with `--invariant`, the latter once for every number of rows a micro-batch. Times are
-those of the fastest step after the first, which compiles: of a rollout, and of the rest of the step. The state (parameters
-and those of the optimizer) is compared by a digest of its bytes. With `--parts`, one more step says what its time went to.
+Every mesh is trained on without and with `--invariant`, whose micro-batches are leaves. Times are those of the fastest step
+after the first, which compiles: of a rollout, and of the rest of the step. The state (parameters and those of the optimizer)
+is compared by a digest of its bytes. With `--parts`, one more step says what its time went to.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ class InvariantSpeedConfig:
     """Layers instead of the model's."""
     mesh: tuple[str, ...] = ("data=1",)
     """Device meshes."""
-    rows: tuple[int, ...] = (8, 16)
-    """Rows of a micro-batch with --invariant, multiples of its leaf; the plain run has the last of them."""
+    rows: int = 16
+    """Rows of a micro-batch of the plain run."""
     dtype: str = "auto"
     """Dtype of activations and head; auto is bfloat16 on a GPU."""
     prompts: int = 4
@@ -106,7 +106,7 @@ def digests_of(tree: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): digest_of(leaf) for path, leaf in leaves}
 
 
-def options_of(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bool) -> Config:
+def options_of(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Config:
     """A run without warm start, evaluation or checkpoints, whose steps are rollouts."""
     dtype = config.dtype
     if dtype == "auto":
@@ -122,9 +122,7 @@ def options_of(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant:
             num_generations=config.generations,
             max_new_tokens=config.new_tokens,
         ),
-        schedule=ScheduleConfig(
-            steps=config.steps, docs_per_step=config.prompts * config.generations, rows=rows, row_length=None
-        ),
+        schedule=ScheduleConfig(steps=config.steps, docs_per_step=0, rows=None if invariant else config.rows),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         evaluation=EvaluationConfig(every=0, num_prompts=1, kl=False),
         drift=DriftConfig(every=0),
@@ -152,9 +150,9 @@ def _in_turn() -> Rewards:
     return rewards_of(in_turn)
 
 
-def measure(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bool) -> Measured:
+def measure(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Measured:
     """Trains, and times the steps."""
-    trainer = Trainer(options_of(config, mesh, rows, invariant=invariant), rewards=_in_turn())
+    trainer = Trainer(options_of(config, mesh, invariant=invariant), rewards=_in_turn())
     records = []
     for _ in range(config.steps):
         values, _ = trainer.train_step()
@@ -175,7 +173,7 @@ def measure(config: InvariantSpeedConfig, mesh: str, rows: int, *, invariant: bo
     leaves = digests_of(trainer.state.params)
     if config.parts and invariant:
         print_parts(trainer)
-    return Measured(mode, mesh, rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
+    return Measured(mode, mesh, trainer.sizes.rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
 
 
 def print_parts(trainer: Trainer) -> None:
@@ -218,13 +216,12 @@ def main(config: InvariantSpeedConfig) -> list[Measured]:
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
     for mesh in config.mesh:
-        runs = [(rows, True) for rows in config.rows if config.invariant]
-        for rows, invariant in [*([(config.rows[-1], False)] if config.plain else []), *runs]:
-            got = measure(config, mesh, rows, invariant=invariant)
+        for invariant in [False] * config.plain + [True] * config.invariant:
+            got = measure(config, mesh, invariant=invariant)
             gc.collect()
             results.append(got)
             print(
-                f"| {got.mode} | {mesh} | {rows} | {got.head} | {got.rollout_seconds:.3f} | {got.rest_seconds:.3f} "
+                f"| {got.mode} | {mesh} | {got.rows} | {got.head} | {got.rollout_seconds:.3f} | {got.rest_seconds:.3f} "
                 f"| {got.first_seconds:.1f} | {got.drift:.3g} | {got.digest} | {got.peak_gib:.1f} GiB |",
                 flush=True,
             )

@@ -130,7 +130,7 @@ class Run:
         summary = json.loads((self.path / "summary.json").read_text())
         return arrays, {
             **counts,
-            "queued": trainer.stream.queued(),
+            "queued": trainer.queue.to_json(),
             "before": summary["before"],
             "after": summary["after"],
         }

@@ -59,7 +59,7 @@ class InvarianceConfig:
     """Settings that determine the bits of a run with --invariant: leaves of rows and granules of the vocabulary."""
 
     leaf_rows: int = 8
-    """Rows (documents) that are computed together; a divisor of --schedule.rows.
+    """Rows (documents) that are computed together: the micro-batch of a data rank.
     A GPU is fastest with many, up to all completions of a rank."""
     block: int = 16
     """Tokens of a row that the layers read at a time; the sampler reads the whole newest block for each token.

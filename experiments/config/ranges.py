@@ -68,10 +68,7 @@ def _validate_values(config: Config) -> None:
 
 def _validate_unused(config: Config, mesh: MeshSpec) -> None:
     """Refuses options that would do nothing."""
-    schedule, model, rollout = config.schedule, config.model, config.rollout
-    if schedule.docs_per_step:
-        expected = f"no value unless --schedule.docs-per-step is 0 (it is {schedule.docs_per_step})"
-        require(schedule.micro_batches is None, "--schedule.micro-batches", expected, schedule.micro_batches)
+    model, rollout = config.model, config.rollout
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
@@ -85,16 +82,8 @@ def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
     rows, leaf = config.schedule.rows, config.invariance.leaf_rows
-    require((rows or leaf) % leaf == 0, "--schedule.rows", f"a multiple of --invariance.leaf-rows {leaf}", rows)
-    completions = config.rollout.prompts_per_rollout * config.rollout.num_generations
-    # Any other number would end a step in the middle of a rollout, at a document that depends on the micro-batch.
-    expected = f"{completions} with --invariant, the documents of a rollout"
-    require(
-        config.schedule.docs_per_step == completions,
-        "--schedule.docs-per-step",
-        expected,
-        config.schedule.docs_per_step,
-    )
+    expected = f"None or {leaf} with --invariant, whose micro-batches are leaves (--invariance.leaf-rows)"
+    require(rows in (None, leaf), "--schedule.rows", expected, rows)
     engine, attention = config.loss.engine, config.model.attention
     require(engine == "auto", "--loss.engine", "auto with --invariant, which brings its own", engine)
     repeatable = attention in ("auto", "repeatable", "einsum")
@@ -144,7 +133,6 @@ _LOWEST = {
     "invariance.block": 1,
     "schedule.steps": 0,
     "schedule.docs_per_step": 0,
-    "schedule.micro_batches": 1,
     "schedule.rows": 1,
     "schedule.row_length": 2,
     "schedule.epochs": 1,

@@ -39,7 +39,7 @@ class Config:
     """Device mesh: data and fsdp split the documents, sequence the tokens of a row, tensor vocabulary and features.
     fsdp and sequence also split parameters and optimizer state. One of the sizes may be -1: the remaining devices."""
     invariant: bool = False
-    """Bitwise equal on every mesh and for every micro-batch size, sampler and trainer included; several times slower."""
+    """Bitwise equal on every mesh and in any number of processes, sampler and trainer included; several times slower."""
     quiet: bool = False
     """Print only warnings and the final scores."""
     log_every: int | None = None
@@ -64,9 +64,8 @@ class Config:
         """Returns the options with every value filled in that follows from others or from the device."""
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
         if rollout.rescore is None:
-            docs = self.schedule.docs_per_step
-            # The size of a step that counts micro-batches is not known, so that it may end within a rollout.
-            rollout = dataclasses.replace(rollout, rescore=docs == 0 or docs % completions != 0)
+            # 0 takes a whole rollout.
+            rollout = dataclasses.replace(rollout, rescore=self.schedule.docs_per_step % completions != 0)
         warm_start = self.warm_start
         if warm_start.max_steps is None:
             steps = WARM_START_STEPS if self.model.path is None else 0

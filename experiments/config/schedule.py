@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-MICRO_BATCHES = 4
-"""Default micro-batches of a step that does not end at a number of documents."""
-
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -13,12 +10,12 @@ class ScheduleConfig:
     steps: int = 1000
     """Optimizer steps of reinforcement learning."""
     docs_per_step: int = 512
-    """Documents per optimizer step, over all data ranks. 0: count --schedule.micro-batches instead."""
-    micro_batches: int | None = None
-    """Micro-batches per step and data rank, if --schedule.docs-per-step is 0. None: 4."""
+    """Documents per optimizer step, over all data ranks; a step ends with the micro-batch that reaches it, and with
+    --invariant exactly there. 0: all documents of one rollout."""
     rows: int | None = None
     """Packed rows of one micro-batch on one data rank.
-    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere."""
+    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere; with --invariant
+    --invariance.leaf-rows."""
     row_length: int | None = None
     """Tokens of one packed row; no document may be longer. None: the task's longest document."""
     accumulate: str = "float32"

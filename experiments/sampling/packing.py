@@ -1,12 +1,11 @@
 """Rounds of packed documents: dealt to the data ranks, checked, and made into arrays of the ranks that ask for theirs."""
 
 import dataclasses
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
@@ -26,8 +25,7 @@ class Packing:
         row_length: tokens per row.
         vocab_size: token ids are in [0, vocab_size).
         pad_id: padding token.
-        consecutive: documents dealt to a rank at a time.
-        share_rows: whether documents may share a row.
+        share_rows: whether documents may share a row. If not, a rank gets `rows` successive documents.
         columns: names of the documents' further columns.
     """
 
@@ -36,54 +34,58 @@ class Packing:
     row_length: int
     vocab_size: int
     pad_id: int
-    consecutive: int = 1
     share_rows: bool = True
     columns: tuple[str, ...] = ()
 
-    def deal(self, documents: Iterable[Any]) -> list[deque[Any]]:
-        """A queue per rank: runs of `consecutive` documents, dealt in turn."""
-        queues: list[deque[Any]] = [deque() for _ in range(self.ranks)]
-        for position, document in enumerate(documents):
-            queues[position // self.consecutive % self.ranks].append(document)
-        return queues
-
-    def take_round(self, queues: list[deque[Document]]) -> "Round":
-        """The next round, whose documents leave the queues; a rank without documents gets only padding.
+    def round_of(self, documents: Sequence[Document]) -> "Round":
+        """Returns the round of the first documents, as many as fit.
 
         Raises:
             ValueError: a document longer than a row, one with other columns, or a token id outside of the vocabulary,
               with its document and position.
         """
-        return Round(tuple(self._take(queue) for queue in queues), self)
+        dealt = self._deal(documents)
+        # The round ends with the first document that its rank has no room for, so that no later one overtakes it.
+        counts = [len(self._starts(documents, numbers)) for numbers in dealt]
+        waiting = (numbers[count] for numbers, count in zip(dealt, counts, strict=True) if count < len(numbers))
+        end = min(waiting, default=sum(map(len, dealt)))
+        for number, document in enumerate(documents[:end]):
+            self._check(number, document)
+        by_rank = (tuple(number for number in numbers if number < end) for numbers in dealt)
+        return Round(tuple(documents[:end]), tuple(by_rank), self)
 
-    def rounds(self, documents: Iterable[Document]) -> list["Round"]:
-        """All rounds of the documents."""
-        queues, rounds = self.deal(documents), []
-        while any(queues):
-            rounds.append(self.take_round(queues))
+    def rounds(self, documents: Sequence[Document]) -> list["Round"]:
+        """Returns all rounds of the documents."""
+        rounds = []
+        while documents:
+            rounds.append(self.round_of(documents))
+            documents = documents[rounds[-1].num_documents :]
         return rounds
 
     def padding(self) -> "Round":
-        """A round without documents."""
-        return self.take_round([deque() for _ in range(self.ranks)])
+        """Returns a round without documents."""
+        return self.round_of([])
 
-    def starts(self, documents: Iterable[Document]) -> list[tuple[int, int]]:
+    def _deal(self, documents: Sequence[Document]) -> list[list[int]]:
+        """Numbers of documents for each rank, more of them than fit if there are more."""
+        if not self.share_rows:
+            ends = [min(rank * self.rows, len(documents)) for rank in range(self.ranks + 1)]
+            return [list(range(*pair)) for pair in itertools.pairwise(ends)]
+        dealt: list[list[int]] = [[] for _ in range(self.ranks)]
+        # The next document goes to the rank with the fewest tokens.
+        tokens = [(0, rank) for rank in range(self.ranks)]
+        for number, document in enumerate(documents):
+            held, rank = tokens[0]
+            if held >= self.rows * self.row_length:
+                break
+            dealt[rank].append(number)
+            heapq.heapreplace(tokens, (held + document.tokens.size, rank))
+        return dealt
+
+    def _starts(self, documents: Sequence[Document], numbers: Iterable[int]) -> list[tuple[int, int]]:
         """Row and position of the first token of each document of one rank, as many as fit."""
-        lengths = (document.tokens.size for document in documents)
+        lengths = (documents[number].tokens.size for number in numbers)
         return row_starts(lengths, self.rows, self.row_length, share_rows=self.share_rows)
-
-    def micro_batch(self, documents: Sequence[Document]) -> MicroBatch:
-        """NumPy arrays of one rank's documents, which fit."""
-        sizes = {"rows": self.rows, "row_length": self.row_length, "share_rows": self.share_rows}
-        batch, rest = pack_documents(documents, **sizes, pad_id=self.pad_id, columns=self.columns)
-        assert not rest, "documents of a round fit"
-        return batch
-
-    def _take(self, queue: deque[Document]) -> tuple[Document, ...]:
-        taken = tuple(queue.popleft() for _ in range(len(self.starts(queue))))
-        for number, document in enumerate(taken):
-            self._check(number, document)
-        return taken
 
     def _check(self, number: int, document: Document) -> None:
         """Of every rank's documents, because all processes have to refuse the same; under jit an id could only give NaN."""
@@ -98,25 +100,22 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One micro-batch of every data rank, the documents of each in order; arrays lack the columns `without`.
+    """One micro-batch of every data rank: documents in their order, and the numbers of those of each rank.
 
-    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device.
+    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device. The
+    arrays lack the columns `without`.
     """
 
-    by_rank: tuple[tuple[Document, ...], ...]
+    documents: tuple[Document, ...]
+    by_rank: tuple[tuple[int, ...], ...]
     packing: Packing
     without: frozenset[str] = frozenset()
     _made: dict[int, MicroBatch] = field(default_factory=dict, repr=False)
 
     @property
-    def documents(self) -> Iterator[Document]:
-        """All documents, rank by rank."""
-        return chain.from_iterable(self.by_rank)
-
-    @property
     def num_documents(self) -> int:
         """Number of documents of all ranks."""
-        return sum(map(len, self.by_rank))
+        return len(self.documents)
 
     @property
     def num_tokens(self) -> int:
@@ -129,9 +128,13 @@ class Round:
         return self.packing.ranks, self.packing.rows, self.packing.row_length
 
     def micro_batch(self, rank: int) -> MicroBatch:
-        """The arrays of a rank, made at the first call."""
+        """Returns the arrays of a rank, made at the first call."""
         if rank not in self._made:
-            self._made[rank] = self.packing.micro_batch(self.by_rank[rank])
+            packing, documents = self.packing, [self.documents[number] for number in self.by_rank[rank]]
+            sizes = {"rows": packing.rows, "row_length": packing.row_length, "share_rows": packing.share_rows}
+            made, rest = pack_documents(documents, **sizes, pad_id=packing.pad_id, columns=packing.columns)
+            assert not rest, "documents of a round fit"
+            self._made[rank] = made
         made = self._made[rank]
         kept = {name: values for name, values in made.per_token.items() if name not in self.without}
         return dataclasses.replace(made, per_token=kept)
@@ -152,8 +155,8 @@ class Round:
     @cached_property
     def _labels(self) -> list[tuple[int, int, np.ndarray]]:
         """Rank, row and predicting positions of the labels of each document."""
-        return [
-            (rank, row, start + document.label_positions - 1)
-            for rank, documents in enumerate(self.by_rank)
-            for document, (row, start) in zip(documents, self.packing.starts(documents), strict=True)
-        ]
+        places: dict[int, tuple[int, int, np.ndarray]] = {}
+        for rank, numbers in enumerate(self.by_rank):
+            for number, (row, start) in zip(numbers, self.packing._starts(self.documents, numbers), strict=True):
+                places[number] = rank, row, start + self.documents[number].label_positions - 1
+        return [places[number] for number in range(len(self.documents))]

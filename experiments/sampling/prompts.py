@@ -35,13 +35,13 @@ def sizes_for(
     rollout: RolloutConfig,
     schedule: ScheduleConfig,
     mesh: MeshSpec,
-    leaf_rows: int = 1,
+    leaf_rows: int | None = None,
 ) -> Sizes:
     """The task's bounds, or those of the options; a document has to fit into a packed row.
 
     A row length that is not given is that of the longest document, because the cost of attention is quadratic in it,
-    and enough padding for the mesh to divide it. A number of rows that is not given divides the documents of a step,
-    each as long as a row, into equal micro-batches of whole leaves.
+    and enough padding for the mesh to divide it. A number of rows that is not given is `leaf_rows`, or divides the
+    documents of a step, each as long as a row, into equal micro-batches.
 
     Raises:
         ValueError: the longest document does not fit into ``schedule.row_length``, or the mesh does not divide it, or a
@@ -59,15 +59,14 @@ def sizes_for(
     expected = f"a number that {mesh.sequence} sequence ranks divide"
     require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
     require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
-    return Sizes(prompt, completion, row, schedule.rows or _rows(row, schedule.docs_per_step, mesh.ranks, leaf_rows))
+    step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
+    return Sizes(prompt, completion, row, schedule.rows or leaf_rows or _rows(row, -(-step // mesh.ranks)))
 
 
-def _rows(row_length: int, docs_per_step: int, ranks: int, leaf_rows: int) -> int:
+def _rows(row_length: int, documents: int) -> int:
     tokens = MICRO_BATCH_TOKENS.get(jax.default_backend(), MANY_TOKENS)
-    documents = -(-docs_per_step // ranks)
     micro_batches = -(-documents * row_length // tokens)
-    rows = -(-documents // micro_batches) if documents else max(tokens // row_length, 1)
-    return -(-rows // leaf_rows) * leaf_rows
+    return -(-documents // micro_batches)
 
 
 def longest_completion(task: Task, rollout: RolloutConfig) -> int:

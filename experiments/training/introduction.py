@@ -71,8 +71,8 @@ def introduce(
     )
     if few:
         console.warn(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
-    for warning in [*_uneven_steps(config), *([] if long is None else [long])]:
-        console.warn(warning)
+    if long is not None:
+        console.warn(long)
 
 
 def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole) -> None:
@@ -91,8 +91,8 @@ def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole)
 
 
 def _documents(config: Config) -> str:
-    schedule = config.schedule
-    return f"{schedule.docs_per_step} documents" if schedule.docs_per_step else "a number of micro-batches"
+    rollout = config.rollout
+    return f"{config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations} documents"
 
 
 def _described(config: Config, origin: Origin) -> str:
@@ -138,14 +138,3 @@ def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, 
     slots = max(slots, held_out * (sizes.prompt + sizes.completion))
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
     return state + slots * width * jnp.dtype(decoder.dtype).itemsize
-
-
-def _uneven_steps(config: Config) -> list[str]:
-    docs, rollout = config.schedule.docs_per_step, config.rollout
-    completions = rollout.prompts_per_rollout * rollout.num_generations
-    if docs == 0 or completions % docs == 0 or docs % completions == 0:
-        return []
-    return [
-        f"--schedule.docs-per-step {docs} and the {completions} completions of a rollout do not divide each other: a step "
-        "ends with a whole micro-batch, so it has more documents, in varying numbers"
-    ]

@@ -1,8 +1,8 @@
-"""Gradient sums of `--invariant`: bitwise equal on every mesh and for every micro-batch size.
+"""Gradient sums of `--invariant`: bitwise equal on every mesh.
 
-The unit of computation is the leaf: `leaf_rows` rows with one document each, always of the same shape. The result of a
-leaf does not depend on the mesh, and leaves are added in one binary tree over the documents' order, whether they come
-from successive micro-batches or from different data ranks.
+The unit of computation is the leaf: `leaf_rows` rows with one document each, always of the same shape. A round has one of
+every data rank. The result of a leaf does not depend on the mesh, and leaves are added in one binary tree over the
+documents' order, whether they come from successive rounds or from different data ranks.
 
     hidden = body(params)                              each data rank
     log_probs, entropy = head(hidden, weight)          data, tensor
@@ -30,15 +30,14 @@ from experiments.training.leaf_programs import LeafPrograms, Loaded
 from experiments.training.objectives import Objective
 from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import MicroBatch, StepSums, TokenLogProbs
-from jaxlogp.errors import require
 from jaxlogp.head import HeadRun
 
 
 class LeafSums:
     """Sums of a step in one fixed order; see `experiments.training.sums.GradientSums`."""
 
-    def __init__(self, programs: LeafPrograms, objective: Objective, leaf_rows: int) -> None:
-        self._programs, self._objective, self._leaf_rows = programs, objective, leaf_rows
+    def __init__(self, programs: LeafPrograms, objective: Objective) -> None:
+        self._programs, self._objective = programs, objective
         self._exchange = LeafExchange(programs.ranks)
         self.compiler_options = options = programs.compiler_options
         self._loss = jax.jit(self._one_loss, compiler_options=options)
@@ -62,7 +61,7 @@ class LeafSums:
 
     def trace(self, params: nnx.State, padding: Round) -> None:
         """See `GradientSums`."""
-        self._programs.trace(self._leaf_rows, padding.packing.row_length)
+        self._programs.trace(padding.packing.rows, padding.packing.row_length)
 
     def ahead(self, params: nnx.State, padding: Round) -> None:
         """See `GradientSums`; several programs a leaf."""
@@ -71,33 +70,22 @@ class LeafSums:
         """Every round's leaves in the order of their documents, folded neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
         for each in rounds:
-            for leaves in self._leaves(each):
-                for leaf in self._exchange.deal(self._sums_of_leaves(loaded, leaves, documents_seen)):
-                    tree.push(leaf)
+            for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), documents_seen)):
+                tree.push(leaf)
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
 
     def score(self, params: nnx.State, scored: Round) -> Scores:
-        """See `GradientSums`. The order of the leaves does not matter: nothing is added."""
-        loaded = self._programs.load(params)
-        scores = [self._scores_of_leaves(loaded, leaves) for leaves in self._leaves(scored)]
-        log_probs, entropy, lse = (np.concatenate(column, axis=1) for column in zip(*scores, strict=True))
-        return Scores(log_probs, entropy, lse)
+        """See `GradientSums`."""
+        _, _, values = self._values_of_leaves(self._programs.load(params), self._placed(scored))
+        columns = (self._programs.ranks.on_host(column) for column in zip(*values, strict=True))
+        return Scores(*(column.reshape(scored.shape) for column in columns))
 
-    def _leaves(self, of: Round) -> Iterable[tuple[MicroBatch, ...]]:
-        """One leaf of each data rank at a time, of those that this process computes."""
-        here = [of.micro_batch(rank) for rank in self._programs.ranks.here]
-        return zip(*(split_rows(batch, self._leaf_rows) for batch in here), strict=True)
-
-    def _scores_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...]) -> tuple[np.ndarray, ...]:
-        """Values [ranks, leaf rows, T] of one leaf of all data ranks, in every process."""
-        _, _, values = self._values_of_leaves(loaded, self._placed(leaves))
+    def _placed(self, leaves: Round) -> list[MicroBatch]:
+        """The leaf of each data rank that this process computes, on its device."""
         ranks = self._programs.ranks
-        columns = (ranks.on_host(column) for column in zip(*values, strict=True))
-        return tuple(column.reshape(ranks.count, self._leaf_rows, -1) for column in columns)
-
-    def _placed(self, leaves: tuple[MicroBatch, ...]) -> list[MicroBatch]:
-        return [jax.device_put(leaf, device) for leaf, device in zip(leaves, self._programs.ranks.devices, strict=True)]
+        made = [jax.tree.map(np.atleast_1d, leaves.micro_batch(rank)) for rank in ranks.here]
+        return [jax.device_put(leaf, device) for leaf, device in zip(made, ranks.devices, strict=True)]
 
     def _values_of_leaves(self, loaded: Loaded, batches: list[MicroBatch]) -> tuple[list, list, list[TokenLogProbs]]:
         """Inputs of the body, hidden states and head values of each rank's leaf."""
@@ -106,9 +94,8 @@ class LeafSums:
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 
-    def _sums_of_leaves(self, loaded: Loaded, leaves: tuple[MicroBatch, ...], documents_seen: int) -> list[MicroSums]:
+    def _sums_of_leaves(self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int) -> list[MicroSums]:
         """The sums of one leaf of each data rank; every array has a first dimension of 1."""
-        batches = self._placed(leaves)
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
         seen = np.int32(documents_seen)
         parts, cotangents = zip(
@@ -186,39 +173,3 @@ class TreeFold:
         while self._nodes:
             total = self._add(self._nodes.pop()[1], total)
         return total
-
-
-def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
-    """A micro-batch with one document per row, as micro-batches of `rows` rows.
-
-    Raises:
-        ValueError: a number of rows that is not a multiple, or two documents in a row.
-    """
-    total = batch.tokens.shape[0]
-    require(total % rows == 0, "rows", f"a multiple of {rows} rows, the leaf", total)
-    documents = int(batch.num_documents)
-    first = np.where(batch.segment_ids[:, 0] < 0, -1, np.arange(total))
-    own_row = (batch.segment_ids == first[:, None]) | (batch.segment_ids < 0)
-    require(bool(own_row.all()), "batch", "one document a row, in order", "documents that share a row")
-    return [_leaf_of(batch, start, rows, documents) for start in range(0, total, rows)]
-
-
-def _leaf_of(batch: MicroBatch, start: int, rows: int, documents: int) -> MicroBatch:
-    here = slice(start, start + rows)
-    count = min(max(documents - start, 0), rows)
-    length = batch.tokens.shape[1]
-    segments = np.where(batch.segment_ids[here] < 0, -1, batch.segment_ids[here] - start)
-    last = np.clip(np.arange(rows), 0, max(count - 1, 0))[:, None]
-    per_document = {
-        name: np.concatenate([getattr(batch, name)[start : start + count], np.zeros(rows * length - count, dtype)])
-        for name, dtype in (("rewards", np.float32), ("model_versions", np.int32))
-    }
-    cut = {name: getattr(batch, name)[here] for name in ("tokens", "targets", "positions", "mask", "versions")}
-    return MicroBatch(
-        **cut,
-        per_token={name: values[here] for name, values in batch.per_token.items()},
-        document_ids=np.broadcast_to(last, (rows, length)).astype(np.int32),
-        segment_ids=segments.astype(np.int32),
-        **per_document,
-        num_documents=np.full(1, count, np.int32),
-    )

@@ -126,12 +126,11 @@ def _state(trainer: Trainer) -> int:
 
 def _several_micro_batches(trainer: Trainer) -> bool:
     """Whether a step may take several, where every document is the longest possible one."""
-    sizes, schedule = trainer.sizes, trainer.config.schedule
-    if schedule.docs_per_step == 0:
-        return schedule.micro_batches != 1
+    sizes, rollout = trainer.sizes, trainer.config.rollout
+    step = trainer.config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
     warm = trainer.config.warm_start.batch_size if trainer.warm_start_to_come else 0
     rows = parse_mesh(trainer.config.mesh).ranks * sizes.rows
-    return max(schedule.docs_per_step, warm) > rows * (sizes.row // (sizes.prompt + sizes.completion))
+    return max(step, warm) > rows * (sizes.row // (sizes.prompt + sizes.completion))
 
 
 def require_room(least: int, devices: int) -> None:

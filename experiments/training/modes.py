@@ -43,8 +43,7 @@ class Mode(Protocol):
         params: the model's first parameters, those that are trained.
         frozen: what is not trained.
         sampled_frozen: the same where rollouts are drawn, a copy on a mesh of their own.
-        consecutive: documents dealt to a data rank at a time.
-        share_rows: whether documents share rows.
+        leaf_rows: rows of a micro-batch, each with a document of its own; None where documents share rows.
         vocab: the shards of the head's vocabulary over the tensor ranks.
         replicas: compares copies of the training's state.
         sampler: how completions are drawn, and why so.
@@ -54,8 +53,7 @@ class Mode(Protocol):
     params: nnx.State
     frozen: nnx.State
     sampled_frozen: nnx.State
-    consecutive: int
-    share_rows: bool
+    leaf_rows: int | None
     vocab: VocabShards
     replicas: Replicas
     sampler: str
@@ -70,8 +68,7 @@ class Mode(Protocol):
 class PlainMode:
     """Whole micro-batches under GSPMD, and a sampler with a cache."""
 
-    consecutive = 1
-    share_rows = True
+    leaf_rows = None
 
     def __init__(self, config: Config, origin: Origin) -> None:
         self.mesh = make_mesh(parse_mesh(config.mesh))
@@ -147,12 +144,10 @@ class WholeModelDraw:
 class InvariantMode:
     """Leaves in a fixed order, and a sampler that runs the trainer's own programs."""
 
-    share_rows = False
-
     def __init__(self, config: Config, origin: Origin) -> None:
         spec, decoder = parse_mesh(config.mesh), origin.decoder
         assert decoder is not None, "other models have been refused"
-        self.mesh, self.consecutive = make_mesh(spec), config.invariance.leaf_rows
+        self.mesh, self.leaf_rows = make_mesh(spec), config.invariance.leaf_rows
         dtype = "float32" if decoder.fp32_head else decoder.dtype
         self._order = config.invariance.order(decoder.vocab_size, dtype)
         self._rollout_mesh = rollout_mesh(config, self.mesh)
@@ -185,12 +180,12 @@ class InvariantMode:
 
     def sums(self, objective: Objective, temperature: float) -> LeafSums:
         """See `Mode`."""
-        return LeafSums(self._leaf_programs(temperature, self.mesh), objective, self.consecutive)
+        return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
         programs = self._leaf_programs(options.temperature, self._rollout_mesh)
-        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.consecutive, greedy=options.greedy)
+        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.leaf_rows, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float, mesh: jax.sharding.Mesh) -> LeafPrograms:
         # One set for each, so that sampler and trainer share compiled programs.

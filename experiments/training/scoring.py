@@ -76,10 +76,6 @@ def _scores(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Log-probs, entropies and log-sum-exps of each document's completion."""
     packing = dataclasses.replace(packing, columns=tuple(documents[0].columns) if documents else ())
-    found: dict[int, tuple[np.ndarray, ...]] = {}
-    numbers = packing.deal(range(len(documents)))
     for each in packing.rounds(documents):
-        taken = [numbers[rank].popleft() for rank, held in enumerate(each.by_rank) for _ in held]
-        columns = (each.at_labels(column) for column in sums.score(params, each))
-        found |= zip(taken, zip(*columns, strict=True), strict=True)
-    return (found[number] for number in range(len(documents)))
+        scores = sums.score(params, each)
+        yield from zip(*(each.at_labels(column) for column in scores), strict=True)

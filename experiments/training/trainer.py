@@ -2,7 +2,6 @@
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from experiments.config import Config, validate
-from experiments.config.schedule import MICRO_BATCHES
 from experiments.models.ahead import Ahead
 from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
@@ -28,8 +26,8 @@ from experiments.sampling.finite import NotFinite
 from experiments.sampling.packing import Packing, Round
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, sizes_for
+from experiments.sampling.queue import DocumentQueue
 from experiments.sampling.rollout import RolloutCounts, Rollouts
-from experiments.sampling.stream import RoundStream
 from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
@@ -46,6 +44,7 @@ from experiments.training.watch import Watch, over_median, with_norm
 from jaxlogp import Document, DocumentSchedule
 from jaxlogp.errors import require
 from jaxlogp.head import HeadRun
+from jaxlogp.policy.accumulate import CollectedStep
 
 CHECK_PROMPTS = 512
 FASTEST_ON_GPU = ("hopper", "triton")
@@ -114,7 +113,7 @@ class Trainer:
         self.tokenizer = origin.tokenizer
         self._mode = (InvariantMode if config.invariant else PlainMode)(config, origin)
         self.mesh = self._mode.mesh
-        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, mesh, self._mode.consecutive)
+        self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, mesh, self._mode.leaf_rows)
         self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
         self.sampler = self._mode.sampler
         temperature = config.rollout.temperature
@@ -136,8 +135,7 @@ class Trainer:
             self.sizes.row,
             origin.vocab_size,
             self.tokenizer.pad_id,
-            consecutive=self._mode.consecutive,
-            share_rows=self._mode.share_rows,
+            share_rows=self._mode.leaf_rows is None,
         )
         self.key = jax.random.key(config.seed)
         self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
@@ -155,10 +153,8 @@ class Trainer:
         self._step_watch = Watch(config.guards, self.sizes.completion)
         dtype = None if origin.decoder is None else origin.decoder.dtype
         self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {mesh}", dtype)
-        self._stream_packing = replace(self._packing, columns=self._columns())
-        self.stream = RoundStream(self._next_documents, self._stream_packing)
-        options = config.schedule
-        self._schedule = DocumentSchedule(options.docs_per_step, options.micro_batches or MICRO_BATCHES)
+        self._step_packing = replace(self._packing, columns=self._columns())
+        self.queue = DocumentQueue()
         self._trace()
         found = (origin.warning, slower_head(self.sums.head_run, dtype))
         self.warnings = [text for text in found if text is not None]
@@ -174,7 +170,7 @@ class Trainer:
     @property
     def exhausted(self) -> bool:
         """Whether the training data has ended."""
-        return self.prompts.exhausted and not any(self.stream.queues)
+        return self.prompts.exhausted and not self.queue.documents
 
     @property
     def evaluation_draw(self) -> Draw:
@@ -206,7 +202,7 @@ class Trainer:
             require(False, "--loss.engine", "an engine that can run here", f"{engine}: {error}")
 
     def _padding(self) -> Round:
-        return self._known_lse([self._stream_packing.padding()])[0]
+        return self._known_lse([self._step_packing.padding()])[0]
 
     def ahead(self) -> tuple[Ahead, Ahead] | None:
         """The programs of a micro-batch and of the update, compiled before the first step; None with `--invariant`."""
@@ -259,6 +255,24 @@ class Trainer:
             documents = scoring.with_reference(documents, self.sums, self.reference, self._packing)
         return documents
 
+    def _collected(self) -> CollectedStep[Round]:
+        """The rounds of the next step; what is drawn beyond them waits for the one after.
+
+        All of a step is drawn before any of it is packed, so that the rounds do not depend on where a rollout ends.
+        """
+        number, started = self.config.schedule.docs_per_step, time.perf_counter()
+        while self.queue.lacks(number) and (documents := self._next_documents()):
+            self.queue.add(documents)
+        self._rollout_seconds = time.perf_counter() - started
+        number = number or len(self.queue.documents)
+        # The last round of a step would hold more documents on one mesh than on another.
+        at_most = number if self.config.invariant else None
+        return DocumentSchedule(number).collect(
+            [self.queue.rounds(self._step_packing, at_most)],
+            padding=self._step_packing.padding(),
+            all_reduce=processes().require_equal_counts,
+        )
+
     def _known_lse(self, rounds: list[Round]) -> list[Round]:
         """Rounds, without log-sum-exps that come from other parameters than those about to be updated."""
         if not self.config.rollout.rescore:
@@ -279,16 +293,14 @@ class Trainer:
             RewardFailed: a reward function is broken; nothing has been taken of the data, as if the step had not begun.
         """
         started = time.perf_counter()
-        self.stream.seconds, self.rollouts.counts, self.drift = 0.0, RolloutCounts(), None
-        source = (self.rollouts.made, self.prompts.cursor, [deque(queue) for queue in self.stream.queues])
+        self._rollout_seconds, self.rollouts.counts, self.drift = 0.0, RolloutCounts(), None
+        source = self.rollouts.made, self.prompts.cursor, self.queue.documents
         try:
-            padding = self._stream_packing.padding()
-            collected = self._schedule.collect(
-                [self.stream], padding=padding, all_reduce=processes().require_equal_counts
-            )
+            collected = self._collected()
+            waited = time.perf_counter() - started
             require_finite_inputs([each for (each,) in collected.micro_batches])
         except RewardFailed:
-            self.rollouts.made, self.prompts.cursor, self.stream.queues = source
+            self.rollouts.made, self.prompts.cursor, self.queue.documents = source
             raise
         except RewardNotFinite as found:
             return self._counted({}, str(found), started), False
@@ -310,7 +322,7 @@ class Trainer:
             "num_documents": collected.num_documents,
             "micro_batches": len(rounds),
             "tokens": tokens,
-            "data_wait_seconds": collected.data_wait_seconds,
+            "data_wait_seconds": waited,
         }
         return self._counted(values, refused, started), collected.exhausted
 
@@ -326,7 +338,7 @@ class Trainer:
             "update_applied": int(refused is None),
             **({} if refused is None else {"refused": refused}),
             "documents_seen": progress.documents_seen,
-            "rollout_seconds": self.stream.seconds,
+            "rollout_seconds": self._rollout_seconds,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             **counts.metrics(),
@@ -421,7 +433,7 @@ class Trainer:
             "progress": dict(vars(self.progress)),
             "rollouts": self.rollouts.made,
             "cursor": self.prompts.cursor,
-            "queued": self.stream.queued(),
+            "queued": self.queue.to_json(),
             "before": before._asdict(),
             "frozen": fingerprint(self.frozen),
         }
@@ -459,7 +471,7 @@ class Trainer:
             )
         self.progress = Progress(**extra["progress"])
         self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
-        self.stream.restore(extra["queued"])
+        self.queue = DocumentQueue.from_json(extra["queued"])
         return ExactMatch(**extra["before"])
 
 

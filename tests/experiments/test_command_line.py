@@ -313,8 +313,7 @@ def test_help_spells_options_as_they_are_typed(monkeypatch, capsys):
     python = "|".join(name for name in last if "_" in name)
     # No file of that name, such as docs/gradient_filter.md.
     assert re.findall(rf"(?<![/\w])(?:{python})\b", text) == []
-    # Micro-batches are things, too.
-    dashed = "|".join(name.replace("_", "-") for name in last if "_" in name and name != "micro_batches")
+    dashed = "|".join(name.replace("_", "-") for name in last if "_" in name)
     assert re.findall(rf"(?<![\w.-])(?:{dashed})\b", text) == []
     options = re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text)
     names = {option_name(field) for field in flat_fields(grpo.GrpoConfig)} | {"--help", "--debug", "--cache"}

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from experiments.config import OptimizerConfig
-from experiments.sampling.stream import RoundStream
+from experiments.sampling.queue import DocumentQueue
 from experiments.tasks.rewards import RewardFailed
 from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.run import set_up
@@ -179,17 +179,16 @@ def spoilt(document, name, value):
 # The last one is finite, until it is fp32.
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
 def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, name, words, value):
-    plain = RoundStream.__next__
+    plain = DocumentQueue.add
     prompts = []
 
-    def poisoned(stream):
-        taken = plain(stream)
-        document = list(taken.documents)[3]
+    def poisoned(queue, documents):
+        document = documents[3]
         prompts.append(trainer.tokenizer.decode(document.tokens[: document.label_positions[0]].tolist()))
         spoilt(document, name, value)
-        return taken
+        plain(queue, documents)
 
-    monkeypatch.setattr(RoundStream, "__next__", poisoned)
+    monkeypatch.setattr(DocumentQueue, "add", poisoned)
     found = refusal(trainer)
     (prompt,) = prompts
     assert len(prompt) > 2 and found == f"{words} not finite in document 3 (prompt {prompt!r})"

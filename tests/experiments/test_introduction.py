@@ -14,7 +14,6 @@ from experiments.config import (
     EvaluationConfig,
     RewardConfig,
     RolloutConfig,
-    ScheduleConfig,
 )
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
@@ -76,15 +75,6 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
 def test_a_held_out_set_of_one_prompt_is_warned_of(tmp_path, capsys, task):
     words = f"WARNING: task {task}: distinct held-out prompts: 1; a score on so few is noisy"
     assert lines(tmp_path, capsys, task=task, quiet=True)[1] == [words]
-
-
-@pytest.mark.parametrize(("docs", "warned"), [(10, True), (16, False), (8, False), (32, False), (24, True), (0, False)])
-def test_steps_and_rollouts_that_do_not_divide_each_other_are_warned_of(tmp_path, capsys, docs, warned):
-    rollout, schedule = RolloutConfig(prompts_per_rollout=4, num_generations=4), ScheduleConfig(docs_per_step=docs)
-    _, printed = lines(tmp_path, capsys, rollout=rollout, schedule=schedule, quiet=True)
-    assert [line.startswith(f"WARNING: --schedule.docs-per-step {docs} and the 16") for line in printed] == [
-        True
-    ] * warned
 
 
 @pytest.mark.parametrize("room", [2, 4, 5, None])

@@ -1,4 +1,4 @@
-"""`--invariant`: bitwise equal parameters on every mesh and micro-batch size, the same numbers in sampler and trainer."""
+"""`--invariant`: bitwise equal parameters on every mesh, the same numbers in sampler and trainer."""
 
 import shutil
 
@@ -7,36 +7,31 @@ import numpy as np
 import pytest
 
 from experiments.config import validate
-from experiments.training.leaf_sums import TreeFold, split_rows
+from experiments.training.leaf_sums import TreeFold
 from experiments.training.resume import resume
 from experiments.training.run import train
-from jaxlogp import Document, pack_documents
 from tests.experiments.tiny import tiny, train_records
 
 pytestmark = pytest.mark.costly
 
 # Vocabulary of 24 tokens: 24 granules, which 1, 2, 3, 4, 6 and 8 tensor ranks divide. Three data ranks leave leaves
 # over.
-BOTH_ENDS = [("data=2,tensor=3", 8)]
-# Every axis, ranks that are no power of two, and every number of rows. Every data rank compiles the programs once more.
+BOTH_ENDS = ["data=2,tensor=3"]
+# Every axis, and ranks that are no power of two. Every data rank compiles the programs once more.
 # Three of them, with two tensor ranks, are in the test of the document ratio; six tensor ranks in tests/invariance; two
 # processes in test_two_processes.py.
-SLOW = [
-    ("data=1,tensor=8", 32),
-    ("data=2,fsdp=2,tensor=2", 16),
-    ("data=5,tensor=1", 64),
-]
-MESHES = [pytest.param(*each, marks=(pytest.mark.slow, pytest.mark.both_ends)) for each in BOTH_ENDS]
-MESHES += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+SLOW = ["data=1,tensor=8", "data=2,fsdp=2,tensor=2", "data=5,tensor=1"]
+MESHES = [pytest.param(each, marks=(pytest.mark.slow, pytest.mark.both_ends)) for each in BOTH_ENDS]
+MESHES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 
 
-def run(out, mesh, rows, **changes):
-    schedule = {"steps": 2, "rows": rows, "row_length": None}
-    options = {"mesh": mesh, "invariant": True, "schedule": schedule, "warm_start": {"max_steps": 3}, **changes}
+def run(out, mesh, **changes):
+    schedule = {"steps": 2, "row_length": None, **changes.get("schedule", {})}
+    options = {"mesh": mesh, "invariant": True, "warm_start": {"max_steps": 3}, **changes, "schedule": schedule}
     if options["invariant"]:
         # Several blocks a row, and prompts that end within one.
         options["invariance"] = {"block": 4}
-    name = "-".join([mesh.replace(",", "-"), str(rows), *changes])
+    name = "-".join([mesh.replace(",", "-"), *changes])
     return train(tiny(out, name, **options))
 
 
@@ -47,17 +42,16 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(runs):
-    """One device, two leaves a micro-batch."""
-    return run(runs, "data=1,tensor=1", 16, checkpoint={"every": 1})
+    return run(runs, "data=1,tensor=1", checkpoint={"every": 1})
 
 
 def state_bytes(result):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.trainer.state)]
 
 
-@pytest.mark.parametrize("mesh, rows", MESHES)
-def test_the_state_after_two_steps_is_the_same_to_the_last_bit(single, runs, mesh, rows):
-    result = run(runs, mesh, rows)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_state_after_two_steps_is_the_same_to_the_last_bit(single, runs, mesh):
+    result = run(runs, mesh)
     assert state_bytes(result) == state_bytes(single)
     numbers = ("loss", "grad_norm", "reward_mean", "entropy", "new_logprobs", "num_tokens", "num_documents")
     for mine, other in zip(train_records(result), train_records(single), strict=True):
@@ -77,7 +71,7 @@ def test_sampler_and_trainer_have_the_same_numbers(single):
 
 @pytest.mark.slow
 def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
-    result = run(runs, "fsdp=2", 16, rollout={"mesh": "data=2,tensor=4"})
+    result = run(runs, "fsdp=2", rollout={"mesh": "data=2,tensor=4"})
     assert state_bytes(result) == state_bytes(single)
     assert {record["drift_max"] for record in train_records(result)} == {0.0}
 
@@ -93,7 +87,7 @@ def few_optimizations():
 @pytest.mark.slow
 def test_the_plain_run_does_break(runs, few_optimizations):
     """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
-    results = [run(runs, mesh, 16, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
+    results = [run(runs, mesh, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
     assert state_bytes(results[0]) != state_bytes(results[1])
     assert train_records(results[0])[0]["drift_max"] > 0.0
 
@@ -102,8 +96,19 @@ def test_the_plain_run_does_break(runs, few_optimizations):
 def test_the_document_ratio_too(runs):
     # With what layers keep on GPUs.
     changes = {"loss": {"name": "gspo"}, "model": {"remat": "attention"}}
-    results = [run(runs, mesh, rows, **changes) for mesh, rows in (("data=1,tensor=1", 32), ("data=3,tensor=2", 8))]
+    results = [run(runs, mesh, **changes) for mesh in ("data=1,tensor=1", "data=3,tensor=2")]
     assert state_bytes(results[0]) == state_bytes(results[1])
+
+
+@pytest.mark.slow
+def test_a_step_of_any_number_of_documents_ends_exactly_there(runs):
+    """44 of rollouts of 64: the last leaf is half full, and the second step begins with 20 that have waited."""
+    schedule = {"docs_per_step": 44}
+    results = [run(runs, mesh, schedule=schedule) for mesh in ("data=1,tensor=1", "data=3,tensor=1")]
+    assert state_bytes(results[0]) == state_bytes(results[1])
+    for result, leaves in zip(results, (6, 2), strict=True):
+        records = [(record["num_documents"], record["micro_batches"]) for record in train_records(result)]
+        assert records == [(44, leaves)] * 2
 
 
 @pytest.mark.slow
@@ -136,40 +141,8 @@ def test_a_fold_of_nothing_is_nothing():
     assert TreeFold(lambda left, right: left + right).total() is None
 
 
-def documents(count):
-    return [
-        Document.of_completion(
-            [3], [4, 5 + i], np.float32([-1.0, -i]), advantages=float(i), reward=float(i), versions=i
-        )
-        for i in range(count)
-    ]
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
-def test_a_micro_batch_splits_into_what_its_documents_would_pack_into(count):
-    batch, _ = pack_documents(documents(count), rows=8, row_length=6, share_rows=False)
-    for index, leaf in enumerate(split_rows(batch, 4)):
-        wanted, _ = pack_documents(documents(count)[4 * index : 4 * index + 4], rows=4, row_length=6, share_rows=False)
-        np.testing.assert_array_equal(leaf.num_documents, [wanted.num_documents])
-        for name in ("tokens", "targets", "positions", "mask", "versions", "rewards"):
-            np.testing.assert_array_equal(getattr(leaf, name), getattr(wanted, name), err_msg=name)
-        for name, values in wanted.per_token.items():
-            np.testing.assert_array_equal(leaf.per_token[name], values, err_msg=name)
-        np.testing.assert_array_equal(leaf.segment_ids, wanted.segment_ids)
-        np.testing.assert_array_equal(leaf.model_versions, wanted.model_versions)
-        # Only the padding behind the last document may be numbered differently.
-        np.testing.assert_array_equal(leaf.document_ids[leaf.mask], wanted.document_ids[leaf.mask])
-
-
-def test_rows_that_are_shared_are_refused():
-    batch, _ = pack_documents(documents(4), rows=4, row_length=6)
-    with pytest.raises(ValueError, match="^batch: expected one document a row"):
-        split_rows(batch, 2)
-
-
 BAD = {
     "--schedule.rows": {"schedule": {"rows": 12}},
-    "--schedule.docs-per-step": {"schedule": {"docs_per_step": 32}},
     "--loss.engine": {"loss": {"engine": "chunked"}},
     "--invariance.leaf-rows": {"invariance": {"leaf_rows": 0}},
 }

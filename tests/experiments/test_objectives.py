@@ -54,7 +54,7 @@ def documents(count=7):
 
 
 def packing(ranks=1):
-    return Packing(ranks, ROWS, LENGTH, VOCAB, pad_id=0, share_rows=False, consecutive=4, columns=COLUMNS)
+    return Packing(ranks, ROWS, LENGTH, VOCAB, pad_id=0, share_rows=False, columns=COLUMNS)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def right(example, completion):
 @pytest.mark.parametrize("invariant", [False, True])
 def test_functions_with_weights_and_masked_completions(tmp_path, invariant):
     """One token is an end, or cut: the labels that are left are end tokens."""
-    options = {"schedule": {"steps": 2, "rows": 16, "row_length": 8}, "warm_start": {"max_steps": 2}}
+    options = {"schedule": {"steps": 2, "row_length": 8}, "warm_start": {"max_steps": 2}}
     rollout = {"mask_truncated": True, "max_new_tokens": 1, "rescore": True}
     config = tiny(tmp_path, "a", rollout=rollout, invariant=invariant, **options)
     result = train(config, reward=[(right, 1.0), (shorter, 0.5)])

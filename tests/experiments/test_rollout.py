@@ -1,4 +1,4 @@
-"""Documents dealt to data ranks: in turn, in blocks, and one whole rollout per step on any number of ranks."""
+"""Documents that wait in one queue, and rounds of them that are dealt to data ranks."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.sampling.packing import Packing
-from experiments.sampling.stream import RoundStream
+from experiments.sampling.queue import DocumentQueue
 from jaxlogp import Document, DocumentSchedule
 from tests.experiments.stacked import stacked
 
@@ -15,46 +15,65 @@ def documents(count, first=0):
     return [Document.of_completion([3], [4 + first + i], [0.0], advantages=1.0) for i in range(count)]
 
 
+def of_lengths(*lengths):
+    return [Document.of_completion([3], np.arange(4, 3 + n), np.zeros(n - 1), advantages=1.0) for n in lengths]
+
+
 @pytest.mark.parametrize(
-    "count, ranks, block, wanted",
+    "lengths, ranks, share_rows, wanted",
     [
-        (5, 1, 1, [[0, 1, 2, 3, 4]]),
-        (5, 2, 1, [[0, 2, 4], [1, 3]]),
-        (7, 2, 3, [[0, 1, 2, 6], [3, 4, 5]]),
-        (2, 3, 4, [[0, 1], [], []]),
-        (0, 2, 1, [[], []]),
+        # In turn, where documents are alike.
+        ([2, 2, 2, 2, 2], 1, True, [[0, 1, 2, 3]]),
+        ([2, 2, 2, 2, 2], 2, True, [[0, 2, 4], [1, 3]]),
+        # To the rank with the fewest tokens.
+        ([4, 2, 2, 3], 2, True, [[0, 3], [1, 2]]),
+        # Document 2 has no room, and the shorter one behind it waits, too.
+        ([3, 4, 3, 3, 2], 1, True, [[0, 1]]),
+        ([3, 3, 4, 3, 4, 2], 2, True, [[0, 2], [1, 3]]),
+        ([2, 2, 2, 2, 2, 2, 2], 3, False, [[0, 1], [2, 3], [4, 5]]),
+        ([2, 2, 2], 3, False, [[0, 1], [2], []]),
+        ([], 2, True, [[], []]),
+        ([], 2, False, [[], []]),
     ],
 )
-def test_blocks_are_dealt_in_turn(count, ranks, block, wanted):
-    packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, consecutive=block)
-    assert [list(queue) for queue in packing.deal(range(count))] == wanted
+def test_a_round_holds_the_first_documents(lengths, ranks, share_rows, wanted):
+    packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, share_rows=share_rows)
+    taken = packing.round_of(of_lengths(*lengths))
+    assert [list(numbers) for numbers in taken.by_rank] == wanted
+    assert [document.tokens.size for document in taken.documents] == lengths[: sum(map(len, wanted))]
 
 
-def stream_of(rollouts, ranks, **options):
-    waiting = [documents(count, first=100 * i) for i, count in enumerate(rollouts)]
+def step(queue, ranks, target, at_most=None, **options):
+    """Numbers of the documents of a step that ends at a number of them."""
     packing = Packing(ranks, rows=2, row_length=4, vocab_size=999, pad_id=0, **options)
-    return RoundStream(lambda: waiting.pop(0) if waiting else [], packing), packing
-
-
-def step(source, target):
-    stream, packing = source
-    collected = DocumentSchedule(docs_per_step=target).collect([stream], padding=packing.padding())
-    found = [int(document.tokens[1]) - 4 for (each,) in collected.micro_batches for document in each.documents]
-    return sorted(found), collected.exhausted
+    collected = DocumentSchedule(target).collect([queue.rounds(packing, at_most)], padding=packing.padding())
+    numbers = [int(document.tokens[1]) - 4 for (each,) in collected.micro_batches for document in each.documents]
+    return numbers, collected.exhausted
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_a_step_of_one_rollout_holds_this_rollout_on_any_number_of_ranks(ranks):
-    """Three ranks with two rows each take six documents a round: nothing of the next rollout may fill the last round."""
-    streams = stream_of([10, 10], ranks, consecutive=2, share_rows=False)
-    assert step(streams, 10) == (list(range(10)), False)
-    assert step(streams, 10) == ([100 + i for i in range(10)], False)
-    assert step(streams, 10) == ([], True)
+def test_a_step_may_end_at_any_document_on_any_number_of_ranks(ranks):
+    """Three ranks with two rows each take six documents a round: the last round has no document of the next step."""
+    queue = DocumentQueue(documents(27))
+    found = [step(queue, ranks, 10, at_most=10, share_rows=False) for _ in range(3)]
+    assert found == [([*range(10)], False), ([*range(10, 20)], False), ([*range(20, 27)], True)]
+    assert step(queue, ranks, 10, at_most=10, share_rows=False) == ([], True)
 
 
-def test_the_end_of_the_data_ends_every_rank():
-    streams = stream_of([3], 4, consecutive=1, share_rows=False)
-    assert step(streams, 100) == ([0, 1, 2], True)
+@pytest.mark.parametrize("ranks, steps", [(1, [12, 12, 3]), (2, [16, 11])])
+def test_or_with_the_micro_batch_that_reaches_the_number(ranks, steps):
+    queue, found = DocumentQueue(documents(27)), []
+    while not queue.lacks(0):
+        found += [step(queue, ranks, 10)[0]]
+    assert [len(each) for each in found] == steps and sum(found, []) == [*range(27)]
+
+
+@pytest.mark.parametrize("number, lacks", [(0, False), (3, False), (4, True)])
+def test_a_queue_lacks_documents_below_a_number(number, lacks):
+    queue = DocumentQueue(documents(1))
+    queue.add(documents(2))
+    assert queue.lacks(number) is lacks
+    assert DocumentQueue().lacks(0)
 
 
 @pytest.mark.bad_input
@@ -62,7 +81,7 @@ def test_an_id_outside_of_the_vocabulary_is_named_where_it_is_packed():
     packing = Packing(2, rows=1, row_length=8, vocab_size=10, pad_id=0)
     good, bad = (Document.of_completion([3], [token, 5], [0.0, 0.0], advantages=1.0) for token in (9, 10))
     packing.rounds([good] * 4)
-    message = r"^documents: expected token ids in \[0, 10\), got 10 in document 1 of a micro-batch, position 1$"
+    message = r"^documents: expected token ids in \[0, 10\), got 10 in document 3 of a micro-batch, position 1$"
     with pytest.raises(ValueError, match=message):
         packing.rounds([good, good, good, bad])
 
@@ -84,11 +103,11 @@ def test_values_at_labels_are_those_of_each_document(share_rows):
     lengths = [(4, 1), (3, 3), (2, 0), (5, 2), (1, 0), (4, 2), (3, 1)]
     made = [Document.of_completion(np.arange(3, 3 + p), np.arange(3 + p, 3 + n), np.zeros(n - p)) for n, p in lengths]
     (taken,) = Packing(2, rows=4, row_length=6, vocab_size=99, pad_id=0, share_rows=share_rows).rounds(made)
-    assert [document.tokens.size for document in taken.documents] == [4, 2, 1, 3, 3, 5, 4]
+    assert [document.tokens.size for document in taken.documents] == [n for n, _ in lengths]
     batch = stacked(taken)
     places = np.arange(batch.mask.size).reshape(batch.mask.shape)
     found = taken.at_labels(places)
-    assert np.concatenate(found).tolist() == places[batch.mask].tolist()
+    assert sorted(np.concatenate(found).tolist()) == places[batch.mask].tolist()
     for number, (document, held) in enumerate(zip(taken.documents, found, strict=True)):
         assert held.shape == document.sampler_log_probs.shape, number
         assert batch.targets.ravel()[held].tolist() == document.tokens[document.labels].tolist()
@@ -107,9 +126,8 @@ def test_queued_documents_come_back_with_their_columns():
         np.int32([3]), np.int32([4, 5]), np.float32([-2 / 3, -1.0]), advantages=1.0, columns=columns
     )
     packing = Packing(1, rows=1, row_length=4, vocab_size=9, pad_id=0, columns=("ref_log_probs",))
-    stream, other = (RoundStream(lambda: [], packing) for _ in range(2))
-    stream.queues[0].append(document)
-    other.restore(json.loads(json.dumps(stream.queued())))
-    before, after = (next(each).micro_batch(0) for each in (stream, other))
+    queue = DocumentQueue([document])
+    other = DocumentQueue.from_json(json.loads(json.dumps(queue.to_json())))
+    before, after = (next(each.rounds(packing)).micro_batch(0) for each in (queue, other))
     np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
     assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()

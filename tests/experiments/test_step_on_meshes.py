@@ -109,7 +109,7 @@ def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
 def program_on(mesh):
     """The compiled program of a micro-batch, and (kind, shape) of every collective in it."""
     trainer = trainer_on(mesh)
-    program = trainer.sums.ahead(trainer.state.params, trainer._stream_packing.padding()).compiled
+    program = trainer.sums.ahead(trainer.state.params, trainer._step_packing.padding()).compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
     return program, [
         (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
@@ -138,7 +138,7 @@ def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
     # Norms of heads, counts and the vocabulary of 24 rows are all that is not split in 8.
     assert bytes_on(jax.devices()[0], trainer.state) < 0.14 * total
-    program = trainer.sums.ahead(trainer.state.params, trainer._stream_packing.padding()).compiled
+    program = trainer.sums.ahead(trainer.state.params, trainer._step_packing.padding()).compiled
     text = program.as_text()
     assert "all-gather" in text
     gradients = jax.tree.leaves(program.output_shardings)[: len(jax.tree.leaves(trainer.state.params))]

@@ -69,13 +69,14 @@ def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_a_number_of_micro_batches_makes_a_step_and_metrics_may_be_off(tmp_path):
-    schedule = {"steps": 2, "docs_per_step": 0, "micro_batches": 2, "rows": 4}
+def test_a_whole_rollout_makes_a_step_and_metrics_may_be_off(tmp_path):
+    schedule = {"steps": 2, "docs_per_step": 0, "rows": 4}
     result = train(short(tmp_path, "none", schedule=schedule, loss={"metrics": "none"}), reward=parity)
     for record in train_records(result):
-        assert record["micro_batches"] == 2 and 0 < record["num_documents"] < 64, "less than a rollout"
+        assert record["num_documents"] == 64 and record["micro_batches"] > 2
         assert "entropy" not in record and "ratio_new_old" not in record
         assert record["update_applied"] == 1 and record["loss"] != 0.0
+    assert not result.trainer.config.rollout.rescore, "every step is on policy"
 
 
 def test_rescored_log_probs_are_the_trainers_and_their_log_sum_exp_spares_the_forward(tmp_path):
@@ -128,7 +129,7 @@ def test_a_filtered_run_records_the_filter_and_takes_no_known_log_sum_exp(tmp_pa
 def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     loss = {"kl_coefficient": 0.5, "metrics": "basic"}
     options = {"loss": loss, "invariant": invariant, "evaluation": {"kl": True}, "checkpoint": {"every": 1}}
-    schedule = {} if not invariant else {"rows": 16, "row_length": None}
+    schedule = {"row_length": None} if invariant else {}
     whole = train(short(tmp_path, "whole", schedule={"steps": 2, **schedule}, **options), reward=parity)
     resumed = resume(f"{whole.run.path}@1", {"quiet": True}, reward=parity)
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
@@ -215,7 +216,7 @@ def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_p
     shape = DecoderConfig(24, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, logit_softcap=5.0)
     monkeypatch.setitem(NAMED_SHAPES, "capped", shape)
     model = ModelConfig(name="capped", fp32_head=True)
-    options = {"schedule": {"steps": 0, "rows": 16, "row_length": None}, "rollout": {"temperature": 0.8}}
+    options = {"schedule": {"steps": 0, "row_length": None}, "rollout": {"temperature": 0.8}}
     trainer = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).trainer
     trainer.rollouts.next(trainer.state.params, 0)
     assert specs and all((s.fp32_head, s.softcap, s.temperature) == (True, 5.0, 0.8) for s in specs)
@@ -251,9 +252,12 @@ def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
     # 512 documents of at most 11 tokens: six micro-batches of 86 rows, four rows too many.
     assert (sizes.row, sizes.rows) == (11, 86)
     assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(data=4)).rows == 64
-    assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(), leaf_rows=8).rows == 88
-    counted = replace(config.schedule, docs_per_step=0)
-    assert sizes_for(task, tokenizer, config.rollout, counted, mesh=MeshSpec()).rows == 1024 // 11
+    assert sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec(), leaf_rows=8).rows == 8
+    whole, rollout = (
+        replace(config.schedule, docs_per_step=0),
+        replace(config.rollout, prompts_per_rollout=10, num_generations=10),
+    )
+    assert sizes_for(task, tokenizer, rollout, whole, mesh=MeshSpec()).rows == 50
 
 
 def test_the_example_of_a_reward_of_ones_own(tmp_path):

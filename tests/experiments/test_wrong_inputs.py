@@ -118,7 +118,6 @@ GRPO = [
     ),
     ("--schedule.epochs 0", "--schedule.epochs: expected at least 1"),
     ("--schedule.accumulate float16", "--schedule.accumulate: expected one of float32, bfloat16, got float16"),
-    ("--schedule.docs-per-step 0 --schedule.micro-batches 0", "--schedule.micro-batches: expected at least 1"),
     ("--warm-start.max-steps -1", "--warm-start.max-steps: expected at least 0"),
     ("--warm-start.batch-size 0", "--warm-start.batch-size: expected at least 1"),
     ("--warm-start.check-every 0", "--warm-start.check-every: expected at least 1"),
@@ -259,14 +258,12 @@ GRPO = [
         "--mesh sequence=2 --invariant",
         "--mesh: expected no sequence ranks with --invariant, whose leaves are whole rows",
     ),
-    ("--invariant --schedule.docs-per-step 100", "--schedule.docs-per-step: expected 512 with --invariant"),
-    ("--invariant --schedule.rows 7", "--schedule.rows: expected a multiple of --invariance.leaf-rows 8, got 7"),
+    ("--invariant --schedule.rows 16", "--schedule.rows: expected None or 8 with --invariant, whose micro-batches are"),
     ("--invariant --loss.engine chunked", "--loss.engine: expected auto with --invariant"),
     ("--invariant --loss.gradient-filter 0", "--loss.gradient-filter: expected None with --invariant"),
     ("--invariant --rollout.top-k 5", "--rollout: expected the whole distribution"),
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
     # Options that would do nothing.
-    ("--schedule.micro-batches 4", "--schedule.micro-batches: expected no value unless --schedule.docs-per-step is 0"),
     (
         "--rollout.max-resamples 5",
         "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5",

@@ -1,0 +1,70 @@
+"""Documents that wait for a step, in one order."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.sampling.packing import Packing, Round
+from jaxlogp import Document
+
+
+class DocumentQueue:
+    """Documents that wait for a step, oldest first; what a step leaves is part of the checkpoint."""
+
+    def __init__(self, documents: Sequence[Document] = ()) -> None:
+        self.documents = tuple(documents)
+
+    def lacks(self, number: int) -> bool:
+        """Whether fewer than `number` documents wait; of 0, whether none does."""
+        return len(self.documents) < max(number, 1)
+
+    def add(self, documents: Sequence[Document]) -> None:
+        """Appends documents."""
+        self.documents += tuple(documents)
+
+    def rounds(self, packing: Packing, at_most: int | None = None) -> Iterator[Round]:
+        """Yields rounds of the oldest documents, `at_most` so many in all; those of a round leave the queue with it."""
+        left = len(self.documents) if at_most is None else min(at_most, len(self.documents))
+        while left:
+            taken = packing.round_of(self.documents[:left])
+            self.documents = self.documents[taken.num_documents :]
+            left -= taken.num_documents
+            yield taken
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the documents as plain JSON values."""
+        return [_to_json(document) for document in self.documents]
+
+    @classmethod
+    def from_json(cls, values: list[dict[str, Any]]) -> "DocumentQueue":
+        """Restores the queue of a checkpoint, on any number of ranks."""
+        return cls([_from_json(each) for each in values])
+
+
+def _to_json(document: Document) -> dict[str, Any]:
+    # A float32 survives the conversion to a Python float and to JSON's shortest form exactly.
+    plain = {field.name: getattr(document, field.name) for field in dataclasses.fields(document) if field.init}
+    values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in plain.items()}
+    # Label positions are fewer than labels, and numbers in JSON.
+    values["labels"] = document.label_positions.tolist()
+    return values | {"columns": {name: column.tolist() for name, column in document.columns.items()}}
+
+
+def _from_json(values: dict[str, Any]) -> Document:
+    tokens = np.array(values["tokens"], np.int32)
+    labels = np.zeros(tokens.size, bool)
+    labels[values["labels"]] = True
+    dtypes = {
+        "advantages": np.float32,
+        "sampler_log_probs": np.float32,
+        "old_log_probs": np.float32,
+        "versions": np.int32,
+    }
+    arrays = {
+        name: np.array(values[name], dtype) if isinstance(values[name], list) else values[name]
+        for name, dtype in dtypes.items()
+    }
+    columns = {name: np.array(column, np.float32) for name, column in values["columns"].items()}
+    return Document(**{**values, **arrays, "tokens": tokens, "labels": labels, "columns": columns})
