@@ -155,10 +155,10 @@ def measure(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Meas
     trainer = Trainer(options_of(config, mesh, invariant=invariant), rewards=_in_turn())
     records = []
     for _ in range(config.steps):
-        values, _ = trainer.train_step()
-        assert values is not None and values["update_applied"], values
+        result = trainer.train_step()
+        assert result is not None and result.refusal is None, result
         jax.block_until_ready(trainer.state)
-        records.append(values)
+        records.append(result.metrics)
     later = records[1:] or records
     rollout = min(record["rollout_seconds"] for record in later)
     rest = min(record["step_seconds"] - record["rollout_seconds"] for record in later)
@@ -196,10 +196,10 @@ def print_parts(trainer: Trainer) -> None:
         for name in names:
             setattr(owner, name, timed(name.strip("_"), getattr(owner, name)))
     trainer.update = timed("update", trainer.update)
-    values, _ = trainer.train_step()
-    print(
-        f"    one step, waiting for every part: rollout {values['rollout_seconds']:.3f} s of {values['step_seconds']:.3f} s"
-    )
+    result = trainer.train_step()
+    assert result is not None, "the task is endless"
+    rollout, step = (result.metrics[name] for name in ("rollout_seconds", "step_seconds"))
+    print(f"    one step, waiting for every part: rollout {rollout:.3f} s of {step:.3f} s")
     for name, taken in sorted(spent.items(), key=lambda item: -sum(item[1])):
         print(f"    {sum(taken):8.3f} s  {len(taken):5d} x {np.median(taken) * 1e3:9.2f} ms  {name}")
 

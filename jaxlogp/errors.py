@@ -11,6 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 
+class EngineUnavailable(ValueError):
+    """No engine takes the call, or not the one that the caller named."""
+
+
 def require(condition: bool | np.bool_, argument: str, expected: object, seen: object) -> None:
     """Raises unless ``condition`` holds.
 

@@ -104,9 +104,9 @@ def measured_run(out: Path, steps: int, checkpoint_every: int) -> dict[str, np.n
 
     def measured():
         row, started = measure(), time.perf_counter()
-        values = plain()
+        result = plain()
         table[next(number)] = [*row.values(), time.perf_counter() - started]
-        return values
+        return result
 
     run.trainer.train_step = measured
     run.finish()

@@ -1,17 +1,18 @@
 """Rollouts: groups of sampled, rewarded completions of the next training prompts, as documents with advantages."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jaxtyping import Bool
 
 from experiments.config import RolloutConfig
+from experiments.refusal import require_finite
 from experiments.sampling.completer import Completer, Completions, Draw
-from experiments.sampling.finite import require_finite
 from experiments.sampling.prompts import PromptOrder
 from jaxlogp import Document, GroupAdvantages, group_advantages, leave_one_out_advantages
 
@@ -23,7 +24,7 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
 """Functions from rewards [groups, generations] to advantages, by the name of the option."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutCounts:
     """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
 
@@ -51,20 +52,38 @@ class RolloutCounts:
     resampled: int | None = None
     filled: int = 0
     unused: int = 0
-    rewards: dict[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
-    def add(self, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray) -> None:
-        """Adds one rollout; `names` are those of the reward functions, `degenerate` says it of each group."""
-        self.groups += degenerate.size
-        self.degenerate += int(np.sum(degenerate))
-        self.completions += len(drawn.tokens)
-        self.truncated += int(np.sum(~drawn.ended))
-        self.tokens += sum(map(len, drawn.tokens))
-        self.empty += int(np.sum(drawn.empty))
-        self.lowest = min(self.lowest, float(drawn.rewards.min()))
-        self.highest = max(self.highest, float(drawn.rewards.max()))
-        for name, total in zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True):
-            self.rewards[name] = self.rewards.get(name, 0.0) + total
+    @classmethod
+    def of(cls, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray, unfit: int) -> "RolloutCounts":
+        """Returns the counts of one draw; `names` are those of the reward functions, `degenerate` says it of each group."""
+        return cls(
+            groups=degenerate.size,
+            degenerate=int(np.sum(degenerate)),
+            completions=len(drawn.tokens),
+            truncated=int(np.sum(~drawn.ended)),
+            tokens=sum(map(len, drawn.tokens)),
+            empty=int(np.sum(drawn.empty)),
+            unfit=unfit,
+            lowest=float(drawn.rewards.min()),
+            highest=float(drawn.rewards.max()),
+            rewards=dict(zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
+        )
+
+    def __add__(self, other: "RolloutCounts") -> "RolloutCounts":
+        """Adds the counts of other rollouts."""
+        added = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, mine in added.items():
+            theirs = getattr(other, name)
+            if name == "rewards":
+                added[name] = {key: mine.get(key, 0.0) + theirs.get(key, 0.0) for key in {**mine, **theirs}}
+            elif name in ("lowest", "highest"):
+                added[name] = (min if name == "lowest" else max)(mine, theirs)
+            elif mine is None or theirs is None:
+                added[name] = theirs if mine is None else mine
+            else:
+                added[name] = mine + theirs
+        return RolloutCounts(**added)
 
     def metrics(self) -> dict[str, float]:
         """Shares and means by name; none without a rollout."""
@@ -101,9 +120,20 @@ class Group(NamedTuple):
     degenerate: bool
 
 
+class Rollout(NamedTuple):
+    """Groups of documents, and the counts of all that were drawn for them."""
+
+    groups: list[Group]
+    counts: RolloutCounts
+
+    @property
+    def documents(self) -> list[Document]:
+        """Of all groups; none when the data has ended."""
+        return [document for group in self.groups for document in group.documents]
+
+
 class Rollouts:
-    """Makes one rollout after the other, each with its number folded into the key: `made` so far, and the `counts` of those
-    since the reader last reset them."""
+    """Makes one rollout after the other; the number of each, of which `made` is the next, is folded into the key."""
 
     def __init__(
         self, prompts: PromptOrder, completer: Completer, options: RolloutConfig, advantages: str, key: jax.Array
@@ -111,9 +141,8 @@ class Rollouts:
         self._prompts, self._completer, self._options = prompts, completer, options
         self._advantages, self._key = ADVANTAGES[advantages], key
         self.made = 0
-        self.counts = RolloutCounts()
 
-    def next(self, params: nnx.State, model_version: int) -> list[Document]:
+    def next(self, params: nnx.State, model_version: int) -> Rollout:
         """The documents of the next prompts, completed with ``params``; none when the data has ended.
 
         With `resample_degenerate`, groups without a difference give way to those of further prompts. The state between
@@ -124,36 +153,36 @@ class Rollouts:
             RewardNotFinite: of a reward function.
             RewardFailed: it raised, or returned no number.
         """
-        choose = self._with_differences if self._options.resample_degenerate else self._draw
-        return [document for group in choose(params, model_version) for document in group.documents]
+        draw = self._with_differences if self._options.resample_degenerate else self._draw
+        return draw(params, model_version)
 
     @property
     def draw(self) -> Draw:
         """What completes prompts."""
         return self._completer.draw
 
-    def _with_differences(self, params: nnx.State, model_version: int) -> list[Group]:
-        options, kept, equal = self._options, [], []
+    def _with_differences(self, params: nnx.State, model_version: int) -> Rollout:
+        options, kept, equal, counts = self._options, [], [], RolloutCounts()
         for further in range(1 + options.max_resamples):
             drawn = self._draw(params, model_version)
-            if not drawn:
+            if not drawn.groups:
                 break
-            self.counts.resampled = (self.counts.resampled or 0) + (further > 0)
-            for group in drawn:
+            counts += replace(drawn.counts, resampled=int(further > 0))
+            for group in drawn.groups:
                 (equal if group.degenerate else kept).append(group)
             if len(kept) >= options.prompts_per_rollout:
                 break
         filled = equal[: max(options.prompts_per_rollout - len(kept), 0)]
-        self.counts.filled += len(filled)
-        self.counts.unused += max(len(kept) - options.prompts_per_rollout, 0)
-        return [*kept[: options.prompts_per_rollout], *filled]
+        unused = max(len(kept) - options.prompts_per_rollout, 0)
+        counts += RolloutCounts(filled=len(filled), unused=unused)
+        return Rollout([*kept[: options.prompts_per_rollout], *filled], counts)
 
-    def _draw(self, params: nnx.State, model_version: int) -> list[Group]:
+    def _draw(self, params: nnx.State, model_version: int) -> Rollout:
         """The groups of the next prompts; none when the data has ended."""
         options = self._options
         examples = self._prompts.take(options.prompts_per_rollout)
         if not examples:
-            return []
+            return Rollout([], RolloutCounts())
         # The sampler's shape is static: a short last rollout is padded and the padding dropped.
         filled = [examples[i % len(examples)] for i in range(options.prompts_per_rollout)]
         key = jax.random.fold_in(self._key, self.made)
@@ -161,13 +190,12 @@ class Rollouts:
         drawn = self._completer.complete(params, filled, key, copies=options.num_generations)
         drawn = drawn.first(len(examples) * options.num_generations)
         require_finite("log-probs of the sampler", drawn.log_probs, drawn.prompts.__getitem__)
-        groups = self._groups(drawn, model_version)
-        if all(group.degenerate for group in groups):
-            self.counts.unfit += sum(not self._completer.fits(example) for example in examples)
-        return groups
+        groups, degenerate = self._groups(drawn, model_version)
+        unfit = sum(not self._completer.fits(example) for example in examples) if degenerate.all() else 0
+        return Rollout(groups, RolloutCounts.of(drawn, self._completer.rewards.names, degenerate, unfit))
 
-    def _groups(self, drawn: Completions, model_version: int) -> list[Group]:
-        """Documents with the advantages of their groups.
+    def _groups(self, drawn: Completions, model_version: int) -> tuple[list[Group], Bool[np.ndarray, " groups"]]:
+        """Documents with the advantages of their groups, and which groups have none of a difference.
 
         With `mask_truncated`, a completion without an end token is a document of its prompt alone: no token of it is a
         label. Its reward stays in the mean and deviation of its group and in the metrics, as TRL does it
@@ -177,12 +205,12 @@ class Rollouts:
         """
         size = self._options.num_generations
         advantages, degenerate = jax.device_get(self._advantages(drawn.rewards.reshape(-1, size)))
-        self.counts.add(drawn, self._completer.rewards.names, degenerate)
         documents = [
             self._document(drawn, number, advantage, model_version)
             for number, advantage in enumerate(advantages.ravel().tolist())
         ]
-        return [Group(documents[size * i : size * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
+        groups = [Group(documents[size * i : size * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
+        return groups, degenerate
 
     def _document(self, drawn: Completions, number: int, advantage: float, model_version: int) -> Document:
         prompt = np.array(drawn.prompts[number], np.int32)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.sampling.finite import NotFinite, prompt_of, require_finite
+from experiments.refusal import NotFinite, Refusal, prompt_of, require_finite
 from experiments.sampling.packing import Round
-from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.soundness import OPTIMIZER_STATE, Soundness, unsound_names
 from experiments.training.sums import GradientSums
 from experiments.training.update import TrainState, Update
@@ -33,23 +32,18 @@ def require_finite_inputs(rounds: list[Round]) -> None:
 
 
 def why_refused(
-    sound: Soundness,
-    state: TrainState,
-    rounds: list[Round],
-    update: Update,
-    sums: GradientSums,
-    tokenizer: Tokenizer,
-) -> str:
+    sound: Soundness, state: TrainState, rounds: list[Round], update: Update, sums: GradientSums
+) -> Refusal:
     """What of a refused step is not finite, in the order in which a step computes."""
     # Before the scores: of parameters that are not finite no log-prob is.
     unsound = update.unsound(state)
     if unsound is not None:
-        return unsound
+        return Refusal(unsound)
     try:
         _in_scores(rounds, state, sums)
     except NotFinite as found:
-        return found.sentence(tokenizer)
-    return _in_update(sound, state)
+        return found.refusal
+    return Refusal(_in_update(sound, state))
 
 
 def _in_update(sound: Soundness, state: TrainState) -> str:

@@ -21,7 +21,7 @@ from experiments.models.mesh import TENSOR_AXIS
 from experiments.training.block_reader import BlockReader, Weights
 from experiments.training.leaf_ranks import LeafRanks
 from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
-from jaxlogp.errors import require
+from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine, HeadRun, record_head_runs
 
 LeafEngine = FixedOrderEngine | FixedOrderHopperEngine
@@ -106,9 +106,7 @@ class LeafPrograms:
         operands = (jax.ShapeDtypeStruct(*each) for each in (hidden, weight, (tokens, "int32"), (tokens, "bool")))
         try:
             jax.eval_shape(self._head, *operands)
-        except ValueError as error:
-            if not str(error).startswith("engine:"):
-                raise
+        except EngineUnavailable as error:
             require(False, "--invariance.engine", "an engine that can run here", str(error))
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:

@@ -20,7 +20,7 @@ from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.runs.store import FollowedStore, RunStore, open_store
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training.evaluation import ExactMatch
-from experiments.training.trainer import Trainer
+from experiments.training.trainer import StepResult, Trainer
 from jaxlogp.errors import require
 
 
@@ -142,31 +142,32 @@ class Loop:
     def _step(self) -> bool:
         """One step with its records; False if the data had ended before it."""
         trainer = self._trainer
-        values, self._exhausted = self._with_rewards(trainer.train_step)
-        if values is None:
+        result: StepResult | None = self._with_rewards(trainer.train_step)
+        if result is None:
+            self._exhausted = True
             return False
         step = trainer.progress.step
-        self._metrics.write(step, "train", values)
-        self._console.step(step, values)
-        if trainer.drift is not None:
-            self._metrics.write(step, "drift", trainer.drift.metrics())
-            for line in str(trainer.drift).splitlines():
+        self._metrics.write(step, "train", result.metrics)
+        self._console.step(step, result.metrics)
+        if result.drift is not None:
+            self._metrics.write(step, "drift", result.drift.metrics())
+            for line in str(result.drift).splitlines():
                 self._console.say(f"step {step}: {line}")
-        for alert in trainer.alerts:
-            self._console.warn(alert)
-        self._guard(step)
+        if result.refusal is not None:
+            self._console.warn(f"step {step} is refused: {result.refusal}")
+        for warning in result.warnings:
+            self._console.warn(warning)
+        self._guard(step, result.refusal)
         return True
 
-    def _guard(self, step: int) -> None:
+    def _guard(self, step: int, refusal: str | None) -> None:
         """Ends the run after too many refused steps, or where devices hold different copies of the state."""
         trainer, options = self._trainer, self._trainer.config.guards
         refused = trainer.progress.refused
         if refused >= options.max_refused_steps:
             # A resume begins to count anew.
             trainer.progress.refused = 0
-            self._abort(
-                f"step {step} is the last of {refused} refused in a row: {trainer.alerts[0].partition(': ')[2]}"
-            )
+            self._abort(f"step {step} is the last of {refused} refused in a row: {refusal}")
         if options.replica_every and step % options.replica_every == 0:
             self._require(step, "copies differ", trainer.differing_copies())
 

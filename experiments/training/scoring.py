@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from flax import nnx
 
-from experiments.sampling.finite import prompt_of, require_finite
+from experiments.refusal import prompt_of, require_finite
 from experiments.sampling.packing import Packing, Round
 from experiments.training.sums import GradientSums
 from jaxlogp import Document

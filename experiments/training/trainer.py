@@ -2,10 +2,10 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ from experiments.config import Config, validate
 from experiments.models.ahead import Ahead
 from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
+from experiments.refusal import NotFinite, Refusal
 from experiments.runs.checkpoint import restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.processes import processes
 from experiments.runs.store import FollowedStore, RunStore, SavedRun
 from experiments.sampling.completer import Completer, Completions, Draw
-from experiments.sampling.finite import NotFinite
 from experiments.sampling.packing import Packing, Round
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.prompts import PromptOrder, sizes_for
@@ -42,9 +42,8 @@ from experiments.training.update import AppliedStep, TrainState, Update
 from experiments.training.warm_start import WarmStart, WorkedExamples, warm_start_optimizer
 from experiments.training.watch import Watch, over_median, with_norm
 from jaxlogp import Document, DocumentSchedule
-from jaxlogp.errors import require
+from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
-from jaxlogp.policy.accumulate import CollectedStep
 
 CHECK_PROMPTS = 512
 FASTEST_ON_GPU = ("hopper", "triton")
@@ -69,6 +68,33 @@ class Progress:
     norms: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has done.
+
+    Attributes:
+        metrics: values by name.
+        refusal: why the update was refused; None if it was applied.
+        drift: the drift report, where one was due.
+        warnings: what the console should say of the step.
+    """
+
+    metrics: Mapping[str, Any]
+    refusal: str | None = None
+    drift: StepDrift | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class _Taken(NamedTuple):
+    """What a step trains on, or why it is refused; the counts of what was drawn for it, and how long that took."""
+
+    rounds: list[Round]
+    counts: RolloutCounts
+    rollout_seconds: float
+    wait_seconds: float
+    refusal: Refusal | None = None
+
+
 class Trainer:
     """Everything a run needs, made from its options.
 
@@ -87,8 +113,6 @@ class Trainer:
         warnings: what the console should say before the run.
         attention_run: the implementation of attention over micro-batches, and why it.
         sampler: how completions are drawn, and why so.
-        drift: the drift report of the newest step, or None where none was due.
-        alerts: what the console should warn of the newest step.
 
     Raises:
         ValueError: an option out of range, an unknown task, a mesh that does not match, an engine that cannot run here.
@@ -148,8 +172,6 @@ class Trainer:
         )
         self._evaluation = Evaluation(self.task, self.rewards, config.evaluation.num_prompts, self._completer, self.key)
         self.progress = Progress()
-        self.drift: StepDrift | None = None
-        self.alerts: list[str] = []
         self._step_watch = Watch(config.guards, self.sizes.completion)
         dtype = None if origin.decoder is None else origin.decoder.dtype
         self._watch = DriftWatch(self.sums, self._mode.vocab, self.tokenizer, f"mesh {mesh}", dtype)
@@ -196,8 +218,8 @@ class Trainer:
         engine = self.config.loss.engine
         try:
             self.sums.trace(self.state.params, self._padding())
-        except ValueError as error:
-            if engine == "auto" or not str(error).startswith(("engine:", "lse:")):
+        except EngineUnavailable as error:
+            if engine == "auto":
                 raise
             require(False, "--loss.engine", "an engine that can run here", f"{engine}: {error}")
 
@@ -245,33 +267,57 @@ class Trainer:
 
     # Reinforcement learning
 
-    def _next_documents(self) -> list[Document]:
-        """The next rollout, with the columns that the loss needs."""
-        params = self.state.params
-        documents = self.rollouts.next(params, self.progress.documents_seen)
+    def _take(self) -> _Taken:
+        """Draws the documents of the next step, and packs them; what is drawn beyond them waits for the one after.
+
+        All of a step is drawn before any of it is packed, so that the rounds do not depend on where a rollout ends.
+
+        Raises:
+            RewardFailed: a reward function is broken; nothing has been taken of the data.
+        """
+        number, started, counts = self.config.schedule.docs_per_step, time.perf_counter(), RolloutCounts()
+        source = self.rollouts.made, self.prompts.cursor, self.queue.documents
+        try:
+            while self.queue.lacks(number):
+                drawn = self.rollouts.next(self.state.params, self.progress.documents_seen)
+                counts += drawn.counts
+                if not drawn.groups:
+                    break
+                self.queue.add(self._scored(drawn.documents))
+            seconds = time.perf_counter() - started
+            rounds = self._rounds(number or len(self.queue.documents))
+            require_finite_inputs(rounds)
+            return _Taken(rounds, counts, seconds, time.perf_counter() - started)
+        except RewardFailed:
+            self.rollouts.made, self.prompts.cursor, self.queue.documents = source
+            raise
+        except RewardNotFinite as error:
+            refusal = Refusal(str(error))
+        except NotFinite as error:
+            # Of parameters that are not finite no log-prob is.
+            unsound = self.unsound()
+            refusal = error.refusal if unsound is None else Refusal(unsound)
+        seconds = time.perf_counter() - started
+        return _Taken([], counts, seconds, seconds, refusal)
+
+    def _scored(self, documents: list[Document]) -> list[Document]:
+        """The documents with the columns that the loss needs."""
         if self.config.rollout.rescore:
-            documents = scoring.rescored(documents, self.sums, params, self._packing)
+            documents = scoring.rescored(documents, self.sums, self.state.params, self._packing)
         if self._kl_in_loss:
             documents = scoring.with_reference(documents, self.sums, self.reference, self._packing)
         return documents
 
-    def _collected(self) -> CollectedStep[Round]:
-        """The rounds of the next step; what is drawn beyond them waits for the one after.
-
-        All of a step is drawn before any of it is packed, so that the rounds do not depend on where a rollout ends.
-        """
-        number, started = self.config.schedule.docs_per_step, time.perf_counter()
-        while self.queue.lacks(number) and (documents := self._next_documents()):
-            self.queue.add(documents)
-        self._rollout_seconds = time.perf_counter() - started
-        number = number or len(self.queue.documents)
+    def _rounds(self, number: int) -> list[Round]:
+        """Rounds until their documents reach the number, or until none waits."""
         # The last round of a step would hold more documents on one mesh than on another.
         at_most = number if self.config.invariant else None
-        return DocumentSchedule(number).collect(
+        collected = DocumentSchedule(number).collect(
             [self.queue.rounds(self._step_packing, at_most)],
             padding=self._step_packing.padding(),
             all_reduce=processes().require_equal_counts,
         )
+        return [each for (each,) in collected.micro_batches]
 
     def _known_lse(self, rounds: list[Round]) -> list[Round]:
         """Rounds, without log-sum-exps that come from other parameters than those about to be updated."""
@@ -283,72 +329,60 @@ class Trainer:
             return rounds
         return [each.leaving_out(scoring.ON_POLICY_COLUMNS) for each in rounds]
 
-    def train_step(self) -> tuple[dict[str, Any] | None, bool]:
+    def train_step(self) -> StepResult | None:
         """One optimizer step, or its refusal: whatever is not finite, parameters and optimizer state stay as they are.
 
         Returns:
-            Its metrics (None if the data had ended before it), and whether the data has ended.
+            What it has done; None if the data had ended before it.
 
         Raises:
             RewardFailed: a reward function is broken; nothing has been taken of the data, as if the step had not begun.
         """
         started = time.perf_counter()
-        self._rollout_seconds, self.rollouts.counts, self.drift = 0.0, RolloutCounts(), None
-        source = self.rollouts.made, self.prompts.cursor, self.queue.documents
-        try:
-            collected = self._collected()
-            waited = time.perf_counter() - started
-            require_finite_inputs([each for (each,) in collected.micro_batches])
-        except RewardFailed:
-            self.rollouts.made, self.prompts.cursor, self.queue.documents = source
-            raise
-        except RewardNotFinite as found:
-            return self._counted({}, str(found), started), False
-        except NotFinite as found:
-            # Of parameters that are not finite no log-prob is.
-            return self._counted({}, self.unsound() or found.sentence(self.tokenizer), started), False
-        if not collected.micro_batches:
-            return None, True
-        rounds = self._known_lse([each for (each,) in collected.micro_batches])
-        self.drift = self._drift(rounds)
+        taken = self._take()
+        if taken.refusal is not None:
+            return self._result({}, taken, started)
+        if not taken.rounds:
+            return None
+        rounds = self._known_lse(taken.rounds)
+        drift = self._drift(rounds)
         total = self.sums.sums_of(self.state.params, rounds, self.progress.documents_seen)
         self.state, applied = self.update(self.state, total)
         applied = jax.device_get(applied)
-        refused = None if applied.applied else self._why_refused(applied, rounds)
-        self.progress.documents_seen += collected.num_documents
-        tokens = sum(each.num_tokens for each in rounds)
+        if not applied.applied:
+            taken = taken._replace(refusal=why_refused(applied.sound, self.state, rounds, self.update, self.sums))
+        documents = sum(each.num_documents for each in rounds)
+        self.progress.documents_seen += documents
         values = {
             **self._values_of(applied),
-            "num_documents": collected.num_documents,
+            "num_documents": documents,
             "micro_batches": len(rounds),
-            "tokens": tokens,
-            "data_wait_seconds": waited,
+            "tokens": sum(each.num_tokens for each in rounds),
+            "data_wait_seconds": taken.wait_seconds,
         }
-        return self._counted(values, refused, started), collected.exhausted
+        return self._result(values, taken, started, drift)
 
-    def _counted(self, values: dict[str, Any], refused: str | None, started: float) -> dict[str, Any]:
-        """The metrics of a step that is over, with those that every step has."""
-        progress, counts = self.progress, self.rollouts.counts
+    def _result(
+        self, values: dict[str, Any], taken: _Taken, started: float, drift: StepDrift | None = None
+    ) -> StepResult:
+        """Counts a step that is over, and adds the metrics that every step has."""
+        progress, refused = self.progress, taken.refusal is not None
+        refusal = taken.refusal.sentence(self.tokenizer) if taken.refusal else None
         progress.step += 1
-        progress.refused = 0 if refused is None else progress.refused + 1
-        seconds = time.perf_counter() - started - (0.0 if self.drift is None else self.drift.seconds)
-        tokens = values.get("tokens", 0)
+        progress.refused = progress.refused + 1 if refused else 0
+        seconds = time.perf_counter() - started - (0.0 if drift is None else drift.seconds)
         values = {
             **values,
-            "update_applied": int(refused is None),
-            **({} if refused is None else {"refused": refused}),
+            "update_applied": int(not refused),
+            **({"refused": refusal} if refused else {}),
             "documents_seen": progress.documents_seen,
-            "rollout_seconds": self._rollout_seconds,
+            "rollout_seconds": taken.rollout_seconds,
             "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            **counts.metrics(),
+            "tokens_per_second": values.get("tokens", 0) / seconds,
+            **taken.counts.metrics(),
         }
-        refusal = [] if refused is None else [f"step {progress.step} is refused: {refused}"]
-        self.alerts = refusal + self._step_watch.warnings(progress.step, values, counts)
-        return values
-
-    def _why_refused(self, applied: AppliedStep, rounds: list[Round]) -> str:
-        return why_refused(applied.sound, self.state, rounds, self.update, self.sums, self.tokenizer)
+        warnings = self._step_watch.warnings(progress.step, values, taken.counts)
+        return StepResult(values, refusal, drift, tuple(warnings))
 
     def unsound(self) -> str | None:
         """A phrase that names what of parameters and optimizer state is not finite; None where all is."""

@@ -92,6 +92,6 @@ class WarmStart:
         state, applied = update(state, total)
         if not applied.applied:
             sound = jax.device_get(applied.sound)
-            found = why_refused(sound, state, rounds, update, self.sums, self.examples.tokenizer)
-            raise GuardAbort(f"warm start step {step}: {found}")
+            found = why_refused(sound, state, rounds, update, self.sums)
+            raise GuardAbort(f"warm start step {step}: {found.sentence(self.examples.tokenizer)}")
         return state, {"loss": float(applied.loss), "grad_norm": float(applied.grad_norm)}

@@ -14,7 +14,7 @@ from jaxlogp._compat import AxisName, automatic_axes, leading_spec, require_chec
 from jaxlogp._reduce import WeightedSum
 from jaxlogp._stats import TokenLogProbs
 from jaxlogp._vocab import VocabShards
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import EngineUnavailable, describe, require
 from jaxlogp.head.api import (
     cotangents_of,
     differentiable_once,
@@ -236,7 +236,8 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
     if known_lse:
         refusal = engine.why_not_known_lse(call)
         expected = "None where engine, call or loss do not allow a backward from it"
-        require(refusal is None, "lse", expected, f"an array, but {engine.name}: {refusal}")
+        if refusal is not None:
+            raise EngineUnavailable(f"lse: expected {expected}, got an array, but {engine.name}: {refusal}")
         return KNOWN_LSE
     if engine.reduces_gradients:
         refusal = "it sums gradients over mesh axes in its own order"

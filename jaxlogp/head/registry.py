@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxlogp._targets import LocalTargets
 from jaxlogp._vocab import VocabShards
-from jaxlogp.errors import describe, require
+from jaxlogp.errors import EngineUnavailable, describe, require
 from jaxlogp.head.call import HeadCall, check_operands
 from jaxlogp.head.chunked.engine import ChunkedEngine
 from jaxlogp.head.engine import Engine
@@ -107,13 +107,15 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
         call: the call; only shapes, dtypes and static properties matter.
 
     Raises:
-        ValueError: if a name is unknown or no engine takes the call; the message has the reasons.
+        ValueError: if a name is unknown.
+        EngineUnavailable: if no engine takes the call; the message has the reasons.
     """
     automatic = isinstance(engine, str) and engine == "auto"
     if isinstance(engine, str | Engine) and not automatic:
         chosen = named_engine(engine)
         refusal = _why_not(chosen, call)
-        require(refusal is None, "engine", f"a call that {chosen.name!r} takes", refusal)
+        if refusal is not None:
+            raise EngineUnavailable(f"engine: expected a call that {chosen.name!r} takes, got {refusal}")
         return chosen, "named by the caller"
     candidates = AUTOMATIC if automatic else _sequence(engine)
     refusals = []
@@ -123,7 +125,7 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
         if refusal is None:
             return candidate, "; ".join([f"{'auto' if automatic else 'first of the sequence that can'}", *refusals])
         refusals.append(f"{candidate.name} not used: {refusal}")
-    raise ValueError(f"engine: expected an engine that takes the call, got {'; '.join(refusals)}")
+    raise EngineUnavailable(f"engine: expected an engine that takes the call, got {'; '.join(refusals)}")
 
 
 def _why_not(engine: Engine, call: HeadCall) -> str | None:

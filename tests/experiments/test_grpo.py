@@ -147,8 +147,7 @@ def test_a_row_length_that_is_not_given_fits_the_longest_document(runs, tmp_path
     trainer = set_up(tiny(runs, "long", task=f"jsonl:{path}", schedule={"row_length": None})).trainer
     # Start token, 91 characters, one digit, end token.
     assert trainer.sizes.row == 94
-    record, _ = trainer.train_step()
-    assert record["num_documents"] == 64
+    assert trainer.train_step().metrics["num_documents"] == 64
 
 
 def test_evaluate_reproduces_the_final_scores(plain, capsys):

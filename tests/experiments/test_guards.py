@@ -43,7 +43,7 @@ def made(tmp_path_factory):
     verifier = Verifier()
     out = tmp_path_factory.mktemp("guards")
     trainer = set_up(tiny(out, "run", warm_start={"max_steps": 0}), reward=verifier).trainer
-    assert trainer.train_step()[0]["update_applied"] == 1
+    assert trainer.train_step().refusal is None
     return trainer, verifier
 
 
@@ -64,12 +64,11 @@ def state_bytes(trainer):
 def refusal(trainer):
     """What the next step is refused for; no bit of the state may have changed, nor may any count but that of steps."""
     before, counts = state_bytes(trainer), (trainer.progress.step, trainer.progress.refused)
-    values, ended = trainer.train_step()
-    assert state_bytes(trainer) == before and not ended
-    assert values["update_applied"] == 0
+    result = trainer.train_step()
+    assert state_bytes(trainer) == before
+    assert result.metrics["update_applied"] == 0 and result.metrics["refused"] == result.refusal
     assert (trainer.progress.step, trainer.progress.refused) == (counts[0] + 1, counts[1] + 1)
-    assert trainer.alerts[0] == f"step {counts[0] + 1} is refused: {values['refused']}"
-    return values["refused"]
+    return result.refusal
 
 
 def planted(tree, name, value):
@@ -239,7 +238,7 @@ def test_a_reward_that_is_not_finite_refuses_the_step(trainer, made, value):
     found = refusal(trainer)
     assert found.startswith("reward 'odd': expected a finite number for document 0 (prompt '") and repr(value) in found
     made[1].answer = None
-    assert trainer.train_step()[0]["update_applied"] == 1 and trainer.progress.refused == 0
+    assert trainer.train_step().metrics["update_applied"] == 1 and trainer.progress.refused == 0
 
 
 @pytest.mark.bad_input

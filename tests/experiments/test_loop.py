@@ -18,7 +18,7 @@ from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import loop
 from experiments.training.evaluation import ExactMatch
-from experiments.training.trainer import Progress
+from experiments.training.trainer import Progress, StepResult
 from tests.experiments.tiny import contents, tiny
 
 
@@ -35,7 +35,7 @@ class Counter:
 
     def __init__(self, out, steps=6, **changes):
         self.config = tiny(out, "run", schedule={"steps": steps}, evaluation={"every": 2}, **changes)
-        self.progress, self.drift, self.alerts = Progress(), None, []
+        self.progress = Progress()
         self.state = jnp.float32(0)
         self.at, self.refuse, self.damage = {}, (), {}
 
@@ -58,13 +58,12 @@ class Counter:
     def train_step(self):
         step = self.progress.step + 1
         self._now(f"step {step}")
-        self.progress.step, self.alerts = step, []
+        self.progress.step = step
         if step in self.refuse:
             self.progress.refused += 1
-            self.alerts = [f"step {step} is refused: loss not finite"]
-            return {"update_applied": 0, "refused": "loss not finite"}, False
+            return StepResult({"update_applied": 0, "refused": "loss not finite"}, "loss not finite")
         self.state, self.progress.refused = self.state * 2 + 1, 0
-        return {"loss": float(self.state), "update_applied": 1}, False
+        return StepResult({"loss": float(self.state), "update_applied": 1})
 
     def unsound(self):
         return self.damage.get(f"unsound {self.progress.step}")

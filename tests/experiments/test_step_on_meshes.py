@@ -49,7 +49,7 @@ def trainer_on(mesh, **changes):
 
 
 def two_steps(trainer):
-    return [trainer.train_step()[0] for _ in range(2)], jax.device_get(jax.tree.leaves(trainer.state.params))
+    return [trainer.train_step().metrics for _ in range(2)], jax.device_get(jax.tree.leaves(trainer.state.params))
 
 
 @functools.cache

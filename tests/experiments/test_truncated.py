@@ -67,17 +67,15 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
 def test_rollouts_are_counted():
     made = rollouts()
     assert RolloutCounts().metrics() == {}
-    made.next(None, 0)
-    once = made.counts.metrics()
-    made.next(None, 0)
-    twice = made.counts.metrics()
+    first = made.next(None, 0).counts
+    once, twice = first.metrics(), (first + made.next(None, 0).counts).metrics()
     wanted = {"degenerate_groups": 0.0, "truncated_share": 0.25, "completion_length_mean": 2.5}
     assert once == {**wanted, "truncated_completions": 2, "reward/digits": 1.75, "reward/ended": 0.75}
     assert twice == {**once, "truncated_completions": 4}
 
 
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
-    plain, masked = rollouts().next(None, 0), rollouts(mask_truncated=True).next(None, 0)
+    plain, masked = (rollouts(mask_truncated=each).next(None, 0).documents for each in (False, True))
     assert [document.num_labels for document in plain[:4]] == [2, 3, 3, 2], "without the option nothing is masked"
     for number, (one, other) in enumerate(zip(plain, masked, strict=True)):
         cut = number % 4 == 2
@@ -101,7 +99,7 @@ def sums(documents, loss):
 @pytest.mark.parametrize(("loss", "count"), [(grpo(), 2 * 7), (grpo_paper(), 8)])
 def test_labels_are_divided_by_what_is_left_and_documents_by_all(loss, count):
     """Two groups of 2, 3, (3 masked) and 2 labels; the clipped objective of a label is min(2 A, 1.2 A)."""
-    found = sums(rollouts(mask_truncated=True).next(None, 0), loss)
+    found = sums(rollouts(mask_truncated=True).next(None, 0).documents, loss)
     labels, advantages = np.array([2, 3, 0, 2]), np.array([-0.625, 0.375, 0.875, -0.625])
     of_label = -np.minimum(2 * advantages, 1.2 * advantages)
     total = 2 * np.sum(of_label * (labels if loss == grpo() else labels > 0))

@@ -46,9 +46,7 @@ def warnings_of(made, steps):
     """What is warned of, by step."""
     watch, found = Watch(GuardsConfig(), SIZES.completion), {}
     for step in range(1, steps + 1):
-        made.counts = RolloutCounts()
-        made.next(None, 0)
-        for warning in watch.warnings(step, {}, made.counts):
+        for warning in watch.warnings(step, {}, made.next(None, 0).counts):
             found[step] = warning
     return found
 
@@ -136,13 +134,13 @@ def test_further_prompts_take_the_place_of_groups_without_a_difference():
     order = [TASK.example(index, "train").prompt for index in range(12)]
     reward, seen = differs_for({order[1], *order[5:8], order[8], order[11]})
     made = rollouts(reward=reward, resample_degenerate=True)
-    documents = made.next(None, 0)
+    drawn = made.next(None, 0)
+    documents, values = drawn.documents, drawn.counts.metrics()
     prompts = [TOKENIZER.decode(each.tokens[: each.label_positions[0]].tolist()) for each in documents]
     wanted = [order[1], *order[5:8]]
     assert [prompt.strip() for prompt in prompts] == [each for each in wanted for _ in range(COPIES)]
     assert all(document.advantages != 0.0 for document in documents)
     assert (made.made, made._prompts.cursor) == (2, 8), "all that a resume needs"
-    values = made.counts.metrics()
     assert values["degenerate_groups"] == 4 / 8 and values["resampled_rollouts"] == 1
     assert values["filled_groups"] == values["unused_groups"] == 0
     assert "resampled_rollouts" not in RolloutCounts(groups=1, completions=1).metrics()
@@ -152,17 +150,18 @@ def test_what_is_drawn_beyond_the_number_is_counted():
     order = [TASK.example(index, "train").prompt for index in range(8)]
     reward, _ = differs_for(set(order) - {order[0]})
     made = rollouts(reward=reward, resample_degenerate=True)
-    assert len(made.next(None, 0)) == PROMPTS * COPIES
-    assert made.counts.metrics()["unused_groups"] == 3
+    drawn = made.next(None, 0)
+    assert len(drawn.documents) == PROMPTS * COPIES
+    assert drawn.counts.metrics()["unused_groups"] == 3
 
 
 def test_the_bound_is_kept_and_groups_without_a_difference_fill_the_rest():
     order = [TASK.example(index, "train").prompt for index in range(12)]
     reward, seen = differs_for({order[6]})
     made = rollouts(reward=reward, resample_degenerate=True, max_resamples=2)
-    documents = made.next(None, 0)
+    drawn = made.next(None, 0)
+    documents, values = drawn.documents, drawn.counts.metrics()
     assert len(documents) == PROMPTS * COPIES and made.made == 3
     assert [document.advantages != 0.0 for document in documents] == [True] * 2 + [False] * 6
-    values = made.counts.metrics()
     assert values["resampled_rollouts"] == 2 and values["filled_groups"] == 3
     assert values["degenerate_groups"] == 11 / 12

@@ -1,6 +1,7 @@
-"""Numbers that are not finite, with the documents that they were found in."""
+"""Why a step is refused: what is not finite, and the documents that it was found in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,21 +14,32 @@ SHOWN = 100
 """Characters of a prompt that it shows."""
 
 
-class NotFinite(ValueError):
-    """Numbers of some documents, such as "log-probs of the sampler", that cannot be trained on, with their prompts."""
+@dataclass(frozen=True)
+class Refusal:
+    """What a step is refused for, such as "parameters not finite in lm_head", and the prompts of the documents that it was
+    found in, by their numbers."""
 
-    def __init__(self, what: str, prompts: dict[int, list[int]]) -> None:
-        super().__init__(f"{what}: expected finite numbers, got others in {len(prompts)} documents")
-        self.what, self.prompts = what, prompts
+    what: str
+    prompts: Mapping[int, list[int]] = field(default_factory=dict)
 
     def sentence(self, tokenizer: Tokenizer) -> str:
-        """What is not finite, and in which documents."""
+        """Returns what is wrong, and in which documents."""
+        if not self.prompts:
+            return self.what
         named = ", ".join(
             f"document {number} (prompt {tokenizer.decode(prompt)[:SHOWN]!r})"
             for number, prompt in list(self.prompts.items())[:NAMED]
         )
         more = len(self.prompts) - NAMED
-        return f"{self.what} not finite in {named}" + (f" and {more} more" if more > 0 else "")
+        return f"{self.what} in {named}" + (f" and {more} more" if more > 0 else "")
+
+
+class NotFinite(ValueError):
+    """Numbers of some documents cannot be trained on."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"{refusal.what} in {len(refusal.prompts)} documents")
+        self.refusal = refusal
 
 
 def require_finite(what: str, values: Sequence[np.ndarray], prompt: Callable[[int], list[int]]) -> None:
@@ -37,7 +49,8 @@ def require_finite(what: str, values: Sequence[np.ndarray], prompt: Callable[[in
         NotFinite: some are not.
     """
     if values and not _finite(np.concatenate(values)):
-        raise NotFinite(what, {number: prompt(number) for number, each in enumerate(values) if not _finite(each)})
+        prompts = {number: prompt(number) for number, each in enumerate(values) if not _finite(each)}
+        raise NotFinite(Refusal(f"{what} not finite", prompts))
 
 
 def prompt_of(document: Document) -> list[int]:
