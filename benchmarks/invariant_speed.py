@@ -157,20 +157,20 @@ def measure(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Meas
     for _ in range(config.steps):
         result = trainer.train_step()
         assert result is not None and result.refusal is None, result
-        jax.block_until_ready(trainer.state)
+        jax.block_until_ready(trainer.learner.state)
         records.append(result.metrics)
     later = records[1:] or records
     rollout = min(record["rollout_seconds"] for record in later)
     rest = min(record["step_seconds"] - record["rollout_seconds"] for record in later)
     drift = max(record["drift_max"] for record in records)
-    run = trainer.sums.head_run
+    run = trainer.learner.gradients.head_run
     engine = "" if run is None else run.engine
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
     first = records[0]["step_seconds"]
     mode = "invariant" if invariant else "plain"
-    digest = digest_of(trainer.state)
+    digest = digest_of(trainer.learner.state)
     losses = [float(record["loss"]) for record in records]
-    leaves = digests_of(trainer.state.params)
+    leaves = digests_of(trainer.learner.state.params)
     if config.parts and invariant:
         print_parts(trainer)
     return Measured(mode, mesh, trainer.sizes.rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
@@ -189,13 +189,13 @@ def print_parts(trainer: Trainer) -> None:
 
         return call
 
-    sums: Any = trainer.sums
+    sums: Any = trainer.learner.gradients
     programs = sums._programs
     objects = ((programs, ("load", "body", "head", "head_vjp")), (sums, ("_loss", "_leaf", "_add")))
     for owner, names in objects:
         for name in names:
             setattr(owner, name, timed(name.strip("_"), getattr(owner, name)))
-    trainer.update = timed("update", trainer.update)
+    trainer.learner._update = timed("update", trainer.learner._update)
     result = trainer.train_step()
     assert result is not None, "the task is endless"
     rollout, step = (result.metrics[name] for name in ("rollout_seconds", "step_seconds"))

@@ -8,14 +8,14 @@ from flax import nnx
 from jax.stages import Compiled
 
 from experiments.config import OptimizerConfig
+from experiments.learner.backend import StepGradient
+from experiments.learner.gradients import GspmdGradients
+from experiments.learner.objectives import PolicyObjective
+from experiments.learner.packing import Packing, Round
+from experiments.learner.update import TrainState, Update
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, document_axis, make_mesh
-from experiments.sampling.packing import Packing, Round
-from experiments.training.micro_batch_sums import MicroBatchSums
-from experiments.training.objectives import PolicyObjective
-from experiments.training.sums import MicroSums
-from experiments.training.update import TrainState, Update
 from jaxlogp import Document
 from jaxlogp.losses import grpo
 
@@ -74,14 +74,14 @@ class Step:
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         objective = PolicyObjective(grpo(), "with_entropy", document_axis(mesh))
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
-        self.sums = MicroBatchSums(graph, mesh, objective, **options)
+        self.sums = GspmdGradients(graph, mesh, objective, **options)
         self.update = Update(OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS), self.sums.place)
         self.state: TrainState = self.update.init(params)
         self.rounds = packed_rounds(rows, config.vocab_size, spec.ranks)
 
-    def __call__(self) -> MicroSums:
+    def __call__(self) -> StepGradient:
         """One step; what it returns is ready when the step is done."""
-        sums = self.sums.sums_of(self.state.params, self.rounds, 0)
+        sums = self.sums.accumulate(self.state.params, self.rounds, 0)
         self.state, applied = self.update(self.state, sums)
         return applied
 

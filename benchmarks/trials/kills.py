@@ -122,7 +122,7 @@ class Run:
     def state(self) -> tuple[dict[str, bytes], dict]:
         """Every array and every counter of the newest checkpoint, and the scores."""
         trainer = load(EvaluateConfig(run=str(self.path)))
-        leaves = jax.tree_util.tree_leaves_with_path(trainer.state)
+        leaves = jax.tree_util.tree_leaves_with_path(trainer.learner.state)
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
         # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
         progress = {name: value for name, value in vars(trainer.progress).items() if name != "evaluated"}

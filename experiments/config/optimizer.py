@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 
-from experiments.training.optimizers import ELEMENTWISE, OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
+from experiments.learner.optimizers import ELEMENTWISE, OPTIMIZERS, SCHEDULES, Optimizer, learning_rate
 from jaxlogp.errors import require
 
 

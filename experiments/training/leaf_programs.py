@@ -121,9 +121,9 @@ class LeafPrograms:
         """Log-probs and entropies of each rank's tokens."""
         join = self.ranks.join
         operands = (join(hidden), loaded.rows, join(targets), join(mask))
-        # Only one program with collectives in flight at a time, as in MicroBatchSums.
+        # Only one program with collectives in flight at a time, as in GspmdGradients.
         result = jax.block_until_ready(self._head(*operands))
-        return [TokenLogProbs(*each) for each in zip(*map(self.ranks.pieces, result), strict=True)]
+        return [TokenLogProbs(*each) for each in zip(*map(self.ranks.pieces, result[:2]), strict=True)]
 
     def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
         """Gradients of each rank's hidden states, and of the head [1, V, H] from that rank alone.
@@ -153,7 +153,7 @@ class LeafPrograms:
 
     def _local_log_probs(self, hidden, rows, targets, mask) -> TokenLogProbs:
         layout = {"axis_name": TENSOR_AXIS, "vocab": self._shards(), "engine": self._engine}
-        options = {"with_entropy": True, "with_lse": True, **self.spec.keywords(), **layout}
+        options = {"with_entropy": True, **self.spec.keywords(), **layout}
         with record_head_runs() as runs:
             result = linear_log_probs(hidden, rows, targets, mask=mask, **options)
         self.head_run = runs[0]

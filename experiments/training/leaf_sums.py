@@ -21,20 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from experiments.learner.backend import StepGradient, add_gradients
+from experiments.learner.objectives import Objective
+from experiments.learner.packing import Round
 from experiments.models.placement import on_device
-from experiments.sampling.packing import Round
 from experiments.training.leaf_exchange import LeafExchange
 from experiments.training.leaf_programs import LeafPrograms, Loaded
-from experiments.training.objectives import Objective
-from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
 
 
 class LeafSums:
-    """Sums of a step in one fixed order; see `experiments.training.sums.GradientSums`."""
+    """Sums of a step in one fixed order; see `experiments.learner.backend.GradientBackend`."""
 
     def __init__(self, programs: LeafPrograms, objective: Objective) -> None:
         self._programs, self._objective = programs, objective
@@ -42,16 +42,16 @@ class LeafSums:
         self.compiler_options = options = programs.compiler_options
         self._loss = jax.jit(self._one_loss, compiler_options=options)
         self._leaf = jax.jit(self._one_leaf, compiler_options=options)
-        self._add = jax.jit(add_sums, donate_argnums=0, compiler_options=options)
+        self._add = jax.jit(add_gradients, donate_argnums=0, compiler_options=options)
 
     @property
     def head_run(self) -> HeadRun | None:
-        """See `GradientSums`."""
+        """See `GradientBackend`."""
         return self._programs.head_run
 
     @property
     def num_compilations(self) -> int:
-        """See `GradientSums`; 1 per data rank, whatever the number of leaves."""
+        """See `GradientBackend`; 1 per data rank, whatever the number of leaves."""
         compiled: Any = self._loss
         return compiled._cache_size()
 
@@ -60,26 +60,25 @@ class LeafSums:
         return on_device(tree, self._programs.ranks.home)
 
     def trace(self, params: nnx.State, padding: Round) -> None:
-        """See `GradientSums`."""
+        """See `GradientBackend`."""
         self._programs.trace(padding.packing.rows, padding.packing.row_length)
 
     def ahead(self, params: nnx.State, padding: Round) -> None:
-        """See `GradientSums`; several programs a leaf."""
+        """See `GradientBackend`; several programs a leaf."""
 
-    def sums_of(self, params: nnx.State, rounds: Iterable[Round], documents_seen: int) -> MicroSums | None:
+    def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
         """Every round's leaves in the order of their documents, folded neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
         for each in rounds:
-            for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), documents_seen)):
+            for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), version)):
                 tree.push(leaf)
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
 
-    def score(self, params: nnx.State, scored: Round) -> Scores:
-        """See `GradientSums`."""
+    def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        """See `GradientBackend`."""
         _, _, values = self._values_of_leaves(self._programs.load(params), self._placed(scored))
-        columns = (self._programs.ranks.on_host(column) for column in zip(*values, strict=True))
-        return Scores(*(column.reshape(scored.shape) for column in columns))
+        return self._programs.ranks.on_host([value.log_probs for value in values]).reshape(scored.shape)
 
     def _placed(self, leaves: Round) -> list[MicroBatch]:
         """The leaf of each data rank that this process computes, on its device."""
@@ -94,7 +93,7 @@ class LeafSums:
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 
-    def _sums_of_leaves(self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int) -> list[MicroSums]:
+    def _sums_of_leaves(self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int) -> list[StepGradient]:
         """The sums of one leaf of each data rank; every array has a first dimension of 1."""
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
         seen = np.int32(documents_seen)
@@ -110,18 +109,18 @@ class LeafSums:
         """Loss, metric terms and drift of one leaf, and the loss sum's gradient with respect to log-probs and entropies."""
 
         def total(log_probs, entropy):
-            parts = self._objective.of_values(TokenLogProbs(log_probs, entropy), batch, documents_seen)
+            parts = self._objective.from_log_probs(TokenLogProbs(log_probs, entropy), batch, documents_seen)
             return parts.loss.sum, parts
 
         cotangents, parts = jax.grad(total, argnums=(0, 1), has_aux=True)(values.log_probs, values.entropy)
         return parts, cotangents
 
-    def _one_leaf(self, params, inputs, parts, d_hidden, d_weight) -> MicroSums:
+    def _one_leaf(self, params, inputs, parts, d_hidden, d_weight) -> StepGradient:
         """The gradient of one leaf, including the head's, with the leaf's other sums."""
         loss, terms, drift = parts
         d_params = self._programs.body_vjp(params, inputs, d_hidden)
         d_params = add_to(d_params, self._programs.config.head_name, d_weight[0])
-        sums = MicroSums(StepSums.of(d_params, loss, terms), drift)
+        sums = StepGradient(StepSums.of(d_params, loss, terms), drift)
         # A leaf of padding is neutral in the tree only if no sum is -0.0.
         return jax.tree.map(lambda x: _no_negative_zero(x)[None], sums)
 

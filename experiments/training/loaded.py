@@ -56,7 +56,7 @@ def restored(
     for warning in changed_since(began_with, now):
         console.warn(warning)
     trainer.restore(SavedRun(folder, identity_of_run(folder, stored)), console, step)
-    unsound = trainer.unsound()
+    unsound = trainer.learner.fault()
     if unsound is not None:
         console.warn(f"checkpoint step {trainer.progress.step}: {unsound} (an older one: RUN@STEP)")
     return trainer
@@ -100,7 +100,7 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
         trainer = restored(given)
         decoder = trainer.origin.decoder
         assert decoder is not None, "a run of another model has been refused"
-        params, lora = trainer.state.params, decoder.lora
+        params, lora = trainer.learner.state.params, decoder.lora
         if lora.rank:
             params, decoder = merged(params, trainer.frozen, lora.scale), replace(decoder, lora=LoraConfig())
         return Loaded(params, decoder, trainer.tokenizer, trainer.origin.pretrained)

@@ -20,7 +20,7 @@ from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.runs.store import FollowedStore, RunStore, open_store
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training.evaluation import ExactMatch
-from experiments.training.trainer import StepResult, Trainer
+from experiments.training.trainer import StepRecord, Trainer
 from jaxlogp.errors import require
 
 
@@ -53,7 +53,7 @@ def run_to_end(
             before = None
             if resumed and store.begun:
                 before = trainer.restore(store, console, step)
-                found, at = trainer.unsound(), f"checkpoint step {trainer.progress.step}"
+                found, at = trainer.learner.fault(), f"checkpoint step {trainer.progress.step}"
                 require(found is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", found)
             else:
                 _require_unbegun(folder)
@@ -142,7 +142,7 @@ class Loop:
     def _step(self) -> bool:
         """One step with its records; False if the data had ended before it."""
         trainer = self._trainer
-        result: StepResult | None = self._with_rewards(trainer.train_step)
+        result: StepRecord | None = self._with_rewards(trainer.train_step)
         if result is None:
             self._exhausted = True
             return False
@@ -150,8 +150,8 @@ class Loop:
         self._metrics.write(step, "train", result.metrics)
         self._console.step(step, result.metrics)
         if result.drift is not None:
-            self._metrics.write(step, "drift", result.drift.metrics())
-            for line in str(result.drift).splitlines():
+            self._metrics.write(step, "drift", result.drift.metrics(trainer.tokenizer))
+            for line in result.drift.lines(trainer.tokenizer):
                 self._console.say(f"step {step}: {line}")
         if result.refusal is not None:
             self._console.warn(f"step {step} is refused: {result.refusal}")
@@ -169,7 +169,7 @@ class Loop:
             trainer.progress.refused = 0
             self._abort(f"step {step} is the last of {refused} refused in a row: {refusal}")
         if options.replica_every and step % options.replica_every == 0:
-            self._require(step, "copies differ", trainer.differing_copies())
+            self._require(step, "copies differ", trainer.learner.mismatch())
 
     def _evaluate_if_due(self) -> ExactMatch | None:
         """An evaluation where this step has one that is not made yet."""
@@ -198,9 +198,9 @@ class Loop:
         """A checkpoint of this step, unless there is one; never of a state that cannot be trained on."""
         step, trainer = self._trainer.progress.step, self._trainer
         if step != self._saved_step:
-            self._require(step, "not saved", trainer.unsound())
+            self._require(step, "not saved", trainer.learner.fault())
             if trainer.config.guards.replica_every:
-                self._require(step, "not saved, copies differ", trainer.differing_copies())
+                self._require(step, "not saved, copies differ", trainer.learner.mismatch())
             self._console.say(f"step {step}: saving a checkpoint")
             trainer.save(self._store, self._before)
             self._saved_step, self._saved_at = step, time.monotonic()

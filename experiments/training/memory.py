@@ -82,8 +82,8 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
 
 def memory_need(trainer: Trainer) -> MemoryNeed:
     """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
-    state, params = _state(trainer), trainer.state.params
-    programs = trainer.ahead()
+    state, params = _state(trainer), trainer.learner.state.params
+    programs = trainer.learner.programs()
     if programs is None:
         return MemoryNeed(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
@@ -111,16 +111,16 @@ def memory_need(trainer: Trainer) -> MemoryNeed:
 
 
 def _state(trainer: Trainer) -> int:
-    params = bytes_a_device(trainer.state.params)
+    params = bytes_a_device(trainer.learner.state.params)
     held = params + bytes_a_device(trainer.frozen)
     if trainer.sampled_frozen is not trainer.frozen:
         # A copy for rollouts on a mesh of their own.
         held += bytes_a_device(trainer.sampled_frozen)
-    steps = bytes_a_device(trainer.state.opt_state) + (params if trainer.has_reference else 0)
+    steps = bytes_a_device(trainer.learner.state.opt_state) + (params if trainer.has_reference else 0)
     if not trainer.warm_start_to_come:
         return held + steps
     # It has an optimizer of its own, and no reference yet.
-    moments = params * total_bytes(trainer.warm_start_moments()) // total_bytes(trainer.state.params)
+    moments = params * total_bytes(trainer.warm_start_moments()) // total_bytes(trainer.learner.state.params)
     return held + max(steps, moments)
 
 

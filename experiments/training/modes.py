@@ -9,6 +9,10 @@ from flax import nnx
 
 from experiments.config import Config
 from experiments.config.invariance import head_here
+from experiments.learner.backend import Backend
+from experiments.learner.gradients import GspmdGradients
+from experiments.learner.objectives import Objective
+from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device, placed
 from experiments.models.sharding import on_one_device, parameter_shardings
@@ -24,42 +28,26 @@ from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_ranks import LeafRanks
 from experiments.training.leaf_sums import LeafSums
-from experiments.training.micro_batch_sums import MicroBatchSums
-from experiments.training.objectives import Objective
 from experiments.training.origin import Origin
-from experiments.training.replicas import Replicas
-from experiments.training.sums import GradientSums
-from jaxlogp import VocabShards
 from jaxlogp.errors import require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 from jaxlogp.head.registry import default_shards
 
 
-class Mode(Protocol):
+class Mode(Backend, Protocol):
     """A way to compute the same run.
 
     Attributes:
         mesh: the device mesh of the training.
-        params: the model's first parameters, those that are trained.
-        frozen: what is not trained.
-        sampled_frozen: the same where rollouts are drawn, a copy on a mesh of their own.
+        sampled_frozen: what is not trained, where rollouts are drawn, a copy on a mesh of their own.
         leaf_rows: rows of a micro-batch, each with a document of its own; None where documents share rows.
-        vocab: the shards of the head's vocabulary over the tensor ranks.
-        replicas: compares copies of the training's state.
         sampler: how completions are drawn, and why so.
     """
 
     mesh: jax.sharding.Mesh
-    params: nnx.State
-    frozen: nnx.State
     sampled_frozen: nnx.State
     leaf_rows: int | None
-    vocab: VocabShards
-    replicas: Replicas
     sampler: str
-
-    def sums(self, objective: Objective, temperature: float) -> GradientSums:
-        """Gradient sums of an objective."""
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """A way to draw completions."""
@@ -85,19 +73,25 @@ class PlainMode:
         # Adapters are of projections.
         self._frozen_head = origin.decoder is not None and origin.decoder.lora.rank > 0
         parts = origin.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
-        self._graph, self.params, self.frozen = parts
+        self._graph, self._params, self.frozen = parts
         self._sampled_graph = origin.graph(self._rollout_mesh)
         with refused_as("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
-            places = [parameter_shardings(state, self._rollout_mesh) for state in (self.params, self.frozen)]
+            places = [parameter_shardings(state, self._rollout_mesh) for state in (self._params, self.frozen)]
         apart = self._rollout_mesh != self.mesh
         self._sampled_params = places[0] if apart else None
         self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
 
-    def sums(self, objective: Objective, temperature: float) -> MicroBatchSums:
-        """See `Mode`."""
+    def take_params(self) -> nnx.State:
+        """See `Backend`."""
+        params, self._params = self._params, None
+        assert params is not None, "they are given away once"
+        return params
+
+    def gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
+        """See `Backend`."""
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
         options["frozen_head"] = self._frozen_head
-        return MicroBatchSums(self._graph, self.mesh, objective, temperature=temperature, **options)
+        return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
         """See `Mode`."""
@@ -166,7 +160,7 @@ class InvariantMode:
         ranks = LeafRanks(self.mesh)
         self.replicas = Replicas(ranks.homes, ranks.over_homes)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
-        self._graph, self.params, self.frozen = origin.parts(on_one_device(ranks.home), None)
+        self._graph, self._params, self.frozen = origin.parts(on_one_device(ranks.home), None)
         self.sampled_frozen = self.frozen
         self._decoder = decoder
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
@@ -178,8 +172,14 @@ class InvariantMode:
             expected = f"tensor ranks that a vocabulary of {vocab_size} fills with tiles of head {self._order.engine}"
             require(False, option, expected, f"{ranks} (--invariance.engine fixed_order has smaller ones): {error}")
 
-    def sums(self, objective: Objective, temperature: float) -> LeafSums:
-        """See `Mode`."""
+    def take_params(self) -> nnx.State:
+        """See `Backend`."""
+        params, self._params = self._params, None
+        assert params is not None, "they are given away once"
+        return params
+
+    def gradients(self, objective: Objective, temperature: float) -> LeafSums:
+        """See `Backend`."""
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:

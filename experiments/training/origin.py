@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.config import Config, ModelConfig
+from experiments.learner.replicas import sum_of_bits
 from experiments.models.attention import AttentionRun
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -21,7 +22,6 @@ from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.models.protocol import check_model
 from experiments.tasks import Task
 from experiments.tasks.tokenizer import Tokenizer, tokenizer_for
-from experiments.training.replicas import sum_of_bits
 from jaxlogp.errors import require
 
 Shardings = Callable[[nnx.State], Any]

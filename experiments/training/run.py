@@ -78,7 +78,7 @@ class Result:
     @property
     def params(self) -> nnx.State:
         """The trained parameters."""
-        return self.trainer.state.params
+        return self.trainer.learner.state.params
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
@@ -264,7 +264,7 @@ def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None)
 
 def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch, seconds: float) -> Result:
     trainer = run.trainer
-    head = trainer.sums.head_run
+    head = trainer.learner.gradients.head_run
     assert head is not None, "traced at the start"
     # The log is complete: no process reads it before the first has closed it.
     peaks = processes().gather("finished", peak_bytes(trainer.mesh.local_devices))
@@ -274,7 +274,7 @@ def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch
         "loss": trainer.config.loss.name,
         "mesh": str(parse_mesh(trainer.config.mesh)),
         "optimizer steps": trainer.progress.step,
-        "documents seen": trainer.progress.documents_seen,
+        "documents seen": trainer.learner.version,
         "head": f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
         "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
         "sampler": trainer.sampler,

@@ -9,17 +9,17 @@ import optax
 from flax import nnx
 
 from experiments.config import WarmStartConfig
+from experiments.learner.backend import GradientBackend
+from experiments.learner.diagnosis import explain_refusal
+from experiments.learner.optimizers import Optimizer, adamw
+from experiments.learner.packing import Packing
+from experiments.learner.update import TrainState, Update
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.stops import GuardAbort
-from experiments.sampling.packing import Packing
 from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
 from experiments.tasks import Example
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.diagnosis import why_refused
-from experiments.training.optimizers import Optimizer, adamw
-from experiments.training.sums import GradientSums
-from experiments.training.update import TrainState, Update
 from jaxlogp import Document
 
 MAX_WARM_UP_STEPS = 50
@@ -53,7 +53,7 @@ class WarmStart:
     """Trains on examples until the score, the share of right answers at a step, reaches the target, or max_steps."""
 
     options: WarmStartConfig
-    sums: GradientSums
+    sums: GradientBackend
     examples: WorkedExamples
     packing: Packing
     score: Callable[[nnx.State, int], float]
@@ -87,11 +87,11 @@ class WarmStart:
     def _step(self, update: Update, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
         """One step, and its metrics."""
         rounds = self.packing.rounds(self.examples.take(self.options.batch_size))
-        total = self.sums.sums_of(state.params, rounds, 0)
+        total = self.sums.accumulate(state.params, rounds, 0)
         assert total is not None, "a warm start step has at least one document"
         state, applied = update(state, total)
         if not applied.applied:
             sound = jax.device_get(applied.sound)
-            found = why_refused(sound, state, rounds, update, self.sums)
+            found = explain_refusal(sound, state, rounds, update, self.sums)
             raise GuardAbort(f"warm start step {step}: {found.sentence(self.examples.tokenizer)}")
         return state, {"loss": float(applied.loss), "grad_norm": float(applied.grad_norm)}

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from experiments.sampling.packing import Round
+from experiments.learner.packing import Round
 from jaxlogp import MicroBatch
 
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, RolloutConfig, ScheduleConfig
-from experiments.sampling.packing import Packing
+from experiments.learner.drift import END, measure_drift
+from experiments.learner.packing import Packing
 from experiments.tasks import make_task
 from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
-from experiments.training.drift import END, DriftWatch
-from experiments.training.scoring import RESCORED_COLUMNS
-from experiments.training.sums import Scores
 from jaxlogp import Document, VocabShards
 from jaxlogp.head import HeadRun
 from tests.experiments.stacked import stacked
@@ -61,26 +59,26 @@ class Sums:
 
     def score(self, params, scored):
         batch = stacked(scored)
-        assert params == "params" and set(batch.per_token) == {"old_log_probs", "advantages"}
+        assert params == "params"
         self.scored += 1
         log_probs = np.where(batch.mask, batch.per_token["old_log_probs"], 0.0)
         for index in np.argwhere(batch.mask & (batch.targets == EOS_ID)):
             version = batch.versions[tuple(index)]
             log_probs[tuple(index)] += self.offsets[int(version)]
-        return Scores(log_probs.astype(np.float32), None, None)
+        return log_probs.astype(np.float32)
 
 
 def report(made, offsets, columns=()):
     sums = Sums(offsets)
     rounds = rounds_of(made, tuple(columns))
     assert len(rounds) >= 2
-    return sums, DriftWatch(sums, VOCAB, TOKENIZER, "mesh data=2", "bfloat16").report("params", rounds, SEEN)
+    return sums, measure_drift(sums, "params", rounds, SEEN, vocab=VOCAB, reduction="mesh data=2", dtype="bfloat16")
 
 
 def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named():
     """Under the older parameters of 0 the tokens differ by far more: that is learning, not drift."""
     sums, drift = report(documents([SEEN, 0, SEEN, SEEN, 0, SEEN]), {SEEN: -0.25, 0: 3.0})
-    found = drift.metrics()
+    found = drift.metrics(TOKENIZER)
     labels = 2 + 3 + 2 + 3
     assert found["tokens"] == labels == 10 and sums.scored == 2
     assert found["max"] == found["p99_9"] * 1.0 == 0.25 and found["p50"] == 0.0
@@ -92,7 +90,7 @@ def test_only_documents_of_the_present_parameters_count_and_the_worst_is_named()
     assert (found["worst_document"], found["worst_position"]) == (0, 6)
     assert (found["worst_token"], found["worst_context"]) == (END, "'1+2=3'")
     assert (drift.report.backend, drift.report.reduction) == ("engine spy", "mesh data=2")
-    quantiles, share, worst = str(drift).splitlines()
+    quantiles, share, worst = drift.lines(TOKENIZER)
     assert quantiles == "drift, |trainer - sampler|: p50 0, p90 0.25, p99 0.25, p99.9 0.25, max 0.25 nats"
     assert share == "drift, ratios outside [0.9, 1.1]: 40.00% of 10 tokens"
     place = "an end token after '1+2=3', position 6 of document 0, vocabulary shard 0"
@@ -108,7 +106,7 @@ def test_the_worst_token_of_a_later_round_and_rank_is_found():
     rescored[place].sampler_log_probs[1] -= 2.0
     sums, drift = report(rescored, {}, ("sampler_log_probs",))
     assert sums.scored == 0, "both sides are known"
-    found = drift.metrics()
+    found = drift.metrics(TOKENIZER)
     assert found["tokens"] == 14 and found["max"] == 2.0 and found["worst_token"] == "'8'"
     assert found["worst_context"] == "'9+9=1'" and found["worst_position"] == 6
     # Dealt to two ranks in turn, three each: the last document of the last round.
@@ -122,13 +120,13 @@ def test_the_context_begins_after_the_newest_turn():
     old = made.sampler_log_probs
     one = Document.of_completion(np.int32(turn), made.tokens[-2:], old - 1.0, old_log_probs=old)
     _, drift = report([one] * 6, {}, ("sampler_log_probs",))
-    assert (drift.worst.token, drift.worst.context) == ("'3'", "'4+5='") and drift.worst.position == len(turn)
+    assert drift.worst.texts(TOKENIZER) == ("'3'", "'4+5='") and drift.worst.position == len(turn)
 
 
 def test_rescored_documents_count_whatever_their_age():
     made = documents([0] * 6, sampler_offset=-0.125)
-    _, drift = report(made, {}, RESCORED_COLUMNS[:1])
-    assert drift.metrics()["tokens"] == 14 and drift.metrics()["max"] == 0.125
+    _, drift = report(made, {}, ("sampler_log_probs",))
+    assert drift.metrics(TOKENIZER)["tokens"] == 14 and drift.metrics(TOKENIZER)["max"] == 0.125
 
 
 def test_a_step_without_such_tokens_has_no_report():
@@ -138,8 +136,8 @@ def test_a_step_without_such_tokens_has_no_report():
 
 def test_tokens_that_are_not_finite_are_counted_and_the_first_is_named():
     _, drift = report(documents([SEEN] * 6), {SEEN: np.nan})
-    assert drift.metrics()["num_non_finite"] == 6 and drift.metrics()["max"] == 0.0
-    assert len(lines := str(drift).splitlines()) == 3
+    assert drift.metrics(TOKENIZER)["num_non_finite"] == 6 and drift.metrics(TOKENIZER)["max"] == 0.0
+    assert len(lines := drift.lines(TOKENIZER)) == 3
     first = "the first an end token after '1+2=3', position 6 of document 0"
     assert lines[1] == f"drift, ratios outside [0.9, 1.1]: 0.00% of 14 tokens; 6 NOT FINITE, {first}"
 

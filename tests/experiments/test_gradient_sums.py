@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 from experiments.config import LossConfig, ScheduleConfig, validate
+from experiments.learner.gradients import GspmdGradients
+from experiments.learner.objectives import PolicyObjective
+from experiments.learner.packing import Packing
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.sampling.packing import Packing
-from experiments.training.micro_batch_sums import MicroBatchSums
-from experiments.training.objectives import PolicyObjective
 from jaxlogp import Document
 from jaxlogp.losses import grpo
 from tests import oracle
@@ -46,9 +46,9 @@ def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp3
     totals, parts = {}, {}
     for dtype in ("float32", "bfloat16"):
         objective = PolicyObjective(grpo(), "basic")
-        sums = MicroBatchSums(graph, mesh, objective, temperature=1.0, engine="auto", accumulate=dtype)
-        parts[dtype] = [sums.sums_of(params, [batch], 0).sums for batch in batches]
-        totals[dtype] = sums.sums_of(params, batches, 0).sums
+        sums = GspmdGradients(graph, mesh, objective, temperature=1.0, engine="auto", accumulate=dtype)
+        parts[dtype] = [sums.accumulate(params, [batch], 0).sums for batch in batches]
+        totals[dtype] = sums.accumulate(params, batches, 0).sums
     wide, narrow = totals["float32"], totals["bfloat16"]
     assert int(wide.loss.count) == int(narrow.loss.count) == 20 * 5
     assert float(wide.loss.sum) == float(narrow.loss.sum)
@@ -76,8 +76,8 @@ def test_the_gradient_filter_leaves_out_blocks_of_the_heads_gradient():
 
     def run(threshold):
         engine = LossConfig(gradient_filter=threshold).head_engine()
-        sums = MicroBatchSums(graph, mesh, PolicyObjective(grpo(), "basic"), temperature=1.0, engine=engine)
-        gradients = sums.sums_of(params, rounds()[:1], 0).sums.gradients
+        sums = GspmdGradients(graph, mesh, PolicyObjective(grpo(), "basic"), temperature=1.0, engine=engine)
+        gradients = sums.accumulate(params, rounds()[:1], 0).sums.gradients
         weight = np.asarray(gradients["lm_head"]["weight"][...])
         return sums.head_run, weight, np.asarray(gradients["embed_tokens"]["embedding"][...])
 

@@ -34,7 +34,7 @@ def plain(runs):
 
 
 def leaves(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.state)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.learner.state)]
 
 
 def test_the_first_step_is_on_policy(plain):
@@ -117,7 +117,7 @@ def test_documents_per_step_may_take_any_number_of_micro_batches_and_one_compila
     result = train(tiny(runs, "many", schedule={"steps": 2, "rows": 3}))
     records = train_records(result)
     assert all(record["micro_batches"] > 3 and record["num_documents"] >= 64 for record in records)
-    assert result.trainer.sums.num_compilations == 1
+    assert result.trainer.learner.gradients.num_compilations == 1
 
 
 @pytest.fixture

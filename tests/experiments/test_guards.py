@@ -10,13 +10,13 @@ import optax
 import pytest
 
 from experiments.config import OptimizerConfig
-from experiments.sampling.queue import DocumentQueue
+from experiments.learner.backend import StepGradient
+from experiments.learner.optimizers import Optimizer, adamw
+from experiments.learner.soundness import path_name
+from experiments.learner.update import TrainState, Update
 from experiments.tasks.rewards import RewardFailed
-from experiments.training.optimizers import Optimizer, adamw
+from experiments.training.queue import DocumentQueue
 from experiments.training.run import set_up
-from experiments.training.soundness import leaf_name
-from experiments.training.sums import MicroSums
-from experiments.training.update import TrainState, Update
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from tests.experiments.tiny import tiny
 
@@ -51,14 +51,14 @@ def made(tmp_path_factory):
 def trainer(made):
     """The same with its first state, and a reward that works."""
     trainer, verifier = made
-    kept = jax.tree.map(jnp.copy, trainer.state)
+    kept = jax.tree.map(jnp.copy, trainer.learner.state)
     yield trainer
-    trainer.state, verifier.answer = kept, None
+    trainer.learner.state, verifier.answer = kept, None
     trainer.progress.refused = 0
 
 
 def state_bytes(trainer):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trainer.state)]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trainer.learner.state)]
 
 
 def refusal(trainer):
@@ -75,13 +75,15 @@ def planted(tree, name, value):
     """The tree with one element of the leaf `name` replaced."""
 
     def leaf(path, x):
-        return x.at[(0,) * x.ndim].set(value) if leaf_name(path).endswith(name) else x
+        return x.at[(0,) * x.ndim].set(value) if path_name(path).endswith(name) else x
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def in_state(trainer, part, name, value):
-    trainer.state = trainer.state._replace(**{part: planted(getattr(trainer.state, part), name, value)})
+    trainer.learner.state = trainer.learner.state._replace(
+        **{part: planted(getattr(trainer.learner.state, part), name, value)}
+    )
 
 
 PLANTS = {
@@ -116,20 +118,20 @@ PLANTS = {
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(trainer, name):
     part, leaf, value, words = PLANTS[name]
-    assert trainer.unsound() is None
+    assert trainer.learner.fault() is None
     in_state(trainer, part, leaf, value)
-    assert refusal(trainer) == words and trainer.unsound() == words
+    assert refusal(trainer) == words and trainer.learner.fault() == words
 
 
 def with_sums(monkeypatch, trainer, change):
     """The sums of the next step, changed."""
-    plain = trainer.sums.sums_of
+    plain = trainer.learner.gradients.accumulate
 
-    def sums_of(*arguments):
+    def accumulate(*arguments):
         total = plain(*arguments)
         return total._replace(sums=change(total.sums))
 
-    monkeypatch.setattr(trainer.sums, "sums_of", sums_of)
+    monkeypatch.setattr(trainer.learner.gradients, "accumulate", accumulate)
 
 
 def test_a_gradient_is_named_by_its_leaf(trainer, monkeypatch):
@@ -215,15 +217,14 @@ def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
 
 def test_log_probs_of_the_trainer_are_named_with_prompts(trainer, monkeypatch):
     """Of a step whose loss is not finite they are computed again."""
-    plain = trainer.sums.score
+    plain = trainer.learner.gradients.score
 
     def poisoned(params, scored):
-        scores = plain(params, scored)
-        log_probs = np.array(scores.log_probs)
+        log_probs = np.array(plain(params, scored))
         log_probs[0, 0, np.flatnonzero(scored.micro_batch(0).mask[0])[0]] = -np.inf
-        return scores._replace(log_probs=log_probs)
+        return log_probs
 
-    monkeypatch.setattr(trainer.sums, "score", poisoned)
+    monkeypatch.setattr(trainer.learner.gradients, "score", poisoned)
     with_sums(
         monkeypatch,
         trainer,
@@ -258,7 +259,7 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(trainer, made
 def sums_of(gradient):
     """The sums of a step with one parameter."""
     parts = StepSums({"w": jnp.float32(gradient)}, WeightedSum(jnp.float32(1), jnp.int32(1)), PolicyMetricTerms({}))
-    return MicroSums(parts, jnp.float32(0))
+    return StepGradient(parts, jnp.float32(0))
 
 
 @pytest.mark.parametrize("elementwise", [True, False])
@@ -309,7 +310,7 @@ def test_the_checks_change_no_bit_of_a_good_step(name):
     for _ in range(5):
         gradients = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), jnp.float32), params)
         parts = StepSums(gradients, WeightedSum(jnp.float32(1), jnp.int32(3)), PolicyMetricTerms({}))
-        total = MicroSums(parts, jnp.float32(0))
+        total = StepGradient(parts, jnp.float32(0))
         plain = unchecked(optimizer)(plain, total)
         state, applied = update(state, total)
         assert applied.applied

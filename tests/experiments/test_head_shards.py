@@ -19,7 +19,7 @@ def step(mesh):
     """Loss and gradients."""
     made, params = sums_on(mesh)
     ranks = parse_mesh(mesh).ranks
-    found = made.sums_of(params, [batch(ranks)], 0).sums
+    found = made.accumulate(params, [batch(ranks)], 0).sums
     return float(found.loss.sum), jax.device_get(jax.tree.leaves(found.gradients))
 
 

@@ -18,7 +18,7 @@ from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from experiments.training import loop
 from experiments.training.evaluation import ExactMatch
-from experiments.training.trainer import Progress, StepResult
+from experiments.training.trainer import Progress, StepRecord
 from tests.experiments.tiny import contents, tiny
 
 
@@ -31,11 +31,11 @@ def interrupts_are_not_ignored():
 
 
 class Counter:
-    """A trainer whose state is one number."""
+    """A trainer, and its learner, whose state is one number."""
 
     def __init__(self, out, steps=6, **changes):
         self.config = tiny(out, "run", schedule={"steps": steps}, evaluation={"every": 2}, **changes)
-        self.progress = Progress()
+        self.learner, self.progress = self, Progress()
         self.state = jnp.float32(0)
         self.at, self.refuse, self.damage = {}, (), {}
 
@@ -61,14 +61,14 @@ class Counter:
         self.progress.step = step
         if step in self.refuse:
             self.progress.refused += 1
-            return StepResult({"update_applied": 0, "refused": "loss not finite"}, "loss not finite")
+            return StepRecord({"update_applied": 0, "refused": "loss not finite"}, "loss not finite")
         self.state, self.progress.refused = self.state * 2 + 1, 0
-        return StepResult({"loss": float(self.state), "update_applied": 1})
+        return StepRecord({"loss": float(self.state), "update_applied": 1})
 
-    def unsound(self):
+    def fault(self):
         return self.damage.get(f"unsound {self.progress.step}")
 
-    def differing_copies(self):
+    def mismatch(self):
         return self.damage.get(f"copies {self.progress.step}")
 
     def save(self, checkpoints, before):
@@ -108,7 +108,7 @@ def whole(tmp_path_factory):
     trainer, folder, run = start(tmp_path_factory.mktemp("whole"))
     assert run() == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
     assert evaluations(folder) == [0, 2, 4, 6]
-    return float(trainer.state), read_metrics(folder.metrics).records
+    return float(trainer.learner.state), read_metrics(folder.metrics).records
 
 
 MOMENTS = {
@@ -241,7 +241,7 @@ def test_a_finished_run_is_scored_again_and_logs_nothing(tmp_path, whole):
     start(tmp_path)[2]()
     trainer, folder, run = start(tmp_path)
     assert run() == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
-    assert (float(trainer.state), read_metrics(folder.metrics).records) == whole
+    assert (float(trainer.learner.state), read_metrics(folder.metrics).records) == whole
     assert Config().checkpoint.every_minutes == 10.0
 
 
@@ -252,7 +252,7 @@ def test_refused_steps_in_a_row_end_the_run_with_the_good_state(tmp_path, capsys
         run()
     words = "step 5 is the last of 3 refused in a row: loss not finite; step 5 is saved; to continue: python -m "
     assert str(raised.value).startswith(words) and raised.value.exit_code == 4
-    assert float(trainer.state) == 1.0 and complete_steps(folder.checkpoints)[-1] == 5
+    assert float(trainer.learner.state) == 1.0 and complete_steps(folder.checkpoints)[-1] == 5
     assert capsys.readouterr().out.count("is refused: loss not finite") == 4
     again, _, run = start(tmp_path, guards={"max_refused_steps": 3})
     again.refuse = (6,)
@@ -296,7 +296,7 @@ def test_a_broken_reward_ends_the_run_with_a_checkpoint(tmp_path, whole, moment,
     assert complete_steps(folder.checkpoints)[-1:] == ([] if saved is None else [saved])
     trainer, folder, run = start(tmp_path)
     run()
-    assert (float(trainer.state), read_metrics(folder.metrics).records) == whole
+    assert (float(trainer.learner.state), read_metrics(folder.metrics).records) == whole
 
 
 @pytest.mark.bad_input
@@ -335,7 +335,7 @@ def test_a_resume_that_is_refused_late_changes_nothing(tmp_path, why):
     assert contents(folder) == before
     trainer = start(tmp_path)[0]
     loop.run_to_end(trainer, folder, RunConsole(), resumed=True, step=4)
-    assert float(trainer.state) == 63.0 and (folder.checkpoints / "quarantine" / "6-0").is_dir()
+    assert float(trainer.learner.state) == 63.0 and (folder.checkpoints / "quarantine" / "6-0").is_dir()
 
 
 @pytest.mark.bad_input

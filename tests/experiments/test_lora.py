@@ -164,11 +164,11 @@ def trained(directory, tmp_path_factory):
 
 def test_adapters_alone_have_optimizer_state_and_begin_without_a_product(directory, tmp_path):
     trainer = Trainer(options(directory, tmp_path, "a"))
-    flat = nnx.to_flat_state(trainer.state.params)
+    flat = nnx.to_flat_state(trainer.learner.state.params)
     assert len(flat) == 2 * len(ADAPTABLE) and all(isinstance(leaf, nnx.LoRAParam) for _, leaf in flat)
     assert all((np.asarray(leaf[...]) == 0).all() == (path[-1] == "lora_b") for path, leaf in flat)
     adapters = sum(leaf[...].nbytes for _, leaf in flat)
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.opt_state))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.learner.state.opt_state))
     # Two moments, and the counts of Adam and of the schedule.
     assert 2 * adapters <= state <= 2 * adapters + 16
     assert adapters < 0.5 * sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.frozen))
@@ -189,7 +189,7 @@ def test_a_run_begins_as_its_base_and_the_reference_stays_it(trained, directory,
     whole = Trainer(options(directory, tmp_path, "b", lora={}))
     fresh = Trainer(options(directory, tmp_path, "a"))
     assert fresh.evaluate() == whole.evaluate() == trained.before
-    reference = nnx.to_flat_state(trained.trainer.reference)
+    reference = nnx.to_flat_state(trained.trainer.learner.reference)
     assert all((np.asarray(leaf[...]) == 0).all() for path, leaf in reference if path[-1] == "lora_b")
 
 
@@ -223,7 +223,7 @@ def test_a_run_is_scored_and_resumed_with_its_base_alone(trained, tmp_path):
     assert not kernel.sharding.is_fully_replicated and split.evaluate() == trained.after
     shutil.copytree(trained.run.path, tmp_path / "back")
     resumed = resume(f"{tmp_path / 'back'}@1", {"quiet": True}, reward=by_letters)
-    jax.tree.map(np.testing.assert_array_equal, resumed.trainer.state, trained.trainer.state)
+    jax.tree.map(np.testing.assert_array_equal, resumed.trainer.learner.state, trained.trainer.learner.state)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import pytest
 from experiments import resume, train
 from experiments.command_line import exit_code
 from experiments.config import Config, ScheduleConfig
+from experiments.learner.optimizers import Optimizer, adamw
+from experiments.learner.update import Update
 from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device
@@ -18,9 +20,7 @@ from experiments.options import flat_fields
 from experiments.runs.console import RunConsole
 from experiments.training import memory
 from experiments.training.memory import MemoryNeed, memory_need, peak_bytes, say_memory
-from experiments.training.optimizers import Optimizer, adamw
 from experiments.training.trainer import Progress, Trainer
-from experiments.training.update import Update
 from tests.experiments.tiny import tiny
 from tests.experiments.waves import batch, sums_on
 
@@ -86,7 +86,7 @@ def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
         for name in ("_of_micro_batch", "_applied"):
             assert any(f"Compiling jit({name})" in each.getMessage() for each in caplog.records)
         caplog.clear()
-        total = sums.sums_of(state.params, [batch(2)], 0)
+        total = sums.accumulate(state.params, [batch(2)], 0)
         update(state, total)
     again = [each.getMessage()[:60] for each in caplog.records if each.levelno >= logging.WARNING]
     assert not [each for each in again if "Compiling jit(_of_micro_batch)" in each or "Compiling jit(_applied)" in each]
@@ -108,16 +108,16 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     cache = prompts * (sizes.prompt + 8 * sizes.completion) * slot / parse_mesh(mesh).num_devices
     # Each row with a copy of its prompt; logits, what a token is drawn with, and the completions.
-    assert 0.9 * cache < trainer.rollouts.draw.memory(trainer.state.params, prompts, 8) < 1.4 * cache
+    assert 0.9 * cache < trainer.rollouts.draw.memory(trainer.learner.state.params, prompts, 8) < 1.4 * cache
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     apart = Trainer(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
     there = Trainer(tiny("unused", "unused", mesh="data=2"))
-    copies = bytes_a_device(there.state.params)
-    need, without = (each.rollouts.draw.memory(each.state.params, 8, 2) for each in (apart, there))
+    copies = bytes_a_device(there.learner.state.params)
+    need, without = (each.rollouts.draw.memory(each.learner.state.params, 8, 2) for each in (apart, there))
     assert need == without + copies
-    assert bytes_a_device(apart.state.params) < copies
+    assert bytes_a_device(apart.learner.state.params) < copies
 
 
 def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
@@ -128,12 +128,12 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
         "warm_start": {"batch_size": 512},
     }
     trainer = Trainer(tiny("unused", "unused", **options, evaluation={"kl": False}))
-    params = bytes_a_device(trainer.state.params)
+    params = bytes_a_device(trainer.learner.state.params)
     first = memory_need(trainer)
     assert 3 * params <= first.state < 3 * params + 100
     trainer.progress.evaluated = 0
     after = memory_need(trainer)
-    assert after.state == params + bytes_a_device(trainer.state.opt_state)
+    assert after.state == params + bytes_a_device(trainer.learner.state.opt_state)
     # A batch of the warm start takes several micro-batches here: their sum, and the gradients of two of them.
     more = first.parts["micro-batch"] - after.parts["micro-batch"]
     assert 0 <= more - 2 * params < 1000

@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 
 from experiments.config import LossConfig
+from experiments.learner.gradients import GspmdGradients
+from experiments.learner.objectives import CrossEntropy, PolicyObjective
+from experiments.learner.packing import Packing
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.sampling.packing import Packing
 from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_sums import LeafSums
-from experiments.training.micro_batch_sums import MicroBatchSums
-from experiments.training.objectives import CrossEntropy, PolicyObjective
 from jaxlogp import Document
 from jaxlogp.head import FixedOrderEngine
 from jaxlogp.invariance import ReductionOrder
@@ -102,20 +102,20 @@ CASES = {
 
 def sums_of_micro_batches(config, graph, objective, temperature):
     mesh = make_mesh(MeshSpec())
-    return MicroBatchSums(graph, mesh, objective, temperature=temperature, engine="auto")
+    return GspmdGradients(graph, mesh, objective, temperature=temperature, engine="auto")
 
 
 def sums_of_leaves(config, graph, objective, temperature):
     engine = FixedOrderEngine(ReductionOrder(24, 64, 64, "float32"))
     programs = LeafPrograms(graph, config, make_mesh(MeshSpec()), engine, block=4, temperature=temperature)
-    return LeafSums(programs, objective, 4)
+    return LeafSums(programs, objective)
 
 
 def check_gradient(make_sums, objective, case_model, temperature, per_label):
     config, graph, params = decoder(**case_model)
     (batch,) = packing().rounds(documents())
     sums = make_sums(config, graph, objective, temperature)
-    result = sums.sums_of(sums.place(params), [batch], 0).sums
+    result = sums.accumulate(sums.place(params), [batch], 0).sums
     flat = batch.micro_batch(0)
     reference = jax.jit(lambda params: jax.value_and_grad(written_out)(params, graph, flat, temperature, per_label))
     value, gradient = reference(params)
@@ -149,7 +149,7 @@ def test_a_round_goes_from_the_host_to_each_device():
     """A detour over the first device would be a copy between devices."""
     config, graph, params = decoder()
     (batch,) = packing(ranks=2).rounds(documents())
-    sums = MicroBatchSums(graph, make_mesh(MeshSpec(data=2)), CrossEntropy(), temperature=1.0, engine="auto")
+    sums = GspmdGradients(graph, make_mesh(MeshSpec(data=2)), CrossEntropy(), temperature=1.0, engine="auto")
     with jax.transfer_guard_device_to_device("disallow_explicit"):
         placed = sums._placed(batch)
     assert {shard.device.id for shard in placed.tokens.addressable_shards} == {0, 1}

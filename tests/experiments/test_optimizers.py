@@ -10,11 +10,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from experiments.config import OptimizerConfig
+from experiments.learner.optimizers import OPTIMIZERS, Optimizer, adamw, learning_rate
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.parameters import INPUT_AXES, abstract_decoder
 from experiments.models.sharding import parameter_shardings
-from experiments.training.optimizers import OPTIMIZERS, Optimizer, adamw, learning_rate
 from tests.oracle import fp32_bound
 
 pytestmark = pytest.mark.costly

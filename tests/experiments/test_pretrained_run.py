@@ -65,7 +65,7 @@ def test_the_trainer_takes_parameters_tokenizer_and_sizes_from_the_directory(dir
     assert trainer.origin.decoder.attention_softcap == 5.0 and trainer.origin.decoder.sliding.window == 6
     assert trainer.sizes.prompt == trainer.tokenizer.longest_prompt(trainer.task.max_prompt_tokens)
     loaded = load_model(directory, dtype="bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, loaded.params)
+    jax.tree.map(np.testing.assert_array_equal, trainer.learner.state.params, loaded.params)
 
 
 @pytest.mark.slow

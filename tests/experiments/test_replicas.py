@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.learner.replicas import Replicas, sum_of_bits
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.training.replicas import Replicas, sum_of_bits
 
 
 def tree_on(mesh):
@@ -46,26 +46,26 @@ def four_by_two():
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (2, 0, 0, 1)])
 def test_a_flipped_bit_is_found_with_its_device(four_by_two, name, copies, place, bit):
     mesh, tree, replicas = four_by_two
-    assert replicas.differing(tree) is None
+    assert replicas.first_mismatch(tree) is None
     device = mesh.devices[place]
-    found = replicas.differing({**tree, name: flipped(tree[name], device, bit)})
+    found = replicas.first_mismatch({**tree, name: flipped(tree[name], device, bit)})
     assert found == f"{name} on device {device.id}, unlike {copies - 1} equal copies"
 
 
 def test_of_two_copies_neither_is_right(four_by_two):
     mesh = make_mesh(MeshSpec(data=2, tensor=2))
     tree, replicas = tree_on(mesh), Replicas(mesh)
-    found = replicas.differing({**tree, "rows": flipped(tree["rows"], mesh.devices[1, 0, 0, 1])})
+    found = replicas.first_mismatch({**tree, "rows": flipped(tree["rows"], mesh.devices[1, 0, 0, 1])})
     names = ", ".join(f"device {device.id}" for device in mesh.devices[:, 0, 0, 1])
     assert found == f"rows on {names}, which hold different copies"
 
 
 def test_one_device_has_nothing_to_compare():
     mesh = make_mesh(MeshSpec())
-    assert Replicas(mesh).differing(tree_on(mesh)) is None
+    assert Replicas(mesh).first_mismatch(tree_on(mesh)) is None
     # Nor have leaves that live elsewhere, as those of an invariant run do.
     alone = jax.device_put(np.ones(3), jax.devices()[0])
-    assert Replicas(make_mesh(MeshSpec(data=2))).differing({"alone": alone}) is None
+    assert Replicas(make_mesh(MeshSpec(data=2))).first_mismatch({"alone": alone}) is None
 
 
 def test_the_order_of_elements_does_not_matter_and_every_bit_does():

@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from experiments.models.mesh import make_mesh, num_ranks, parse_mesh
 from experiments.runs.processes import start
-from experiments.sampling.packing import Packing
-from experiments.training.micro_batch_sums import MicroBatchSums
-from experiments.training.objectives import CrossEntropy
+from experiments.learner.packing import Packing
+from experiments.learner.gradients import GspmdGradients
+from experiments.learner.objectives import CrossEntropy
 from jaxlogp import Document
 
 arguments = sys.argv[1:]
@@ -31,7 +31,7 @@ made = {}
 for text in json.loads(value("--meshes")):
     mesh = make_mesh(parse_mesh(text))
     ranks = num_ranks(mesh)
-    sums = MicroBatchSums(None, mesh, CrossEntropy(), temperature=1.0, engine="auto")
+    sums = GspmdGradients(None, mesh, CrossEntropy(), temperature=1.0, engine="auto")
     (taken,) = Packing(ranks, 9, 16, 99, 0).rounds(documents)
     placed = sums._placed(taken)
     made[text] = sorted(taken._made)

@@ -49,7 +49,9 @@ def trainer_on(mesh, **changes):
 
 
 def two_steps(trainer):
-    return [trainer.train_step().metrics for _ in range(2)], jax.device_get(jax.tree.leaves(trainer.state.params))
+    return [trainer.train_step().metrics for _ in range(2)], jax.device_get(
+        jax.tree.leaves(trainer.learner.state.params)
+    )
 
 
 @functools.cache
@@ -66,13 +68,13 @@ def check_steps(steps, wanted):
 @pytest.mark.parametrize("mesh", QUICK + SLOW)
 def test_a_mesh_gives_the_step_of_one_device(mesh):
     trainer = trainer_on(mesh)
-    begin = jax.device_get(jax.tree.leaves(trainer.state.params))
+    begin = jax.device_get(jax.tree.leaves(trainer.learner.state.params))
     (steps, params), (wanted_steps, wanted) = two_steps(trainer), single()
     check_steps(steps, wanted_steps)
     for mine, one in zip(params, wanted, strict=True):
         np.testing.assert_allclose(mine, one, atol=PARAMS)
     assert max(float(np.abs(a - b).max()) for a, b in zip(begin, params, strict=True)) > 5 * PARAMS
-    for leaf in jax.tree.leaves(trainer.state):
+    for leaf in jax.tree.leaves(trainer.learner.state):
         assert leaf.sharding.mesh.shape == dict(trainer.mesh.shape), "the second step would be compiled again"
 
 
@@ -109,7 +111,9 @@ def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
 def program_on(mesh):
     """The compiled program of a micro-batch, and (kind, shape) of every collective in it."""
     trainer = trainer_on(mesh)
-    program = trainer.sums.ahead(trainer.state.params, trainer._step_packing.padding()).compiled
+    program = trainer.learner.gradients.ahead(
+        trainer.learner.state.params, trainer.learner._step_packing.padding()
+    ).compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
     return program, [
         (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
@@ -135,23 +139,25 @@ def bytes_on(device, tree):
 
 def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_are_used():
     trainer = trainer_on("fsdp=4,tensor=2")
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.learner.state))
     # Norms of heads, counts and the vocabulary of 24 rows are all that is not split in 8.
-    assert bytes_on(jax.devices()[0], trainer.state) < 0.14 * total
-    program = trainer.sums.ahead(trainer.state.params, trainer._step_packing.padding()).compiled
+    assert bytes_on(jax.devices()[0], trainer.learner.state) < 0.14 * total
+    program = trainer.learner.gradients.ahead(
+        trainer.learner.state.params, trainer.learner._step_packing.padding()
+    ).compiled
     text = program.as_text()
     assert "all-gather" in text
-    gradients = jax.tree.leaves(program.output_shardings)[: len(jax.tree.leaves(trainer.state.params))]
+    gradients = jax.tree.leaves(program.output_shardings)[: len(jax.tree.leaves(trainer.learner.state.params))]
     split = [
         math.prod(leaf.shape) // math.prod(place.shard_shape(leaf.shape))
-        for leaf, place in zip(jax.tree.leaves(trainer.state.params), gradients, strict=True)
+        for leaf, place in zip(jax.tree.leaves(trainer.learner.state.params), gradients, strict=True)
     ]
     assert sorted(set(split)) == [1, 4, 8] or sorted(set(split)) == [4, 8], split
 
 
 def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
     trainer = trainer_on("tensor=5", optimizer={"name": "adamw"})
-    table = trainer.state.params["embed_tokens"]["embedding"].get_value()
+    table = trainer.learner.state.params["embed_tokens"]["embedding"].get_value()
     assert table.shape == (24, 40) and table.sharding.shard_shape(table.shape) == (24, 8)
     _, found = program_on("tensor=5")
     # Looked up by features, which are put together; exchanged for rows before the head, and nobody has all of the table,

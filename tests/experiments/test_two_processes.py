@@ -19,7 +19,7 @@ DOCUMENTS = 18
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 NOT_FINITE = f"""
 import jax
-from experiments.sampling.packing import Round
+from experiments.learner.packing import Round
 micro_batch = Round.micro_batch
 def of_own_rank(self, rank):
     assert jax.process_count() == 1 or rank == jax.process_index(), "a process packs for its own devices"

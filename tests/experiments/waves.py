@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from experiments.learner.gradients import GspmdGradients
+from experiments.learner.objectives import CrossEntropy
+from experiments.learner.packing import Packing
 from experiments.models.layers import named_axes
 from experiments.models.mesh import make_mesh, parse_mesh
-from experiments.sampling.packing import Packing
-from experiments.training.micro_batch_sums import MicroBatchSums
-from experiments.training.objectives import CrossEntropy
 from jaxlogp import Document
 from jaxlogp.head import HeadSpec
 
@@ -47,5 +47,5 @@ def batch(ranks):
 def sums_on(mesh):
     mesh = make_mesh(parse_mesh(mesh))
     graph, params = nnx.split(Waves())
-    made = MicroBatchSums(graph, mesh, CrossEntropy(), temperature=1.0, engine="chunked")
+    made = GspmdGradients(graph, mesh, CrossEntropy(), temperature=1.0, engine="chunked")
     return made, made.place(params)

@@ -77,11 +77,11 @@ def test_grpo_against_float64(entropy_coefficient):
     log_probs, entropy = oracle.head_log_probs(*arguments, mask, data["bias"], head)
     wanted = oracle.grpo(log_probs, data["old"], data["advantages"], mask)
     g_entropy = np.where(mask, -entropy_coefficient / mask.sum(), 0.0)
-    of_head = oracle.head_gradients(*arguments, 3 * wanted.gradient, 3 * g_entropy, mask, data["bias"], head)
+    from_hidden = oracle.head_gradients(*arguments, 3 * wanted.gradient, 3 * g_entropy, mask, data["bias"], head)
     assert abs(float(loss.mean()) - (wanted.loss - entropy_coefficient * entropy.sum() / mask.sum())) < 1e-5
     assert oracle.scaled_error(values.log_probs, log_probs) < 1e-5
     for name, gradient in gradients._asdict().items():
-        assert oracle.relative_error(gradient, getattr(of_head, name)) < 2e-5, name
+        assert oracle.relative_error(gradient, getattr(from_hidden, name)) < 2e-5, name
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_a_document_in_two_rows_against_float64():
     arguments = data["hidden"], data["weight"], data["targets"]
     log_probs, _ = oracle.head_log_probs(*arguments, mask, data["bias"], head)
     wanted = oracle.gspo(log_probs, data["old"], data["advantages"], mask, data["ids"], len(DOCUMENTS))
-    of_head = oracle.head_gradients(*arguments, 3 * wanted.gradient, None, mask, data["bias"], head)
+    from_hidden = oracle.head_gradients(*arguments, 3 * wanted.gradient, None, mask, data["bias"], head)
     assert abs(float(loss.mean()) - wanted.loss) < 1e-5
     for name, gradient in gradients._asdict().items():
-        assert oracle.relative_error(gradient, getattr(of_head, name)) < 2e-5, name
+        assert oracle.relative_error(gradient, getattr(from_hidden, name)) < 2e-5, name
 
 
 def test_bf16_operands():
@@ -221,7 +221,7 @@ def test_the_entropy_of_a_loss_with_a_bonus_is_returned(loss):
     assert oracle.scaled_error(values.entropy, entropy) < 1e-5 and values.lse is None
 
 
-def of_values(name, loss=grpo(), **options):
+def from_log_probs(name, loss=grpo(), **options):
     """The loss plus the sum of a value, and the values."""
 
     def total(data):
@@ -252,7 +252,7 @@ def gradient_of(function, data, **options):
 def test_a_gradient_through_the_values_is_refused(name, loss, wrap):
     """It used to be 0: an entropy bonus on values.entropy, or a z-loss on values.lse, did nothing."""
     with pytest.raises(ValueError, match=f"^values.{name}: expected no gradient through it, .* constant"):
-        gradient_of(lambda x: wrap(of_values(name, loss))(x)[0], problem())
+        gradient_of(lambda x: wrap(from_log_probs(name, loss))(x)[0], problem())
 
 
 def in_shard_map(function):
@@ -282,7 +282,7 @@ def test_values_that_are_only_reported_do_not_disturb_the_gradient(wrap):
     data = problem()
 
     def reported(data):
-        return gradient_of(lambda x: wrap(of_values(None))(x), data, has_aux=True)
+        return gradient_of(lambda x: wrap(from_log_probs(None))(x), data, has_aux=True)
 
     plain = jax.jit(lambda x: gradient_of(lambda y: wrap(lambda z: (one_call(z, grpo())[0].mean(), ()))(y)[0], x))
     gradient, values = jax.jit(reported)(data)

@@ -1,7 +1,7 @@
 """What a step minimises: objects passed to the trainer; supervised cross-entropy is one of them.
 
-An objective has two forms of the same loss, for the two kinds of sums: `of_head` where head and loss run together, and
-`of_values` where log-probs have been computed. Both return sums of one data rank, not reduced over the mesh.
+An objective has two forms of the same loss, for the two kinds of sums: `from_hidden` where head and loss run together, and
+`from_log_probs` where log-probs have been computed. Both return sums of one data rank, not reduced over the mesh.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from jaxlogp import (
     MicroBatch,
     PolicyMetricTerms,
     TokenLogProbs,
+    VocabShards,
     WeightedSum,
     linear_log_probs,
     linear_policy_loss,
@@ -25,10 +26,12 @@ from jaxlogp import (
     staleness_terms,
     weighted_sum,
 )
+from jaxlogp.head import HeadSpec
+from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import PolicyLoss
 
 
-class LossParts(NamedTuple):
+class LossTerms(NamedTuple):
     """Loss and metric terms of one data rank, and the largest |log-prob of the trainer - of the sampler| under the same
     parameters, in nats; -inf without a label that has both."""
 
@@ -37,18 +40,33 @@ class LossParts(NamedTuple):
     drift: Float[Array, ""]
 
 
+class HeadPlacement(NamedTuple):
+    """The head's arithmetic, where its vocabulary lies, and what computes it; a frozen head has no gradient."""
+
+    spec: HeadSpec
+    axis_name: str
+    vocab: VocabShards
+    engine: EngineChoice
+    frozen: bool = False
+
+    def keywords(self) -> dict[str, Any]:
+        """Returns those of `jaxlogp.linear_log_probs`."""
+        place = {"axis_name": self.axis_name, "vocab": self.vocab, "engine": self.engine, "frozen_head": self.frozen}
+        return {**self.spec.keywords(), **place}
+
+
 class Objective(Protocol):
-    """A loss that a step can minimise. `with_entropy` says whether `of_values` reads entropies."""
+    """A loss that a step can minimise. `with_entropy` says whether `from_log_probs` reads entropies."""
 
     @property
     def with_entropy(self) -> bool: ...
 
-    def of_head(
-        self, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array, head: dict[str, Any]
-    ) -> LossParts:
-        """From hidden states and head; `head` holds further keywords of `jaxlogp.linear_log_probs`."""
+    def from_hidden(
+        self, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array, head: HeadPlacement
+    ) -> LossTerms:
+        """From hidden states and the head's weight."""
 
-    def of_values(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array) -> LossParts:
+    def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array) -> LossTerms:
         """From log-probs and entropies, differentiable in both."""
 
 
@@ -58,24 +76,24 @@ class CrossEntropy:
 
     with_entropy = False
 
-    def of_head(
+    def from_hidden(
         self,
         hidden: Float[Array, "R T H"],
         weight: Float[Array, "V H"],
         batch: MicroBatch,
         documents_seen: Int[Array, ""],
-        head: dict[str, Any],
-    ) -> LossParts:
+        head: HeadPlacement,
+    ) -> LossTerms:
         """See `Objective`."""
-        values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head)
-        return self.of_values(values, batch, documents_seen)
+        values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords())
+        return self.from_log_probs(values, batch, documents_seen)
 
-    def of_values(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossParts:
+    def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossTerms:
         """See `Objective`."""
         del documents_seen
         loss = weighted_sum(-values.log_probs, batch.mask)
         no_drift = masked_max(jnp.zeros(batch.mask.shape, jnp.float32), batch.mask)
-        return LossParts(loss, PolicyMetricTerms({}), no_drift)
+        return LossTerms(loss, PolicyMetricTerms({}), no_drift)
 
 
 @dataclass(frozen=True)
@@ -91,22 +109,16 @@ class PolicyObjective:
         """See `Objective`."""
         return self.metrics == "with_entropy" or self.loss.entropy_coefficient != 0.0
 
-    @property
-    def takes_lse(self) -> bool:
-        """Whether a known log-sum-exp can replace the head's forward pass: not if the entropy has a gradient."""
-        return self.loss.entropy_coefficient == 0.0
-
-    def of_head(
+    def from_hidden(
         self,
         hidden: Float[Array, "R T H"],
         weight: Float[Array, "V H"],
         batch: MicroBatch,
         documents_seen: Int[Array, ""],
-        head: dict[str, Any],
-    ) -> LossParts:
-        """See `Objective`; a column "lse" means that the step is strictly on policy; the entropies are then a column too."""
+        head: HeadPlacement,
+    ) -> LossTerms:
+        """See `Objective`."""
         columns = batch.per_token
-        lse = columns.get("lse")
         loss, values = linear_policy_loss(
             hidden,
             weight,
@@ -115,16 +127,14 @@ class PolicyObjective:
             columns["advantages"],
             batch.mask,
             **self._documents(batch),
-            lse=lse,
-            with_entropy=self.with_entropy and lse is None,
-            **head,
+            with_entropy=self.with_entropy,
+            **head.keywords(),
         )
         # Metrics reduce them by pmax, which JAX cannot differentiate.
         values = lax.stop_gradient(values)
-        entropy = values.entropy if lse is None else columns.get("entropy")
-        return self._with_metrics(loss, values.log_probs, entropy, batch, documents_seen)
+        return self._with_metrics(loss, values.log_probs, values.entropy, batch, documents_seen)
 
-    def of_values(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossParts:
+    def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossTerms:
         """See `Objective`."""
         columns = batch.per_token
         inputs = (columns["old_log_probs"], columns["advantages"], batch.mask)
@@ -143,11 +153,11 @@ class PolicyObjective:
 
     def _with_metrics(
         self, loss: WeightedSum, log_probs: Array, entropy: Array | None, batch: MicroBatch, documents_seen: Array
-    ) -> LossParts:
+    ) -> LossTerms:
         columns = batch.per_token
         drift = _drift(log_probs, batch, documents_seen)
         if self.metrics == "none":
-            return LossParts(loss, PolicyMetricTerms({}), drift)
+            return LossTerms(loss, PolicyMetricTerms({}), drift)
         inputs = (log_probs, columns["old_log_probs"], columns["advantages"], batch.mask)
         terms = policy_metric_terms(*inputs, entropy=entropy, level=self.metrics, **self._documents(batch))
         present = jnp.arange(batch.rewards.shape[0], dtype=jnp.int32) < batch.num_documents[0]
@@ -155,7 +165,7 @@ class PolicyObjective:
             # Every rank along the axis knows all rewards; the first one counts them.
             present = present & (lax.axis_index(self.document_axis) == 0)
         terms = terms | reward_terms(batch.rewards, present)
-        return LossParts(loss, terms | staleness_terms(documents_seen, batch.model_versions, present), drift)
+        return LossTerms(loss, terms | staleness_terms(documents_seen, batch.model_versions, present), drift)
 
 
 def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: Int[Array, ""]) -> Float[Array, ""]:

@@ -18,7 +18,7 @@ NAMED = 3
 """Leaves that a sentence names; the others are counted."""
 
 
-class Soundness(NamedTuple):
+class FiniteReport(NamedTuple):
     """Of a step, what is sound; trees by leaf, in their order."""
 
     loss: Bool[Array, ""]
@@ -32,7 +32,7 @@ class Soundness(NamedTuple):
         return jnp.stack([jnp.all(part) for part in self]).all()
 
 
-def sound_leaves(tree: PyTree) -> Bool[Array, " leaves"]:
+def finite_leaves(tree: PyTree) -> Bool[Array, " leaves"]:
     """Whether each leaf is sound."""
     return jnp.stack([_is_sound(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)])
 
@@ -46,15 +46,15 @@ def _is_sound(path: tuple, leaf: Array) -> Bool[Array, ""]:
     return jnp.all(sound)
 
 
-def unsound_names(what: str, tree: PyTree, sound: Any) -> str | None:
+def name_non_finite(what: str, tree: PyTree, sound: Any) -> str | None:
     """A phrase that names the leaves of `tree` which are not sound; None where all are.
 
     Example:
         >>> import numpy as np
-        >>> unsound_names("gradient", {"a": 0, "b": {"c": 0}}, np.array([True, False]))
+        >>> name_non_finite("gradient", {"a": 0, "b": {"c": 0}}, np.array([True, False]))
         'gradient not finite in b/c'
     """
-    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     found = [name for name, good in zip(names, sound.tolist(), strict=True) if not good]
     if not found:
         return None
@@ -62,6 +62,6 @@ def unsound_names(what: str, tree: PyTree, sound: Any) -> str | None:
     return f"{what} not finite in {', '.join(found[:NAMED])}" + (f" and {more} more leaves" if more > 0 else "")
 
 
-def leaf_name(path: tuple) -> str:
+def path_name(path: tuple) -> str:
     """The path of a leaf; whether a Flax variable is a node of its own above its value makes no difference."""
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.sampling.packing import Packing, Round
+from experiments.learner.packing import Packing, Round
 from jaxlogp import Document
 
 

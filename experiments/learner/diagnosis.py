@@ -7,23 +7,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.learner.backend import GradientBackend
+from experiments.learner.packing import Round
+from experiments.learner.soundness import OPTIMIZER_STATE, FiniteReport, name_non_finite
+from experiments.learner.update import TrainState, Update
 from experiments.refusal import NotFinite, Refusal, prompt_of, require_finite
-from experiments.sampling.packing import Round
-from experiments.training.soundness import OPTIMIZER_STATE, Soundness, unsound_names
-from experiments.training.sums import GradientSums
-from experiments.training.update import TrainState, Update
 from jaxlogp import Document
 
-COLUMNS = {"ref_log_probs": "log-probs of the reference", "lse": "log-sum-exps"}
+COLUMNS = {"ref_log_probs": "log-probs of the reference"}
 
 
-def require_finite_inputs(rounds: list[Round]) -> None:
+def check_documents(documents: Sequence[Document]) -> None:
     """Checks what documents bring. An infinite old log-prob makes a ratio of 0, and a loss that is finite.
 
     Raises:
         NotFinite: old log-probs, advantages, rewards or another column.
     """
-    documents = _documents(rounds)
     _require("old log-probs", [document.ratio_log_probs for document in documents], documents)
     _require("advantages", [document.advantages for document in documents], documents)
     for name in documents[0].columns if documents else ():
@@ -31,38 +30,38 @@ def require_finite_inputs(rounds: list[Round]) -> None:
     _require("rewards", [document.reward for document in documents], documents)
 
 
-def why_refused(
-    sound: Soundness, state: TrainState, rounds: list[Round], update: Update, sums: GradientSums
+def explain_refusal(
+    sound: FiniteReport, state: TrainState, rounds: list[Round], update: Update, gradients: GradientBackend
 ) -> Refusal:
     """What of a refused step is not finite, in the order in which a step computes."""
     # Before the scores: of parameters that are not finite no log-prob is.
-    unsound = update.unsound(state)
+    unsound = update.first_non_finite(state)
     if unsound is not None:
         return Refusal(unsound)
     try:
-        _in_scores(rounds, state, sums)
+        _in_scores(rounds, state, gradients)
     except NotFinite as found:
         return found.refusal
     return Refusal(_in_update(sound, state))
 
 
-def _in_update(sound: Soundness, state: TrainState) -> str:
+def _in_update(sound: FiniteReport, state: TrainState) -> str:
     if not sound.loss:
         return "loss not finite, of finite log-probs"
-    gradients = unsound_names("gradient", state.params, sound.gradients)
+    gradients = name_non_finite("gradient", state.params, sound.gradients)
     if gradients is None and not sound.norm:
         return "norm of the gradient not finite: its square overflows, while every leaf is finite"
-    params = unsound_names("updated parameters", state.params, sound.params)
-    opt_state = unsound_names(f"updated {OPTIMIZER_STATE}", state.opt_state, sound.opt_state)
+    params = name_non_finite("updated parameters", state.params, sound.params)
+    opt_state = name_non_finite(f"updated {OPTIMIZER_STATE}", state.opt_state, sound.opt_state)
     found = gradients or params or opt_state
     assert found is not None, "something is not sound"
     return found
 
 
-def _in_scores(rounds: list[Round], state: TrainState, sums: GradientSums) -> None:
-    documents, scored = _documents(rounds), []
+def _in_scores(rounds: list[Round], state: TrainState, gradients: GradientBackend) -> None:
+    documents, scored = [document for each in rounds for document in each.documents], []
     for each in rounds:
-        scored += each.at_labels(sums.score(state.params, each.plain).log_probs)
+        scored += each.at_labels(gradients.score(state.params, each))
     _require("log-probs of the trainer", scored, documents)
     with np.errstate(over="ignore", invalid="ignore"):
         ratios = [
@@ -73,11 +72,7 @@ def _in_scores(rounds: list[Round], state: TrainState, sums: GradientSums) -> No
     _require("ratios of new to old probabilities", ratios, documents)
 
 
-def _documents(rounds: list[Round]) -> list[Document]:
-    return [document for each in rounds for document in each.documents]
-
-
-def _require(what: str, values: Sequence[float] | Sequence[np.ndarray], documents: list[Document]) -> None:
+def _require(what: str, values: Sequence[float] | Sequence[np.ndarray], documents: Sequence[Document]) -> None:
     """Raises NotFinite with the documents whose values are not."""
     arrays = [np.atleast_1d(value) for value in values]
     require_finite(what, arrays, lambda number: prompt_of(documents[number]))

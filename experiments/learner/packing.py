@@ -1,6 +1,5 @@
 """Rounds of packed documents: dealt to the data ranks, checked, and made into arrays of the ranks that ask for theirs."""
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
@@ -102,14 +101,12 @@ class Packing:
 class Round:
     """One micro-batch of every data rank: documents in their order, and the numbers of those of each rank.
 
-    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device. The
-    arrays lack the columns `without`.
+    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device.
     """
 
     documents: tuple[Document, ...]
     by_rank: tuple[tuple[int, ...], ...]
     packing: Packing
-    without: frozenset[str] = frozenset()
     _made: dict[int, MicroBatch] = field(default_factory=dict, repr=False)
 
     @property
@@ -135,18 +132,7 @@ class Round:
             made, rest = pack_documents(documents, **sizes, pad_id=packing.pad_id, columns=packing.columns)
             assert not rest, "documents of a round fit"
             self._made[rank] = made
-        made = self._made[rank]
-        kept = {name: values for name, values in made.per_token.items() if name not in self.without}
-        return dataclasses.replace(made, per_token=kept)
-
-    def leaving_out(self, columns: Iterable[str]) -> "Round":
-        """The round without some per-token values."""
-        return dataclasses.replace(self, without=self.without | set(columns))
-
-    @property
-    def plain(self) -> "Round":
-        """The round without the documents' further columns, so that one program scores every round."""
-        return self.leaving_out(self.packing.columns)
+        return self._made[rank]
 
     def at_labels(self, values: Shaped[np.ndarray, "ranks rows row_length"]) -> list[Shaped[np.ndarray, " labels"]]:
         """The values at the labels of each document, in the order of `documents`."""

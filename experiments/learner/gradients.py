@@ -2,7 +2,7 @@
 
 The model body runs under GSPMD. Head, loss and metrics run in one ``shard_map`` over all axes: the head's vocabulary is
 sharded over the tensor ranks, and every sum over the ranks that hold other tokens is an explicit psum there. The
-gradient, which lies as the parameters do, is that of the global loss SUM; `experiments.training.update` divides it once
+gradient, which lies as the parameters do, is that of the global loss SUM; `experiments.learner.update` divides it once
 all micro-batches are in.
 """
 
@@ -18,22 +18,22 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from experiments.learner.backend import StepGradient, add_gradients
+from experiments.learner.objectives import HeadPlacement, LossTerms, Objective
+from experiments.learner.packing import Round
 from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.models.mesh import TENSOR_AXIS, ranks_here, settled, token_axes
 from experiments.models.placement import placed, whole_on_host
 from experiments.models.sharding import parameter_shardings
-from experiments.sampling.packing import Round
-from experiments.training.objectives import LossParts, Objective
-from experiments.training.sums import MicroSums, Scores, add_sums
 from jaxlogp import MicroBatch, StepSums, linear_log_probs
 from jaxlogp.head import HeadRun, record_head_runs
 from jaxlogp.head.registry import EngineChoice, default_shards
 
 
-class MicroBatchSums:
-    """Compiled sums for one model, mesh and objective; see `experiments.training.sums.GradientSums`."""
+class GspmdGradients:
+    """Compiled sums for one model, mesh and objective; see `experiments.learner.backend.GradientBackend`."""
 
     compiler_options = None
 
@@ -58,9 +58,7 @@ class MicroBatchSums:
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
-        self._add = jax.jit(add_sums, donate_argnums=0)
-        # One program per set of columns: a strictly on-policy step has more of them, and another head call.
-        self._head_runs: dict[frozenset[str], HeadRun] = {}
+        self._add = jax.jit(add_gradients, donate_argnums=0)
         self.head_run: HeadRun | None = None
 
     @property
@@ -77,31 +75,28 @@ class MicroBatchSums:
         """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.
 
         Raises:
-            ValueError: operands that a named engine does not take.
+            EngineUnavailable: a head call that no engine, or not the named one, takes.
         """
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
-        self.head_run = self._head_runs[self._columns(padding)]
 
     def ahead(self, params: nnx.State, padding: Round) -> Ahead:
-        """See `GradientSums`."""
+        """See `GradientBackend`."""
         return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
 
-    def sums_of(self, params: nnx.State, rounds: Iterable[Round], documents_seen: int) -> MicroSums | None:
-        """See `GradientSums`."""
+    def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
+        """See `GradientBackend`."""
         total = None
         for each in rounds:
-            part = settled(self._sums(params, self._frozen, self._placed(each), np.int32(documents_seen)), self._mesh)
-            self.head_run = self._head_runs[self._columns(each)]
+            part = settled(self._sums(params, self._frozen, self._placed(each), np.int32(version)), self._mesh)
             total = part if total is None else self._add(total, part)
         return total
 
-    def score(self, params: nnx.State, scored: Round) -> Scores:
-        """See `GradientSums`."""
-        scores = settled(self._score(params, self._frozen, self._placed(scored)), self._mesh)
-        return Scores(*(None if x is None else whole_on_host(x).reshape(scored.shape) for x in scores))
-
-    def _columns(self, of: Round) -> frozenset[str]:
-        return frozenset(of.micro_batch(self._ranks_here[0]).per_token)
+    def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        """See `GradientBackend`."""
+        # One program, whatever columns there are.
+        batch = dataclasses.replace(self._placed(scored), per_token={})
+        log_probs = settled(self._score(params, self._frozen, batch), self._mesh)
+        return whole_on_host(log_probs).reshape(scored.shape)
 
     def _placed(self, given: Round) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
@@ -123,7 +118,7 @@ class MicroBatchSums:
         """Of what there is for each token, or for each document."""
         return self._token_spec if x.ndim > 1 else self._row_spec
 
-    def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> MicroSums:
+    def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> StepGradient:
         def global_sum(params):
             parts = self._with_head(self._local_parts, (params, frozen), batch, P(), documents_seen)
             return parts.loss.sum, parts
@@ -132,20 +127,19 @@ class MicroBatchSums:
         if self._mesh.size > 1:
             gradients = lax.with_sharding_constraint(gradients, parameter_shardings(gradients, self._mesh))
         sums = StepSums.of(gradients, parts.loss, parts.terms, gradient_dtype=self._accumulate)
-        return MicroSums(sums, parts.drift)
+        return StepGradient(sums, parts.drift)
 
-    def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Scores:
+    def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Array:
         return self._with_head(self._local_scores, (params, frozen), batch, self._token_spec)
 
     def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
-        """``local(head keywords, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
+        """``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
         model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()
         shards = default_shards(self._engine, weight.shape[0], self._mesh.shape[TENSOR_AXIS])
         spec = dataclasses.replace(spec, temperature=self._temperature)
-        head = {**spec.keywords(), "axis_name": TENSOR_AXIS, "vocab": shards, "engine": self._engine}
-        head["frozen_head"] = self._frozen_head
+        head = HeadPlacement(spec, TENSOR_AXIS, shards, self._engine, self._frozen_head)
         mapped = jax.shard_map(
             functools.partial(local, head),
             mesh=self._mesh,
@@ -154,15 +148,16 @@ class MicroBatchSums:
         )
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
 
-    def _local_parts(self, head, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array) -> LossParts:
+    def _local_parts(
+        self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array
+    ) -> LossTerms:
         with record_head_runs() as runs, jax.named_scope("head"):
-            loss, terms, drift = self._objective.of_head(hidden, weight, batch, documents_seen, head)
-        self._head_runs[frozenset(batch.per_token)] = runs[0]
+            loss, terms, drift = self._objective.from_hidden(hidden, weight, batch, documents_seen, head)
+        self.head_run = runs[0]
         axes = self._token_axes
-        return LossParts(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))
+        return LossTerms(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))
 
-    def _local_scores(self, head, hidden: Array, weight: Array, batch: MicroBatch) -> Scores:
-        values = linear_log_probs(
-            hidden, weight, batch.targets, mask=batch.mask, with_entropy=True, with_lse=True, **head
-        )
-        return Scores(*values)
+    def _local_scores(
+        self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch
+    ) -> Float[Array, "R T"]:
+        return linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords()).log_probs

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, UInt32
 
-from experiments.training.soundness import leaf_name
+from experiments.learner.soundness import path_name
 
 
 class Replicas:
@@ -33,10 +33,10 @@ class Replicas:
         self._mesh, self._over_mesh = mesh, over_mesh
         self._sums = None
 
-    def differing(self, tree: PyTree) -> str | None:
+    def first_mismatch(self, tree: PyTree) -> str | None:
         """A phrase that names a leaf and the devices whose copy of it differs from the most; None where all are equal."""
         named = [
-            (leaf_name(path), leaf)
+            (path_name(path), leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(self._over_mesh(tree))
             if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self._mesh
         ]

@@ -10,10 +10,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from experiments.learner.backend import StepGradient
+from experiments.learner.optimizers import Optimizer, OptimizerState
+from experiments.learner.soundness import OPTIMIZER_STATE, FiniteReport, finite_leaves, name_non_finite
 from experiments.models.ahead import Ahead, compiled_ahead
-from experiments.training.optimizers import Optimizer, OptimizerState
-from experiments.training.soundness import OPTIMIZER_STATE, Soundness, sound_leaves, unsound_names
-from experiments.training.sums import MicroSums
 
 
 class TrainState(NamedTuple):
@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
     opt_state: OptimizerState | None
 
 
-class AppliedStep(NamedTuple):
+class UpdateOutcome(NamedTuple):
     """A step after its update, as numbers; ``applied`` False means that the update was refused and the state is unchanged,
     because of what `sound` says of the state that it would have been."""
 
@@ -32,7 +32,7 @@ class AppliedStep(NamedTuple):
     drift: Float[Array, ""]
     learning_rate: Float[Array, ""]
     applied: Bool[Array, ""]
-    sound: Soundness
+    sound: FiniteReport
     metrics: dict[str, Array]
 
 
@@ -50,7 +50,7 @@ class Update:
     ) -> None:
         self._optimizer, self._place, self._compiler_options = optimizer, place, compiler_options
         self._apply = None
-        self._sound = jax.jit(lambda state: TrainState(*map(sound_leaves, state)))
+        self._sound = jax.jit(lambda state: TrainState(*map(finite_leaves, state)))
 
     def init(self, params: nnx.State) -> TrainState:
         """Places ``params`` and creates the optimizer's state for them; the first step takes over their memory."""
@@ -60,7 +60,7 @@ class Update:
         """Puts both parts of a state where they are needed."""
         return TrainState(*map(self._place, state))
 
-    def __call__(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
+    def __call__(self, state: TrainState, step: StepGradient) -> tuple[TrainState, UpdateOutcome]:
         """Divides by the step's totals and updates. Where anything is not finite (loss, gradient, the new parameters or
         the new optimizer state) every bit of the state stays as it was.
 
@@ -68,18 +68,18 @@ class Update:
         """
         return self._program(state)(state, step)
 
-    def ahead(self, state: TrainState, step: MicroSums) -> Ahead:
+    def ahead(self, state: TrainState, step: StepGradient) -> Ahead:
         """The program, compiled before its first call; of `step` types and places matter."""
         return compiled_ahead(self._program(state), state, step)
 
-    def _program(self, state: TrainState) -> Callable[[TrainState, MicroSums], tuple[TrainState, AppliedStep]]:
+    def _program(self, state: TrainState) -> Callable[[TrainState, StepGradient], tuple[TrainState, UpdateOutcome]]:
         if self._apply is None:
             places = jax.tree.map(lambda x: x.sharding, state)
             how = {"donate_argnums": 0, "compiler_options": self._compiler_options}
             self._apply = jax.jit(self._applied, out_shardings=(places, None), **how)
         return self._apply
 
-    def _applied(self, state: TrainState, step: MicroSums) -> tuple[TrainState, AppliedStep]:
+    def _applied(self, state: TrainState, step: StepGradient) -> tuple[TrainState, UpdateOutcome]:
         finished = step.sums.finish()
         norm = optax.tree.norm(finished.gradients)
         operands = finished.gradients, state.opt_state, state.params
@@ -89,7 +89,7 @@ class Update:
         applied = sound.all()
         # A refused update leaves every count unchanged, and with it the learning rate of the next one.
         state = jax.tree.map(lambda old, new: jnp.where(applied, new, old), state, TrainState(params, opt_state))
-        return state, AppliedStep(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
+        return state, UpdateOutcome(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
 
     def _checked(self, operands, params: nnx.State, opt_state: OptimizerState) -> tuple[nnx.State, OptimizerState]:
         """What is looked at before the new parameters and state are taken.
@@ -102,11 +102,11 @@ class Update:
             return lax.optimization_barrier((params, opt_state))
         return self._optimizer.update(*lax.optimization_barrier(operands))[:2]
 
-    def _soundness(self, loss: Array, norm: Array, trees: tuple[Any, ...]) -> Soundness:
-        return Soundness(jnp.isfinite(loss), jnp.isfinite(norm), *map(sound_leaves, trees))
+    def _soundness(self, loss: Array, norm: Array, trees: tuple[Any, ...]) -> FiniteReport:
+        return FiniteReport(jnp.isfinite(loss), jnp.isfinite(norm), *map(finite_leaves, trees))
 
-    def unsound(self, state: TrainState) -> str | None:
+    def first_non_finite(self, state: TrainState) -> str | None:
         """A phrase that names what of a state is not finite, parameters first; None where all is."""
         sound = jax.device_get(self._sound(state))
         parts = zip(("parameters", OPTIMIZER_STATE), state, sound, strict=True)
-        return next((found for part in parts if (found := unsound_names(*part)) is not None), None)
+        return next((found for part in parts if (found := name_non_finite(*part)) is not None), None)

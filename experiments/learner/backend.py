@@ -1,0 +1,77 @@
+"""What a learner computes with: sums of gradients over micro-batches, scores, and where its numbers lie."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from experiments.learner.objectives import Objective
+from experiments.learner.packing import Round
+from experiments.learner.replicas import Replicas
+from experiments.models.ahead import Ahead
+from jaxlogp import StepSums, VocabShards
+from jaxlogp.head import HeadRun
+
+
+class StepGradient(NamedTuple):
+    """Sums of one or more micro-batches, and the largest |log-prob of the trainer - of the sampler| under the same
+    parameters at a label, in nats; -inf without such a label."""
+
+    sums: StepSums
+    drift: Float[Array, ""]
+
+
+class GradientBackend(Protocol):
+    """Sums over the rounds of a step for one objective; of a round, a process makes the arrays of its own ranks."""
+
+    head_run: HeadRun | None
+    compiler_options: dict[str, Any] | None
+    """What XLA is told when the sums, and the update made of them, are compiled."""
+
+    @property
+    def num_compilations(self) -> int:
+        """How many shapes of micro-batch have been compiled."""
+
+    def place(self, tree: Any) -> Any:
+        """Parameters, or an optimizer's state for them, where the sums need them."""
+
+    def trace(self, params: nnx.State, padding: Round) -> None:
+        """Raises EngineUnavailable for a head that cannot run here, before training starts."""
+
+    def ahead(self, params: nnx.State, padding: Round) -> Ahead | None:
+        """The program of one round, compiled before its first call; None where it is not a single one."""
+
+    def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
+        """Sums of a step, nothing divided; None without rounds. `version` is that of the parameters."""
+
+    def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        """Log-probs of the labels of one round, 0 elsewhere, by the forward pass that the gradients start from; the same in
+        every process."""
+
+
+class Backend(Protocol):
+    """A way to compute the same learner: its model in parts, and the sums for an objective.
+
+    Attributes:
+        frozen: what of the model is not trained.
+        vocab: the shards of the head's vocabulary over the tensor ranks.
+        replicas: compares copies of the learner's state.
+    """
+
+    frozen: nnx.State
+    vocab: VocabShards
+    replicas: Replicas
+
+    def take_params(self) -> nnx.State:
+        """Gives away the first parameters, once: a second reference would keep them in memory next to the state."""
+
+    def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
+        """Gradient sums of an objective."""
+
+
+def add_gradients(left: StepGradient, right: StepGradient) -> StepGradient:
+    """Sums of two disjoint parts of a step, added."""
+    return StepGradient(left.sums + right.sums, jnp.maximum(left.drift, right.drift))

@@ -1,0 +1,205 @@
+"""The learner: parameters, optimizer state and reference, and the one optimizer step that changes them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from experiments.learner.backend import Backend
+from experiments.learner.diagnosis import check_documents, explain_refusal
+from experiments.learner.drift import StepDrift, measure_drift
+from experiments.learner.objectives import Objective
+from experiments.learner.optimizers import Optimizer
+from experiments.learner.packing import Packing, Round
+from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores
+from experiments.learner.update import TrainState, Update, UpdateOutcome
+from experiments.models.ahead import Ahead
+from experiments.refusal import NotFinite, Refusal
+from jaxlogp import Document
+
+REFERENCE_COLUMN = "ref_log_probs"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has done.
+
+    Attributes:
+        metrics: values by name; none of a step whose documents are refused.
+        refusal: why the update was refused; None if it was applied.
+        drift: the drift report, where one was asked for and a token tells the difference.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    refusal: Refusal | None = None
+    drift: StepDrift | None = None
+
+
+class Learner:
+    """Trains parameters on documents.
+
+    Args:
+        backend: the model, and how sums over documents are computed.
+        objective: what a step minimises.
+        optimizer: turns gradients into updates.
+        packing: how documents become micro-batches, with the columns that they bring.
+        temperature: of the policy, that of the sampler.
+        needs_reference: whether the objective has a KL to the reference.
+        labels: of drift reports: `reduction` and `dtype`.
+
+    Attributes:
+        gradients: the sums of the objective.
+        state: parameters and optimizer state; a step takes over their memory.
+        reference: frozen parameters; None before `freeze_reference`.
+        version: documents seen, whose number names the parameters.
+
+    Raises:
+        EngineUnavailable: a head that cannot run here.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        objective: Objective,
+        optimizer: Optimizer,
+        packing: Packing,
+        *,
+        temperature: float,
+        needs_reference: bool,
+        labels: Mapping[str, Any],
+    ) -> None:
+        self._backend, self._objective, self._temperature = backend, objective, temperature
+        self._needs_reference, self._labels = needs_reference, labels
+        self.packing = packing
+        columns = (*packing.columns, REFERENCE_COLUMN) if needs_reference else packing.columns
+        self._step_packing, self._scored_packing = replace(packing, columns=columns), replace(packing, columns=())
+        self.gradients = backend.gradients(objective, temperature)
+        self._update = Update(optimizer, self.gradients.place, self.gradients.compiler_options)
+        self.state = self._update.init(backend.take_params())
+        self.reference: nnx.State | None = None
+        self.version = 0
+        self.gradients.trace(self.state.params, self._step_packing.padding())
+
+    def programs(self) -> tuple[Ahead, Ahead] | None:
+        """Compiles the programs of a micro-batch and of the update before the first step; None with `--invariant`."""
+        micro_batch = self.gradients.ahead(self.state.params, self._step_packing.padding())
+        return None if micro_batch is None else (micro_batch, self._update.ahead(self.state, micro_batch.results))
+
+    def begin(self, params: nnx.State) -> None:
+        """Goes on from other parameters, with a fresh optimizer state."""
+        self.state = self._update.init(params)
+
+    def release(self) -> nnx.State:
+        """Gives the parameters away, without optimizer state, to a phase with an optimizer of its own, until `begin`."""
+        params = self.state.params
+        self.state = TrainState(params, None)
+        return params
+
+    def freeze_reference(self) -> None:
+        """Makes the present parameters the reference."""
+        # A copy: the next step takes over the memory of the parameters.
+        self.reference = jax.tree.map(jnp.copy, self.state.params)
+
+    def step(self, documents: Sequence[Document], *, report_drift: bool = False) -> StepResult:
+        """Takes one optimizer step, or refuses it: whatever is not finite, the state stays as it is."""
+        try:
+            documents = self._with_reference(documents)
+            check_documents(documents)
+        except NotFinite as error:
+            # Of parameters that are not finite no log-prob is.
+            fault = self.fault()
+            return StepResult(refusal=error.refusal if fault is None else Refusal(fault))
+        rounds = self._step_packing.rounds(documents)
+        drift = self._drift(rounds) if report_drift else None
+        total = self.gradients.accumulate(self.state.params, rounds, self.version)
+        assert total is not None, "a step has at least one document"
+        self.state, outcome = self._update(self.state, total)
+        outcome = jax.device_get(outcome)
+        refusal = None
+        if not outcome.applied:
+            refusal = explain_refusal(outcome.sound, self.state, rounds, self._update, self.gradients)
+        self.version += len(documents)
+        counts = {"num_documents": len(documents), "micro_batches": len(rounds)}
+        counts["tokens"] = sum(each.num_tokens for each in rounds)
+        return StepResult(self._metrics(outcome) | counts, refusal, drift)
+
+    def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
+        """Returns the log-probs of each document's labels under the present parameters, in nats.
+
+        Raises:
+            NotFinite: some are not.
+        """
+        found = log_probs_of(documents, self.gradients, self.state.params, self._scored_packing)
+        require_finite_scores("trainer", documents, found)
+        return found
+
+    def kl_to_reference(self, documents: Sequence[Document]) -> float:
+        """Returns KL(policy ‖ reference) at temperature 1, in nats per token of documents that the policy has sampled."""
+        gradients = self.gradients
+        if self._temperature != 1.0:
+            gradients = self._backend.gradients(self._objective, 1.0)
+        both = (self.state.params, self.reference)
+        return kl_between(*(log_probs_of(documents, gradients, params, self._scored_packing) for params in both))
+
+    def fault(self) -> str | None:
+        """Returns a phrase that names what of parameters and optimizer state is not finite; None where all is."""
+        return self._update.first_non_finite(self.state)
+
+    def mismatch(self) -> str | None:
+        """Returns a phrase that names a part of the state of which devices hold different copies; None where all agree."""
+        return self._backend.replicas.first_mismatch(self.state._asdict())
+
+    def arrays(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds as arrays: parameters, optimizer state, and the reference where there is one."""
+        leaves = jax.tree.leaves(self.state.opt_state)
+        arrays = {
+            "params": nnx.to_pure_dict(self.state.params),
+            "opt_state": {f"{index:04d}": leaf for index, leaf in enumerate(leaves)},
+        }
+        return arrays if self.reference is None else {**arrays, "reference": nnx.to_pure_dict(self.reference)}
+
+    def restore(self, arrays: Mapping[str, Any], version: int) -> None:
+        """Takes over what `arrays` returned."""
+        params, opt_state = self.state.params, self.state.opt_state
+        opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]
+        opt_state = jax.tree.unflatten(jax.tree.structure(opt_state), opt_leaves)
+        self.state = self._update.place(TrainState(_like(params, arrays["params"]), opt_state))
+        saved = arrays.get("reference")
+        self.reference = None if saved is None else self.gradients.place(_like(params, saved))
+        self.version = version
+
+    def _with_reference(self, documents: Sequence[Document]) -> Sequence[Document]:
+        if not self._needs_reference:
+            return documents
+        scores = log_probs_of(documents, self.gradients, self.reference, self._scored_packing)
+        require_finite_scores("reference", documents, scores)
+        pairs = zip(documents, scores, strict=True)
+        return [replace(each, columns={**each.columns, REFERENCE_COLUMN: values}) for each, values in pairs]
+
+    def _drift(self, rounds: list[Round]) -> StepDrift | None:
+        operands = (self.gradients, self.state.params, rounds, self.version)
+        return measure_drift(*operands, vocab=self._backend.vocab, **self._labels)
+
+    def _metrics(self, outcome: UpdateOutcome) -> dict[str, Any]:
+        head_run = self.gradients.head_run
+        assert head_run is not None, "a micro-batch has been traced"
+        return {
+            **{name: value.item() for name, value in outcome.metrics.items()},
+            "loss": float(outcome.loss),
+            "grad_norm": float(outcome.grad_norm),
+            "drift_max": None if np.isneginf(outcome.drift) else float(outcome.drift),
+            "learning_rate": float(outcome.learning_rate),
+            "head_path": head_run.path,
+            "head_engine": head_run.engine,
+            "head_reason": head_run.reason,
+            "head_gradient": head_run.gradient,
+        }
+
+
+def _like(params: nnx.State, arrays: Any) -> nnx.State:
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(arrays))
