@@ -52,6 +52,7 @@ def linear_policy_loss(
     advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     loss: PolicyLoss | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Int[AnyArray, "*tokens"] | None = None,
@@ -90,11 +91,14 @@ def linear_policy_loss(
         hidden: [*tokens, H], bf16, fp16 or fp32.
         weight: [V, H], or the local shard [V_local, H].
         targets: [*tokens], integer ids of the whole vocabulary.
-        old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats. None if the sampler is this head on
-            these hidden states (strictly on policy): every ratio is 1, and the call still takes one pass.
+        old_log_probs: [*tokens], log-probs of the targets under the old policy, in nats, as in :func:`jaxlogp.policy_loss`.
+            None if the sampler is this head on these hidden states (strictly on policy): every ratio is 1, and the call
+            still takes one pass.
         advantages: [*tokens]; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], True where the target is a label; the other tokens cost nothing and get exact zeros. None makes
             every token a label.
+        sampler_log_probs: [*tokens], log-probs of the targets under the sampler, in nats, or None for old_log_probs; read
+            by a correction alone.
         loss: the loss; None for ``jaxlogp.losses.grpo()``.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
         document_ids: [*tokens], integer document index of each token; None for the rows of [B, T].
@@ -167,7 +171,8 @@ def linear_policy_loss(
     if mesh is not None:
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
-        options |= {"ref_log_probs": ref_log_probs, "document_ids": document_ids, "num_documents": num_documents}
+        options |= {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs}
+        options |= {"document_ids": document_ids, "num_documents": num_documents}
         options["labels_per_document"] = labels_per_document
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
         return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
@@ -175,6 +180,7 @@ def linear_policy_loss(
         # The caller's frame lies beyond that of the decorator.
         sharded.warn_of_unknown_layout("linear_policy_loss", hidden, weight, stacklevel=4)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
+    given["sampler_log_probs"] = sampler_log_probs
     if isinstance(num_documents, int | np.integer):
         # A static upper bound of the number of documents.
         loss_tokens = functools.partial(make_loss_tokens, num_documents=num_documents)

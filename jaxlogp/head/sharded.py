@@ -129,6 +129,7 @@ def sharded_linear_policy_loss(
     token_axes: tuple[str, ...] = ("data",),
     weight_axis: str | None = None,
     vocab: VocabShards | None = None,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     loss: PolicyLoss | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Int[AnyArray, "*tokens"] | None = None,
@@ -147,7 +148,7 @@ def sharded_linear_policy_loss(
         hidden: [*tokens, H], split as in :func:`sharded_linear_log_probs`.
         weight: [V, H] or [H, V], split as in :func:`sharded_linear_log_probs`.
         targets: [*tokens], integer token ids.
-        old_log_probs: [*tokens], log-probs of the targets under the sampler, in nats; None on policy.
+        old_log_probs: [*tokens], log-probs of the targets under the old policy, in nats; None on policy.
         advantages: [*tokens]; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], True where the target is a label; None makes every token a label.
         mesh: the device mesh; Explicit and Auto axes both work.
@@ -155,6 +156,7 @@ def sharded_linear_policy_loss(
         token_axes: mesh axes that shard the first token dimension; () for none.
         weight_axis: one of token_axes, over which H is split, or None.
         vocab: the shards, or None, as in :func:`sharded_linear_log_probs`.
+        sampler_log_probs: [*tokens], log-probs of the targets under the sampler, in nats, or None for old_log_probs.
         loss: the loss; None for ``jaxlogp.losses.grpo()``.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
         document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
@@ -181,7 +183,7 @@ def sharded_linear_policy_loss(
     layout = _layout(hidden, weight, bias, mesh, vocab_axis, token_axes, weight_axis, options)
     out_of_vocab = options.get("out_of_vocab", "error")
     check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
-    documents = {"ref_log_probs": ref_log_probs, "document_ids": document_ids}
+    documents = {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs, "document_ids": document_ids}
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape)
     further = documents | {"labels_per_document": labels_per_document}

@@ -1,5 +1,6 @@
 """Policy losses as objects made of orthogonal parts, presets of published losses, and values as unreduced sums."""
 
+from jaxlogp.losses.correction import MAX_LOG_WEIGHT, Correction
 from jaxlogp.losses.documents import DocumentLayout
 from jaxlogp.losses.loss import LossTokens, PolicyLoss, loss_tokens, policy_loss, reduce_losses, weighted_losses
 from jaxlogp.losses.objectives import Clipped, LogLikelihood, Objective, SoftGate, StopGradientWeight
@@ -24,6 +25,7 @@ __all__ = [
     "bnpo",
     "cispo",
     "Clipped",
+    "Correction",
     "dapo",
     "DocumentLayout",
     "dr_grpo",
@@ -39,6 +41,7 @@ __all__ = [
     "loss_tokens",
     "LossTokens",
     "MAX_LOG_RATIO",
+    "MAX_LOG_WEIGHT",
     "Objective",
     "policy_loss",
     "PolicyLoss",

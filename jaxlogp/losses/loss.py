@@ -22,6 +22,7 @@ from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
+from jaxlogp.losses.correction import Correction, log_weights
 from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
 from jaxlogp.losses.inputs import (
     advantages_of_tokens,
@@ -49,14 +50,15 @@ class PolicyLoss:
     With r_t = exp(log_probs_t - old_log_probs_t), the advantage A_t, labels m_t, and per-label weights w_t and the count
     of the reduction, the loss of a step is Σ / count with
 
-        Σ = Σ_t w_t m_t (-objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t + z_loss_coefficient lse_t²).
+        Σ = Σ_t w_t m_t (-c_t objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t
+                         + z_loss_coefficient lse_t²).
 
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
     the mean A_d of their advantages in place of r_t and A_t. With "sequence_token" r_t has the value of R_d and the gradient
     of label t alone, and A_t stays the label's own. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per
     token with every ratio and belong to the same sum, so they have the weights and the denominator of the reduction.
     With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy of all D labels
-    of the step, as in TRL: its w_t is M / D.
+    of the step, as in TRL: its w_t is M / D. c_t is the weight of the `correction`, and 1 without one.
 
     `jaxlogp.losses` has the published losses as presets. Other combinations are built from them, as in
     `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
@@ -73,6 +75,7 @@ class PolicyLoss:
         entropy_coefficient: weight of the entropy bonus.
         entropy_weights: "reduction" or "labels"; see above.
         z_loss_coefficient: weight of the penalty on lse², at least 0, which keeps logits from drifting.
+        correction: importance weights for a sampler other than the old policy, or None.
         grad_divisor: divisor of the gradient of the mean if it differs from that of the reported loss, or None.
 
     Raises:
@@ -94,6 +97,7 @@ class PolicyLoss:
     entropy_coefficient: float = 0.0
     entropy_weights: str = "reduction"
     z_loss_coefficient: float = 0.0
+    correction: Correction | None = None
     grad_divisor: float | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +116,8 @@ class PolicyLoss:
         require(self.entropy_weights in known, "entropy_weights", f"one of {known}", repr(self.entropy_weights))
         good = math.isfinite(self.entropy_coefficient)
         require(good, "entropy_coefficient", "a finite number", self.entropy_coefficient)
+        good = self.correction is None or isinstance(self.correction, Correction)
+        require(good, "correction", "a jaxlogp.losses.Correction or None", repr(self.correction))
         if self.grad_divisor is not None:
             good = is_number(self.grad_divisor) and 0 < self.grad_divisor < math.inf
             require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
@@ -119,7 +125,8 @@ class PolicyLoss:
     @property
     def needs_documents(self) -> bool:
         """Whether the loss reads documents: the rows of inputs [B, T], or those of `document_ids`."""
-        return self.ratio != "token" or reductions.needs_documents(self.reduction)
+        corrected = self.correction is not None and self.correction.needs_documents
+        return corrected or self.ratio != "token" or reductions.needs_documents(self.reduction)
 
     def _check_length(self) -> None:
         if self.reduction == "constant_length":
@@ -133,7 +140,16 @@ class PolicyLoss:
 @no_type_check
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["old_log_probs", "advantages", "ref_log_probs", "mask", "weights", "entropy_weights", "layout"],
+    data_fields=[
+        "old_log_probs",
+        "advantages",
+        "ref_log_probs",
+        "mask",
+        "weights",
+        "entropy_weights",
+        "corrections",
+        "layout",
+    ],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -141,12 +157,13 @@ class LossTokens:
     """The inputs of a policy loss that do not depend on the policy: flat, constant, and zero where masked.
 
     Attributes:
-        old_log_probs: [tokens], log-probs under the sampler in nats; None on policy, when they are those of the policy.
+        old_log_probs: [tokens], log-probs under the old policy in nats; None on policy, when they are those of the policy.
         advantages: [tokens], advantage of each token.
         ref_log_probs: [tokens], log-probs under the reference in nats, or None for a loss without KL.
         mask: bool [tokens], True where the target is a label.
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
         entropy_weights: [tokens], weight of each entropy if it differs from `weights`, or None.
+        corrections: [tokens], weight of each objective, or None for 1.
         layout: the documents, or None for ratio "token".
     """
 
@@ -156,6 +173,7 @@ class LossTokens:
     mask: Bool[AnyArray, " tokens"]
     weights: Float[AnyArray, " tokens"]
     entropy_weights: Float[AnyArray, " tokens"] | None
+    corrections: Float[AnyArray, " tokens"] | None
     layout: DocumentLayout | None
 
 
@@ -165,6 +183,7 @@ def policy_loss(
     advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     loss: PolicyLoss = PolicyLoss("grpo"),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
@@ -184,10 +203,13 @@ def policy_loss(
 
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
-        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats. None if the sampler is the policy
-            in training (strictly on policy): they are then log_probs without their gradient, and every ratio is 1.
+        old_log_probs: [*tokens], log-probs of the same targets under the policy that ratios are taken to, in nats: the
+            sampler's, or those of the trainer's own forward with the weights of the rollout. None if the sampler is the
+            policy in training (strictly on policy): they are then log_probs without their gradient, and every ratio is 1.
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], True where the target is a label; None makes every token a label.
+        sampler_log_probs: [*tokens], log-probs of the same targets under whatever drew them, in nats; read by a correction
+            alone. None if they are old_log_probs: every weight is then 1.
         loss: the loss; by default GRPO as the token mean over the step.
         entropy: [*tokens], entropy of the distribution of each target, in nats; needed with an entropy coefficient.
         lse: [*tokens], log Σ_v e^z of the logits of each token, in nats, differentiable in them; needed with a z-loss
@@ -213,9 +235,9 @@ def policy_loss(
 
     Raises:
         ValueError: if a shape or dtype differs from the above, an input that `loss` needs is missing, a value at a label is
-            not finite, an old or reference log-prob is above 0, or a label has a document id outside [0, num_documents);
-            under a JAX transformation, which hides values, non-finite values and such ids give NaN instead. Also if document
-            sums over `document_axis_name` are differentiated under `shard_map(check_vma=False)`.
+            not finite, an old, sampler's or reference log-prob is above 0, or a label has a document id outside
+            [0, num_documents); under a JAX transformation, which hides values, non-finite values and such ids give NaN
+            instead. Also if document sums over `document_axis_name` are differentiated under `shard_map(check_vma=False)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -236,6 +258,7 @@ def policy_loss(
         old_log_probs,
         advantages,
         mask,
+        sampler_log_probs=sampler_log_probs,
         ref_log_probs=ref_log_probs,
         document_ids=document_ids,
         num_documents=num_documents,
@@ -298,6 +321,7 @@ def loss_tokens(
     advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"],
     *,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
@@ -308,9 +332,10 @@ def loss_tokens(
 
     Args:
         loss: the loss.
-        old_log_probs: [*tokens], log-probs under the sampler, in nats, as in :func:`jaxlogp.policy_loss`; or None.
+        old_log_probs: [*tokens], log-probs under the old policy, in nats, as in :func:`jaxlogp.policy_loss`; or None.
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], bool, True where the target is a label; required, because it gives the shape.
+        sampler_log_probs: [*tokens], log-probs under the sampler, in nats; ignored by a loss without correction.
         ref_log_probs: [*tokens], log-probs under the reference, in nats; ignored by a loss without KL.
         document_ids: [*tokens], document index of each token, as in :func:`jaxlogp.policy_loss`.
         num_documents: number of documents, as in :func:`jaxlogp.policy_loss`.
@@ -324,14 +349,21 @@ def loss_tokens(
         ValueError: if an argument is refused as in :func:`jaxlogp.policy_loss`.
     """
     require(isinstance(loss, PolicyLoss), "loss", "a PolicyLoss, such as jaxlogp.losses.grpo()", repr(loss))
-    given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
+    given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "sampler_log_probs": sampler_log_probs}
     given = {name: values for name, values in given.items() if values is not None}
     check_log_probs(given, mask)
+    if loss.correction is None:
+        given.pop("sampler_log_probs", None)
     advantages = given["advantages"] = advantages_of_tokens(advantages, mask)
     check_labels({"advantages": advantages}, mask)
     with_kl = loss.kl_coefficient != 0.0
     why = f"log-probs under the reference for kl_coefficient {loss.kl_coefficient}"
     require(not with_kl or ref_log_probs is not None, "ref_log_probs", why, None)
+    if sampler_log_probs is not None:
+        expected = (
+            "log-probs of the old policy along with sampler_log_probs (on policy, jax.lax.stop_gradient(log_probs))"
+        )
+        require(old_log_probs is not None, "old_log_probs", expected, None)
     needed = loss.needs_documents
     layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name, needed=needed)
 
@@ -346,6 +378,7 @@ def loss_tokens(
         mask,
         weights,
         _entropy_weights(loss, weights, labels_per_document),
+        _corrections(loss, constants, mask, layout),
         layout if loss.ratio != "token" else None,
     )
     return tokens, reductions.count(loss.reduction, mask, layout)
@@ -366,6 +399,16 @@ def loss_layout(
     expected = f"the document index of each token, or rows [B, T], for loss {loss.name!r}"
     require(layout is not None or not needed, "document_ids", expected, None)
     return layout
+
+
+def _corrections(
+    loss: PolicyLoss, constants: dict[str, Array], mask: Bool[AnyArray, " tokens"], layout: DocumentLayout | None
+) -> Float[Array, " tokens"] | None:
+    """Returns the weight of each objective, 0 where masked; None if all are 1."""
+    if loss.correction is None or "sampler_log_probs" not in constants:
+        return None
+    logs = log_weights(constants["old_log_probs"], constants["sampler_log_probs"], mask)
+    return jnp.where(mask, loss.correction.weights(loss.correction.ratios(logs, layout)), 0.0)
 
 
 def _entropy_weights(
@@ -446,7 +489,10 @@ def _parts(
     new = selected(log_probs, tokens.mask, dtype)
     old = lax.stop_gradient(new) if tokens.old_log_probs is None else tokens.old_log_probs.astype(dtype)
     advantages = tokens.advantages.astype(dtype)
-    parts = {"objective": -_objective(loss, new, new - old, advantages, tokens.layout)}
+    objective = -_objective(loss, new, new - old, advantages, tokens.layout)
+    if tokens.corrections is not None:
+        objective = tokens.corrections.astype(dtype) * objective
+    parts = {"objective": objective}
     if loss.kl_coefficient != 0.0:
         kl = KL_ESTIMATORS[loss.kl_estimator](tokens.ref_log_probs.astype(dtype) - new)
         parts["kl"] = loss.kl_coefficient * kl

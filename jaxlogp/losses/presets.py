@@ -23,6 +23,7 @@ SHARED_OPTIONS = (
     "entropy_coefficient",
     "entropy_weights",
     "z_loss_coefficient",
+    "correction",
     "grad_divisor",
 )
 _preset = suggest_options(SHARED_OPTIONS)

@@ -1,0 +1,116 @@
+"""Importance weights of labels that correct for a sampler other than the old policy.
+
+Three log-probs of a label are told apart: the sampler's μ, under whatever drew the token; the old policy's π_old, which
+ratios are taken to; and the new policy's π_θ. A `Correction` turns π_old / μ into a constant weight of each label.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxlogp._arrays import AnyArray
+from jaxlogp.errors import is_number, require
+from jaxlogp.losses.documents import DocumentLayout
+
+LEVELS = ("token", "sequence", "geometric")
+KINDS = ("truncate", "mask")
+MAX_LOG_WEIGHT = 20.0
+"""Bound of the absolute logarithm of a weight π_old / μ, in nats: weights lie between 2e-9 and 5e8."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Truncated or masked importance weights, constants that multiply the objective of each label.
+
+    With w_t = π_old,t / μ_t, the weight of a label of document d is, by level,
+
+        token: w_t        sequence: W_d = Π_t w_t        geometric: G_d = (Π_t w_t)^(1 / N_d)
+
+    with the products over the N_d labels of d, and its logarithm bounded by ±`MAX_LOG_WEIGHT`. Kind "truncate" replaces w by
+    min(w, high), kind "mask" by 0 unless low ≤ w ≤ high. KL, entropy and z-loss are not weighted: they are no expectations
+    of the objective under the sampler.
+
+    Attributes:
+        level: "token", "sequence" or "geometric".
+        kind: "truncate" or "mask".
+        low: smallest weight that is kept, in [0, 1]; 0 for kind "truncate".
+        high: largest weight, at least 1; `math.inf` for no bound.
+
+    Raises:
+        ValueError: if a choice is unknown or a number out of range.
+
+    Example:
+        >>> from jaxlogp.losses import grpo, policy_loss
+        >>> old, sampler = jnp.log(jnp.array([0.5, 0.3])), jnp.log(jnp.array([0.4, 0.1]))
+        >>> loss = grpo(correction=Correction(high=2.0))
+        >>> total = policy_loss(old, old, jnp.ones(2), sampler_log_probs=sampler, loss=loss)
+        >>> f"{float(total.sum):.2f}"  # weights 1.25 and 3, truncated to 2
+        '-3.25'
+
+    References:
+        Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (TIS), F. Yao et al., 2025; Every Step
+        Evolves (IcePop, the masked form), arXiv:2510.18855.
+    """
+
+    level: str = "token"
+    kind: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        require(self.level in LEVELS, "level", f"one of {LEVELS}", repr(self.level))
+        require(self.kind in KINDS, "kind", f"one of {KINDS}", repr(self.kind))
+        check_bounds(self.low, self.high, "low", "high")
+        ok = self.kind == "mask" or self.low == 0.0
+        require(ok, "low", "0 for kind 'truncate', which has no lower bound", self.low)
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether weights are those of documents."""
+        return self.level != "token"
+
+    def ratios(self, log_weights: Float[AnyArray, " tokens"], layout: DocumentLayout | None) -> Float[Array, " tokens"]:
+        """Computes π_old / μ of each label at the level, without bounds; anything where masked."""
+        return ratios_at(self.level, log_weights, layout)
+
+    def limited(self, ratios: Float[AnyArray, " tokens"]) -> Bool[Array, " tokens"]:
+        """Returns True where a ratio is truncated or masked."""
+        return (ratios < self.low) | (ratios > self.high)
+
+    def weights(self, ratios: Float[AnyArray, " tokens"]) -> Float[Array, " tokens"]:
+        """Computes the weights from `ratios`; NaN where these are."""
+        if self.kind == "truncate":
+            return jnp.minimum(ratios, jnp.asarray(self.high, ratios.dtype))
+        return jnp.where(self.limited(ratios), 0.0, ratios)
+
+
+def check_bounds(low: float, high: float, low_name: str, high_name: str) -> None:
+    """Raises ValueError unless 0 ≤ low ≤ 1 ≤ high, so that equal policies have the weight 1."""
+    require(is_number(low) and 0.0 <= low <= 1.0, low_name, "a number in [0, 1]", low)
+    require(is_number(high) and 1.0 <= high <= math.inf, high_name, "a number of at least 1", high)
+
+
+def log_weights(
+    old: Float[AnyArray, " tokens"], sampler: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]
+) -> Float[Array, " tokens"]:
+    """Computes log π_old - log μ, exactly 0 where masked; NaN for a difference that is not finite."""
+    difference = jnp.where(mask, old - sampler, 0.0)
+    return jnp.where(jnp.isfinite(difference), difference, jnp.nan)
+
+
+def ratios_at(
+    level: str, log_weights: Float[AnyArray, " tokens"], layout: DocumentLayout | None
+) -> Float[Array, " tokens"]:
+    """Computes π_old / μ at a level of `LEVELS`, one number for each token."""
+    if level == "sequence":
+        log_weights = layout.sum_of(log_weights)[layout.document_ids]
+    elif level == "geometric":
+        log_weights = layout.mean_of(log_weights)[layout.document_ids]
+    return jnp.exp(bounded_weight(log_weights))
+
+
+def bounded_weight(log_weights: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:
+    """Bounds logarithms of weights by ±`MAX_LOG_WEIGHT`."""
+    return jnp.clip(log_weights, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
