@@ -1,6 +1,7 @@
 """Policy losses of linear log-probs whose gradient is computed in the forward pass: ``linear_policy_loss``."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +99,7 @@ def linear_policy_loss(
         mask: [*tokens], True where the target is a label; the other tokens cost nothing and get exact zeros. None makes
             every token a label.
         sampler_log_probs: [*tokens], log-probs of the targets under the sampler, in nats, or None for old_log_probs; read
-            by a correction alone.
+            by a correction or a rejection.
         loss: the loss; None for ``jaxlogp.losses.grpo()``.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
         document_ids: [*tokens], integer document index of each token; None for the rows of [B, T].
@@ -154,10 +155,15 @@ def linear_policy_loss(
 
     def run(hidden, weight, bias, targets, mask, lse, given):
         labels = labels_of(mask, targets.shape)
-        tokens, count = loss_tokens(loss, mask=labels, document_axis_name=document_axis_name, **given)
+
+        def tokens_of(log_probs: Array | None) -> tuple[LossTokens, Array]:
+            log_probs = None if log_probs is None else log_probs.reshape(targets.shape)
+            further = {"log_probs": log_probs, "document_axis_name": document_axis_name}
+            return loss_tokens(loss, mask=labels, **further, **given)
+
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
         call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
-        total, values = _evaluate(loss, call, tokens, _checked_lse(lse, call, targets.shape), engine)
+        total, count, values = _evaluate(loss, call, tokens_of, _checked_lse(lse, call, targets.shape), engine)
         values = values if with_lse else values._replace(lse=None)
         values = TokenLogProbs(*map(_constant_value, TokenLogProbs._fields, values))
         values = jax.tree.map(lambda x: x.reshape(targets.shape), values)
@@ -203,21 +209,31 @@ def _constant_value(name: str, value: Array | None) -> Array | None:
 
 
 def _evaluate(
-    loss: PolicyLoss, call: HeadCall, tokens: LossTokens, lse: Array | None, engine: EngineChoice
-) -> tuple[Array, TokenLogProbs]:
-    """Computes the loss sum and the values by the engine and path that suit the call, and records both."""
+    loss: PolicyLoss,
+    call: HeadCall,
+    tokens_of: Callable[[Array | None], tuple[LossTokens, Array]],
+    lse: Array | None,
+    engine: EngineChoice,
+) -> tuple[Array, Array, TokenLogProbs]:
+    """Computes the loss sum, its count and the values by the engine and path that suit the call, and records both.
+
+    ``tokens_of`` makes the tokens and the count from the log-probs, or from None while these are unknown.
+    """
     chosen, reason = choose_engine(engine, call)
     gradient = _how(chosen, call, loss, lse is not None)
     report(HeadRun("linear_policy_loss", chosen.name, reason, call.num_shards, gradient))
     if gradient in (ONE_PASS, KNOWN_LSE):
-        return _loss_sum(_Static(chosen, loss), call, tokens, lse)
+        tokens, count = tokens_of(None)
+        total, values = _loss_sum(_Static(chosen, loss), call, tokens, lse)
+        return total, count, values
     if loss.z_loss_coefficient == 0.0:
         values = head_values(chosen, call)
     else:
         expected = f"0 with engine {chosen.name}, which fixes the order of its sums"
         require(not chosen.reduces_gradients, "loss.z_loss_coefficient", expected, loss.z_loss_coefficient)
         values = _values_with_lse(chosen, call)
-    return _total(loss, values, tokens), values
+    tokens, count = tokens_of(values.log_probs)
+    return _total(loss, values, tokens), count, values
 
 
 class _Static(NamedTuple):
@@ -242,6 +258,8 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
     if known_lse:
         refusal = engine.why_not_known_lse(call)
         expected = "None where engine, call or loss do not allow a backward from it"
+        if loss.rejects_by_log_probs:
+            refusal = "the rejection compares the policy with the old one"
         if refusal is not None:
             raise EngineUnavailable(f"lse: expected {expected}, got an array, but {engine.name}: {refusal}")
         return KNOWN_LSE
@@ -253,6 +271,8 @@ def _how(engine: Engine, call: HeadCall, loss: PolicyLoss, known_lse: bool) -> s
         refusal = engine.why_not_one_pass(call, loss.entropy_coefficient != 0.0)
     if refusal is None and loss.ratio != "token":
         refusal = "the ratio of a document needs the log-probs of all its tokens first"
+    if refusal is None and loss.rejects_by_log_probs:
+        refusal = "the rejection reads log-probs of the policy, and denominators follow it"
     return ONE_PASS if refusal is None else f"{TWO_STEPS}: {refusal}"
 
 

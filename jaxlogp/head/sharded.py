@@ -187,6 +187,8 @@ def sharded_linear_policy_loss(
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape)
     further = documents | {"labels_per_document": labels_per_document}
+    # Rules that read log-probs get theirs in the program.
+    further["log_probs"] = np.zeros(targets.shape, np.float32)
     checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, labels, **further)
     jax.eval_shape(lambda: checked(num_documents=num_documents)[1])
     documents["document_ids"] = None if document_ids is None else as_int32(document_ids)

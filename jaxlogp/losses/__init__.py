@@ -20,6 +20,7 @@ from jaxlogp.losses.presets import (
     sapo,
 )
 from jaxlogp.losses.ratios import MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio, ratio
+from jaxlogp.losses.rejection import Rejection
 
 __all__ = [
     "bnpo",
@@ -50,6 +51,7 @@ __all__ = [
     "reduce_losses",
     "register_loss",
     "reinforce",
+    "Rejection",
     "rloo",
     "sapo",
     "SoftGate",

@@ -92,14 +92,6 @@ def check_bounds(low: float, high: float, low_name: str, high_name: str) -> None
     require(is_number(high) and 1.0 <= high <= math.inf, high_name, "a number of at least 1", high)
 
 
-def log_weights(
-    old: Float[AnyArray, " tokens"], sampler: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]
-) -> Float[Array, " tokens"]:
-    """Computes log π_old - log μ, exactly 0 where masked; NaN for a difference that is not finite."""
-    difference = jnp.where(mask, old - sampler, 0.0)
-    return jnp.where(jnp.isfinite(difference), difference, jnp.nan)
-
-
 def ratios_at(
     level: str, log_weights: Float[AnyArray, " tokens"], layout: DocumentLayout | None
 ) -> Float[Array, " tokens"]:

@@ -1,5 +1,6 @@
 """Documents of tokens: sums and means over whole documents, also if a mesh axis splits the documents."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import no_type_check
@@ -56,6 +57,12 @@ class DocumentLayout:
         """Averages `values`, which are 0 where masked, over the labels of each document; 0 without labels."""
         return self.sum_of(values) / jnp.maximum(self.labels, 1).astype(values.dtype)
 
+    def with_labels(self, mask: Bool[AnyArray, " tokens"]) -> "DocumentLayout":
+        """Returns the same documents with the labels of another mask."""
+        counted = mask & ~self.outside
+        labels = _count_labels(counted, self.document_ids, self.labels.shape[0], self.axis_name)
+        return dataclasses.replace(self, labels=labels)
+
     def label_weights(self, mask: Bool[AnyArray, " tokens"], dtype: jnp.dtype) -> Float[Array, " tokens"]:
         """Returns 1 / N_d for the labels of document d, 0 where masked, NaN for a label of no document."""
         weights = 1.0 / jnp.maximum(self.labels, 1).astype(dtype)
@@ -108,12 +115,20 @@ def document_layout(
     # JAX silently drops segment ids that are too large and wraps negative ones; clamped ids do neither.
     clamped = jnp.clip(ids, 0, jnp.maximum(jnp.minimum(total, capacity) - 1, 0))
     outside = mask & ((clamped != ids) | (total < 1))
-    counted = (mask & ~outside).astype(jnp.int32)
-    labels = jax.ops.segment_sum(counted, clamped, num_segments=capacity)
-    labels = labels if axis_name is None else lax.psum(labels, axis_name)
+    labels = _count_labels(mask & ~outside, clamped, capacity, axis_name)
     # A count must vary over the axes of the tokens for a psum over them to add it up.
     total = vary_over(total, union_of_varying_axes(mask, ids))
     return DocumentLayout(clamped, outside, labels, total, axis_name)
+
+
+def _count_labels(
+    mask: Bool[AnyArray, " tokens"],
+    document_ids: Int[AnyArray, " tokens"],
+    capacity: int,
+    axis_name: str | tuple[str, ...] | None,
+) -> Int[Array, " documents"]:
+    labels = jax.ops.segment_sum(mask.astype(jnp.int32), document_ids, num_segments=capacity)
+    return labels if axis_name is None else lax.psum(labels, axis_name)
 
 
 def with_rows(

@@ -22,7 +22,7 @@ from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
-from jaxlogp.losses.correction import Correction, log_weights
+from jaxlogp.losses.correction import Correction
 from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
 from jaxlogp.losses.inputs import (
     advantages_of_tokens,
@@ -36,6 +36,7 @@ from jaxlogp.losses.inputs import (
 )
 from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
+from jaxlogp.losses.rejection import Policies, Rejection
 
 RATIOS = ("token", "sequence", "sequence_token")
 ENTROPY_WEIGHTS = ("reduction", "labels")
@@ -58,7 +59,8 @@ class PolicyLoss:
     of label t alone, and A_t stays the label's own. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per
     token with every ratio and belong to the same sum, so they have the weights and the denominator of the reduction.
     With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy of all D labels
-    of the step, as in TRL: its w_t is M / D. c_t is the weight of the `correction`, and 1 without one.
+    of the step, as in TRL: its w_t is M / D. c_t is the weight of the `correction`, and 1 without one. A `rejection` takes
+    labels out of m_t, D and N_d.
 
     `jaxlogp.losses` has the published losses as presets. Other combinations are built from them, as in
     `dataclasses.replace(grpo(), ratio="sequence")`. The object is hashable: it may be a static argument of `jax.jit`.
@@ -76,6 +78,7 @@ class PolicyLoss:
         entropy_weights: "reduction" or "labels"; see above.
         z_loss_coefficient: weight of the penalty on lse², at least 0, which keeps logits from drifting.
         correction: importance weights for a sampler other than the old policy, or None.
+        rejection: rules by which labels leave the mask, or None.
         grad_divisor: divisor of the gradient of the mean if it differs from that of the reported loss, or None.
 
     Raises:
@@ -98,6 +101,7 @@ class PolicyLoss:
     entropy_weights: str = "reduction"
     z_loss_coefficient: float = 0.0
     correction: Correction | None = None
+    rejection: Rejection | None = None
     grad_divisor: float | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +122,8 @@ class PolicyLoss:
         require(good, "entropy_coefficient", "a finite number", self.entropy_coefficient)
         good = self.correction is None or isinstance(self.correction, Correction)
         require(good, "correction", "a jaxlogp.losses.Correction or None", repr(self.correction))
+        good = self.rejection is None or isinstance(self.rejection, Rejection)
+        require(good, "rejection", "a jaxlogp.losses.Rejection or None", repr(self.rejection))
         if self.grad_divisor is not None:
             good = is_number(self.grad_divisor) and 0 < self.grad_divisor < math.inf
             require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
@@ -125,8 +131,14 @@ class PolicyLoss:
     @property
     def needs_documents(self) -> bool:
         """Whether the loss reads documents: the rows of inputs [B, T], or those of `document_ids`."""
-        corrected = self.correction is not None and self.correction.needs_documents
-        return corrected or self.ratio != "token" or reductions.needs_documents(self.reduction)
+        parts = [part for part in (self.correction, self.rejection) if part is not None]
+        by_document = self.ratio != "token" or reductions.needs_documents(self.reduction)
+        return by_document or any(part.needs_documents for part in parts)
+
+    @property
+    def rejects_by_log_probs(self) -> bool:
+        """Whether the mask depends on the policy in training."""
+        return self.rejection is not None and self.rejection.needs_log_probs
 
     def _check_length(self) -> None:
         if self.reduction == "constant_length":
@@ -157,10 +169,11 @@ class LossTokens:
     """The inputs of a policy loss that do not depend on the policy: flat, constant, and zero where masked.
 
     Attributes:
-        old_log_probs: [tokens], log-probs under the old policy in nats; None on policy, when they are those of the policy.
+        old_log_probs: [tokens], log-probs under the old policy in nats, also of rejected labels; None on policy, when they
+            are those of the policy.
         advantages: [tokens], advantage of each token.
         ref_log_probs: [tokens], log-probs under the reference in nats, or None for a loss without KL.
-        mask: bool [tokens], True where the target is a label.
+        mask: bool [tokens], True where the target is a label that was not rejected.
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
         entropy_weights: [tokens], weight of each entropy if it differs from `weights`, or None.
         corrections: [tokens], weight of each objective, or None for 1.
@@ -209,7 +222,7 @@ def policy_loss(
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], True where the target is a label; None makes every token a label.
         sampler_log_probs: [*tokens], log-probs of the same targets under whatever drew them, in nats; read by a correction
-            alone. None if they are old_log_probs: every weight is then 1.
+            or a rejection. None if they are old_log_probs: every weight is then 1.
         loss: the loss; by default GRPO as the token mean over the step.
         entropy: [*tokens], entropy of the distribution of each target, in nats; needed with an entropy coefficient.
         lse: [*tokens], log Σ_v e^z of the logits of each token, in nats, differentiable in them; needed with a z-loss
@@ -250,6 +263,7 @@ def policy_loss(
         Those of the presets in `jaxlogp.losses`.
     """
     mask = labels_of(mask, shape_of(log_probs, "log_probs"))
+    read_by_rules = log_probs if isinstance(loss, PolicyLoss) and loss.rejects_by_log_probs else None
     values = {"entropy": entropy, "lse": lse}
     values = {name: value for name, value in values.items() if value is not None}
     check_labels({"log_probs": log_probs, **values}, mask)
@@ -259,6 +273,7 @@ def policy_loss(
         advantages,
         mask,
         sampler_log_probs=sampler_log_probs,
+        log_probs=read_by_rules,
         ref_log_probs=ref_log_probs,
         document_ids=document_ids,
         num_documents=num_documents,
@@ -322,6 +337,7 @@ def loss_tokens(
     mask: Bool[AnyArray, "*tokens"],
     *,
     sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    log_probs: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
@@ -335,7 +351,9 @@ def loss_tokens(
         old_log_probs: [*tokens], log-probs under the old policy, in nats, as in :func:`jaxlogp.policy_loss`; or None.
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], bool, True where the target is a label; required, because it gives the shape.
-        sampler_log_probs: [*tokens], log-probs under the sampler, in nats; ignored by a loss without correction.
+        sampler_log_probs: [*tokens], log-probs under the sampler, in nats; ignored by a loss without correction and
+            rejection.
+        log_probs: [*tokens], log-probs under the policy in training, in nats, for a rejection that reads them; constants.
         ref_log_probs: [*tokens], log-probs under the reference, in nats; ignored by a loss without KL.
         document_ids: [*tokens], document index of each token, as in :func:`jaxlogp.policy_loss`.
         num_documents: number of documents, as in :func:`jaxlogp.policy_loss`.
@@ -352,8 +370,13 @@ def loss_tokens(
     given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "sampler_log_probs": sampler_log_probs}
     given = {name: values for name, values in given.items() if values is not None}
     check_log_probs(given, mask)
-    if loss.correction is None:
+    if loss.correction is None and loss.rejection is None:
         given.pop("sampler_log_probs", None)
+    if loss.rejects_by_log_probs:
+        read = {} if log_probs is None else {"log_probs": log_probs}
+        require(len(read) > 0, "log_probs", f"log-probs of the policy for {loss.rejection}", None)
+        check_labels(read, mask)
+        given |= read
     advantages = given["advantages"] = advantages_of_tokens(advantages, mask)
     check_labels({"advantages": advantages}, mask)
     with_kl = loss.kl_coefficient != 0.0
@@ -370,18 +393,32 @@ def loss_tokens(
     mask = flat(mask)
     dtype = compute_dtype(*given.values())
     constants = {name: constant(values, mask, compute_dtype(values)) for name, values in given.items()}
-    weights = reductions.label_weights(loss.reduction, loss.length, mask, layout, dtype)
+    policies = policies_of(constants)
+    kept, kept_layout = mask, layout
+    if loss.rejection is not None:
+        kept = mask & ~loss.rejection.rejected(policies, mask, layout)
+        kept_layout = None if layout is None else layout.with_labels(kept)
+    # Those that the denominators count.
+    counted, counted_layout = kept, kept_layout
+    if loss.rejection is not None and loss.rejection.keep_denominator:
+        counted, counted_layout = mask, layout
+    weights = reductions.label_weights(loss.reduction, loss.length, counted, counted_layout, dtype)
+    corrections = None
+    if "sampler_log_probs" in constants:
+        logs = policies.log_weights(mask)
+        weights = jnp.where(jnp.isnan(logs), jnp.nan, weights)
+        corrections = _corrections(loss, logs, mask, layout)
     tokens = LossTokens(
         constants.get("old_log_probs"),
         constants["advantages"],
         constants["ref_log_probs"] if with_kl else None,
-        mask,
+        kept,
         weights,
         _entropy_weights(loss, weights, labels_per_document),
-        _corrections(loss, constants, mask, layout),
-        layout if loss.ratio != "token" else None,
+        corrections,
+        kept_layout if loss.ratio != "token" else None,
     )
-    return tokens, reductions.count(loss.reduction, mask, layout)
+    return tokens, reductions.count(loss.reduction, counted, counted_layout)
 
 
 def loss_layout(
@@ -402,13 +439,22 @@ def loss_layout(
 
 
 def _corrections(
-    loss: PolicyLoss, constants: dict[str, Array], mask: Bool[AnyArray, " tokens"], layout: DocumentLayout | None
+    loss: PolicyLoss,
+    log_weights: Float[Array, " tokens"],
+    mask: Bool[AnyArray, " tokens"],
+    layout: DocumentLayout | None,
 ) -> Float[Array, " tokens"] | None:
     """Returns the weight of each objective, 0 where masked; None if all are 1."""
-    if loss.correction is None or "sampler_log_probs" not in constants:
+    if loss.correction is None:
         return None
-    logs = log_weights(constants["old_log_probs"], constants["sampler_log_probs"], mask)
-    return jnp.where(mask, loss.correction.weights(loss.correction.ratios(logs, layout)), 0.0)
+    return jnp.where(mask, loss.correction.weights(loss.correction.ratios(log_weights, layout)), 0.0)
+
+
+def policies_of(constants: dict[str, Array]) -> Policies:
+    """Returns the three policies: the sampler's log-probs are by default the old ones, these those of the new policy."""
+    advantages, new = constants["advantages"], constants.get("log_probs")
+    old = constants.get("old_log_probs", jnp.zeros_like(advantages) if new is None else new)
+    return Policies(constants.get("sampler_log_probs", old), old, new, advantages)
 
 
 def _entropy_weights(
@@ -487,8 +533,9 @@ def _parts(
     """Computes each part of the loss of each label, with its coefficient, before weights."""
     dtype = compute_dtype(log_probs)
     new = selected(log_probs, tokens.mask, dtype)
-    old = lax.stop_gradient(new) if tokens.old_log_probs is None else tokens.old_log_probs.astype(dtype)
-    advantages = tokens.advantages.astype(dtype)
+    # Selected once more: what was rejected is a label of `loss_tokens`, but none of the loss.
+    old = lax.stop_gradient(new) if tokens.old_log_probs is None else selected(tokens.old_log_probs, tokens.mask, dtype)
+    advantages = selected(tokens.advantages, tokens.mask, dtype)
     objective = -_objective(loss, new, new - old, advantages, tokens.layout)
     if tokens.corrections is not None:
         objective = tokens.corrections.astype(dtype) * objective

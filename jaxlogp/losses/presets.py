@@ -24,6 +24,7 @@ SHARED_OPTIONS = (
     "entropy_weights",
     "z_loss_coefficient",
     "correction",
+    "rejection",
     "grad_divisor",
 )
 _preset = suggest_options(SHARED_OPTIONS)

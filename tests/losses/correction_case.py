@@ -83,9 +83,37 @@ class Oracle:
     def losses(self, weights):
         return weights * self._objective + self._others
 
-    def gradient(self, weights):
-        gradient = self._objective_slopes @ weights + self._others_slopes.sum(axis=1)
+    def gradient(self, weights, factors=1.0):
+        """Of Σ factors (weights objective + others)."""
+        gradient = self._objective_slopes @ (weights * factors) + (self._others_slopes * factors).sum(axis=1)
         return spread(gradient, self._given)
 
 
 assert len(MISMATCH) == DOCUMENTS
+
+
+def rejected_by(rejection, given, values):
+    """The labels that leave, of the shape of the mask: rule by rule, label by label."""
+    new, old, advantages = (np.float64(x[given.mask]) for x in (given.new, given.old, given.advantages))
+    mu, ids, logs = np.float64(values[given.mask]), given.ids[given.mask], log_weights(given, values)
+    gone = np.zeros(len(ids), bool)
+    for i, document in enumerate(ids):
+        of = ids == document
+        for level in ("token", "sequence", "geometric"):
+            bounds = getattr(rejection, level)
+            if bounds is not None:
+                gone[i] |= not bounds[0] <= ratios_at(level, given, values)[i] <= bounds[1]
+        if rejection.veto is not None:
+            gone[i] |= bool((np.exp(logs[of]) < rejection.veto).any())
+        estimates = {"k1": -logs[of], "k2": logs[of] ** 2 / 2, "k3": np.exp(logs[of]) - logs[of] - 1}
+        for name, values_of_document in estimates.items():
+            bound = getattr(rejection, name)
+            if bound is not None:
+                gone[i] |= values_of_document.mean() > bound
+        if rejection.negative_kl is not None:
+            gone[i] |= advantages[of].mean() < 0 and (old - new)[of].mean() > rejection.negative_kl
+        if rejection.probability_gap is not None:
+            gap = np.exp(new[i]) - np.exp(mu[i])
+            gone[i] |= advantages[i] > 0 and gap > rejection.probability_gap
+            gone[i] |= advantages[i] < 0 and gap < -rejection.probability_gap
+    return spread(gone, given).astype(bool)
