@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxlogp.losses import (
+    Correction,
     LogLikelihood,
     PolicyLoss,
+    Rejection,
     StopGradientWeight,
     cispo,
     grpo,
@@ -213,9 +215,13 @@ def test_the_names_by_level():
 
 def test_the_table_has_a_reduction_for_every_term_and_nothing_else():
     arrays = case()
-    loss = dataclasses.replace(LOSSES["gspo"], z_loss_coefficient=0.1)
-    more = {"num_documents": DOCUMENTS, "loss": loss, "lse": arrays["entropy"], "level": "with_entropy"}
-    terms = policy_metric_terms(**arrays, **more)
+    loss = dataclasses.replace(LOSSES["gspo"], z_loss_coefficient=0.1, rejection=Rejection(k1=1.0))
+    more = {"num_documents": DOCUMENTS, "lse": arrays["entropy"], "level": "with_entropy"}
+    found = {}
+    for kind in ("truncate", "mask"):
+        corrected = dataclasses.replace(loss, correction=Correction(kind=kind))
+        found |= policy_metric_terms(**arrays, **more, loss=corrected).values
+    terms = PolicyMetricTerms(found)
     ones, mask = jnp.ones(2, jnp.float32), jnp.ones(2, bool)
     terms = terms | reward_terms(ones, mask) | staleness_terms(3, jnp.ones(2, jnp.int32), mask)
     assert terms.values.keys() == METRICS.keys()

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, require
+from jaxlogp.losses.correction import bounded_weight
 from jaxlogp.losses.documents import DocumentLayout, with_rows
 from jaxlogp.losses.inputs import (
     advantages_of_tokens,
@@ -30,12 +31,14 @@ from jaxlogp.losses.inputs import (
     labels_of,
     shape_of,
 )
-from jaxlogp.losses.loss import LOSS_PARTS, PolicyLoss, loss_layout, loss_parts, loss_tokens
+from jaxlogp.losses.loss import LOSS_PARTS, PolicyLoss, loss_layout, loss_parts, loss_tokens, policies_of
 from jaxlogp.losses.presets import grpo
-from jaxlogp.losses.ratios import MAX_LOG_RATIO, bounded, k3
+from jaxlogp.losses.ratios import MAX_LOG_RATIO, bounded, k1, k3
 
 METRIC_LEVELS = ("none", "basic", "with_entropy")
 LABELLED = "_labelled"
+LIMITS = ("truncated", "weight_masked", "rejected")
+"""What a correction of kind "truncate", one of kind "mask", and a rejection do to labels."""
 
 
 class Reduction(Enum):
@@ -72,6 +75,13 @@ METRICS: dict[str, Metric] = {
     "min_advantage": Metric(Reduction.MIN),
     **{f"loss_{part}": Metric(Reduction.SUM, "loss_count") for part in LOSS_PARTS},
     "loss_count": Metric(Reduction.SUM),
+    "mismatch_k1": Metric(Reduction.SUM, "num_tokens"),
+    "mismatch_k3": Metric(Reduction.SUM, "num_tokens"),
+    "correction_weight": Metric(Reduction.SUM, "num_tokens"),
+    "correction_weight_squared": Metric(Reduction.SUM, "num_tokens"),
+    "max_correction_weight": Metric(Reduction.MAX),
+    **{f"{what}_fraction": Metric(Reduction.SUM, "num_tokens") for what in LIMITS},
+    **{f"{what}_document_fraction": Metric(Reduction.SUM, "num_documents") for what in LIMITS},
     "num_tokens": Metric(Reduction.SUM),
     "num_segments": Metric(Reduction.SUM),
     "num_documents": Metric(Reduction.SUM),
@@ -158,6 +168,11 @@ class PolicyMetricTerms:
             metrics[name] = value if divisor is None else _quotient(value, self.values[divisor])
             if divisor == "num_documents":
                 metrics[name + LABELLED] = _quotient(value, self.values["num_documents_labelled"])
+        if "correction_weight" in metrics:
+            squares = metrics["correction_weight_squared"]
+            # (Σ w)² / (n Σ w²); without any weight 0.
+            share = jnp.square(metrics["correction_weight"]) / jnp.where(squares == 0, 1.0, squares)
+            metrics["effective_sample_size"] = share
         return metrics
 
 
@@ -167,6 +182,7 @@ def policy_metrics(
     advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     loss: PolicyLoss = grpo(),
@@ -209,6 +225,7 @@ def policy_metrics(
         old_log_probs,
         advantages,
         mask,
+        sampler_log_probs=sampler_log_probs,
         document_ids=document_ids,
         num_documents=num_documents,
         loss=loss,
@@ -228,6 +245,7 @@ def policy_metric_terms(
     advantages: Float[AnyArray, "*rows"],
     mask: Bool[AnyArray, "*tokens"] | None = None,
     *,
+    sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     loss: PolicyLoss = grpo(),
@@ -256,6 +274,14 @@ def policy_metric_terms(
     - loss_objective, loss_kl, loss_entropy, loss_z: the parts that add up to the loss, coefficients and signs included,
       with the weights of its reduction and divided by loss_count, its count; a part is omitted if its coefficient is 0 or
       its input is not given;
+    - mismatch_k1, mismatch_k3: Σ_t m_t of the estimates -x and exp(x) - x - 1 of KL(μ ‖ π_old) for x = log π_old - log μ,
+      divided by the labels; x is bounded by ±`MAX_LOG_WEIGHT` in both;
+    - correction_weight, correction_weight_squared, max_correction_weight: mean, mean square and maximum over labels of the
+      weight c of the loss's correction, without one of π_old / μ; effective_sample_size: (Σ c)² / (n Σ c²) over n labels;
+    - truncated_fraction, weight_masked_fraction, rejected_fraction: share of labels whose weight is limited by a correction
+      of kind "truncate" or "mask", or that a rejection takes out; truncated_document_fraction and
+      weight_masked_document_fraction: share of documents with such a label, rejected_document_fraction: share of documents
+      that lose every label;
     - num_tokens: labels; num_documents: M; num_documents_labelled, and for "sequence" num_segments: documents with a
       label.
 
@@ -264,11 +290,16 @@ def policy_metric_terms(
     num_documents_labelled. Documents are the rows of inputs [B, T] unless `document_ids` are given; without ids and rows,
     means are over labels instead: w_t = m_t, divided by num_tokens. No gradient flows.
 
+    Metrics of sampler and old policy are there with `sampler_log_probs` or a loss with a correction or rejection, and those
+    of limits with the part of the loss that limits. **All but the parts of the loss and loss_count take in the labels that a
+    rejection takes out.**
+
     Args:
         log_probs: [*tokens], log-probs of the targets under the policy in training, in nats.
-        old_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats; None for log_probs.
+        old_log_probs: [*tokens], log-probs of the same targets under the old policy, in nats; None for log_probs.
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], True where the target is a label; None makes every token a label.
+        sampler_log_probs: [*tokens], log-probs of the same targets under the sampler, in nats; None for old_log_probs.
         document_ids: int [*tokens], document index of each token, as in `policy_loss`; None for the rows of [B, T].
         num_documents: number of documents, as in `policy_loss`.
         loss: the loss of the step.
@@ -298,6 +329,7 @@ def policy_metric_terms(
     missing = with_entropy and entropy is None
     require(not missing, "entropy", "the entropy of each token at level 'with_entropy'", None)
     further = {"entropy": entropy if with_entropy else None, "ref_log_probs": ref_log_probs, "lse": lse}
+    further["sampler_log_probs"] = sampler_log_probs
     given |= {name: values for name, values in further.items() if values is not None}
     check_labels(given, mask)
     document_ids, num_documents = with_rows(mask, document_ids, num_documents)
@@ -306,8 +338,10 @@ def policy_metric_terms(
     options["labels_per_document"] = labels_per_document
     flat_mask, dtype = flat(mask), compute_dtype(log_probs)
     tokens = {name: constant(values, flat_mask, dtype) for name, values in given.items()}
+    of_sampler = sampler_log_probs is not None or loss.correction is not None or loss.rejection is not None
     return PolicyMetricTerms(
         _averages(loss, tokens, layout, flat_mask)
+        | (_sampler_terms(loss, tokens, layout, flat_mask) if of_sampler else {})
         | _extremes("advantage", tokens["advantages"], flat_mask)
         | _loss_terms(loss, given, mask, options)
         | _counts(loss, layout, flat_mask)
@@ -460,11 +494,52 @@ def _loss_terms(
     absent = {f"{part}_coefficient": 0.0 for part, name in inputs.items() if name not in given}
     loss = dataclasses.replace(loss, **absent)
     values = {name: flat(lax.stop_gradient(given[name])) for name in ("log_probs", "entropy", "lse") if name in given}
-    rest = {name: given[name] for name in ("old_log_probs", "advantages", "ref_log_probs") if name in given}
+    names = ("old_log_probs", "advantages", "ref_log_probs", "sampler_log_probs", "log_probs")
+    rest = {name: given[name] for name in names if name in given}
     tokens, count = loss_tokens(loss, mask=mask, **rest, **options)
     parts = loss_parts(loss, values.pop("log_probs"), tokens, **values)
     sums = {f"loss_{name}": jnp.sum(part) for name, part in parts.items()}
     return sums | {"loss_count": count}
+
+
+def _sampler_terms(
+    loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | None, mask: Bool[AnyArray, " tokens"]
+) -> dict[str, Array]:
+    """Computes sums of the mismatch of sampler and old policy, and of what correction and rejection make of it."""
+    policies = policies_of(tokens)
+    logs = policies.log_weights(mask)
+    bounded_logs = bounded_weight(logs)
+    weights, terms = jnp.exp(bounded_logs), {}
+    if loss.correction is not None:
+        ratios = loss.correction.ratios(logs, layout)
+        weights = loss.correction.weights(ratios)
+        limited = mask & loss.correction.limited(ratios)
+        terms |= _shares("truncated" if loss.correction.kind == "truncate" else "weight_masked", limited, layout, 1)
+    if loss.rejection is not None:
+        rejected = loss.rejection.rejected(policies, mask, layout)
+        terms |= _shares("rejected", rejected, layout, None if layout is None else jnp.maximum(layout.labels, 1))
+    weights = jnp.where(mask, weights, 0.0)
+    return terms | {
+        "mismatch_k1": jnp.sum(k1(bounded_logs)),
+        "mismatch_k3": jnp.sum(k3(bounded_logs)),
+        "correction_weight": jnp.sum(weights),
+        "correction_weight_squared": jnp.sum(jnp.square(weights)),
+        "max_correction_weight": jnp.max(jnp.where(mask, weights, -jnp.inf)),
+    }
+
+
+def _shares(
+    name: str,
+    labels: Bool[Array, " tokens"],
+    layout: DocumentLayout | None,
+    at_least: int | Int[AnyArray, " documents"] | None,
+) -> dict[str, Array]:
+    """Counts labels, and documents with at least so many of them."""
+    terms = {f"{name}_fraction": jnp.sum(labels, dtype=jnp.int32)}
+    if layout is not None:
+        documents = jnp.sum(layout.with_labels(labels).labels >= at_least, dtype=jnp.int32)
+        terms[f"{name}_document_fraction"] = layout.counted_once(documents)
+    return terms
 
 
 def _extremes(name: str, values: Float[AnyArray, " tokens"], mask: Bool[AnyArray, " tokens"]) -> dict[str, Array]:
@@ -505,4 +580,5 @@ def _statistics(
 
 def _quotient(total: Float[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
     # With a count of 0 the total is 0, or NaN from labels without a document. The NaN has to show.
+    total = total.astype(compute_dtype(total))
     return total / jnp.maximum(count, 1).astype(total.dtype)
