@@ -1,5 +1,7 @@
 """Options of a run as nested frozen dataclasses, one section per file."""
 
+from experiments.config.correction import CorrectionConfig as CorrectionConfig
+from experiments.config.correction import RejectionConfig as RejectionConfig
 from experiments.config.data import DataConfig as DataConfig
 from experiments.config.data import RewardConfig as RewardConfig
 from experiments.config.guards import GuardsConfig as GuardsConfig

@@ -2,6 +2,7 @@
 
 import math
 
+from experiments.config.correction import CorrectionConfig, RejectionConfig
 from experiments.config.invariance import ENGINES as INVARIANT_ENGINES
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.rollout import RolloutConfig
@@ -39,8 +40,8 @@ def validate(config: Config) -> MeshSpec:
     for option, choices in _CHOICES.items():
         value = value_of(config, option)
         require(value is None or value in choices, option_name(option), f"one of {', '.join(choices)}", value)
-    config.loss.policy_loss(1)
     _validate_unused(config, mesh)
+    config.policy_loss(1)
     _validate_filter(config)
     _validate_lora(config)
     require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
@@ -72,6 +73,14 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
     same = config.invariant or config.invariance == InvarianceConfig()
     require(same, "--invariance", "no other options without --invariant", "other options")
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
+    expected = "None or True with --correction or --rejection, which compare the trainer's log-probs with the sampler's"
+    require(not config.reads_sampler or rollout.rescore is not False, "--rollout.rescore", expected, False)
+    correction, default = config.correction, CorrectionConfig()
+    expected = "no other options without --correction.level"
+    require(correction.level is not None or correction == default, "--correction", expected, "other options")
+    expected = "no value without a rule of --rejection"
+    only = config.rejection == RejectionConfig(keep_denominator=True)
+    require(not only, "--rejection.keep-denominator", expected, "the option")
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
     expected = "no value without --model.path, whose chat template it switches off"

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from experiments.config.correction import CorrectionConfig, RejectionConfig
 from experiments.config.data import DataConfig, RewardConfig
 from experiments.config.guards import GuardsConfig
 from experiments.config.invariance import InvarianceConfig
@@ -14,6 +15,7 @@ from experiments.config.rollout import RolloutConfig
 from experiments.config.schedule import ScheduleConfig
 from experiments.config.warm_start import WARM_START_STEPS, WarmStartConfig
 from experiments.models.lora import LoraConfig
+from jaxlogp.losses import PolicyLoss
 
 COMPLETION_OF_LOADED_MODEL = 256
 """Default longest completion of a model from disk, in tokens, as in TRL."""
@@ -53,6 +55,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)
     invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -60,12 +64,24 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss compares the sampler's log-probs with the trainer's at the time of sampling."""
+        return self.correction.level is not None or self.rejection.reads_sampler
+
+    def policy_loss(self, longest_completion: int) -> PolicyLoss:
+        """Returns the loss with its correction and rejection; arguments and errors are those of `LossConfig.policy_loss`."""
+        loss = self.loss.policy_loss(longest_completion)
+        correction, rejection = self.correction.correction(), self.rejection.rejection()
+        return dataclasses.replace(loss, correction=correction, rejection=rejection)
+
     def resolved(self) -> "Config":
         """Returns the options with every value filled in that follows from others or from the device."""
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
         if rollout.rescore is None:
-            # 0 takes a whole rollout.
-            rollout = dataclasses.replace(rollout, rescore=self.schedule.docs_per_step % completions != 0)
+            # 0 documents a step takes a whole rollout.
+            rescore = self.reads_sampler or self.schedule.docs_per_step % completions != 0
+            rollout = dataclasses.replace(rollout, rescore=rescore)
         warm_start = self.warm_start
         if warm_start.max_steps is None:
             steps = WARM_START_STEPS if self.model.path is None else 0

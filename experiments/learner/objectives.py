@@ -29,6 +29,7 @@ from jaxlogp import (
 from jaxlogp.head import HeadSpec
 from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import PolicyLoss
+from jaxlogp.policy.documents import SAMPLER_COLUMN
 
 
 class LossTerms(NamedTuple):
@@ -145,6 +146,7 @@ class PolicyObjective:
     def _documents(self, batch: MicroBatch) -> dict[str, Any]:
         return {
             "loss": self.loss,
+            "sampler_log_probs": batch.per_token.get(SAMPLER_COLUMN),
             "ref_log_probs": batch.per_token.get("ref_log_probs"),
             "document_ids": batch.document_ids,
             "num_documents": batch.num_documents[0],
@@ -171,8 +173,8 @@ class PolicyObjective:
 def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: Int[Array, ""]) -> Float[Array, ""]:
     """Largest |trainer - sampler| where both are known under the same parameters: later ones are another policy."""
     columns = batch.per_token
-    if "sampler_log_probs" in columns:
+    if SAMPLER_COLUMN in columns:
         # The trainer's own are from the time of sampling, whatever has been updated since.
-        return masked_max(jnp.abs(columns["old_log_probs"] - columns["sampler_log_probs"]), batch.mask)
+        return masked_max(jnp.abs(columns["old_log_probs"] - columns[SAMPLER_COLUMN]), batch.mask)
     current = batch.versions == documents_seen
     return masked_max(jnp.abs(log_probs - columns["old_log_probs"]), batch.mask & current)

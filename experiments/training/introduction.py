@@ -53,7 +53,7 @@ def introduce(
     params = _parameters(origin)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
     require_room(_least_bytes(config, task, origin, params, mesh, len(held_out)), devices)
-    steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}"
+    steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}{_corrected(config)}"
     warm = config.warm_start.max_steps
     console.begin(
         {
@@ -93,6 +93,14 @@ def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole)
 def _documents(config: Config) -> str:
     rollout = config.rollout
     return f"{config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations} documents"
+
+
+def _corrected(config: Config) -> str:
+    level, kind = config.correction.level, config.correction.kind
+    weights = (
+        "" if level is None else f", weights {level} {kind} ({config.correction.low:g} to {config.correction.high:g})"
+    )
+    return weights + ("" if config.rejection.rejection() is None else ", with rejection")
 
 
 def _described(config: Config, origin: Origin) -> str:

@@ -127,7 +127,7 @@ class Trainer:
         self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, mesh, self._mode.leaf_rows)
         self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
         self.sampler = self._mode.sampler
-        loss = config.loss.policy_loss(self.sizes.completion)
+        loss = config.policy_loss(self.sizes.completion)
         self._kl_in_loss = loss.kl_coefficient != 0.0
         packing = Packing(
             ranks,

@@ -263,7 +263,14 @@ GRPO = [
     ("--invariant --loss.gradient-filter 0", "--loss.gradient-filter: expected None with --invariant"),
     ("--invariant --rollout.top-k 5", "--rollout: expected the whole distribution"),
     ("--invariance.leaf-rows 4", "--invariance: expected no other options without --invariant"),
+    ("--correction.level word", "--correction.level: expected one of ('token', 'sequence', 'geometric'), got 'word'"),
+    ("--correction.level token --correction.high 0.5", "--correction.high: expected a number of at least 1, got 0.5"),
+    ("--rejection.veto 2", "--rejection.veto: expected a number in (0, 1], got 2.0"),
+    ("--rejection.token 2 3", "--rejection.token[0]: expected a number in [0, 1], got 2.0"),
+    ("--rejection.k3 1 --rollout.rescore False", "--rollout.rescore: expected None or True with --correction or"),
     # Options that would do nothing.
+    ("--correction.high 3", "--correction: expected no other options without --correction.level"),
+    ("--rejection.keep-denominator", "--rejection.keep-denominator: expected no value without a rule of --rejection"),
     (
         "--rollout.max-resamples 5",
         "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5",
