@@ -4,12 +4,21 @@
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from experiments.config import Config
+    from experiments.experience.experience import Experience, Policy
+    from experiments.sampling.policy import SamplingOptions
     from experiments.training.resume import resume
     from experiments.training.run import train
 
-__all__ = ["Config", "resume", "train"]
+__all__ = ["Config", "Experience", "Policy", "SamplingOptions", "resume", "train"]
 
-_WAY_IN = {"Config": "experiments.config", "resume": "experiments.training.resume", "train": "experiments.training.run"}
+_WAY_IN = {
+    "Config": "experiments.config",
+    "Experience": "experiments.experience.experience",
+    "Policy": "experiments.experience.experience",
+    "SamplingOptions": "experiments.sampling.policy",
+    "resume": "experiments.training.resume",
+    "train": "experiments.training.run",
+}
 
 
 def __getattr__(name: str) -> object:

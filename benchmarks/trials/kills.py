@@ -126,7 +126,7 @@ class Run:
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
         # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
         progress = {name: value for name, value in vars(trainer.progress).items() if name != "evaluated"}
-        counts = {**progress, "made": trainer.rollouts.made, "cursor": trainer.prompts.cursor}
+        counts = {**progress, "source": trainer.source.state()}
         summary = json.loads((self.path / "summary.json").read_text())
         return arrays, {
             **counts,

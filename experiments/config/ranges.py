@@ -3,6 +3,7 @@
 import math
 
 from experiments.config.correction import CorrectionConfig, RejectionConfig
+from experiments.config.data import RewardConfig
 from experiments.config.invariance import ENGINES as INVARIANT_ENGINES
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.rollout import RolloutConfig
@@ -42,6 +43,7 @@ def validate(config: Config) -> MeshSpec:
         require(value is None or value in choices, option_name(option), f"one of {', '.join(choices)}", value)
     _validate_unused(config, mesh)
     config.policy_loss(1)
+    _validate_source(config)
     _validate_filter(config)
     _validate_lora(config)
     require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
@@ -87,6 +89,25 @@ def _validate_unused(config: Config, mesh: MeshSpec) -> None:
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "the option")
 
 
+def _validate_source(config: Config) -> None:
+    """Refuses options of the built-in rollouts with a source of one's own, and asks for what only its caller knows."""
+    rollout, schedule = config.rollout, config.schedule
+    if config.source is None:
+        return
+    require(schedule.row_length is not None, "--schedule.row-length", "the longest document, with --source", None)
+    expected = "no value with --source, which draws by itself"
+    require(schedule.epochs is None, "--schedule.epochs", expected, schedule.epochs)
+    for name in _OF_ROLLOUTS:
+        value = getattr(rollout, name)
+        require(value == getattr(RolloutConfig(), name), option_name(f"rollout.{name}"), expected, value)
+    require(
+        config.reward == RewardConfig(),
+        "--reward",
+        "no options with --source, which rewards by itself",
+        "other options",
+    )
+
+
 def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
     expected = "no sequence ranks with --invariant, whose leaves are whole rows"
     require(mesh.sequence == 1, "--mesh", expected, config.mesh)
@@ -126,6 +147,16 @@ def _validate_lora(config: Config) -> None:
     require(bool(known), "--lora.modules", expected, " ".join(lora.modules) or "none")
 
 
+_OF_ROLLOUTS = (
+    "prompts_per_rollout",
+    "num_generations",
+    "stop",
+    "mask_truncated",
+    "resample_degenerate",
+    "top_k",
+    "top_p",
+    "min_p",
+)
 _LOWEST = {
     "seed": 0,
     "log_every": 1,

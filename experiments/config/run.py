@@ -31,6 +31,9 @@ class Config:
     task: str = "addition"
     """Task: addition, comparison, letter_counting, reversal, sorting or word_problems (each also with :SIZE).
     Or reasoning_gym:NAME, or jsonl:PATH."""
+    source: str | None = None
+    """Documents to train on: module:name of a function (policy, step) -> documents, or of a class (docs/own_rollouts.md).
+    None: prompts of the task, completed and rewarded."""
     seed: int = 0
     """Seed of parameters, data order and sampling."""
     out: str = "runs"
@@ -78,9 +81,10 @@ class Config:
     def resolved(self) -> "Config":
         """Returns the options with every value filled in that follows from others or from the device."""
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
+        schedule = self.schedule.resolved(own_source=self.source is not None)
         if rollout.rescore is None:
             # 0 documents a step takes a whole rollout.
-            rescore = self.reads_sampler or self.schedule.docs_per_step % completions != 0
+            rescore = self.reads_sampler or schedule.docs_per_step % completions != 0
             rollout = dataclasses.replace(rollout, rescore=rescore)
         warm_start = self.warm_start
         if warm_start.max_steps is None:
@@ -95,5 +99,11 @@ class Config:
             rollout = dataclasses.replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)
         optimizer = self.optimizer.resolved(loaded=loaded, adapters=self.lora.rank > 0)
         resolved = {"loss": self.loss.resolved(), "optimizer": optimizer}
-        resolved |= {"model": model, "rollout": rollout, "warm_start": warm_start, "invariance": invariance}
+        resolved |= {
+            "schedule": schedule,
+            "model": model,
+            "rollout": rollout,
+            "warm_start": warm_start,
+            "invariance": invariance,
+        }
         return dataclasses.replace(self, **resolved)

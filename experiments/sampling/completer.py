@@ -175,19 +175,22 @@ class Completer:
     def _completion(self, row: np.ndarray) -> Completion:
         tokens = row.tolist()
         text = self._tokenizer.decode(tokens)
-        if any(stop in text for stop in self._stop):
-            return self._stopped(tokens)
+        count = stopped_at(self._tokenizer, tokens, self._stop)
+        if count is not None:
+            return Completion(self._tokenizer.decode(tokens[:count]), num_tokens=count, ended=True)
         return Completion(text, num_tokens=len(tokens), ended=tokens[-1] in self._tokenizer.eos_ids)
 
-    def _stopped(self, tokens: list[int]) -> Completion:
-        """The completion up to the token that completes a stop text: what was drawn after it is dropped."""
 
-        def has_stop(count: int) -> bool:
-            text = self._tokenizer.decode(tokens[:count])
-            return any(stop in text for stop in self._stop)
+def stopped_at(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> int | None:
+    """Returns the number of tokens up to the one that completes a stop text; None without one."""
 
-        count = bisect.bisect_left(range(1, len(tokens) + 1), True, key=has_stop) + 1
-        return Completion(self._tokenizer.decode(tokens[:count]), num_tokens=count, ended=True)
+    def has_stop(count: int) -> bool:
+        text = tokenizer.decode(tokens[:count])
+        return any(each in text for each in stop)
+
+    if not stop or not has_stop(len(tokens)):
+        return None
+    return bisect.bisect_left(range(1, len(tokens) + 1), True, key=has_stop) + 1
 
 
 def readable(examples: list[Example], completions: Completions, names: tuple[str, ...]) -> list[Sample]:

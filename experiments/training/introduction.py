@@ -64,8 +64,7 @@ def introduce(
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
             "steps": f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
             "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
-            "rollout": f"{config.rollout.prompts_per_rollout} prompts × {config.rollout.num_generations} completions of "
-            f"at most {longest_completion(task, config.rollout)} tokens, advantages {config.loss.advantages}",
+            "rollout": _rollout(config, task),
             "run folder": str(folder),
         }
     )
@@ -91,8 +90,20 @@ def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole)
 
 
 def _documents(config: Config) -> str:
+    rollout, documents = config.rollout, config.schedule.docs_per_step
+    if not documents and config.source is not None:
+        return "a call of the source"
+    return f"{documents or rollout.prompts_per_rollout * rollout.num_generations} documents"
+
+
+def _rollout(config: Config, task: Task) -> str:
+    if config.source is not None:
+        return f"source {config.source}"
     rollout = config.rollout
-    return f"{config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations} documents"
+    return (
+        f"{rollout.prompts_per_rollout} prompts × {rollout.num_generations} completions of at most "
+        f"{longest_completion(task, rollout)} tokens, advantages {config.loss.advantages}"
+    )
 
 
 def _corrected(config: Config) -> str:

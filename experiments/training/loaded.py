@@ -50,7 +50,8 @@ def restored(
     require_own_task(began_with, task)
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
     trainer = Trainer(stored, own_task(task, stored.data) if task is not None else None, restored=True)
-    now = parts_of(trainer.task, own_task=task, own_rewards=None, own_model=None, pretrained=trainer.origin.pretrained)
+    own = {"own_task": task, "own_rewards": None, "own_model": None, "own_source": None}
+    now = parts_of(trainer.task, **own, pretrained=trainer.origin.pretrained)
     require_same_files(began_with, now)
     console = RunConsole()
     for warning in changed_since(began_with, now):

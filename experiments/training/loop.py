@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from experiments.config import Config
 from experiments.config.changes import fixed_values
+from experiments.experience.own_source import SourceFailed
 from experiments.models.mesh import parse_mesh
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
@@ -206,10 +207,10 @@ class Loop:
             self._saved_step, self._saved_at = step, time.monotonic()
 
     def _with_rewards(self, function: Callable[[], Any]) -> Any:
-        """The function's result; a reward function that is broken ends the run, once what is done has been saved."""
+        """The function's result; a broken reward or source ends the run, once what is done has been saved."""
         try:
             return function()
-        except (RewardFailed, RewardNotFinite) as error:
+        except (RewardFailed, RewardNotFinite, SourceFailed) as error:
             self._abort(str(error), error)
 
     def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:

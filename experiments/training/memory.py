@@ -9,6 +9,7 @@ import jax
 
 from experiments.compilation_cache import cache_report
 from experiments.config.changes import may_change
+from experiments.experience.rollouts import Rollouts
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, total_bytes
 from experiments.runs.console import RunConsole
@@ -90,10 +91,10 @@ def memory_need(trainer: Trainer) -> MemoryNeed:
     rollout, evaluation = trainer.config.rollout, trainer.num_held_out
     if trainer.warm_start_to_come:
         evaluation = max(evaluation, CHECK_PROMPTS)
-    draws = {
-        "rollout": trainer.rollouts.draw.memory(params, rollout.prompts_per_rollout, rollout.num_generations),
-        "evaluation": trainer.evaluation_draw.memory(params, evaluation, 1),
-    }
+    draws = {}
+    if isinstance(trainer.source, Rollouts):
+        draws["rollout"] = trainer.source.draw.memory(params, rollout.prompts_per_rollout, rollout.num_generations)
+    draws["evaluation"] = trainer.evaluation_draw.memory(params, evaluation, 1)
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
         return MemoryNeed(state)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from experiments.config import Config
 from experiments.config.changes import changed
+from experiments.experience.own_source import resolve_source
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
@@ -37,6 +38,7 @@ def resume(
     task: Task | None = None,
     reward: Reward | RewardPairs | Rewards | None = None,
     model: nnx.Module | None = None,
+    source: Any = None,
 ) -> Result:
     """Resumes a run from its newest intact checkpoint, with the bits of an uninterrupted run.
 
@@ -47,6 +49,7 @@ def resume(
         task: your own task, if the run began with one.
         reward: your own reward, if the run began with one.
         model: your own model, if the run began with one.
+        source: your own source, if the run began with one from Python.
 
     Returns:
         The result, as of `experiments.training.run.train`; scores before are those of the run's beginning.
@@ -57,7 +60,7 @@ def resume(
         NothingToDo: if the run has finished.
         Stopped: if a signal or a guard ended the run early, as in `train`.
     """
-    return set_up_resume(path, changes or {}, task=task, reward=reward, model=model).finish()
+    return set_up_resume(path, changes or {}, task=task, reward=reward, model=model, source=source).finish()
 
 
 def set_up_resume(
@@ -67,6 +70,7 @@ def set_up_resume(
     task: Task | None = None,
     reward: Reward | RewardPairs | Rewards | None = None,
     model: nnx.Module | None = None,
+    source: Any = None,
 ) -> Run:
     """Creates the trainer of a run that exists; nothing is restored yet. Arguments and errors are those of `resume`."""
     require_settings()
@@ -76,7 +80,7 @@ def set_up_resume(
     with contextlib.ExitStack() as refused:
         if lock is not None:
             refused.callback(lock.release)
-        run = _set_up(folder, lock, step, changes, Given(task, reward, model))
+        run = _set_up(folder, lock, step, changes, Given(task, reward, model, source))
         refused.pop_all()
     return run
 
@@ -87,6 +91,7 @@ class Given(NamedTuple):
     task: Task | None
     reward: Reward | RewardPairs | Rewards | None
     model: nnx.Module | None
+    source: Any
 
 
 def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: Mapping[str, Any], given: Given) -> Run:
@@ -97,18 +102,19 @@ def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: 
     config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
     began_with = load_config(folder.parts, RunParts)
     require_own_task(began_with, given.task)
+    _, source = resolve_source(config.source, given.source)
     rewards, task = given_rewards(config, given.reward), given_task(config, given.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
     require_same_run(config, task)
     # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
     restored = bool(complete_steps(folder.checkpoints))
     origin = origin_of(config, task, given.model, restored=restored)
-    own = {"own_task": given.task, "own_rewards": rewards, "own_model": given.model}
+    own = {"own_task": given.task, "own_rewards": rewards, "own_model": given.model, "own_source": source}
     for warning in require_same_parts(began_with, parts_of(task, **own, pretrained=origin.pretrained)):
         RunConsole(quiet).warn(warning)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
     introduce(config, task, origin, folder.path, dtype, rewards)
-    trainer = Trainer(config, task, rewards, origin=origin, restored=restored)
+    trainer = Trainer(config, task, rewards, origin=origin, restored=restored, source=source)
     return Run(trainer, folder, lock, dtype, Resumption(folder, stored, kept), step)
 
 

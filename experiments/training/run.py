@@ -5,7 +5,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from flax import nnx
 
 from experiments.config import Config, RewardConfig, validate
+from experiments.experience.experience import ExperienceSource, Policy
+from experiments.experience.own_source import resolve_source
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.mesh import parse_mesh
@@ -145,10 +147,13 @@ def set_up(
     task: Task | None = None,
     reward: Reward | RewardPairs | Rewards | None = None,
     model: nnx.Module | None = None,
+    source: Any = None,
 ) -> Run:
     """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
     require_settings()
     own_task, rewards = task, given_rewards(config, reward)
+    name, source = resolve_source(config.source, source)
+    config = dataclasses.replace(config, source=name)
     validate(config)
     config = with_own_model(config, model)
     # What a run began with it keeps, whatever device it is resumed on.
@@ -159,9 +164,10 @@ def set_up(
     path = Path(processes().of_first("run folder", lambda: str(_new_path(config))))
     require_same_run(config, task)
     origin = origin_of(config, task, model, restored=False)
-    parts = parts_of(task, own_task=own_task, own_rewards=rewards, own_model=model, pretrained=origin.pretrained)
+    own = {"own_task": own_task, "own_rewards": rewards, "own_model": model, "own_source": source}
+    parts = parts_of(task, **own, pretrained=origin.pretrained)
     introduce(config, task, origin, path, dtype, rewards)
-    trainer = Trainer(config, task, rewards, origin=origin)
+    trainer = Trainer(config, task, rewards, origin=origin, source=source)
     say_memory(trainer, RunConsole(config.quiet))
     folder, lock = _made_by_first(path, config, parts, origin)
     return Run(trainer, folder, lock, dtype)
@@ -211,6 +217,7 @@ def train(
     task: Task | None = None,
     reward: Reward | RewardPairs | Rewards | None = None,
     model: nnx.Module | None = None,
+    source: ExperienceSource | Callable[[Policy, int], Any] | None = None,
 ) -> Result:
     """Trains a policy and writes a run folder.
 
@@ -224,6 +231,9 @@ def train(
             verdict regardless of the reward.
         model: your own Flax model (see `experiments.models.protocol.Model`); None for the decoder that ``config.model``
             describes. It is not modified: ``nnx.update(model, result.params)`` puts the trained parameters into it.
+        source: where documents come from: a function from a `Policy` and the number of calls before to documents (see
+            `experiments.experience`), or an object with next, state and restore; None for the one that ``config.source``
+            names, or for prompts of the task.
 
     Returns:
         Scores before and after, the run folder, the log, and the trainer.
@@ -232,7 +242,7 @@ def train(
         ValueError: if an option, a file, a mesh or a run folder cannot be used; the message names it in one line.
         Stopped: if a signal or a guard ended the run early; the message tells in one line what was kept.
     """
-    return set_up(config, task=task, reward=reward, model=model).finish()
+    return set_up(config, task=task, reward=reward, model=model, source=source).finish()
 
 
 def _with_lasting_base(config: Config) -> Config:

@@ -10,6 +10,7 @@ from typing import Any
 
 from flax import nnx
 
+from experiments.experience.own_source import source_name
 from experiments.models.pretrained import Pretrained, small_files
 from experiments.runs.identity import RunParts
 from experiments.runs.processes import processes
@@ -24,6 +25,7 @@ def parts_of(
     own_task: Task | None,
     own_rewards: Rewards | None,
     own_model: nnx.Module | None,
+    own_source: Any,
     pretrained: Pretrained | None,
 ) -> RunParts:
     """The parts of a run; `own_task` and the like are None unless the caller brings them.
@@ -36,6 +38,8 @@ def parts_of(
         own |= {f"reward {term.name}": term.function for term in own_rewards.terms}
     if own_model is not None:
         own[f"model {type(own_model).__name__}"] = type(own_model)
+    if own_source is not None:
+        own[f"source {source_name(own_source)}"] = own_source
     sources = {name: _source_digest(value) for name, value in own.items()}
     files = {} if pretrained is None else {name: _sha256(data) for name, data in small_files(pretrained).items()}
     parts = RunParts(

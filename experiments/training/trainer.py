@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ import jax
 from flax import nnx
 
 from experiments.config import Config, validate
+from experiments.experience.counts import RolloutCounts
+from experiments.experience.own_source import OwnSource, SourceFailed, source_name
+from experiments.experience.rollouts import Rollouts
 from experiments.learner.drift import StepDrift
 from experiments.learner.learner import Learner, StepResult
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
@@ -25,8 +28,8 @@ from experiments.runs.processes import processes
 from experiments.runs.store import FollowedStore, RunStore, SavedRun
 from experiments.sampling.completer import Completer, Draw
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import PromptOrder, sizes_for
-from experiments.sampling.rollout import RolloutCounts, Rollouts
+from experiments.sampling.policy import Generator, SamplerPolicy
+from experiments.sampling.prompts import PromptOrder, Sizes, sizes_for
 from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
@@ -92,6 +95,7 @@ class Trainer:
         model: your own model instead of the decoder that ``config.model`` describes.
         origin: the model, where the caller has made it of the same options.
         restored: whether `restore` will bring the parameters: none are drawn or read.
+        source: your own source, which ``config.source`` names; None for a run that is only read.
 
     Attributes:
         origin: the model that the run began with.
@@ -114,6 +118,7 @@ class Trainer:
         *,
         origin: Origin | None = None,
         restored: bool = False,
+        source: Any = None,
     ) -> None:
         mesh = validate(config)
         ranks = mesh.ranks
@@ -127,7 +132,8 @@ class Trainer:
         self.sizes = sizes_for(self.task, self.tokenizer, config.rollout, config.schedule, mesh, self._mode.leaf_rows)
         self.attention_run = origin.attention_run(ranks * self.sizes.rows, self.sizes.row, self.mesh)
         self.sampler = self._mode.sampler
-        loss = config.policy_loss(self.sizes.completion)
+        # What a source of one's own draws may be as long as a row.
+        loss = config.policy_loss(self.sizes.completion if config.source is None else self.sizes.row)
         self._kl_in_loss = loss.kl_coefficient != 0.0
         packing = Packing(
             ranks,
@@ -155,14 +161,9 @@ class Trainer:
             raise
         self.frozen, self.sampled_frozen = self._mode.frozen, self._mode.sampled_frozen
         self.key = jax.random.key(config.seed)
-        self.prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
-        self.rollouts = Rollouts(
-            self.prompts,
-            self._completer(config.rollout.draw_options()),
-            config.rollout,
-            config.loss.advantages,
-            jax.random.fold_in(self.key, 1),
-        )
+        self.source = self._own_source(source) if config.source is not None else self._rollouts()
+        temperature = config.rollout.temperature
+        self._generator = Generator(self._draw, self.tokenizer, temperature, jax.random.fold_in(self.key, 4))
         self._evaluation = Evaluation(self.task, self.rewards, config.evaluation.num_prompts, self._completer, self.key)
         self.progress = Progress()
         self._step_watch = Watch(config.guards, self.sizes.completion)
@@ -170,14 +171,34 @@ class Trainer:
         found = (origin.warning, slower_head(self.learner.gradients.head_run, dtype))
         self.warnings = [text for text in found if text is not None]
 
+    def _rollouts(self) -> Rollouts:
+        config = self.config
+        return Rollouts(
+            PromptOrder(self.task, config.seed, config.schedule.epochs),
+            self._completer(config.rollout.draw_options()),
+            config.rollout,
+            config.loss.advantages,
+            jax.random.fold_in(self.key, 1),
+        )
+
+    def _own_source(self, source: Any) -> OwnSource | None:
+        """None for a command that only reads the run."""
+        if source is None:
+            return None
+        limits = {"vocab_size": self.origin.vocab_size, "row_length": self.sizes.row}
+        return OwnSource(source, self.config.source or source_name(source), **limits)
+
+    def _draw(self, sizes: Sizes, options: DrawOptions) -> Draw:
+        return self._mode.draw(self.tokenizer, sizes, options)
+
     def _completer(self, options: DrawOptions) -> Completer:
-        draw = self._mode.draw(self.tokenizer, self.sizes, options)
+        draw = self._draw(self.sizes, options)
         return Completer(draw, self.rewards, self.tokenizer, self.sizes, self.config.rollout.stop)
 
     @property
     def exhausted(self) -> bool:
         """Whether the training data has ended."""
-        return self.prompts.exhausted and not self.queue.documents
+        return self.source.exhausted and not self.queue.documents
 
     @property
     def evaluation_draw(self) -> Draw:
@@ -230,21 +251,24 @@ class Trainer:
 
         Raises:
             RewardFailed: a reward function is broken; nothing has been taken of the data.
+            SourceFailed: a source is; likewise.
         """
         number, started, counts = self.config.schedule.docs_per_step, time.perf_counter(), RolloutCounts()
-        source = self.rollouts.made, self.prompts.cursor, self.queue.documents
+        before, waiting = self.source.state(), self.queue.documents
+        policy = SamplerPolicy(self._generator, self.learner.state.params, self.learner.version, self.learner.log_probs)
         try:
             while self.queue.lacks(number):
-                drawn = self.rollouts.next(self.learner.state.params, self.learner.version)
-                counts += drawn.counts
-                if not drawn.groups:
+                experience = self.source.next(policy)
+                if experience is None:
                     break
-                self.queue.add(self._rescored(drawn.documents))
+                counts += experience.counts
+                self.queue.add(self._rescored(experience.documents))
             seconds = time.perf_counter() - started
             documents = self._collected(number or len(self.queue.documents))
             return _Taken(documents, counts, seconds, time.perf_counter() - started)
-        except RewardFailed:
-            self.rollouts.made, self.prompts.cursor, self.queue.documents = source
+        except (RewardFailed, SourceFailed):
+            self.source.restore(before)
+            self.queue.documents = waiting
             raise
         except RewardNotFinite as error:
             refusal = Refusal(str(error))
@@ -252,10 +276,12 @@ class Trainer:
             # Of parameters that are not finite no log-prob is.
             fault = self.learner.fault()
             refusal = error.refusal if fault is None else Refusal(fault)
+        finally:
+            policy.end()
         seconds = time.perf_counter() - started
         return _Taken([], counts, seconds, seconds, refusal)
 
-    def _rescored(self, documents: list[Document]) -> list[Document]:
+    def _rescored(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The documents, with the trainer's log-probs as the old ones where the options ask for it."""
         if not self.config.rollout.rescore:
             return documents
@@ -350,8 +376,7 @@ class Trainer:
         extra = {
             "progress": dict(vars(self.progress)),
             "version": self.learner.version,
-            "rollouts": self.rollouts.made,
-            "cursor": self.prompts.cursor,
+            "source": self.source.state(),
             "queued": self.queue.to_json(),
             "before": before._asdict(),
             "frozen": fingerprint(self.frozen),
@@ -380,7 +405,8 @@ class Trainer:
             )
         self.learner.restore(restored.arrays, extra["version"])
         self.progress = Progress(**extra["progress"])
-        self.rollouts.made, self.prompts.cursor = extra["rollouts"], extra["cursor"]
+        if self.source is not None:
+            self.source.restore(extra["source"])
         self.queue = DocumentQueue.from_json(extra["queued"])
         return ExactMatch(**extra["before"])
 

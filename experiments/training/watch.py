@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.config import GuardsConfig
-from experiments.sampling.rollout import RolloutCounts
+from experiments.experience.counts import RolloutCounts
 
 WINDOW = 32
 """Gradient norms that a median is taken of."""

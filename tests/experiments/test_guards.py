@@ -196,7 +196,7 @@ def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, n
 
 
 def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
-    completer = trainer.rollouts._completer
+    completer = trainer.source._completer
     plain, seen = completer.complete, []
 
     def poisoned(*arguments, **options):
@@ -248,12 +248,12 @@ def test_a_reward_that_raises_leaves_everything_as_before_the_step(trainer, made
         raise KeyError("answer")
 
     made[1].answer = broken
-    before = state_bytes(trainer), trainer.prompts.cursor, trainer.rollouts.made, trainer.progress.step
+    before = state_bytes(trainer), trainer.source.state(), trainer.progress.step
     with pytest.raises(
         RewardFailed, match=r"^reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'$"
     ):
         trainer.train_step()
-    assert before == (state_bytes(trainer), trainer.prompts.cursor, trainer.rollouts.made, trainer.progress.step)
+    assert before == (state_bytes(trainer), trainer.source.state(), trainer.progress.step)
 
 
 def sums_of(gradient):

@@ -1,6 +1,7 @@
 """Named shapes, the dtype that "auto" stands for, and a vocabulary larger than a task's."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -71,7 +72,7 @@ def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypat
     )
     trainer = set_up(config, reward=lambda example, text: float("\ufffd" in text)).trainer
     assert trainer.tokenizer.vocab_size == trainer.origin.decoder.vocab_size == 64
-    drawn = trainer.rollouts.next(trainer.learner.state.params, 0).documents
+    drawn = trainer.source.next(SimpleNamespace(params=trainer.learner.state.params, version=0)).documents
     # Of 64 tokens the task's are the first 16: an untrained model samples the others more often than not.
     assert np.mean([document.reward for document in drawn]) > 0.5
     assert max(int(document.tokens.max()) for document in drawn) >= 16

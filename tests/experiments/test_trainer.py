@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +217,7 @@ def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_p
     model = ModelConfig(name="capped", fp32_head=True)
     options = {"schedule": {"steps": 0, "row_length": None}, "rollout": {"temperature": 0.8}}
     trainer = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).trainer
-    trainer.rollouts.next(trainer.learner.state.params, 0)
+    trainer.source.next(SimpleNamespace(params=trainer.learner.state.params, version=0))
     assert specs and all((s.fp32_head, s.softcap, s.temperature) == (True, 5.0, 0.8) for s in specs)
 
 

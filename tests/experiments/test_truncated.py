@@ -1,13 +1,16 @@
 """Completions without an end token, and what a rollout counts: reward parts, lengths, masked documents, denominators."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
 from experiments.config import RolloutConfig
+from experiments.experience.counts import RolloutCounts
+from experiments.experience.rollouts import Rollouts
 from experiments.sampling.completer import Completer, readable
 from experiments.sampling.prompts import PromptOrder, Sizes
-from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
 from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
@@ -15,6 +18,7 @@ from jaxlogp import pack_documents, policy_loss
 from jaxlogp.losses import grpo, grpo_paper
 
 TASK = make_task("addition:1")
+POLICY = SimpleNamespace(params=None, version=0)
 TOKENIZER = tokenizer_for(TASK)
 SIZES = Sizes(prompt=5, completion=3, row=8, rows=8)
 ANSWERS = ("7", "12", "123", "9")
@@ -67,15 +71,15 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
 def test_rollouts_are_counted():
     made = rollouts()
     assert RolloutCounts().metrics() == {}
-    first = made.next(None, 0).counts
-    once, twice = first.metrics(), (first + made.next(None, 0).counts).metrics()
+    first = made.next(POLICY).counts
+    once, twice = first.metrics(), (first + made.next(POLICY).counts).metrics()
     wanted = {"degenerate_groups": 0.0, "truncated_share": 0.25, "completion_length_mean": 2.5}
     assert once == {**wanted, "truncated_completions": 2, "reward/digits": 1.75, "reward/ended": 0.75}
     assert twice == {**once, "truncated_completions": 4}
 
 
 def test_masked_completions_have_no_labels_and_stay_in_their_group():
-    plain, masked = (rollouts(mask_truncated=each).next(None, 0).documents for each in (False, True))
+    plain, masked = (rollouts(mask_truncated=each).next(POLICY).documents for each in (False, True))
     assert [document.num_labels for document in plain[:4]] == [2, 3, 3, 2], "without the option nothing is masked"
     for number, (one, other) in enumerate(zip(plain, masked, strict=True)):
         cut = number % 4 == 2
@@ -99,7 +103,7 @@ def sums(documents, loss):
 @pytest.mark.parametrize(("loss", "count"), [(grpo(), 2 * 7), (grpo_paper(), 8)])
 def test_labels_are_divided_by_what_is_left_and_documents_by_all(loss, count):
     """Two groups of 2, 3, (3 masked) and 2 labels; the clipped objective of a label is min(2 A, 1.2 A)."""
-    found = sums(rollouts(mask_truncated=True).next(None, 0).documents, loss)
+    found = sums(rollouts(mask_truncated=True).next(POLICY).documents, loss)
     labels, advantages = np.array([2, 3, 0, 2]), np.array([-0.625, 0.375, 0.875, -0.625])
     of_label = -np.minimum(2 * advantages, 1.2 * advantages)
     total = 2 * np.sum(of_label * (labels if loss == grpo() else labels > 0))

@@ -1,15 +1,17 @@
 """Warnings of steps that teach nothing and of spikes, and drawing further prompts where groups have no difference."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from experiments.config import GuardsConfig, RolloutConfig
+from experiments.experience.counts import RolloutCounts
+from experiments.experience.rollouts import Rollouts
 from experiments.sampling.completer import Completer
 from experiments.sampling.prompts import PromptOrder, Sizes
-from experiments.sampling.rollout import RolloutCounts, Rollouts
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
 from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
@@ -17,6 +19,7 @@ from experiments.training import watch as watch_module
 from experiments.training.watch import WINDOW, Watch, over_median, with_norm
 
 TASK = make_task("addition:1")
+POLICY = SimpleNamespace(params=None, version=0)
 TOKENIZER = tokenizer_for(TASK)
 SIZES = Sizes(prompt=5, completion=3, row=8, rows=8)
 PROMPTS, COPIES = 4, 2
@@ -46,7 +49,7 @@ def warnings_of(made, steps):
     """What is warned of, by step."""
     watch, found = Watch(GuardsConfig(), SIZES.completion), {}
     for step in range(1, steps + 1):
-        for warning in watch.warnings(step, {}, made.next(None, 0).counts):
+        for warning in watch.warnings(step, {}, made.next(POLICY).counts):
             found[step] = warning
     return found
 
@@ -134,13 +137,13 @@ def test_further_prompts_take_the_place_of_groups_without_a_difference():
     order = [TASK.example(index, "train").prompt for index in range(12)]
     reward, seen = differs_for({order[1], *order[5:8], order[8], order[11]})
     made = rollouts(reward=reward, resample_degenerate=True)
-    drawn = made.next(None, 0)
+    drawn = made.next(POLICY)
     documents, values = drawn.documents, drawn.counts.metrics()
     prompts = [TOKENIZER.decode(each.tokens[: each.label_positions[0]].tolist()) for each in documents]
     wanted = [order[1], *order[5:8]]
     assert [prompt.strip() for prompt in prompts] == [each for each in wanted for _ in range(COPIES)]
     assert all(document.advantages != 0.0 for document in documents)
-    assert (made.made, made._prompts.cursor) == (2, 8), "all that a resume needs"
+    assert made.state() == {"rollouts": 2, "cursor": 8}, "all that a resume needs"
     assert values["degenerate_groups"] == 4 / 8 and values["resampled_rollouts"] == 1
     assert values["filled_groups"] == values["unused_groups"] == 0
     assert "resampled_rollouts" not in RolloutCounts(groups=1, completions=1).metrics()
@@ -150,7 +153,7 @@ def test_what_is_drawn_beyond_the_number_is_counted():
     order = [TASK.example(index, "train").prompt for index in range(8)]
     reward, _ = differs_for(set(order) - {order[0]})
     made = rollouts(reward=reward, resample_degenerate=True)
-    drawn = made.next(None, 0)
+    drawn = made.next(POLICY)
     assert len(drawn.documents) == PROMPTS * COPIES
     assert drawn.counts.metrics()["unused_groups"] == 3
 
@@ -159,9 +162,9 @@ def test_the_bound_is_kept_and_groups_without_a_difference_fill_the_rest():
     order = [TASK.example(index, "train").prompt for index in range(12)]
     reward, seen = differs_for({order[6]})
     made = rollouts(reward=reward, resample_degenerate=True, max_resamples=2)
-    drawn = made.next(None, 0)
+    drawn = made.next(POLICY)
     documents, values = drawn.documents, drawn.counts.metrics()
-    assert len(documents) == PROMPTS * COPIES and made.made == 3
+    assert len(documents) == PROMPTS * COPIES and made.state()["rollouts"] == 3
     assert [document.advantages != 0.0 for document in documents] == [True] * 2 + [False] * 6
     assert values["resampled_rollouts"] == 2 and values["filled_groups"] == 3
     assert values["degenerate_groups"] == 11 / 12

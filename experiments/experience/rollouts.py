@@ -1,9 +1,8 @@
 """Rollouts: groups of sampled, rewarded completions of the next training prompts, as documents with advantages."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,8 +10,11 @@ from flax import nnx
 from jaxtyping import Bool
 
 from experiments.config import RolloutConfig
+from experiments.experience.counts import RolloutCounts
+from experiments.experience.experience import Experience
 from experiments.refusal import require_finite
 from experiments.sampling.completer import Completer, Completions, Draw
+from experiments.sampling.policy import SamplerPolicy
 from experiments.sampling.prompts import PromptOrder
 from jaxlogp import Document, GroupAdvantages, group_advantages, leave_one_out_advantages
 
@@ -22,95 +24,6 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
     "leave_one_out": leave_one_out_advantages,
 }
 """Functions from rewards [groups, generations] to advantages, by the name of the option."""
-
-
-@dataclass(frozen=True)
-class RolloutCounts:
-    """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
-
-    Attributes:
-        degenerate: groups whose rewards are all equal.
-        empty: completions without text.
-        unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
-        lowest: reward.
-        highest: reward.
-        resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
-        filled: groups without a difference that were trained on for want of others.
-        unused: groups with a difference beyond the number that was wanted.
-        rewards: sum of what each reward function said, by its name.
-    """
-
-    groups: int = 0
-    degenerate: int = 0
-    completions: int = 0
-    truncated: int = 0
-    tokens: int = 0
-    empty: int = 0
-    unfit: int = 0
-    lowest: float = math.inf
-    highest: float = -math.inf
-    resampled: int | None = None
-    filled: int = 0
-    unused: int = 0
-    rewards: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray, unfit: int) -> "RolloutCounts":
-        """Returns the counts of one draw; `names` are those of the reward functions, `degenerate` says it of each group."""
-        return cls(
-            groups=degenerate.size,
-            degenerate=int(np.sum(degenerate)),
-            completions=len(drawn.tokens),
-            truncated=int(np.sum(~drawn.ended)),
-            tokens=sum(map(len, drawn.tokens)),
-            empty=int(np.sum(drawn.empty)),
-            unfit=unfit,
-            lowest=float(drawn.rewards.min()),
-            highest=float(drawn.rewards.max()),
-            rewards=dict(zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
-        )
-
-    def __add__(self, other: "RolloutCounts") -> "RolloutCounts":
-        """Adds the counts of other rollouts."""
-        added = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, mine in added.items():
-            theirs = getattr(other, name)
-            if name == "rewards":
-                added[name] = {key: mine.get(key, 0.0) + theirs.get(key, 0.0) for key in {**mine, **theirs}}
-            elif name in ("lowest", "highest"):
-                added[name] = (min if name == "lowest" else max)(mine, theirs)
-            elif mine is None or theirs is None:
-                added[name] = theirs if mine is None else mine
-            else:
-                added[name] = mine + theirs
-        return RolloutCounts(**added)
-
-    def metrics(self) -> dict[str, float]:
-        """Shares and means by name; none without a rollout."""
-        if not self.completions:
-            return {}
-        resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
-        return {
-            "degenerate_groups": self.degenerate / self.groups,
-            **({} if self.resampled is None else resampled),
-            "truncated_completions": self.truncated,
-            "truncated_share": self.truncated / self.completions,
-            "completion_length_mean": self.tokens / self.completions,
-            **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
-        }
-
-    def sameness(self, max_new_tokens: int) -> str:
-        """What is the same in groups without a difference."""
-        reward = (
-            f"every reward is {self.lowest:g}" if self.lowest == self.highest else "within each group rewards are equal"
-        )
-        if self.unfit == self.groups:
-            return f"{reward}, and no answer can be written in the {max_new_tokens} tokens of a completion"
-        if self.empty == self.completions:
-            return f"{reward}, and every completion is empty"
-        if self.truncated == self.completions:
-            return f"{reward}, and every completion was truncated at {max_new_tokens} tokens"
-        return reward
 
 
 class Group(NamedTuple):
@@ -126,24 +39,32 @@ class Rollout(NamedTuple):
     groups: list[Group]
     counts: RolloutCounts
 
-    @property
-    def documents(self) -> list[Document]:
-        """Of all groups; none when the data has ended."""
-        return [document for group in self.groups for document in group.documents]
-
 
 class Rollouts:
-    """Makes one rollout after the other; the number of each, of which `made` is the next, is folded into the key."""
+    """The built-in source: prompts of the task, completed and rewarded; each rollout folds its number into the key."""
 
     def __init__(
         self, prompts: PromptOrder, completer: Completer, options: RolloutConfig, advantages: str, key: jax.Array
     ) -> None:
         self._prompts, self._completer, self._options = prompts, completer, options
         self._advantages, self._key = ADVANTAGES[advantages], key
-        self.made = 0
+        self._made = 0
 
-    def next(self, params: nnx.State, model_version: int) -> Rollout:
-        """The documents of the next prompts, completed with ``params``; none when the data has ended.
+    @property
+    def exhausted(self) -> bool:
+        """Whether the training data has ended."""
+        return self._prompts.exhausted
+
+    def state(self) -> dict[str, Any]:
+        """See `ExperienceSource`."""
+        return {"rollouts": self._made, "cursor": self._prompts.cursor}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `ExperienceSource`."""
+        self._made, self._prompts.cursor = state["rollouts"], state["cursor"]
+
+    def next(self, policy: SamplerPolicy) -> Experience | None:
+        """The documents of the next prompts, completed by the policy; None when the data has ended.
 
         With `resample_degenerate`, groups without a difference give way to those of further prompts. The state between
         two rollouts is the same two numbers as without it: how many prompts were taken, and how many draws were made.
@@ -154,7 +75,9 @@ class Rollouts:
             RewardFailed: it raised, or returned no number.
         """
         draw = self._with_differences if self._options.resample_degenerate else self._draw
-        return draw(params, model_version)
+        groups, counts = draw(policy.params, policy.version)
+        documents = tuple(document for group in groups for document in group.documents)
+        return Experience(documents, counts) if documents else None
 
     @property
     def draw(self) -> Draw:
@@ -185,8 +108,8 @@ class Rollouts:
             return Rollout([], RolloutCounts())
         # The sampler's shape is static: a short last rollout is padded and the padding dropped.
         filled = [examples[i % len(examples)] for i in range(options.prompts_per_rollout)]
-        key = jax.random.fold_in(self._key, self.made)
-        self.made += 1
+        key = jax.random.fold_in(self._key, self._made)
+        self._made += 1
         drawn = self._completer.complete(params, filled, key, copies=options.num_generations)
         drawn = drawn.first(len(examples) * options.num_generations)
         require_finite("log-probs of the sampler", drawn.log_probs, drawn.prompts.__getitem__)

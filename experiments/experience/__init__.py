@@ -1,0 +1,1 @@
+"""Sources of documents: the built-in rollouts, and functions and classes of your own."""

@@ -1,0 +1,98 @@
+"""Counts of what was drawn: sums over rollouts, divided once."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from experiments.sampling.completer import Completions
+
+
+@dataclass(frozen=True)
+class RolloutCounts:
+    """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
+
+    Attributes:
+        degenerate: groups whose rewards are all equal.
+        empty: completions without text.
+        unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
+        lowest: reward.
+        highest: reward.
+        resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
+        filled: groups without a difference that were trained on for want of others.
+        unused: groups with a difference beyond the number that was wanted.
+        rewards: sum of what each reward function said, by its name.
+    """
+
+    groups: int = 0
+    degenerate: int = 0
+    completions: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    empty: int = 0
+    unfit: int = 0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    resampled: int | None = None
+    filled: int = 0
+    unused: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray, unfit: int) -> "RolloutCounts":
+        """Returns the counts of one draw; `names` are those of the reward functions, `degenerate` says it of each group."""
+        return cls(
+            groups=degenerate.size,
+            degenerate=int(np.sum(degenerate)),
+            completions=len(drawn.tokens),
+            truncated=int(np.sum(~drawn.ended)),
+            tokens=sum(map(len, drawn.tokens)),
+            empty=int(np.sum(drawn.empty)),
+            unfit=unfit,
+            lowest=float(drawn.rewards.min()),
+            highest=float(drawn.rewards.max()),
+            rewards=dict(zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
+        )
+
+    def __add__(self, other: "RolloutCounts") -> "RolloutCounts":
+        """Adds the counts of other rollouts."""
+        added = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, mine in added.items():
+            theirs = getattr(other, name)
+            if name == "rewards":
+                added[name] = {key: mine.get(key, 0.0) + theirs.get(key, 0.0) for key in {**mine, **theirs}}
+            elif name in ("lowest", "highest"):
+                added[name] = (min if name == "lowest" else max)(mine, theirs)
+            elif mine is None or theirs is None:
+                added[name] = theirs if mine is None else mine
+            else:
+                added[name] = mine + theirs
+        return RolloutCounts(**added)
+
+    def metrics(self) -> dict[str, float]:
+        """Shares and means by name; none without a rollout."""
+        if not self.completions:
+            return {}
+        resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
+        return {
+            "degenerate_groups": self.degenerate / self.groups,
+            **({} if self.resampled is None else resampled),
+            "truncated_completions": self.truncated,
+            "truncated_share": self.truncated / self.completions,
+            "completion_length_mean": self.tokens / self.completions,
+            **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
+        }
+
+    def sameness(self, max_new_tokens: int) -> str:
+        """What is the same in groups without a difference."""
+        reward = (
+            f"every reward is {self.lowest:g}" if self.lowest == self.highest else "within each group rewards are equal"
+        )
+        if self.unfit == self.groups:
+            return f"{reward}, and no answer can be written in the {max_new_tokens} tokens of a completion"
+        if self.empty == self.completions:
+            return f"{reward}, and every completion is empty"
+        if self.truncated == self.completions:
+            return f"{reward}, and every completion was truncated at {max_new_tokens} tokens"
+        return reward

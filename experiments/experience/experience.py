@@ -1,0 +1,67 @@
+"""What a source gives the trainer, and what it gets: documents, and a policy that draws."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float
+
+from experiments.experience.counts import RolloutCounts
+from experiments.sampling.policy import Generation, SamplingOptions
+from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp import Document
+
+
+class Policy(Protocol):
+    """The policy of one step. It ends with the step, whose update takes over the memory of its parameters.
+
+    Attributes:
+        version: documents that the parameters have been trained on, the `versions` of what it draws.
+        tokenizer: text to ids and back.
+    """
+
+    version: int
+    tokenizer: Tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        *,
+        copies: int = 1,
+        seed: tuple[int, ...] = (),
+    ) -> list[Generation]:
+        """Draws completions.
+
+        Args:
+            prompts: ids of each prompt. Their number and largest length are rounded up to powers of two, each of which is
+                compiled once.
+            options: how to draw.
+            copies: completions of each prompt, next to each other in the result.
+            seed: with the seed of the run, names the random numbers: the same seed draws the same again.
+        """
+
+    def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
+        """Computes log-probs of the labels of each document by the trainer's forward pass, in nats."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Documents to train on, and the counts of what was drawn for them."""
+
+    documents: tuple[Document, ...]
+    counts: RolloutCounts = field(default_factory=RolloutCounts)
+
+
+class ExperienceSource(Protocol):
+    """Where documents come from. Between two calls its whole state is what `state` returns."""
+
+    def next(self, policy: Any) -> Experience | Sequence[Document] | None:
+        """Returns the next documents, drawn by a `Policy` or taken from elsewhere; None at the end of the data."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns JSON values from which `restore` goes on to the same bits."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""

@@ -1,0 +1,131 @@
+"""A source of your own: a function, or an object with `next`, `state` and `restore`, found by name and checked."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.experience.experience import Experience, Policy
+from jaxlogp import Document
+from jaxlogp.errors import describe, require
+
+OWN = "own:"
+"""Before the name of a source that was passed from Python, in the options that a run keeps."""
+
+
+class SourceFailed(Exception):
+    """A source raised, or gave what cannot be trained on."""
+
+
+class OwnSource:
+    """Asks a source, and checks its documents.
+
+    Args:
+        source: function (policy, step) -> documents, whose `step` counts the calls from 0; or an object with `next(policy)`,
+            `state()` and `restore(state)`.
+        name: of the source, for messages.
+        vocab_size: ids are below this.
+        row_length: most tokens of a document.
+    """
+
+    exhausted = False
+
+    def __init__(self, source: Any, name: str, *, vocab_size: int, row_length: int) -> None:
+        self._source, self._name = source, name
+        self._vocab_size, self._row_length = vocab_size, row_length
+        self._calls = 0
+
+    def next(self, policy: Policy) -> Experience | None:
+        """See `ExperienceSource`.
+
+        Raises:
+            SourceFailed: the source raised, or gave what cannot be trained on.
+        """
+        try:
+            given = self._source.next(policy) if hasattr(self._source, "next") else self._source(policy, self._calls)
+        except Exception as error:
+            raise SourceFailed(f"source {self._name}: {type(error).__name__}: {error}") from error
+        if given is None:
+            return None
+        try:
+            experience = given if isinstance(given, Experience) else Experience(_as_tuple(given))
+            self._check(experience.documents, policy.version)
+        except ValueError as error:
+            raise SourceFailed(f"source {self._name}: {error}") from error
+        self._calls += 1
+        return experience
+
+    def state(self) -> dict[str, Any]:
+        """See `ExperienceSource`."""
+        own = self._source.state() if hasattr(self._source, "state") else None
+        return {"calls": self._calls, "own": own}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `ExperienceSource`."""
+        self._calls = state["calls"]
+        if hasattr(self._source, "restore"):
+            self._source.restore(state["own"])
+
+    def _check(self, documents: tuple[Document, ...], version: int) -> None:
+        require(len(documents) > 0, "documents", "at least one, or None at the end of the data", "none")
+        for number, each in enumerate(documents):
+            at = f"documents[{number}]"
+            require(isinstance(each, Document), at, "a jaxlogp.Document", describe(each))
+            size, largest = each.tokens.size, int(each.tokens.max())
+            require(size <= self._row_length, at, f"at most {self._row_length} tokens (--schedule.row-length)", size)
+            require(largest < self._vocab_size, at, f"ids below {self._vocab_size}", largest)
+            require(not each.columns, at, "no further columns", sorted(each.columns))
+            known = each.sampler_log_probs is not None
+            require(known or not each.num_labels, at, "sampler_log_probs of its labels", None)
+            newest = max(each.versions) if hasattr(each.versions, "__len__") and len(each.versions) else each.versions
+            later = not hasattr(newest, "__len__") and newest > version
+            require(not later, at, f"versions of at most {version}, the policy's", newest)
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    require(
+        isinstance(given, Sequence), "documents", "a list of jaxlogp.Document, an Experience, or None", describe(given)
+    )
+    return tuple(given)
+
+
+def source_name(source: Any) -> str:
+    """Returns the name of a source that was passed from Python."""
+    return getattr(source, "__name__", type(source).__name__)
+
+
+def find_source(name: str) -> Any:
+    """Returns the source that `--source` names: module:name of a function, or of a class without arguments.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, attribute = name.partition(":")
+    expected = "module:name of a function (policy, step) -> documents, or of a class with next, state and restore"
+    require(bool(module) and bool(attribute) and module != OWN[:-1], "--source", expected, repr(name))
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"--source: expected {expected}, got {name!r}: {error}") from error
+    require(found is not None, "--source", expected, f"{name!r}, but module {module} has no {attribute}")
+    source = found() if isinstance(found, type) else found
+    complete = all(callable(getattr(source, each, None)) for each in ("next", "state", "restore"))
+    require(complete or (callable(source) and not hasattr(source, "next")), "--source", expected, describe(source))
+    return source
+
+
+def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
+    """Returns the option that a run keeps, and the source: by name, or the caller's own; both None for the built-in one.
+
+    Raises:
+        ValueError: if an option and a source are given, no such source exists, or the run began with one from Python that is
+            not given now.
+    """
+    if option is not None and option.startswith(OWN):
+        expected = f"your own source {option.removeprefix(OWN)}, as the run began (from Python: source=)"
+        given = "none" if source is None else source_name(source)
+        require(source is not None and OWN + source_name(source) == option, "--source", expected, given)
+        return option, source
+    if source is None:
+        return option, None if option is None else find_source(option)
+    require(option is None, "--source", "None where train is given a source", option)
+    return OWN + source_name(source), source
