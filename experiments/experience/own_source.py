@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.experience.experience import Experience, Policy
 from jaxlogp import Document
 from jaxlogp.errors import describe, require
@@ -76,9 +78,8 @@ class OwnSource:
             require(not each.columns, at, "no further columns", sorted(each.columns))
             known = each.sampler_log_probs is not None
             require(known or not each.num_labels, at, "sampler_log_probs of its labels", None)
-            newest = max(each.versions) if hasattr(each.versions, "__len__") and len(each.versions) else each.versions
-            later = not hasattr(newest, "__len__") and newest > version
-            require(not later, at, f"versions of at most {version}, the policy's", newest)
+            newest = int(np.max(each.versions, initial=0))
+            require(newest <= version, at, f"versions of at most {version}, the policy's", newest)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
