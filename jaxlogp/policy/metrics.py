@@ -578,7 +578,7 @@ def _statistics(
     )
 
 
-def _quotient(total: Float[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
+def _quotient(total: Float[AnyArray, ""] | Int[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
     # With a count of 0 the total is 0, or NaN from labels without a document. The NaN has to show.
     total = total.astype(compute_dtype(total))
     return total / jnp.maximum(count, 1).astype(total.dtype)
