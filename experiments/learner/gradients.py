@@ -93,14 +93,16 @@ class GspmdGradients:
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
         """See `GradientBackend`."""
-        # One program, whatever columns there are.
-        batch = dataclasses.replace(self._placed(scored), per_token={})
+        batch = self._placed(scored, with_columns=False)
         log_probs = settled(self._score(params, self._frozen, batch), self._mesh)
         return whole_on_host(log_probs).reshape(scored.shape)
 
-    def _placed(self, given: Round) -> MicroBatch:
+    def _placed(self, given: Round, *, with_columns: bool = True) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
         here = [given.micro_batch(rank) for rank in self._ranks_here]
+        if not with_columns:
+            # One program, whatever columns there are.
+            here = [dataclasses.replace(each, per_token={}) for each in here]
         return jax.tree.map(lambda *pieces: self._over_ranks(given.packing.ranks, pieces), *here)
 
     def _over_ranks(self, ranks: int, pieces: tuple[np.ndarray, ...]) -> Array:

@@ -580,5 +580,5 @@ def _statistics(
 
 def _quotient(total: Float[AnyArray, ""] | Int[AnyArray, ""], count: Int[AnyArray, ""]) -> Float[Array, ""]:
     # With a count of 0 the total is 0, or NaN from labels without a document. The NaN has to show.
-    total = total.astype(compute_dtype(total))
+    total = total.astype(compute_dtype(total) if jnp.issubdtype(total.dtype, jnp.floating) else jnp.float32)
     return total / jnp.maximum(count, 1).astype(total.dtype)
