@@ -1,6 +1,7 @@
 """Ranges of all options."""
 
 import math
+from dataclasses import replace
 
 from experiments.config.correction import CorrectionConfig, RejectionConfig
 from experiments.config.data import RewardConfig
@@ -97,6 +98,9 @@ def _validate_source(config: Config) -> None:
     require(schedule.row_length is not None, "--schedule.row-length", "the longest document, with --source", None)
     expected = "no value with --source, which draws by itself"
     require(schedule.epochs is None, "--schedule.epochs", expected, schedule.epochs)
+    # Already resolved, it is that of the loss.
+    of_loss = replace(config.loss, advantages=None).resolved().advantages
+    require(config.loss.advantages in (None, of_loss), "--loss.advantages", expected, config.loss.advantages)
     for name in _OF_ROLLOUTS:
         value = getattr(rollout, name)
         require(value == getattr(RolloutConfig(), name), option_name(f"rollout.{name}"), expected, value)

@@ -186,6 +186,7 @@ def test_a_source_that_breaks_ends_the_run_with_a_checkpoint(tmp_path):
 
 REFUSED = {
     "--schedule.row-length": {"schedule": {"row_length": None}},
+    "--loss.advantages": {"loss": {"advantages": "centred"}},
     "--schedule.epochs": {"schedule": {"epochs": 1}},
     "--rollout.num-generations": {"rollout": {"num_generations": 4}},
     "--rollout.mask-truncated": {"rollout": {"mask_truncated": True}},
