@@ -174,10 +174,10 @@ class Completer:
 
     def _completion(self, row: np.ndarray) -> Completion:
         tokens = row.tolist()
-        text = self._tokenizer.decode(tokens)
         count = stopped_at(self._tokenizer, tokens, self._stop)
+        text = self._tokenizer.decode(tokens[:count])
         if count is not None:
-            return Completion(self._tokenizer.decode(tokens[:count]), num_tokens=count, ended=True)
+            return Completion(text, num_tokens=count, ended=True)
         return Completion(text, num_tokens=len(tokens), ended=tokens[-1] in self._tokenizer.eos_ids)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -127,7 +127,8 @@ class SamplerPolicy:
         version: int,
         log_probs: Callable[[Sequence[Document]], list[np.ndarray]],
     ) -> None:
-        self._generator, self._params, self.version = generator, params, version
+        self._generator, self.version = generator, version
+        self._params: Any = params
         self._log_probs, self.tokenizer = log_probs, generator.tokenizer
 
     @property
@@ -137,10 +138,7 @@ class SamplerPolicy:
         Raises:
             ValueError: if the step has ended.
         """
-        if self._params is None:
-            raise ValueError(
-                f"policy: expected that of this step, got one of version {self.version} whose step is over"
-            )
+        self._require_open()
         return self._params
 
     def generate(
@@ -156,14 +154,16 @@ class SamplerPolicy:
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
         """See `Policy`."""
-        require(
-            self._params is not None, "policy", "that of this step", f"one of version {self.version} whose step is over"
-        )
+        self._require_open()
         return self._log_probs(documents)
 
     def end(self) -> None:
         """Ends it with its step."""
         self._params = None
+
+    def _require_open(self) -> None:
+        kept = f"one of version {self.version} whose step is over"
+        require(self._params is not None, "policy", "that of this step", kept)
 
 
 def _power_of_two(number: int) -> int:

@@ -53,7 +53,19 @@ class Mode(Backend, Protocol):
         """A way to draw completions."""
 
 
-class PlainMode:
+class _GivesParams:
+    """The half of a `Backend` that gives its first parameters away."""
+
+    _params: nnx.State | None
+
+    def take_params(self) -> nnx.State:
+        """See `Backend`."""
+        params, self._params = self._params, None
+        assert params is not None, "they are given away once"
+        return params
+
+
+class PlainMode(_GivesParams):
     """Whole micro-batches under GSPMD, and a sampler with a cache."""
 
     leaf_rows = None
@@ -80,12 +92,6 @@ class PlainMode:
         apart = self._rollout_mesh != self.mesh
         self._sampled_params = places[0] if apart else None
         self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
-
-    def take_params(self) -> nnx.State:
-        """See `Backend`."""
-        params, self._params = self._params, None
-        assert params is not None, "they are given away once"
-        return params
 
     def gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
         """See `Backend`."""
@@ -135,7 +141,7 @@ class WholeModelDraw:
         return None if beside is None else beside + bytes_a_device(trained)
 
 
-class InvariantMode:
+class InvariantMode(_GivesParams):
     """Leaves in a fixed order, and a sampler that runs the trainer's own programs."""
 
     def __init__(self, config: Config, origin: Origin) -> None:
@@ -171,12 +177,6 @@ class InvariantMode:
         except ValueError as error:
             expected = f"tensor ranks that a vocabulary of {vocab_size} fills with tiles of head {self._order.engine}"
             require(False, option, expected, f"{ranks} (--invariance.engine fixed_order has smaller ones): {error}")
-
-    def take_params(self) -> nnx.State:
-        """See `Backend`."""
-        params, self._params = self._params, None
-        assert params is not None, "they are given away once"
-        return params
 
     def gradients(self, objective: Objective, temperature: float) -> LeafSums:
         """See `Backend`."""

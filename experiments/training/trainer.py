@@ -12,7 +12,7 @@ from flax import nnx
 
 from experiments.config import Config, validate
 from experiments.experience.counts import RolloutCounts
-from experiments.experience.own_source import OwnSource, SourceFailed, source_name
+from experiments.experience.own_source import OwnSource, SourceFailed
 from experiments.experience.rollouts import Rollouts
 from experiments.learner.drift import StepDrift
 from experiments.learner.learner import Learner, StepResult
@@ -161,7 +161,7 @@ class Trainer:
             raise
         self.frozen, self.sampled_frozen = self._mode.frozen, self._mode.sampled_frozen
         self.key = jax.random.key(config.seed)
-        self.source = self._own_source(source) if config.source is not None else self._rollouts()
+        self.source = self._rollouts() if config.source is None else self._own_source(config.source, source)
         temperature = config.rollout.temperature
         self._generator = Generator(self._draw, self.tokenizer, temperature, jax.random.fold_in(self.key, 4))
         self._evaluation = Evaluation(self.task, self.rewards, config.evaluation.num_prompts, self._completer, self.key)
@@ -181,12 +181,12 @@ class Trainer:
             jax.random.fold_in(self.key, 1),
         )
 
-    def _own_source(self, source: Any) -> OwnSource | None:
+    def _own_source(self, name: str, source: Any) -> OwnSource | None:
         """None for a command that only reads the run."""
         if source is None:
             return None
         limits = {"vocab_size": self.origin.vocab_size, "row_length": self.sizes.row}
-        return OwnSource(source, self.config.source or source_name(source), **limits)
+        return OwnSource(source, name, **limits)
 
     def _draw(self, sizes: Sizes, options: DrawOptions) -> Draw:
         return self._mode.draw(self.tokenizer, sizes, options)
@@ -273,9 +273,7 @@ class Trainer:
         except RewardNotFinite as error:
             refusal = Refusal(str(error))
         except NotFinite as error:
-            # Of parameters that are not finite no log-prob is.
-            fault = self.learner.fault()
-            refusal = error.refusal if fault is None else Refusal(fault)
+            refusal = self.learner.refusal_of(error)
         finally:
             policy.end()
         seconds = time.perf_counter() - started
