@@ -85,7 +85,7 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
 def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
     """Loads and scores a run. Arguments and errors are those of :func:`load`."""
     trainer = load(config, task)
-    scores, prompts, asked = trainer.evaluate(), trainer.num_held_out, trainer.config.evaluation.num_prompts
+    scores, prompts, asked = trainer.evaluate(), trainer.evaluation.shape.prompts, trainer.config.evaluation.num_prompts
     fewer = "" if prompts == asked else f" (requested: {asked}; the task has no more)"
     print(f"step {trainer.progress.step}, {prompts} held-out prompts{fewer}")
     print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")

@@ -1,12 +1,14 @@
 """Counts of what was drawn: sums over rollouts, divided once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+from jaxtyping import Bool
 
-from experiments.sampling.completer import Completions
+from experiments.sampling.policy import Generation
+from experiments.tasks.rewards import Scored
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,28 @@ class RolloutCounts:
     rewards: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, drawn: Completions, names: tuple[str, ...], degenerate: np.ndarray, unfit: int) -> "RolloutCounts":
-        """Returns the counts of one draw; `names` are those of the reward functions, `degenerate` says it of each group."""
+    def of(
+        cls,
+        drawn: Sequence[Generation],
+        scored: Scored,
+        names: tuple[str, ...],
+        *,
+        empty: Bool[np.ndarray, " N"],
+        degenerate: Bool[np.ndarray, " groups"],
+        unfit: int,
+    ) -> "RolloutCounts":
+        """Returns the counts of one draw; `names` are those of the reward functions."""
         return cls(
             groups=degenerate.size,
             degenerate=int(np.sum(degenerate)),
-            completions=len(drawn.tokens),
-            truncated=int(np.sum(~drawn.ended)),
-            tokens=sum(map(len, drawn.tokens)),
-            empty=int(np.sum(drawn.empty)),
+            completions=len(drawn),
+            truncated=sum(each.finish_reason == "length" for each in drawn),
+            tokens=sum(len(each.ids) for each in drawn),
+            empty=int(np.sum(empty)),
             unfit=unfit,
-            lowest=float(drawn.rewards.min()),
-            highest=float(drawn.rewards.max()),
-            rewards=dict(zip(names, drawn.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
+            lowest=float(scored.rewards.min()),
+            highest=float(scored.rewards.max()),
+            rewards=dict(zip(names, scored.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
         )
 
     def __add__(self, other: "RolloutCounts") -> "RolloutCounts":

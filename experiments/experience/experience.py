@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.experience.counts import RolloutCounts
+from experiments.refusal import Refusal
 from experiments.sampling.policy import Generation, SamplingOptions
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
@@ -31,15 +32,17 @@ class Policy(Protocol):
         *,
         copies: int = 1,
         seed: tuple[int, ...] = (),
+        pad_to: tuple[int, int] | None = None,
     ) -> list[Generation]:
         """Draws completions.
 
         Args:
-            prompts: ids of each prompt. Their number and largest length are rounded up to powers of two, each of which is
-                compiled once.
+            prompts: ids of each prompt.
             options: how to draw.
             copies: completions of each prompt, next to each other in the result.
             seed: with the seed of the run, names the random numbers: the same seed draws the same again.
+            pad_to: number of prompts, and of tokens of each, that a program is compiled for. None: both are rounded up to
+                powers of two, each of which is compiled once.
         """
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
@@ -48,10 +51,15 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Experience:
-    """Documents to train on, and the counts of what was drawn for them."""
+    """Documents to train on, and the counts of what was drawn for them.
+
+    Attributes:
+        refusal: why there are none, although data was used up: the step is refused.
+    """
 
     documents: tuple[Document, ...]
     counts: RolloutCounts = field(default_factory=RolloutCounts)
+    refusal: Refusal | None = None
 
 
 class ExperienceSource(Protocol):

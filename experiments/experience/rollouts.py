@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
-from jaxtyping import Bool
 
 from experiments.config import RolloutConfig
 from experiments.experience.counts import RolloutCounts
-from experiments.experience.experience import Experience
-from experiments.refusal import require_finite
-from experiments.sampling.completer import Completer, Completions, Draw
-from experiments.sampling.policy import SamplerPolicy
-from experiments.sampling.prompts import PromptOrder
+from experiments.experience.experience import Experience, Policy
+from experiments.experience.prompts import PromptOrder, encode_prompt, fits_completion
+from experiments.experience.scoring import score
+from experiments.refusal import NotFinite, Refusal, require_finite
+from experiments.sampling.policy import Generation, SamplingOptions, Shape
+from experiments.tasks import Rewards
+from experiments.tasks.rewards import RewardNotFinite
 from jaxlogp import Document, GroupAdvantages, group_advantages, leave_one_out_advantages
 
 ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
@@ -24,6 +24,10 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
     "leave_one_out": leave_one_out_advantages,
 }
 """Functions from rewards [groups, generations] to advantages, by the name of the option."""
+
+
+ROLLOUTS = 1
+"""First number of the seed of a rollout."""
 
 
 class Group(NamedTuple):
@@ -41,14 +45,29 @@ class Rollout(NamedTuple):
 
 
 class Rollouts:
-    """The built-in source: prompts of the task, completed and rewarded; each rollout folds its number into the key."""
+    """The built-in source: prompts of the task, completed by the policy and rewarded; the number of a rollout is its seed.
+
+    Args:
+        prompts: the training prompts.
+        rewards: reward completions.
+        options: of the rollouts.
+        sampling: how completions are drawn.
+        prompt_tokens: most tokens of a prompt.
+        advantages: a name in `ADVANTAGES`.
+    """
 
     def __init__(
-        self, prompts: PromptOrder, completer: Completer, options: RolloutConfig, advantages: str, key: jax.Array
+        self,
+        prompts: PromptOrder,
+        rewards: Rewards,
+        options: RolloutConfig,
+        sampling: SamplingOptions,
+        prompt_tokens: int,
+        advantages: str,
     ) -> None:
-        self._prompts, self._completer, self._options = prompts, completer, options
-        self._advantages, self._key = ADVANTAGES[advantages], key
-        self._made = 0
+        self._prompts, self._rewards, self._options = prompts, rewards, options
+        self._advantages, self._made = ADVANTAGES[advantages], 0
+        self.shape = Shape(options.prompts_per_rollout, prompt_tokens, options.num_generations, sampling)
 
     @property
     def exhausted(self) -> bool:
@@ -63,31 +82,29 @@ class Rollouts:
         """See `ExperienceSource`."""
         self._made, self._prompts.cursor = state["rollouts"], state["cursor"]
 
-    def next(self, policy: SamplerPolicy) -> Experience | None:
+    def next(self, policy: Policy) -> Experience | None:
         """The documents of the next prompts, completed by the policy; None when the data has ended.
 
         With `resample_degenerate`, groups without a difference give way to those of further prompts. The state between
         two rollouts is the same two numbers as without it: how many prompts were taken, and how many draws were made.
 
         Raises:
-            NotFinite: log-probs of the sampler.
-            RewardNotFinite: of a reward function.
-            RewardFailed: it raised, or returned no number.
+            RewardFailed: a reward function raised, or returned no number.
         """
         draw = self._with_differences if self._options.resample_degenerate else self._draw
-        groups, counts = draw(policy.params, policy.version)
+        try:
+            groups, counts = draw(policy)
+        except RewardNotFinite as error:
+            return Experience((), refusal=Refusal(str(error)))
+        except NotFinite as error:
+            return Experience((), refusal=error.refusal)
         documents = tuple(document for group in groups for document in group.documents)
         return Experience(documents, counts) if documents else None
 
-    @property
-    def draw(self) -> Draw:
-        """What completes prompts."""
-        return self._completer.draw
-
-    def _with_differences(self, params: nnx.State, model_version: int) -> Rollout:
+    def _with_differences(self, policy: Policy) -> Rollout:
         options, kept, equal, counts = self._options, [], [], RolloutCounts()
         for further in range(1 + options.max_resamples):
-            drawn = self._draw(params, model_version)
+            drawn = self._draw(policy)
             if not drawn.groups:
                 break
             counts += replace(drawn.counts, resampled=int(further > 0))
@@ -100,50 +117,46 @@ class Rollouts:
         counts += RolloutCounts(filled=len(filled), unused=unused)
         return Rollout([*kept[: options.prompts_per_rollout], *filled], counts)
 
-    def _draw(self, params: nnx.State, model_version: int) -> Rollout:
+    def _draw(self, policy: Policy) -> Rollout:
         """The groups of the next prompts; none when the data has ended."""
-        options = self._options
-        examples = self._prompts.take(options.prompts_per_rollout)
+        number, width, copies, sampling = self.shape
+        examples = self._prompts.take(number)
         if not examples:
             return Rollout([], RolloutCounts())
-        # The sampler's shape is static: a short last rollout is padded and the padding dropped.
-        filled = [examples[i % len(examples)] for i in range(options.prompts_per_rollout)]
-        key = jax.random.fold_in(self._key, self._made)
+        prompts = [encode_prompt(policy.tokenizer, example, width) for example in examples]
+        seed = (ROLLOUTS, self._made)
         self._made += 1
-        drawn = self._completer.complete(params, filled, key, copies=options.num_generations)
-        drawn = drawn.first(len(examples) * options.num_generations)
-        require_finite("log-probs of the sampler", drawn.log_probs, drawn.prompts.__getitem__)
-        groups, degenerate = self._groups(drawn, model_version)
-        unfit = sum(not self._completer.fits(example) for example in examples) if degenerate.all() else 0
-        return Rollout(groups, RolloutCounts.of(drawn, self._completer.rewards.names, degenerate, unfit))
+        drawn = policy.generate(prompts, sampling, copies=copies, seed=seed, pad_to=(number, width))
+        require_finite("log-probs of the sampler", [each.log_probs for each in drawn], lambda i: prompts[i // copies])
+        repeated = [example for example in examples for _ in range(copies)]
+        (scored,), empty = score(policy.tokenizer, repeated, drawn, self._rewards)
+        advantages, degenerate = jax.device_get(self._advantages(scored.rewards.reshape(-1, copies)))
+        facts = zip(drawn, advantages.ravel().tolist(), scored.rewards.tolist(), strict=True)
+        documents = [self._document(prompts[i // copies], *each, policy.version) for i, each in enumerate(facts)]
+        groups = [Group(documents[copies * i : copies * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
+        fits = [fits_completion(policy.tokenizer, example, sampling.max_new_tokens) for example in examples]
+        unfit = fits.count(False) if degenerate.all() else 0
+        names = self._rewards.names
+        return Rollout(groups, RolloutCounts.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit))
 
-    def _groups(self, drawn: Completions, model_version: int) -> tuple[list[Group], Bool[np.ndarray, " groups"]]:
-        """Documents with the advantages of their groups, and which groups have none of a difference.
+    def _document(
+        self, prompt: list[int], drawn: Generation, advantage: float, reward: float, version: int
+    ) -> Document:
+        """A completion with the advantage of its group.
 
-        With `mask_truncated`, a completion without an end token is a document of its prompt alone: no token of it is a
-        label. Its reward stays in the mean and deviation of its group and in the metrics, as TRL does it
-        (mask_truncated_completions). Denominators, also as there: reduction "labels" divides by the labels that are left;
-        "documents", "document_mean" and "constant_length" divide by all documents, this one with a sum of zero. A step
-        without any label has loss and gradient 0.
+        With `mask_truncated`, one without an end token is a document of its prompt alone: no token of it is a label. Its
+        reward stays in the mean and deviation of its group and in the metrics, as TRL does it (mask_truncated_completions).
+        Denominators, also as there: reduction "labels" divides by the labels that are left; "documents", "document_mean"
+        and "constant_length" divide by all documents, this one with a sum of zero. A step without any label has loss and
+        gradient 0.
         """
-        size = self._options.num_generations
-        advantages, degenerate = jax.device_get(self._advantages(drawn.rewards.reshape(-1, size)))
-        documents = [
-            self._document(drawn, number, advantage, model_version)
-            for number, advantage in enumerate(advantages.ravel().tolist())
-        ]
-        groups = [Group(documents[size * i : size * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
-        return groups, degenerate
-
-    def _document(self, drawn: Completions, number: int, advantage: float, model_version: int) -> Document:
-        prompt = np.array(drawn.prompts[number], np.int32)
-        masked = self._options.mask_truncated and not drawn.ended[number]
+        masked = self._options.mask_truncated and drawn.finish_reason == "length"
         labels = 0 if masked else None
         return Document.of_completion(
-            prompt,
-            drawn.tokens[number][:labels],
-            drawn.log_probs[number][:labels],
+            np.array(prompt, np.int32),
+            drawn.ids[:labels],
+            drawn.log_probs[:labels],
             advantages=advantage,
-            reward=float(drawn.rewards[number]),
-            versions=model_version,
+            reward=reward,
+            versions=version,
         )

@@ -111,7 +111,7 @@ class Learner:
             documents = self._with_reference(documents)
             check_documents(documents)
         except NotFinite as error:
-            return StepResult(refusal=self.refusal_of(error))
+            return StepResult(refusal=self.explain(error.refusal))
         rounds = self._step_packing.rounds(documents)
         drift = self._drift(rounds) if report_drift else None
         total = self.gradients.accumulate(self.state.params, rounds, self.version)
@@ -144,10 +144,10 @@ class Learner:
         both = (self.state.params, self.reference)
         return kl_between(*(log_probs_of(documents, gradients, params, self._scored_packing) for params in both))
 
-    def refusal_of(self, error: NotFinite) -> Refusal:
+    def explain(self, refusal: Refusal) -> Refusal:
         """Returns why a step is refused whose documents are not finite: of parameters that are not, no log-prob is."""
         fault = self.fault()
-        return error.refusal if fault is None else Refusal(fault)
+        return refusal if fault is None else Refusal(fault)
 
     def fault(self) -> str | None:
         """Returns a phrase that names what of parameters and optimizer state is not finite; None where all is."""

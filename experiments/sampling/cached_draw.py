@@ -10,19 +10,18 @@ from jax.sharding import Mesh
 from experiments.models.mesh import split_rows
 from experiments.models.placement import whole_on_host
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, Samples, bytes_beside_parameters, make_sampler
 from experiments.tasks.tokenizer import Tokenizer
 
 
 class CachedDraw:
-    """A `Draw` with one static shape per number of prompts and copies."""
+    """A `Draw` with one static shape per shape of prompts and number of copies."""
 
     def __init__(
-        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
+        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, max_new_tokens: int, options: DrawOptions
     ) -> None:
-        self._graph, self._mesh, self._prompt = graph, mesh, sizes.prompt
-        self._options = SamplerOptions(sizes.completion, tokenizer.eos_ids, tokenizer.pad_id, options)
+        self._graph, self._mesh = graph, mesh
+        self._options = SamplerOptions(max_new_tokens, tokenizer.eos_ids, tokenizer.pad_id, options)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
@@ -32,8 +31,8 @@ class CachedDraw:
         drawn = whole_on_host(draw(params, *split_rows((prompts, lengths), self._mesh), key))
         return Samples(*(x[: len(prompts) * copies] for x in drawn))
 
-    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         """See `Draw`."""
-        given = np.zeros((prompts, self._prompt), np.int32), np.ones(prompts, np.int32)
+        given = np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32)
         options = replace(self._options, copies=copies)
         return bytes_beside_parameters(self._graph, options, params, *split_rows(given, self._mesh))

@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.models.attention import RowCache
-from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms, Loaded
@@ -45,9 +44,17 @@ class LeafDraw:
     """A `Draw`, leaf by leaf; the same draws on every mesh."""
 
     def __init__(
-        self, programs: LeafPrograms, tokenizer: Tokenizer, sizes: Sizes, *, leaf_rows: int, greedy: bool
+        self,
+        programs: LeafPrograms,
+        tokenizer: Tokenizer,
+        max_new_tokens: int,
+        row_length: int,
+        *,
+        leaf_rows: int,
+        greedy: bool,
     ) -> None:
-        self._programs, self._tokenizer, self._sizes = programs, tokenizer, sizes
+        self._programs, self._tokenizer = programs, tokenizer
+        self._max_new_tokens, self._row_length = max_new_tokens, row_length
         self._greedy, self._leaf_rows = greedy, leaf_rows
         self._group = leaf_rows * programs.ranks.count
         options = {"donate_argnums": 2, "compiler_options": programs.compiler_options}
@@ -63,7 +70,7 @@ class LeafDraw:
         drawn, log_probs, ends = (np.concatenate(column)[:count] for column in zip(*groups, strict=True))
         return Samples(drawn, log_probs, log_probs, ends - lengths)
 
-    def memory(self, params: nnx.State, prompts: int, copies: int) -> None:
+    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> None:
         """See `Draw`."""
 
     def _complete_group(
@@ -75,7 +82,7 @@ class LeafDraw:
         ranks = [self._rows(*each) for each in self._deal(tokens, begin, done)]
         row_ids = [ids for (ids,) in self._deal(np.arange(start, start + self._group, dtype=np.int32))]
         ended: list[list[jax.Array]] = []
-        for step in range(self._sizes.completion):
+        for step in range(self._max_new_tokens):
             # Of the step before the last, so that the devices have work while this waits for it.
             if len(ended) > 1 and all(np.all(each) for each in jax.device_get(ended[-2])):
                 break
@@ -89,7 +96,7 @@ class LeafDraw:
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens [B, S], lengths and whether done; rows without a prompt are."""
-        slots = self._programs.reader.slots(self._sizes.row)
+        slots = self._programs.reader.slots(self._row_length)
         tokens = np.full((self._group, slots), self._tokenizer.pad_id, np.int32)
         lengths = np.ones(self._group, np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
@@ -98,7 +105,7 @@ class LeafDraw:
     def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
         """Rows of which nothing is drawn yet."""
         config, block = self._programs.config, self._programs.reader.block
-        shape, (device,) = (len(lengths), self._sizes.completion), tokens.devices()
+        shape, (device,) = (len(lengths), self._max_new_tokens), tokens.devices()
         drawn = jnp.zeros(shape, jnp.int32, device=device)
         hidden = jnp.zeros((*shape, config.hidden_size), config.dtype, device=device)
         return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden)
@@ -106,7 +113,7 @@ class LeafDraw:
     def _read_prompts(self, loaded: Loaded, tokens: np.ndarray, lengths: np.ndarray) -> list[tuple[RowCache, ...]]:
         """Each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
         reader, size = self._programs.reader, self._leaf_rows
-        caches = [reader.empty_cache(size, self._sizes.row, device) for device in self._programs.ranks.devices]
+        caches = [reader.empty_cache(size, self._row_length, device) for device in self._programs.ranks.devices]
         last = (lengths - 1) // reader.block
         for block in range(last.max()):
             self._read(loaded, self._deal(tokens, np.minimum(block, last) * reader.block), caches)
@@ -124,7 +131,7 @@ class LeafDraw:
 
     def _log_probs(self, loaded: Loaded, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
         """Log-probs [B, N] of the tokens drawn, 0 after the end."""
-        live = [mask for (mask,) in self._deal(np.arange(self._sizes.completion) < counts[:, None])]
+        live = [mask for (mask,) in self._deal(np.arange(self._max_new_tokens) < counts[:, None])]
         results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)
         return self._programs.ranks.on_host([result.log_probs for result in results])
 

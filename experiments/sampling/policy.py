@@ -1,23 +1,53 @@
 """The policy that a source draws from: free prompts, completed by the sampler of the run."""
 
+import bisect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from experiments.sampling.completer import Draw, stopped_at
+from experiments.runs.processes import processes
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import Sizes
+from experiments.sampling.sampler import Samples
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 from jaxlogp.errors import require
 
 SHORTEST = 8
 """Fewest tokens that prompts are padded to."""
+
+
+class Draw(Protocol):
+    """Draws completions: `experiments.sampling.cached_draw`, or leaf by leaf `experiments.sampling.leaf_draw`."""
+
+    def __call__(
+        self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
+    ) -> Samples:
+        """`copies` completions of every prompt in adjacent rows, as NumPy arrays.
+
+        Args:
+            params: parameters of the decoder.
+            prompts: int32 [B, P], right-padded.
+            lengths: int32 [B].
+            copies: completions per prompt.
+            key: a JAX random key.
+        """
+
+    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
+        """Most bytes of a device that it takes beside the parameters, from its programs, which are compiled for it before
+        their first call; None where they are many small ones.
+
+        Args:
+            params: arrays, or their shapes, dtypes and places.
+            prompts: B.
+            tokens: P.
+            copies: completions per prompt.
+        """
 
 
 class Generation(NamedTuple):
@@ -31,10 +61,11 @@ class Generation(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a policy draws, at the temperature of the run.
+    """How a policy draws.
 
     Attributes:
         max_new_tokens: largest number of tokens, end token included.
+        temperature: divisor of the logits; None for that of the run, which the trainer divides by.
         greedy: take the likeliest token.
         top_k: draw among this many likeliest tokens; None for all.
         top_p: draw among the fewest likeliest tokens whose probabilities sum to this; 1 for all.
@@ -43,6 +74,7 @@ class SamplingOptions:
     """
 
     max_new_tokens: int
+    temperature: float | None = None
     greedy: bool = False
     top_k: int | None = None
     top_p: float = 1.0
@@ -50,75 +82,105 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
 
 
+class Shape(NamedTuple):
+    """What a program draws: completions of prompts, padded to so many tokens, as options say."""
+
+    prompts: int
+    tokens: int
+    copies: int
+    options: SamplingOptions
+
+
 class Generator:
     """Draws completions of free prompts; programs are kept by their shapes and options.
 
     Args:
-        make_draw: makes a draw for sizes and options.
+        make_draw: makes a draw for a largest number of new tokens, the tokens of a row, and options.
         tokenizer: text to ids and back.
         temperature: of the run.
-        key: of the run's draws, into which seeds are folded.
+        row_length: tokens of the trainer's rows, the least of a row here.
     """
 
     def __init__(
         self,
-        make_draw: Callable[[Sizes, DrawOptions], Draw],
+        make_draw: Callable[[int, int, DrawOptions], Draw],
         tokenizer: Tokenizer,
         temperature: float,
-        key: jax.Array,
+        row_length: int,
     ) -> None:
-        self._make_draw, self.tokenizer, self._temperature, self._key = make_draw, tokenizer, temperature, key
-        self._draws: dict[tuple[Sizes, DrawOptions], Draw] = {}
+        self._make_draw, self.tokenizer, self._temperature = make_draw, tokenizer, temperature
+        self._row_length = row_length
+        self._draws: dict[tuple[int, int, DrawOptions], Draw] = {}
+
+    def memory(self, params: nnx.State, shape: Shape) -> int | None:
+        """Returns most bytes of a device that a draw takes beside the parameters; see `Draw.memory`."""
+        prompts, tokens, copies, options = shape
+        return self._draw_for(tokens, options).memory(params, prompts, tokens, copies)
 
     def generate(
         self,
         params: nnx.State,
+        key: jax.Array,
         prompts: Sequence[Sequence[int]],
         options: SamplingOptions,
         copies: int,
-        seed: tuple[int, ...],
+        pad_to: tuple[int, int] | None,
     ) -> list[Generation]:
-        """See `Policy.generate`."""
+        """Draws completions; see `Policy.generate`."""
         require(len(prompts) > 0, "prompts", "at least one", len(prompts))
         require(copies >= 1, "copies", "at least 1", copies)
         for number, prompt in enumerate(prompts):
             require(len(prompt) > 0, f"prompts[{number}]", "at least one id", "none")
             lowest, highest, size = min(prompt), max(prompt), self.tokenizer.vocab_size
             require(0 <= lowest and highest < size, f"prompts[{number}]", f"ids in [0, {size})", (lowest, highest))
-        lengths = [len(prompt) for prompt in prompts]
-        width, rows = _power_of_two(max(*lengths, SHORTEST)), _power_of_two(len(prompts))
-        padded = np.full((rows, width), self.tokenizer.pad_id, np.int32)
-        for row, prompt in enumerate(prompts):
-            padded[row, : len(prompt)] = prompt
-        # The rows behind the last are its prompt again.
-        padded[len(prompts) :] = padded[len(prompts) - 1]
-        lengths += [lengths[-1]] * (rows - len(prompts))
-        key = self._key
-        for number in seed:
-            key = jax.random.fold_in(key, number)
-        drawn = self._draw_for(width, options)(params, padded, np.array(lengths, np.int32), copies, key)
+        padded, lengths = _padded(prompts, pad_to, self.tokenizer.pad_id)
+        drawn = self._draw_for(padded.shape[1], options)(params, padded, lengths, copies, key)
         count = len(prompts) * copies
         ends = drawn.lengths[:count].tolist()
-        rows_of = zip(drawn.tokens[:count], drawn.log_probs[:count], ends, strict=True)
-        return [self._ended(tokens[:end], log_probs[:end], options.stop) for tokens, log_probs, end in rows_of]
+        rows = [
+            (ids[:end], scored[:end]) for ids, scored, end in zip(drawn.tokens, drawn.log_probs, ends, strict=False)
+        ]
+        stops = self._stops([ids for ids, _ in rows], options.stop)
+        eos_ids = self.tokenizer.eos_ids
+        reasons = (
+            "stop" if stop is not None or int(ids[-1]) in eos_ids else "length"
+            for (ids, _), stop in zip(rows, stops, strict=True)
+        )
+        return [
+            Generation(ids[:stop], scored[:stop], reason)
+            for (ids, scored), stop, reason in zip(rows, stops, reasons, strict=True)
+        ]
 
-    def _draw_for(self, width: int, options: SamplingOptions) -> Draw:
-        how = DrawOptions(self._temperature, options.greedy, options.top_k, options.top_p, options.min_p)
+    def _draw_for(self, prompt_tokens: int, options: SamplingOptions) -> Draw:
+        temperature = self._temperature if options.temperature is None else options.temperature
+        how = DrawOptions(temperature, options.greedy, options.top_k, options.top_p, options.min_p)
         require(options.max_new_tokens >= 1, "max_new_tokens", "at least 1", options.max_new_tokens)
-        key = Sizes(width, options.max_new_tokens, width + options.max_new_tokens, 1), how
+        key = options.max_new_tokens, max(self._row_length, prompt_tokens + options.max_new_tokens), how
         if key not in self._draws:
             self._draws[key] = self._make_draw(*key)
         return self._draws[key]
 
-    def _ended(self, tokens: np.ndarray, log_probs: np.ndarray, stop: tuple[str, ...]) -> Generation:
-        count = stopped_at(self.tokenizer, tokens.tolist(), stop)
-        if count is not None:
-            return Generation(tokens[:count], log_probs[:count], "stop")
-        return Generation(tokens, log_probs, "stop" if int(tokens[-1]) in self.tokenizer.eos_ids else "length")
+    def _stops(self, rows: list[np.ndarray], stop: tuple[str, ...]) -> list[int | None]:
+        """Numbers of tokens up to the one that completes a stop text, each worked out by one of the processes."""
+        if not stop:
+            return [None] * len(rows)
+
+        def stops(numbers: range) -> list[int | None]:
+            return [stopped_at(self.tokenizer, rows[number].tolist(), stop) for number in numbers]
+
+        return processes().each_its_part("stop texts", len(rows), stops)
 
 
 class SamplerPolicy:
-    """See `experiments.experience.experience.Policy`."""
+    """See `experiments.experience.experience.Policy`.
+
+    Args:
+        generator: draws.
+        params: trained parameters.
+        version: documents that they have been trained on.
+        log_probs: computes those of documents by the trainer's forward pass.
+        key: into which seeds are folded, one number after the other.
+    """
 
     def __init__(
         self,
@@ -126,20 +188,11 @@ class SamplerPolicy:
         params: nnx.State,
         version: int,
         log_probs: Callable[[Sequence[Document]], list[np.ndarray]],
+        key: jax.Array,
     ) -> None:
-        self._generator, self.version = generator, version
+        self._generator, self.version, self._key = generator, version, key
         self._params: Any = params
         self._log_probs, self.tokenizer = log_probs, generator.tokenizer
-
-    @property
-    def params(self) -> nnx.State:
-        """The parameters.
-
-        Raises:
-            ValueError: if the step has ended.
-        """
-        self._require_open()
-        return self._params
 
     def generate(
         self,
@@ -148,9 +201,12 @@ class SamplerPolicy:
         *,
         copies: int = 1,
         seed: tuple[int, ...] = (),
+        pad_to: tuple[int, int] | None = None,
     ) -> list[Generation]:
         """See `Policy`."""
-        return self._generator.generate(self.params, prompts, options, copies, seed)
+        self._require_open()
+        key = functools.reduce(jax.random.fold_in, seed, self._key)
+        return self._generator.generate(self._params, key, prompts, options, copies, pad_to)
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
         """See `Policy`."""
@@ -164,6 +220,33 @@ class SamplerPolicy:
     def _require_open(self) -> None:
         kept = f"one of version {self.version} whose step is over"
         require(self._params is not None, "policy", "that of this step", kept)
+
+
+def stopped_at(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> int | None:
+    """Returns the number of tokens up to the one that completes a stop text; None without one."""
+
+    def has_stop(count: int) -> bool:
+        text = tokenizer.decode(tokens[:count])
+        return any(each in text for each in stop)
+
+    if not has_stop(len(tokens)):
+        return None
+    return bisect.bisect_left(range(1, len(tokens) + 1), True, key=has_stop) + 1
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], pad_to: tuple[int, int] | None, pad_id: int
+) -> tuple[Int[np.ndarray, "rows width"], Int[np.ndarray, " rows"]]:
+    """The prompts, right-padded, and their lengths; rows behind the last are its prompt again."""
+    lengths = [len(prompt) for prompt in prompts]
+    rows, width = pad_to or (_power_of_two(len(prompts)), _power_of_two(max(*lengths, SHORTEST)))
+    require(len(prompts) <= rows, "pad_to", f"at least {len(prompts)} prompts", rows)
+    require(max(lengths) <= width, "pad_to", f"at least {max(lengths)} tokens, for the longest prompt", width)
+    padded = np.full((rows, width), pad_id, np.int32)
+    for row, prompt in zip(padded, prompts, strict=False):
+        row[: len(prompt)] = prompt
+    padded[len(prompts) :] = padded[len(prompts) - 1]
+    return padded, np.array(lengths + [lengths[-1]] * (rows - len(prompts)), np.int32)
 
 
 def _power_of_two(number: int) -> int:

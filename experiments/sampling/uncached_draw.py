@@ -11,19 +11,18 @@ from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
 from experiments.tasks.tokenizer import Tokenizer
 
 
 class UncachedDraw:
-    """A `Draw` with one static shape per number of prompts and copies; its work grows with the square of a row's tokens."""
+    """A `Draw` whose work grows with the square of a row's tokens."""
 
     def __init__(
-        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions
+        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, max_new_tokens: int, options: DrawOptions
     ) -> None:
-        self._graph, self._mesh, self._prompt = graph, mesh, sizes.prompt
-        self._options = SamplerOptions(sizes.completion, tokenizer.eos_ids, tokenizer.pad_id, options)
+        self._graph, self._mesh = graph, mesh
+        self._options = SamplerOptions(max_new_tokens, tokenizer.eos_ids, tokenizer.pad_id, options)
         self._run = jax.jit(self._completed)
 
     def __call__(
@@ -33,9 +32,9 @@ class UncachedDraw:
         rows = self._placed(prompts, lengths, copies)
         return Samples(*(x[: len(prompts) * copies] for x in whole_on_host(self._run(params, *rows, key))))
 
-    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         """See `Draw`."""
-        rows = self._placed(np.zeros((prompts, self._prompt), np.int32), np.ones(prompts, np.int32), copies)
+        rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
         program = compiled_ahead(self._run, params, *rows, jax.random.key(0))
         return program.bytes_beside(bytes_a_device(params))
 

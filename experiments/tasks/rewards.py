@@ -8,7 +8,7 @@ addition to "correct", the verdict of the task.
 import math
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -49,6 +49,10 @@ class Completion(str):
 
 Reward = Callable[[Example, Completion], float]
 """Scores a completion of an example, by any finite number."""
+
+
+Completions = Sequence[Completion] | Mapping[int, Completion]
+"""Completions by number."""
 
 
 class RewardTerm(NamedTuple):
@@ -112,18 +116,16 @@ class Rewards:
         require(len(examples) == count, "examples", f"{count}, one for each completion", len(examples))
         return self.weighted(examples, completions, self.parts(examples, completions, range(count)))
 
-    def parts(
-        self, examples: Sequence[Example], completions: Sequence[Completion], numbers: Sequence[int]
-    ) -> list[list[float]]:
+    def parts(self, examples: Sequence[Example], completions: Completions, numbers: Sequence[int]) -> list[list[float]]:
         """What each function says of the completions with these numbers; raises as `score`."""
         documents = [_Scored(number, (examples[number], completions[number])) for number in numbers]
         return [[_call(term, document) for term in self.terms] for document in documents]
 
     def weighted(
-        self, examples: Sequence[Example], completions: Sequence[Completion], parts: Sequence[Sequence[float]]
+        self, examples: Sequence[Example], completions: Completions, parts: Sequence[Sequence[float]]
     ) -> Scored:
         """Rewards from their parts, one row for each completion; raises as `score`."""
-        said = np.array(parts, np.float64).reshape(len(completions), len(self.terms))
+        said = np.array(parts, np.float64).reshape(len(parts), len(self.terms))
         rewards = said @ np.array([term.weight for term in self.terms], np.float64)
         for number, reward in enumerate(rewards.tolist()):
             if _finite(reward) is None:

@@ -1,7 +1,7 @@
 """Whether completions have room for the answers, said before the run: it would else train to its end for nothing."""
 
 from experiments.config import Config
-from experiments.sampling.prompts import answer_length
+from experiments.experience.prompts import answer_length
 from experiments.tasks import Example, Rewards, Task
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import CORRECT

@@ -1,22 +1,22 @@
 """Exact match on held-out prompts, and what else a completion of them tells."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from flax import nnx
 
+from experiments.experience.experience import Policy
+from experiments.experience.prompts import encode_prompt, held_out_examples
+from experiments.experience.scoring import score, to_samples
 from experiments.runs.folder import Sample
-from experiments.sampling.completer import Completer, Completions, Draw, readable
-from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import held_out_examples
-from experiments.sampling.scorer import Scorer
+from experiments.sampling.policy import Generation, SamplingOptions, Shape
 from experiments.tasks import Example, Rewards, RewardTerm, Task
-from experiments.tasks.rewards import CORRECT
+from experiments.tasks.rewards import CORRECT, Scored
+from jaxlogp import Document
 
 SHOWN_SAMPLES = 16
+CHECKS, EVALUATION = 2, 3
+"""First numbers of the seeds of checks in the warm start, and of evaluations."""
 
 
 class ExactMatch(NamedTuple):
@@ -26,70 +26,95 @@ class ExactMatch(NamedTuple):
     greedy: float
 
 
+class Answers(NamedTuple):
+    """Completions of prompts, with their rewards and the task's verdicts."""
+
+    drawn: list[Generation]
+    rewards: Scored
+    verdicts: Scored
+
+    @property
+    def exact_match(self) -> float:
+        """Share of right ones."""
+        return float(np.mean(self.verdicts.rewards, dtype=np.float64))
+
+
 @dataclass(frozen=True)
 class Evaluated:
-    """What a policy has answered, at temperature 1 and greedily, how well, and some of the sampled answers to read."""
+    """What a policy has answered, at temperature 1 and greedily, and some of the sampled answers to read."""
 
-    exact_match: ExactMatch
-    sampled: Completions
-    greedy: Completions
+    prompts: list[list[int]]
+    sampled: Answers
+    greedy: Answers
     samples: list[Sample]
+
+    @property
+    def exact_match(self) -> ExactMatch:
+        """How well."""
+        return ExactMatch(self.sampled.exact_match, self.greedy.exact_match)
+
+    @property
+    def documents(self) -> list[Document]:
+        """The sampled answers, without advantages."""
+        pairs = zip(self.prompts, self.sampled.drawn, strict=True)
+        return [Document.of_completion(np.array(prompt, np.int32), each.ids, each.log_probs) for prompt, each in pairs]
 
     def metrics(self) -> dict[str, float]:
         """Values for the log."""
         values = {f"exact_match_{name}": score for name, score in self.exact_match._asdict().items()}
-        for name, drawn in (("sampled", self.sampled), ("greedy", self.greedy)):
-            values[f"reward_{name}"] = float(drawn.rewards.mean())
-            values[f"completion_length_{name}"] = drawn.mean_length
-            values[f"truncated_share_{name}"] = drawn.truncated_share
+        for name, answers in (("sampled", self.sampled), ("greedy", self.greedy)):
+            values[f"reward_{name}"] = float(answers.rewards.rewards.mean())
+            values[f"completion_length_{name}"] = float(np.mean([len(each.ids) for each in answers.drawn]))
+            values[f"truncated_share_{name}"] = float(
+                np.mean([each.finish_reason == "length" for each in answers.drawn])
+            )
         return values
 
 
 class Evaluation:
-    """Held-out prompts, completed with the same random numbers every time."""
+    """Held-out prompts, completed with the same random numbers every time.
+
+    Args:
+        task: whose prompts and verdicts.
+        rewards: reward completions.
+        num_prompts: most of them.
+        prompt_tokens: most tokens of a prompt.
+        options: how completions are drawn; temperature and filters are those of an evaluation.
+    """
 
     def __init__(
-        self,
-        task: Task,
-        rewards: Rewards,
-        num_prompts: int,
-        completer: Callable[[DrawOptions], Completer],
-        key: jax.Array,
+        self, task: Task, rewards: Rewards, num_prompts: int, prompt_tokens: int, options: SamplingOptions
     ) -> None:
-        self._verdict = Scorer(Rewards((RewardTerm(CORRECT, task.verify),)))
-        self._names = rewards.names
+        self._rewards, self._verdict = rewards, Rewards((RewardTerm(CORRECT, task.verify),))
         self._examples = held_out_examples(task, num_prompts)
-        self._sampled, self._greedy = completer(DrawOptions()), completer(DrawOptions(greedy=True))
-        self._key = key
+        self._greedy = replace(options, greedy=True)
+        self.shape = Shape(len(self._examples), prompt_tokens, 1, options)
 
-    @property
-    def num_prompts(self) -> int:
-        """How many there are."""
-        return len(self._examples)
-
-    def of(self, params: nnx.State) -> Evaluated:
+    def of(self, policy: Policy) -> Evaluated:
         """The evaluation of a policy.
 
         Raises:
             RewardFailed: a reward function, or the task's verdict, is broken.
             RewardNotFinite: of one of them.
         """
-        key = jax.random.fold_in(self._key, 3)
-        sampled, greedy = (each.complete(params, self._examples, key) for each in (self._sampled, self._greedy))
-        score = ExactMatch(*(self._share(self._examples, drawn) for drawn in (sampled, greedy)))
-        return Evaluated(
-            score, sampled, greedy, readable(self._examples[:SHOWN_SAMPLES], sampled.first(SHOWN_SAMPLES), self._names)
+        examples, tokenizer, judges = self._examples, policy.tokenizer, (self._rewards, self._verdict)
+        prompts = [encode_prompt(tokenizer, example, self.shape.tokens) for example in examples]
+        sampled, greedy = (
+            Answers(drawn, *score(tokenizer, examples, drawn, *judges).scored)
+            for drawn in (self._draw(policy, prompts, options) for options in (self.shape.options, self._greedy))
         )
+        shown = examples[:SHOWN_SAMPLES]
+        samples = to_samples(tokenizer, shown, sampled.drawn, sampled.rewards, self._rewards.names)
+        return Evaluated(prompts, sampled, greedy, samples)
 
-    @property
-    def draw(self) -> Draw:
-        """What completes prompts."""
-        return self._sampled.draw
-
-    def exact_match_on(self, examples: list[Example], params: nnx.State, step: int) -> float:
+    def exact_match_on(self, examples: list[Example], policy: Policy, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""
-        key = jax.random.fold_in(jax.random.fold_in(self._key, 2), step)
-        return self._share(examples, self._sampled.complete(params, examples, key))
+        prompts = [encode_prompt(policy.tokenizer, example, self.shape.tokens) for example in examples]
+        drawn = self._draw(policy, prompts, self.shape.options, (CHECKS, step))
+        (verdicts,) = score(policy.tokenizer, examples, drawn, self._verdict).scored
+        return float(np.mean(verdicts.rewards, dtype=np.float64))
 
-    def _share(self, examples: list[Example], drawn: Completions) -> float:
-        return float(np.mean(self._verdict.score(examples, drawn.texts).rewards, dtype=np.float64))
+    def _draw(
+        self, policy: Policy, prompts: list[list[int]], options: SamplingOptions, seed: tuple[int, ...] = (EVALUATION,)
+    ) -> list[Generation]:
+        return policy.generate(prompts, options, seed=seed, pad_to=(len(prompts), self.shape.tokens))

@@ -8,13 +8,13 @@ from flax import nnx
 
 from experiments.config import Config
 from experiments.config.ranges import validate
+from experiments.experience.prompts import PromptOrder, held_out_examples, longest_completion, sizes_for
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import total_bytes
 from experiments.options import refused_as
 from experiments.runs.console import RunConsole
-from experiments.sampling.prompts import PromptOrder, held_out_examples, longest_completion, sizes_for
 from experiments.tasks import Completion, Example, Rewards, Task
 from experiments.tasks.configured import configured_rewards
 from experiments.tasks.protocol import prompt_text

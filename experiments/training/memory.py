@@ -88,13 +88,11 @@ def memory_need(trainer: Trainer) -> MemoryNeed:
     if programs is None:
         return MemoryNeed(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    rollout, evaluation = trainer.config.rollout, trainer.num_held_out
-    if trainer.warm_start_to_come:
-        evaluation = max(evaluation, CHECK_PROMPTS)
-    draws = {}
-    if isinstance(trainer.source, Rollouts):
-        draws["rollout"] = trainer.source.draw.memory(params, rollout.prompts_per_rollout, rollout.num_generations)
-    draws["evaluation"] = trainer.evaluation_draw.memory(params, evaluation, 1)
+    shapes = {} if not isinstance(trainer.source, Rollouts) else {"rollout": trainer.source.shape}
+    evaluation = trainer.evaluation.shape
+    checked = CHECK_PROMPTS if trainer.warm_start_to_come else 0
+    shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, checked))
+    draws = {name: trainer.generator.memory(params, shape) for name, shape in shapes.items()}
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
         return MemoryNeed(state)

@@ -18,13 +18,11 @@ from experiments.models.placement import bytes_a_device, placed
 from experiments.models.sharding import on_one_device, parameter_shardings
 from experiments.options import refused_as
 from experiments.sampling.cached_draw import CachedDraw
-from experiments.sampling.completer import Draw
 from experiments.sampling.leaf_draw import LeafDraw
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import Sizes
+from experiments.sampling.policy import Draw
 from experiments.sampling.sampler import Samples
 from experiments.sampling.uncached_draw import UncachedDraw
-from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_ranks import LeafRanks
 from experiments.training.leaf_sums import LeafSums
@@ -49,8 +47,8 @@ class Mode(Backend, Protocol):
     leaf_rows: int | None
     sampler: str
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
-        """A way to draw completions."""
+    def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Draw:
+        """Makes a way to draw completions of up to so many tokens, in rows of so many."""
 
 
 class _GivesParams:
@@ -71,7 +69,7 @@ class PlainMode(_GivesParams):
     leaf_rows = None
 
     def __init__(self, config: Config, origin: Origin) -> None:
-        self.mesh = make_mesh(parse_mesh(config.mesh))
+        self.mesh, self._tokenizer = make_mesh(parse_mesh(config.mesh)), origin.tokenizer
         self.replicas = Replicas(self.mesh)
         self._rollout_mesh = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.head_engine(), config.schedule.accumulate
@@ -99,10 +97,11 @@ class PlainMode(_GivesParams):
         options["frozen_head"] = self._frozen_head
         return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> Draw:
+    def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Draw:
         """See `Mode`."""
+        del row_length
         kind = CachedDraw if self._cached else UncachedDraw
-        draw = kind(self._sampled_graph, self._rollout_mesh, tokenizer, sizes, options)
+        draw = kind(self._sampled_graph, self._rollout_mesh, self._tokenizer, max_new_tokens, options)
         return WholeModelDraw(draw, self.sampled_frozen, self._sampled_params)
 
 
@@ -128,16 +127,17 @@ class WholeModelDraw:
         here = params if self._places is None else placed(params, self._places)
         return self._draw(nnx.merge_state(here, self._frozen), prompts, lengths, copies, key)
 
-    def memory(self, params: nnx.State, prompts: int, copies: int) -> int | None:
+    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         """See `Draw`; with what the trained parameters take on a mesh of its own."""
+        shape = prompts, tokens, copies
         if self._places is None:
-            return self._draw.memory(nnx.merge_state(params, self._frozen), prompts, copies)
+            return self._draw.memory(nnx.merge_state(params, self._frozen), *shape)
 
         def there(leaf: jax.Array, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
         trained = jax.tree.map(there, params, self._places)
-        beside = self._draw.memory(nnx.merge_state(trained, self._frozen), prompts, copies)
+        beside = self._draw.memory(nnx.merge_state(trained, self._frozen), *shape)
         return None if beside is None else beside + bytes_a_device(trained)
 
 
@@ -168,7 +168,7 @@ class InvariantMode(_GivesParams):
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self._params, self.frozen = origin.parts(on_one_device(ranks.home), None)
         self.sampled_frozen = self.frozen
-        self._decoder = decoder
+        self._decoder, self._tokenizer = decoder, origin.tokenizer
         self._programs: dict[tuple[float, jax.sharding.Mesh], LeafPrograms] = {}
 
     def _require_shards(self, option: str, vocab_size: int, ranks: int) -> None:
@@ -182,10 +182,10 @@ class InvariantMode(_GivesParams):
         """See `Backend`."""
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
-    def draw(self, tokenizer: Tokenizer, sizes: Sizes, options: DrawOptions) -> LeafDraw:
+    def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> LeafDraw:
         """See `Mode`."""
-        programs = self._leaf_programs(options.temperature, self._rollout_mesh)
-        return LeafDraw(programs, tokenizer, sizes, leaf_rows=self.leaf_rows, greedy=options.greedy)
+        programs, limits = self._leaf_programs(options.temperature, self._rollout_mesh), (max_new_tokens, row_length)
+        return LeafDraw(programs, self._tokenizer, *limits, leaf_rows=self.leaf_rows, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float, mesh: jax.sharding.Mesh) -> LeafPrograms:
         # One set for each, so that sampler and trainer share compiled programs.

@@ -1,6 +1,5 @@
 """The trainer: one state, fed by rollouts, updated once per step; evaluation, checkpoints and resuming."""
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from flax import nnx
 from experiments.config import Config, validate
 from experiments.experience.counts import RolloutCounts
 from experiments.experience.own_source import OwnSource, SourceFailed
+from experiments.experience.prompts import PromptOrder, sizes_for
 from experiments.experience.rollouts import Rollouts
 from experiments.learner.drift import StepDrift
 from experiments.learner.learner import Learner, StepResult
@@ -26,13 +26,10 @@ from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.processes import processes
 from experiments.runs.store import FollowedStore, RunStore, SavedRun
-from experiments.sampling.completer import Completer, Draw
-from experiments.sampling.pick import DrawOptions
-from experiments.sampling.policy import Generator, SamplerPolicy
-from experiments.sampling.prompts import PromptOrder, Sizes, sizes_for
+from experiments.sampling.policy import Generator, SamplerPolicy, SamplingOptions
 from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards, task_for
-from experiments.tasks.rewards import RewardFailed, RewardNotFinite
+from experiments.tasks.rewards import RewardFailed
 from experiments.training.evaluation import Evaluation, ExactMatch
 from experiments.training.modes import InvariantMode, PlainMode
 from experiments.training.origin import Origin, fingerprint, origin_of
@@ -45,6 +42,8 @@ from jaxlogp.head import HeadRun
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 
 CHECK_PROMPTS = 512
+OWN_SOURCE = 4
+"""First number of the seeds of a source of the caller's own, in front of those that it gives."""
 FASTEST_ON_GPU = ("hopper", "triton")
 
 
@@ -162,9 +161,10 @@ class Trainer:
         self.frozen, self.sampled_frozen = self._mode.frozen, self._mode.sampled_frozen
         self.key = jax.random.key(config.seed)
         self.source = self._rollouts() if config.source is None else self._own_source(config.source, source)
-        temperature = config.rollout.temperature
-        self._generator = Generator(self._draw, self.tokenizer, temperature, jax.random.fold_in(self.key, 4))
-        self._evaluation = Evaluation(self.task, self.rewards, config.evaluation.num_prompts, self._completer, self.key)
+        self.generator = Generator(self._mode.draw, self.tokenizer, config.rollout.temperature, self.sizes.row)
+        options = SamplingOptions(self.sizes.completion, temperature=1.0, stop=config.rollout.stop)
+        limits = config.evaluation.num_prompts, self.sizes.prompt
+        self.evaluation = Evaluation(self.task, self.rewards, *limits, options)
         self.progress = Progress()
         self._step_watch = Watch(config.guards, self.sizes.completion)
         self.queue = DocumentQueue()
@@ -172,14 +172,17 @@ class Trainer:
         self.warnings = [text for text in found if text is not None]
 
     def _rollouts(self) -> Rollouts:
-        config = self.config
-        return Rollouts(
-            PromptOrder(self.task, config.seed, config.schedule.epochs),
-            self._completer(config.rollout.draw_options()),
-            config.rollout,
-            config.loss.advantages,
-            jax.random.fold_in(self.key, 1),
-        )
+        config, rollout = self.config, self.config.rollout
+        prompts = PromptOrder(self.task, config.seed, config.schedule.epochs)
+        filters = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
+        sampling = SamplingOptions(self.sizes.completion, stop=rollout.stop, **filters)
+        return Rollouts(prompts, self.rewards, rollout, sampling, self.sizes.prompt, config.loss.advantages)
+
+    def policy(self, params: nnx.State | None = None) -> SamplerPolicy:
+        """A policy that draws by the present parameters, or by others."""
+        params = self.learner.state.params if params is None else params
+        key = self.key if self.config.source is None else jax.random.fold_in(self.key, OWN_SOURCE)
+        return SamplerPolicy(self.generator, params, self.learner.version, self.learner.log_probs, key)
 
     def _own_source(self, name: str, source: Any) -> OwnSource | None:
         """None for a command that only reads the run."""
@@ -188,27 +191,10 @@ class Trainer:
         limits = {"vocab_size": self.origin.vocab_size, "row_length": self.sizes.row}
         return OwnSource(source, name, **limits)
 
-    def _draw(self, sizes: Sizes, options: DrawOptions) -> Draw:
-        return self._mode.draw(self.tokenizer, sizes, options)
-
-    def _completer(self, options: DrawOptions) -> Completer:
-        draw = self._draw(self.sizes, options)
-        return Completer(draw, self.rewards, self.tokenizer, self.sizes, self.config.rollout.stop)
-
     @property
     def exhausted(self) -> bool:
         """Whether the training data has ended."""
         return self.source.exhausted and not self.queue.documents
-
-    @property
-    def evaluation_draw(self) -> Draw:
-        """What completes held-out prompts."""
-        return self._evaluation.draw
-
-    @property
-    def num_held_out(self) -> int:
-        """Number of prompts of an evaluation, which is that of the options unless the task has fewer."""
-        return self._evaluation.num_prompts
 
     @property
     def has_reference(self) -> bool:
@@ -229,14 +215,14 @@ class Trainer:
     def warm_start(self, console: RunConsole, metrics: MetricsWriter, between: Callable[[], None]) -> None:
         """Supervised learning of answers until sampled exact match reaches the target, or the largest number of steps;
         `between` is called after each and may raise."""
-        examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes)
+        examples = WorkedExamples(PromptOrder(self.task, self.config.seed + 1, None), self.tokenizer, self.sizes.prompt)
         checks = PromptOrder(self.task, self.config.seed + 2, None).take(CHECK_PROMPTS)
         phase = WarmStart(
             self.config.warm_start,
             self._mode.gradients(CrossEntropy(), 1.0),
             examples,
             replace(self.learner.packing, columns=()),
-            functools.partial(self._evaluation.exact_match_on, checks),
+            lambda params, step: self.evaluation.exact_match_on(checks, self.policy(params), step),
         )
         self.learner.begin(phase.run(self.learner.release(), console, metrics, between))
         if self.has_reference:
@@ -255,29 +241,27 @@ class Trainer:
         """
         number, started, counts = self.config.schedule.docs_per_step, time.perf_counter(), RolloutCounts()
         before, waiting = self.source.state(), self.queue.documents
-        policy = SamplerPolicy(self._generator, self.learner.state.params, self.learner.version, self.learner.log_probs)
+        policy, refusal = self.policy(), None
         try:
-            while self.queue.lacks(number):
+            while refusal is None and self.queue.lacks(number):
                 experience = self.source.next(policy)
                 if experience is None:
                     break
-                counts += experience.counts
+                counts, refusal = counts + experience.counts, experience.refusal
                 self.queue.add(self._rescored(experience.documents))
-            seconds = time.perf_counter() - started
-            documents = self._collected(number or len(self.queue.documents))
-            return _Taken(documents, counts, seconds, time.perf_counter() - started)
         except (RewardFailed, SourceFailed):
             self.source.restore(before)
             self.queue.documents = waiting
             raise
-        except RewardNotFinite as error:
-            refusal = Refusal(str(error))
         except NotFinite as error:
-            refusal = self.learner.refusal_of(error)
+            refusal = error.refusal
         finally:
             policy.end()
         seconds = time.perf_counter() - started
-        return _Taken([], counts, seconds, seconds, refusal)
+        if refusal is not None:
+            return _Taken([], counts, seconds, seconds, self.learner.explain(refusal))
+        documents = self._collected(number or len(self.queue.documents))
+        return _Taken(documents, counts, seconds, time.perf_counter() - started)
 
     def _rescored(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The documents, with the trainer's log-probs as the old ones where the options ask for it."""
@@ -356,11 +340,11 @@ class Trainer:
             RewardNotFinite: of one of them.
         """
         started = time.perf_counter()
-        evaluated = self._evaluation.of(self.learner.state.params)
+        evaluated = self.evaluation.of(self.policy())
         if metrics is not None:
             values = evaluated.metrics()
             if self.config.evaluation.kl:
-                values["kl_reference"] = self.learner.kl_to_reference(evaluated.sampled.documents())
+                values["kl_reference"] = self.learner.kl_to_reference(evaluated.documents)
             values["seconds"] = time.perf_counter() - started
             metrics.write(self.progress.step, "eval", values)
             metrics.write_samples(self.progress.step, "held_out", evaluated.samples)

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from experiments.config import WarmStartConfig
+from experiments.experience.prompts import PromptOrder, encode_prompt
 from experiments.learner.backend import GradientBackend
 from experiments.learner.diagnosis import explain_refusal
 from experiments.learner.optimizers import Optimizer, adamw
@@ -17,7 +18,6 @@ from experiments.learner.update import TrainState, Update
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
 from experiments.runs.stops import GuardAbort
-from experiments.sampling.prompts import PromptOrder, Sizes, encode_prompt
 from experiments.tasks import Example
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
@@ -28,8 +28,8 @@ MAX_WARM_UP_STEPS = 50
 class WorkedExamples:
     """Prompts with their answers as documents; all tokens of the answer are labels."""
 
-    def __init__(self, prompts: PromptOrder, tokenizer: Tokenizer, sizes: Sizes) -> None:
-        self._prompts, self._sizes = prompts, sizes
+    def __init__(self, prompts: PromptOrder, tokenizer: Tokenizer, prompt_tokens: int) -> None:
+        self._prompts, self._prompt_tokens = prompts, prompt_tokens
         self.tokenizer = tokenizer
 
     def take(self, number: int) -> list[Document]:
@@ -37,7 +37,7 @@ class WorkedExamples:
         return [self._document(example) for example in self._prompts.take(number)]
 
     def _document(self, example: Example) -> Document:
-        prompt = encode_prompt(self.tokenizer, example, self._sizes)
+        prompt = encode_prompt(self.tokenizer, example, self._prompt_tokens)
         answer = [*self.tokenizer.encode(example.answer), self.tokenizer.eos_ids[0]]
         return Document.of_completion(np.array(prompt, np.int32), np.array(answer, np.int32))
 

@@ -14,6 +14,7 @@ from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.soundness import path_name
 from experiments.learner.update import TrainState, Update
+from experiments.sampling.policy import SamplerPolicy
 from experiments.tasks.rewards import RewardFailed
 from experiments.training.queue import DocumentQueue
 from experiments.training.run import set_up
@@ -196,17 +197,16 @@ def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, n
 
 
 def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
-    completer = trainer.source._completer
-    plain, seen = completer.complete, []
+    plain, seen = SamplerPolicy.generate, []
 
-    def poisoned(*arguments, **options):
-        drawn = plain(*arguments, **options)
+    def poisoned(policy, prompts, options, *, copies, **rest):
+        drawn = plain(policy, prompts, options, copies=copies, **rest)
         for number in (2, 5, 7, 11):
-            drawn.log_probs[number] = np.full_like(drawn.log_probs[number], np.nan)
-        seen.extend(trainer.tokenizer.decode(drawn.prompts[number]) for number in (2, 5, 7))
+            drawn[number] = drawn[number]._replace(log_probs=np.full_like(drawn[number].log_probs, np.nan))
+        seen.extend(trainer.tokenizer.decode(prompts[number // copies]) for number in (2, 5, 7))
         return drawn
 
-    monkeypatch.setattr(completer, "complete", poisoned)
+    monkeypatch.setattr(SamplerPolicy, "generate", poisoned)
     found = refusal(trainer)
     two, five, seven = seen
     assert found == (

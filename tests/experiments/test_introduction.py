@@ -15,9 +15,10 @@ from experiments.config import (
     RewardConfig,
     RolloutConfig,
 )
+from experiments.experience.prompts import held_out_examples
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
-from experiments.sampling.prompts import held_out_examples
+from experiments.sampling.policy import SamplingOptions, Shape
 from experiments.tasks import make_task
 from experiments.tasks.configured import task_for
 from experiments.tasks.protocol import right_only_as_written
@@ -117,12 +118,13 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     config = SimpleNamespace(evaluation=SimpleNamespace(num_prompts=500))
     scores, progress = ExactMatch(0.5, 0.25), SimpleNamespace(step=3)
-    trainer = SimpleNamespace(evaluate=lambda: scores, num_held_out=21, config=config, progress=progress)
+    evaluation = SimpleNamespace(shape=Shape(21, 5, 1, SamplingOptions(3)))
+    trainer = SimpleNamespace(evaluate=lambda: scores, evaluation=evaluation, config=config, progress=progress)
     monkeypatch.setattr(evaluate, "load", lambda options, task: trainer)
     assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "step 3, 21 held-out prompts (requested: 500; the task has no more)"
-    trainer.num_held_out = 500
+    evaluation.shape = Shape(500, 5, 1, SamplingOptions(3))
     evaluate.run_cli(["runs/a"])
     assert capsys.readouterr().out.splitlines()[0] == "step 3, 500 held-out prompts"
 

@@ -108,14 +108,14 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     cache = prompts * (sizes.prompt + 8 * sizes.completion) * slot / parse_mesh(mesh).num_devices
     # Each row with a copy of its prompt; logits, what a token is drawn with, and the completions.
-    assert 0.9 * cache < trainer.source.draw.memory(trainer.learner.state.params, prompts, 8) < 1.4 * cache
+    assert 0.9 * cache < trainer.generator.memory(trainer.learner.state.params, trainer.source.shape) < 1.4 * cache
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     apart = Trainer(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
     there = Trainer(tiny("unused", "unused", mesh="data=2"))
     copies = bytes_a_device(there.learner.state.params)
-    need, without = (each.source.draw.memory(each.learner.state.params, 8, 2) for each in (apart, there))
+    need, without = (each.generator.memory(each.learner.state.params, each.source.shape) for each in (apart, there))
     assert need == without + copies
     assert bytes_a_device(apart.learner.state.params) < copies
 

@@ -16,7 +16,6 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.protocol import check_model
 from experiments.sampling.pick import DrawOptions
-from experiments.sampling.prompts import Sizes
 from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import CharTokenizer
@@ -30,7 +29,6 @@ example = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(example)
 
 TOKENIZER = CharTokenizer("0123456789")
-SIZES = Sizes(prompt=5, completion=6, row=11, rows=4)
 PROMPTS = np.array([[4, 5, 6, 7, 8], [9, 4, 0, 0, 0], [6, 6, 6, 0, 0]], np.int32)
 LENGTHS = np.array([5, 2, 3], np.int32)
 
@@ -43,7 +41,7 @@ def decoder():
 
 def draw(graph, state, *, mesh=None, copies=2, greedy=False, temperature=0.7):
     options = DrawOptions(temperature=temperature, greedy=greedy)
-    made = UncachedDraw(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, SIZES, options)
+    made = UncachedDraw(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, 6, options)
     return made(state, PROMPTS, LENGTHS, copies, jax.random.key(3))
 
 

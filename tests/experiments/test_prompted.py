@@ -7,8 +7,8 @@ import types
 import pytest
 
 from experiments.config import Config, DataConfig, RolloutConfig, ScheduleConfig
+from experiments.experience.prompts import PromptOrder, encode, encode_prompt, longest_prompt, sizes_for
 from experiments.models.mesh import MeshSpec
-from experiments.sampling.prompts import PromptOrder, encode, encode_prompt, longest_prompt, sizes_for
 from experiments.tasks import Message, make_task
 from experiments.tasks.configured import task_for
 from experiments.tasks.tokenizer import ByteTokenizer, tokenizer_for
@@ -157,7 +157,7 @@ def test_sets_of_reasoning_gym_are_asked_through_a_chat_template(tokenizers, mon
         example = task.example(index, "train")
         text = shown(tokenizer, example.prompt)
         assert text == f"<|user|>{example.source['question']}\n\nWrite <answer>…</answer>.<|end|><|model|>"
-        assert len(encode_prompt(tokenizer, example, sizes)) <= sizes.prompt
+        assert len(encode_prompt(tokenizer, example, sizes.prompt)) <= sizes.prompt
         assert task.verify(example, f"I add 1. <answer>{example.answer}</answer>") == 1.0
         assert task.verify(example, f"I add 1: {example.answer}") == 0.0
 

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.experience.scoring import score
 from experiments.runs import processes as module
 from experiments.runs.processes import FAILURE, Processes, processes, start
-from experiments.sampling.completer import Completer
-from experiments.sampling.prompts import Sizes
+from experiments.sampling.policy import Generation, Generator, SamplingOptions
 from experiments.sampling.sampler import Samples
-from experiments.sampling.scorer import Scorer
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, RewardTerm
 from experiments.tasks.tokenizer import EOS_ID, CharTokenizer
@@ -197,17 +196,20 @@ def test_a_place_among_the_processes_that_cannot_be(place, words, monkeypatch):
 
 EXAMPLES = [Example(f"{number}+1=", str(number + 1)) for number in range(7)]
 TEXTS = [Completion(str(number % 3), num_tokens=1, ended=True) for number in range(7)]
+DRAWN = [
+    Generation(np.array(CharTokenizer("012").encode(text), np.int32), np.zeros(1, np.float32), "stop") for text in TEXTS
+]
 
 
 def scored(here, monkeypatch, function):
-    """Results of `Scorer.score` in each process."""
+    """Results of `score` in each process."""
     own = threading.local()
-    monkeypatch.setattr("experiments.sampling.scorer.processes", lambda: own.here)
-    scorer = Scorer(Rewards((RewardTerm("own", function), RewardTerm("length", lambda e, c: c.num_tokens, 0.5))))
+    monkeypatch.setattr("experiments.experience.scoring.processes", lambda: own.here)
+    rewards = Rewards((RewardTerm("own", function), RewardTerm("length", lambda e, c: c.num_tokens, 0.5)))
 
     def run(each):
         own.here = each
-        return scorer.score(EXAMPLES, TEXTS)
+        return score(CharTokenizer("012"), EXAMPLES, DRAWN, rewards)
 
     return in_each(here, run)
 
@@ -223,18 +225,18 @@ def test_every_completion_is_scored_by_one_process(three, monkeypatch):
     whole = Rewards((RewardTerm("own", reward), RewardTerm("length", lambda e, c: c.num_tokens, 0.5)))
     wanted = whole.score(EXAMPLES, TEXTS)
     calls.clear()
-    for found in scored(here, monkeypatch, reward):
+    for (found,), _ in scored(here, monkeypatch, reward):
         np.testing.assert_array_equal(found.rewards, wanted.rewards)
         np.testing.assert_array_equal(found.parts, wanted.parts)
     assert sorted(calls) == [example.prompt for example in EXAMPLES]
 
 
 def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
-    """All of them know its length, whether it ended and whether it is empty; asked for its text, any has it."""
+    """All of them know where a stop text ends it, its rewards and whether it is empty."""
     _, here, _ = three
     own, decoded = threading.local(), []
-    for name in ("scorer", "completer"):
-        monkeypatch.setattr(f"experiments.sampling.{name}.processes", lambda: getattr(own, "here", Processes()))
+    for name in ("sampling.policy", "experience.scoring"):
+        monkeypatch.setattr(f"experiments.{name}.processes", lambda: getattr(own, "here", Processes()))
 
     class Digits(CharTokenizer):
         def decode(self, ids):
@@ -260,22 +262,21 @@ def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
     def run(each=None):
         if each is not None:
             own.here = each
-        sizes = Sizes(prompt=5, completion=4, row=9, rows=8)
-        completer = Completer(draw, reward, tokenizer, sizes, stop=("12",))
-        return completer.complete(None, EXAMPLES[:1], jax.random.key(0), copies=4)
+        generator = Generator(lambda *options: draw, tokenizer, 1.0, 9)
+        drawn = generator.generate(None, None, [[5]], SamplingOptions(4, stop=("12",)), 4, (1, 5))
+        return drawn, *score(tokenizer, EXAMPLES[:1] * 4, drawn, reward)
 
     whole = run()
     decoded.clear()
     of_each = in_each(here, run)
     owners = {first: {thread for thread, other in decoded if other == first} for _, first in decoded}
     assert len(owners) == 4 and all(len(threads) == 1 for threads in owners.values())
-    for drawn in of_each:
-        for name in ("ended", "empty", "rewards", "parts"):
-            np.testing.assert_array_equal(getattr(drawn, name), getattr(whole, name), err_msg=name)
-        assert [row.tolist() for row in drawn.tokens] == [row.tolist() for row in whole.tokens]
-        assert drawn.texts[3] == whole.texts[3] == "01"
-    assert whole.ended.tolist() == [True, True, True, True] and whole.empty.tolist() == [False, False, True, False]
-    assert [len(row) for row in whole.tokens] == [3, 3, 1, 3]
+    for drawn, (found,), empty in of_each:
+        np.testing.assert_array_equal(found.rewards, whole[1][0].rewards)
+        np.testing.assert_array_equal(empty, whole[2])
+        assert [each.ids.tolist() for each in drawn] == [each.ids.tolist() for each in whole[0]]
+        assert [each.finish_reason for each in drawn] == ["stop"] * 4
+    assert whole[2].tolist() == [False, False, True, False] and [len(each.ids) for each in whole[0]] == [3, 3, 1, 3]
 
 
 @pytest.mark.parametrize("raised", [RewardFailed, RewardNotFinite])

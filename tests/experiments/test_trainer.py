@@ -3,7 +3,6 @@
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 
 from experiments import Config, train
 from experiments.config import LossConfig, ModelConfig
+from experiments.experience.prompts import sizes_for
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
@@ -21,7 +21,6 @@ from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.runs.config_file import load_config
 from experiments.sampling import leaf_draw
-from experiments.sampling.prompts import sizes_for
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import trainer as trainer_module
@@ -217,7 +216,7 @@ def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_p
     model = ModelConfig(name="capped", fp32_head=True)
     options = {"schedule": {"steps": 0, "row_length": None}, "rollout": {"temperature": 0.8}}
     trainer = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).trainer
-    trainer.source.next(SimpleNamespace(params=trainer.learner.state.params, version=0))
+    trainer.source.next(trainer.policy())
     assert specs and all((s.fp32_head, s.softcap, s.temperature) == (True, 5.0, 0.8) for s in specs)
 
 

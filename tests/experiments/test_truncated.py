@@ -1,37 +1,26 @@
 """Completions without an end token, and what a rollout counts: reward parts, lengths, masked documents, denominators."""
 
-from types import SimpleNamespace
-
-import jax
 import numpy as np
 import pytest
 
 from experiments.config import RolloutConfig
 from experiments.experience.counts import RolloutCounts
+from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
-from experiments.sampling.completer import Completer, readable
-from experiments.sampling.prompts import PromptOrder, Sizes
+from experiments.experience.scoring import score, to_completion, to_samples
+from experiments.sampling.policy import Generator, SamplingOptions
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
-from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
+from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp import pack_documents, policy_loss
 from jaxlogp.losses import grpo, grpo_paper
+from tests.experiments.scripted import ScriptedPolicy
 
 TASK = make_task("addition:1")
-POLICY = SimpleNamespace(params=None, version=0)
 TOKENIZER = tokenizer_for(TASK)
-SIZES = Sizes(prompt=5, completion=3, row=8, rows=8)
 ANSWERS = ("7", "12", "123", "9")
 """The third is cut: it has no end token."""
-
-
-def draw(params, prompts, lengths, copies, key):
-    """Everybody's answers, in the place of a model."""
-    del params, key
-    rows = [[*TOKENIZER.encode(text), EOS_ID][:3] for text in ANSWERS[:copies]] * len(lengths)
-    tokens = np.array([row + [0] * (3 - len(row)) for row in rows], np.int32)
-    log_probs = np.full(tokens.shape, -0.5, np.float32)
-    return Samples(tokens, log_probs, log_probs, np.array([len(row) for row in rows], np.int32))
+POLICY = ScriptedPolicy(TOKENIZER, ANSWERS)
 
 
 REWARDS = Rewards(
@@ -43,29 +32,40 @@ REWARDS = Rewards(
 
 
 def rollouts(**options):
-    completer = Completer(draw, REWARDS, TOKENIZER, SIZES)
     config = RolloutConfig(prompts_per_rollout=2, num_generations=4, **options)
-    return Rollouts(PromptOrder(TASK, 0, None), completer, config, "centred", jax.random.key(0))
+    return Rollouts(PromptOrder(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, "centred")
 
 
 def test_a_completion_knows_whether_it_ended():
-    examples = [TASK.example(0, "train")]
-    drawn = Completer(draw, REWARDS, TOKENIZER, SIZES).complete(None, examples, jax.random.key(0), copies=4)
-    assert list(drawn.texts) == list(ANSWERS)
-    assert [(text.num_tokens, text.ended) for text in drawn.texts] == [(2, True), (3, True), (3, False), (2, True)]
-    assert drawn.rewards.tolist() == [1.5, 2.5, 3.0, 1.5]
-    assert drawn.parts.tolist() == [[1, 1], [2, 1], [3, 0], [1, 1]]
-    (sample,) = readable(examples, drawn.first(1), REWARDS.names)
+    examples = [TASK.example(0, "train")] * 4
+    drawn = POLICY.generate([[5]], SamplingOptions(3), copies=4)
+    texts = [to_completion(TOKENIZER, each) for each in drawn]
+    assert texts == list(ANSWERS)
+    assert [(text.num_tokens, text.ended) for text in texts] == [(2, True), (3, True), (3, False), (2, True)]
+    (scored,), empty = score(TOKENIZER, examples, drawn, REWARDS)
+    assert scored.rewards.tolist() == [1.5, 2.5, 3.0, 1.5] and not empty.any()
+    assert scored.parts.tolist() == [[1, 1], [2, 1], [3, 0], [1, 1]]
+    (sample,) = to_samples(TOKENIZER, examples[:1], drawn, scored, REWARDS.names)
     assert sample[1:] == ("7", examples[0].answer, 1.5, {"digits": 1.0, "ended": 1.0}, 2, True)
     assert sample.prompt == examples[0].prompt and type(sample.completion) is str
 
 
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
-    completer = Completer(draw, REWARDS, TOKENIZER, SIZES, stop=("12", "3"))
-    drawn = completer.complete(None, [TASK.example(0, "train")], jax.random.key(0), copies=4)
-    assert list(drawn.texts) == ["7", "12", "12", "9"]
-    assert [(text.num_tokens, text.ended) for text in drawn.texts] == [(2, True), (2, True), (2, True), (2, True)]
-    assert [len(tokens) for tokens in drawn.tokens] == [len(each) for each in drawn.log_probs] == [2, 2, 2, 2]
+    def make_draw(max_new_tokens, row_length, options):
+        def draw(params, prompts, lengths, copies, key):
+            drawn = [each.ids.tolist() for each in POLICY.generate(prompts, SamplingOptions(3), copies=copies)]
+            tokens = np.array([row + [0] * (3 - len(row)) for row in drawn], np.int32)
+            log_probs = np.full(tokens.shape, -0.5, np.float32)
+            return Samples(tokens, log_probs, log_probs, np.array([len(row) for row in drawn], np.int32))
+
+        return draw
+
+    generator = Generator(make_draw, TOKENIZER, 1.0, 8)
+    drawn = generator.generate(None, None, [[5]], SamplingOptions(3, stop=("12", "3")), 4, (1, 5))
+    texts = [to_completion(TOKENIZER, each) for each in drawn]
+    assert texts == ["7", "12", "12", "9"]
+    assert [(text.num_tokens, text.ended) for text in texts] == [(2, True), (2, True), (2, True), (2, True)]
+    assert [len(each.ids) for each in drawn] == [len(each.log_probs) for each in drawn] == [2, 2, 2, 2]
 
 
 def test_rollouts_are_counted():

@@ -25,7 +25,7 @@ def of_own_rank(self, rank):
     assert jax.process_count() == 1 or rank == jax.process_index(), "a process packs for its own devices"
     return micro_batch(self, rank)
 Round.micro_batch = of_own_rank
-from experiments.sampling.prompts import PromptOrder
+from experiments.experience.prompts import PromptOrder
 from experiments.tasks.rewards import RewardNotFinite, Rewards
 from experiments.training.trainer import Trainer
 parts, make = Rewards.parts, Trainer.__init__
@@ -34,7 +34,7 @@ def begin(trainer, *given, **options):
     first = PromptOrder(trainer.task, trainer.config.seed, 1).take(1)[0].prompt
     def of_one_process(rewards, examples, completions, numbers):
         # Of a rollout, by whichever process scores its second completion.
-        if len(completions) == {DOCUMENTS} and 1 in numbers and examples[1].prompt == first:
+        if len(examples) == {DOCUMENTS} and 1 in numbers and examples[1].prompt == first:
             raise RewardNotFinite("reward of the second completion: got nan")
         return parts(rewards, examples, completions, numbers)
     Rewards.parts = of_one_process

@@ -1,55 +1,37 @@
 """Warnings of steps that teach nothing and of spikes, and drawing further prompts where groups have no difference."""
 
 import dataclasses
-from types import SimpleNamespace
 
-import jax
-import numpy as np
 import pytest
 
 from experiments.config import GuardsConfig, RolloutConfig
 from experiments.experience.counts import RolloutCounts
+from experiments.experience.prompts import PromptOrder, fits_completion
 from experiments.experience.rollouts import Rollouts
-from experiments.sampling.completer import Completer
-from experiments.sampling.prompts import PromptOrder, Sizes
-from experiments.sampling.sampler import Samples
+from experiments.sampling.policy import SamplingOptions
 from experiments.tasks import Rewards, RewardTerm, make_task
-from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
+from experiments.tasks.tokenizer import tokenizer_for
 from experiments.training import watch as watch_module
 from experiments.training.watch import WINDOW, Watch, over_median, with_norm
+from tests.experiments.scripted import ScriptedPolicy
 
 TASK = make_task("addition:1")
-POLICY = SimpleNamespace(params=None, version=0)
 TOKENIZER = tokenizer_for(TASK)
-SIZES = Sizes(prompt=5, completion=3, row=8, rows=8)
+POLICY = ScriptedPolicy(TOKENIZER, ("7", "8"))
 PROMPTS, COPIES = 4, 2
 
 
-def draw(answers):
-    """The same answers for every prompt, in the place of a model."""
-
-    def samples(params, prompts, lengths, copies, key):
-        rows = [[*TOKENIZER.encode(text), EOS_ID][: SIZES.completion] for text in answers] * len(lengths)
-        tokens = np.array([row + [0] * (SIZES.completion - len(row)) for row in rows], np.int32)
-        log_probs = np.full(tokens.shape, -0.5, np.float32)
-        return Samples(tokens, log_probs, log_probs, np.array([len(row) for row in rows], np.int32))
-
-    return samples
-
-
-def rollouts(
-    answers=("7", "8"), reward=lambda example, completion: 0.0, sizes=SIZES, epochs=None, task=TASK, **options
-):
-    completer = Completer(draw(answers), Rewards((RewardTerm("odd", reward),)), TOKENIZER, sizes)
+def rollouts(reward=lambda example, completion: 0.0, *, longest=3, epochs=None, task=TASK, **options):
     config = RolloutConfig(prompts_per_rollout=PROMPTS, num_generations=COPIES, **options)
-    return Rollouts(PromptOrder(task, 0, epochs), completer, config, "centred", jax.random.key(0))
+    rewards = Rewards((RewardTerm("odd", reward),))
+    return Rollouts(PromptOrder(task, 0, epochs), rewards, config, SamplingOptions(longest), 5, "centred")
 
 
-def warnings_of(made, steps):
+def warnings_of(made, steps, policy=POLICY):
     """What is warned of, by step."""
-    watch, found = Watch(GuardsConfig(), SIZES.completion), {}
+    watch, found = Watch(GuardsConfig(), 3), {}
     for step in range(1, steps + 1):
-        for warning in watch.warnings(step, {}, made.next(POLICY).counts):
+        for warning in watch.warnings(step, {}, made.next(policy).counts):
             found[step] = warning
     return found
 
@@ -81,12 +63,14 @@ def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
 CAUSES = {
     "each group its own": (
         {"reward": lambda example, completion: float(len(example.answer))},
+        ("7", "8"),
         "within each group rewards are equal",
     ),
-    "empty": ({"answers": ("", "")}, "every reward is 0, and every completion is empty"),
-    "cut": ({"answers": ("777", "888")}, "every reward is 0, and every completion was truncated at 3 tokens"),
+    "empty": ({}, ("", ""), "every reward is 0, and every completion is empty"),
+    "cut": ({}, ("777", "888"), "every reward is 0, and every completion was truncated at 3 tokens"),
     "too short": (
-        {"sizes": SIZES._replace(completion=1)},
+        {"longest": 1},
+        ("7", "8"),
         "every reward is 0, and no answer can be written in the 3 tokens of a completion",
     ),
 }
@@ -95,15 +79,15 @@ CAUSES = {
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_warning_says_what_is_the_same(name, monkeypatch):
     monkeypatch.setattr(watch_module, "DEGENERATE_STEPS", 1)
-    options, words = CAUSES[name]
-    (warning,) = warnings_of(rollouts(**options), 1).values()
+    options, answers, words = CAUSES[name]
+    (warning,) = warnings_of(rollouts(**options), 1, ScriptedPolicy(TOKENIZER, answers)).values()
     assert warning.endswith(f" ({words})")
 
 
 def test_an_answer_in_characters_that_the_model_lacks_does_not_fit():
-    completer = rollouts()._completer
     example = TASK.example(0, "train")
-    assert completer.fits(example) and not completer.fits(dataclasses.replace(example, answer="x"))
+    assert fits_completion(TOKENIZER, example, 3)
+    assert not fits_completion(TOKENIZER, dataclasses.replace(example, answer="x"), 3)
 
 
 def test_a_spike_is_a_multiple_of_the_median_before_it():

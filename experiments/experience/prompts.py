@@ -98,15 +98,15 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return tokenizer.encode_messages([message._asdict() for message in prompt])
 
 
-def encode_prompt(tokenizer: Tokenizer, example: Example, sizes: Sizes) -> list[int]:
-    """The prompt of an example within the static size.
+def encode_prompt(tokenizer: Tokenizer, example: Example, longest: int) -> list[int]:
+    """The prompt of an example, of at most so many tokens.
 
     Raises:
-        ValueError: the prompt is longer than the bound.
+        ValueError: the prompt is longer.
     """
     tokens = encode(tokenizer, example.prompt)
-    expected = f"prompts of at most {sizes.prompt} tokens"
-    require(len(tokens) <= sizes.prompt, "--rollout.max-prompt-tokens", expected, len(tokens))
+    expected = f"prompts of at most {longest} tokens"
+    require(len(tokens) <= longest, "--rollout.max-prompt-tokens", expected, len(tokens))
     return tokens
 
 
@@ -116,6 +116,12 @@ def answer_length(tokenizer: Tokenizer, example: Example) -> int | None:
         return len(tokenizer.encode(example.answer))
     except ValueError:
         return None
+
+
+def fits_completion(tokenizer: Tokenizer, example: Example, max_new_tokens: int) -> bool:
+    """Returns True if a completion can be the example's answer with an end token."""
+    length = answer_length(tokenizer, example)
+    return length is not None and length < max_new_tokens
 
 
 class PromptOrder:
