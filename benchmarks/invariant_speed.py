@@ -34,10 +34,12 @@ from experiments.config import (
     ScheduleConfig,
     WarmStartConfig,
 )
+from experiments.loop.assemble import Setup, assemble
+from experiments.loop.feed import DocumentFeed
+from experiments.loop.loop import take_step
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import rewards_of
-from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
@@ -152,31 +154,32 @@ def _in_turn() -> Rewards:
 
 def measure(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Measured:
     """Trains, and times the steps."""
-    trainer = Trainer(options_of(config, mesh, invariant=invariant), rewards=_in_turn())
-    records = []
+    setup = assemble(options_of(config, mesh, invariant=invariant), rewards=_in_turn())
+    feed, records, seconds = setup.feed(), [], []
     for _ in range(config.steps):
-        result = trainer.train_step()
-        assert result is not None and result.refusal is None, result
-        jax.block_until_ready(trainer.learner.state)
-        records.append(result.metrics)
-    later = records[1:] or records
-    rollout = min(record["rollout_seconds"] for record in later)
-    rest = min(record["step_seconds"] - record["rollout_seconds"] for record in later)
+        started = time.perf_counter()
+        done = take_step(setup, feed)
+        assert done is not None and done[0].refusal is None, done
+        jax.block_until_ready(setup.learner.state)
+        records.append(done[0].metrics)
+        seconds.append((done[1].rollout_seconds, time.perf_counter() - started))
+    later = seconds[1:] or seconds
+    rollout, rest = min(drawn for drawn, _ in later), min(whole - drawn for drawn, whole in later)
     drift = max(record["drift_max"] for record in records)
-    run = trainer.learner.gradients.head_run
+    run = setup.learner.gradients.head_run
     engine = "" if run is None else run.engine
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30
-    first = records[0]["step_seconds"]
+    first = seconds[0][1]
     mode = "invariant" if invariant else "plain"
-    digest = digest_of(trainer.learner.state)
+    digest = digest_of(setup.learner.state)
     losses = [float(record["loss"]) for record in records]
-    leaves = digests_of(trainer.learner.state.params)
+    leaves = digests_of(setup.learner.state.params)
     if config.parts and invariant:
-        print_parts(trainer)
-    return Measured(mode, mesh, trainer.sizes.rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
+        print_parts(setup, feed)
+    return Measured(mode, mesh, setup.sizes.rows, rollout, rest, first, drift, engine, digest, peak, losses, leaves)
 
 
-def print_parts(trainer: Trainer) -> None:
+def print_parts(setup: Setup, feed: DocumentFeed) -> None:
     """One more step, waiting for every part: the time of each."""
     spent: dict[str, list[float]] = {}
 
@@ -189,16 +192,16 @@ def print_parts(trainer: Trainer) -> None:
 
         return call
 
-    sums: Any = trainer.learner.gradients
+    sums: Any = setup.learner.gradients
     programs = sums._programs
     objects = ((programs, ("load", "body", "head", "head_vjp")), (sums, ("_loss", "_leaf", "_add")))
     for owner, names in objects:
         for name in names:
             setattr(owner, name, timed(name.strip("_"), getattr(owner, name)))
-    trainer.learner._update = timed("update", trainer.learner._update)
-    result = trainer.train_step()
-    assert result is not None, "the task is endless"
-    rollout, step = (result.metrics[name] for name in ("rollout_seconds", "step_seconds"))
+    setup.learner._update = timed("update", setup.learner._update)
+    started, done = time.perf_counter(), take_step(setup, feed)
+    assert done is not None, "the task is endless"
+    rollout, step = done[1].rollout_seconds, time.perf_counter() - started
     print(f"    one step, waiting for every part: rollout {rollout:.3f} s of {step:.3f} s")
     for name, taken in sorted(spent.items(), key=lambda item: -sum(item[1])):
         print(f"    {sum(taken):8.3f} s  {len(taken):5d} x {np.median(taken) * 1e3:9.2f} ms  {name}")

@@ -18,10 +18,10 @@ import tyro
 
 from experiments.command_line import run_command
 from experiments.config import Config, DataConfig, ModelConfig
+from experiments.loop.assemble import Setup, assemble
+from experiments.loop.evaluation import ExactMatch
 from experiments.tasks import Task
-from experiments.training.evaluation import ExactMatch
 from experiments.training.loaded import restored
-from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
@@ -46,8 +46,8 @@ class EvaluateConfig:
     """Device mesh. None: that of the run."""
 
 
-def load(config: EvaluateConfig, task: Task | None = None) -> Trainer:
-    """Returns the trainer of a run with its newest checkpoint, or of a model on disk.
+def load(config: EvaluateConfig, task: Task | None = None) -> tuple[Setup, int]:
+    """Returns what a run consists of with its newest checkpoint, or a model on disk, and the step.
 
     Args:
         config: the options.
@@ -62,7 +62,7 @@ def load(config: EvaluateConfig, task: Task | None = None) -> Trainer:
         stored = Config(
             model=ModelConfig(path=config.model, chat_template=config.chat_template), data=config.data, **given
         )
-        return Trainer(_changed(stored, config))
+        return assemble(_changed(stored, config)), 0
     for name in ("model", "task"):
         value = getattr(config, name)
         require(value is None, f"--{name}", "no value together with a run, which has its own", value)
@@ -84,10 +84,11 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
 
 def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
     """Loads and scores a run. Arguments and errors are those of :func:`load`."""
-    trainer = load(config, task)
-    scores, prompts, asked = trainer.evaluate(), trainer.evaluation.shape.prompts, trainer.config.evaluation.num_prompts
+    setup, step = load(config, task)
+    scores = setup.evaluation.of(setup.policy()).exact_match
+    prompts, asked = setup.evaluation.shape.prompts, setup.config.evaluation.num_prompts
     fewer = "" if prompts == asked else f" (requested: {asked}; the task has no more)"
-    print(f"step {trainer.progress.step}, {prompts} held-out prompts{fewer}")
+    print(f"step {step}, {prompts} held-out prompts{fewer}")
     print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")
     print(f"held-out exact match (greedy): {scores.greedy:.3f}")
     return scores

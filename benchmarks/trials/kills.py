@@ -121,19 +121,16 @@ class Run:
 
     def state(self) -> tuple[dict[str, bytes], dict]:
         """Every array and every counter of the newest checkpoint, and the scores."""
-        trainer = load(EvaluateConfig(run=str(self.path)))
-        leaves = jax.tree_util.tree_leaves_with_path(trainer.learner.state)
+        setup, step = load(EvaluateConfig(run=str(self.path)))
+        leaves = jax.tree_util.tree_leaves_with_path(setup.learner.state)
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
         # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
-        progress = {name: value for name, value in vars(trainer.progress).items() if name != "evaluated"}
-        counts = {**progress, "source": trainer.source.state()}
+        manifest = json.loads((self.checkpoints / str(step) / "manifest.json").read_text())
+        extra = manifest["content"]["extra"]
+        progress = {name: value for name, value in extra["progress"].items() if name != "evaluated"}
         summary = json.loads((self.path / "summary.json").read_text())
-        return arrays, {
-            **counts,
-            "queued": trainer.queue.to_json(),
-            "before": summary["before"],
-            "after": summary["after"],
-        }
+        scores = {"before": summary["before"], "after": summary["after"]}
+        return arrays, {"progress": progress, "learner": extra["learner"], "feed": extra["feed"], **scores}
 
 
 def moment_of(

@@ -89,7 +89,7 @@ def measure() -> dict[str, float]:
 
 
 def measured_run(out: Path, steps: int, checkpoint_every: int) -> dict[str, np.ndarray]:
-    """Measurements before every step, and its seconds, of a run with everything that a run does."""
+    """Measurements before every step of the learner, and its seconds, of a run with everything that a run does."""
     config = tiny_config()
     changes: dict[str, Any] = {
         "schedule": dataclasses.replace(config.schedule, steps=steps),
@@ -98,17 +98,17 @@ def measured_run(out: Path, steps: int, checkpoint_every: int) -> dict[str, np.n
         "drift": dataclasses.replace(config.drift, every=50),
     }
     run = set_up(dataclasses.replace(config, out=str(out), name="long", **changes))
-    plain, names = run.trainer.train_step, [*measure(), "seconds of a step"]
+    plain, names = run.setup.learner.step, [*measure(), "seconds of a step"]
     # Of its final size, and touched, from the start: what is measured must not grow with the measurements.
     table, number = np.ones((steps, len(names))), itertools.count()
 
-    def measured():
+    def measured(*arguments: Any, **options: Any) -> Any:
         row, started = measure(), time.perf_counter()
-        result = plain()
+        result = plain(*arguments, **options)
         table[next(number)] = [*row.values(), time.perf_counter() - started]
         return result
 
-    run.trainer.train_step = measured
+    run.setup.learner.step = measured
     run.finish()
     return dict(zip(names, table.T, strict=True))
 

@@ -65,7 +65,7 @@ def _along(path: tuple[str, ...], out: Path, *, invariant: bool) -> Result:
 
 def difference(mine: Result, other: Result) -> tuple[bool, float]:
     """Whether all of the state has the same bits, and the largest distance of a parameter."""
-    states = [[np.asarray(leaf) for leaf in jax.tree.leaves(each.trainer.learner.state)] for each in (mine, other)]
+    states = [[np.asarray(leaf) for leaf in jax.tree.leaves(each.setup.learner.state)] for each in (mine, other)]
     params = [[np.asarray(leaf) for leaf in jax.tree.leaves(each.params)] for each in (mine, other)]
     same = all(a.tobytes() == b.tobytes() for a, b in zip(*states, strict=True))
     return same, max(float(np.abs(a - b).max()) for a, b in zip(*params, strict=True))

@@ -29,8 +29,6 @@ class OwnSource:
         row_length: most tokens of a document.
     """
 
-    exhausted = False
-
     def __init__(self, source: Any, name: str, *, vocab_size: int, row_length: int) -> None:
         self._source, self._name = source, name
         self._vocab_size, self._row_length = vocab_size, row_length

@@ -138,11 +138,6 @@ class PromptOrder:
         self._epoch, self._order = -1, np.arange(0)
         self._end = None if epochs is None else count * epochs
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no prompt is left."""
-        return self._end is not None and self.cursor >= self._end
-
     def take(self, number: int) -> list[Example]:
         """The next examples; fewer, then none, when the data ends."""
         stop = self.cursor + number if self._end is None else min(self.cursor + number, self._end)

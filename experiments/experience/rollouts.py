@@ -69,11 +69,6 @@ class Rollouts:
         self._advantages, self._made = ADVANTAGES[advantages], 0
         self.shape = Shape(options.prompts_per_rollout, prompt_tokens, options.num_generations, sampling)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the training data has ended."""
-        return self._prompts.exhausted
-
     def state(self) -> dict[str, Any]:
         """See `ExperienceSource`."""
         return {"rollouts": self._made, "cursor": self._prompts.cursor}

@@ -16,6 +16,7 @@ from experiments.learner.drift import StepDrift, measure_drift
 from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
 from experiments.learner.packing import Packing, Round
+from experiments.learner.replicas import fingerprint
 from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores
 from experiments.learner.update import TrainState, Update, UpdateOutcome
 from experiments.models.ahead import Ahead
@@ -49,13 +50,13 @@ class Learner:
         optimizer: turns gradients into updates.
         packing: how documents become micro-batches, with the columns that they bring.
         temperature: of the policy, that of the sampler.
-        needs_reference: whether the objective has a KL to the reference.
+        keeps_reference: whether the first parameters are kept for `kl_to_reference`, although the objective has no KL.
         labels: of drift reports: `reduction` and `dtype`.
 
     Attributes:
         gradients: the sums of the objective.
         state: parameters and optimizer state; a step takes over their memory.
-        reference: frozen parameters; None before `freeze_reference`.
+        reference: a copy of the parameters of the last `begin`, where one is kept.
         version: documents seen, whose number names the parameters.
 
     Raises:
@@ -70,13 +71,12 @@ class Learner:
         packing: Packing,
         *,
         temperature: float,
-        needs_reference: bool,
+        keeps_reference: bool,
         labels: Mapping[str, Any],
     ) -> None:
-        self._backend, self._objective, self._temperature = backend, objective, temperature
-        self._needs_reference, self._labels = needs_reference, labels
-        self.packing = packing
-        columns = (*packing.columns, REFERENCE_COLUMN) if needs_reference else packing.columns
+        self._backend, self._objective, self._temperature, self._labels = backend, objective, temperature, labels
+        self.packing, self.keeps_reference = packing, keeps_reference or objective.needs_reference
+        columns = (*packing.columns, REFERENCE_COLUMN) if objective.needs_reference else packing.columns
         self._step_packing, self._scored_packing = replace(packing, columns=columns), replace(packing, columns=())
         self.gradients = backend.gradients(objective, temperature)
         self._update = Update(optimizer, self.gradients.place, self.gradients.compiler_options)
@@ -91,19 +91,16 @@ class Learner:
         return None if micro_batch is None else (micro_batch, self._update.ahead(self.state, micro_batch.results))
 
     def begin(self, params: nnx.State) -> None:
-        """Goes on from other parameters, with a fresh optimizer state."""
+        """Goes on from other parameters, which are the reference, with a fresh optimizer state."""
         self.state = self._update.init(params)
+        # A copy: the next step takes over the memory of the parameters.
+        self.reference = jax.tree.map(jnp.copy, self.state.params) if self.keeps_reference else None
 
     def release(self) -> nnx.State:
         """Gives the parameters away, without optimizer state, to a phase with an optimizer of its own, until `begin`."""
         params = self.state.params
         self.state = TrainState(params, None)
         return params
-
-    def freeze_reference(self) -> None:
-        """Makes the present parameters the reference."""
-        # A copy: the next step takes over the memory of the parameters.
-        self.reference = jax.tree.map(jnp.copy, self.state.params)
 
     def step(self, documents: Sequence[Document], *, report_drift: bool = False) -> StepResult:
         """Takes one optimizer step, or refuses it: whatever is not finite, the state stays as it is."""
@@ -166,18 +163,35 @@ class Learner:
         }
         return arrays if self.reference is None else {**arrays, "reference": nnx.to_pure_dict(self.reference)}
 
-    def restore(self, arrays: Mapping[str, Any], version: int) -> None:
-        """Takes over what `arrays` returned."""
+    def counters(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it as JSON: the version, and a fingerprint of what is not trained."""
+        return {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
+
+    def template(self) -> dict[str, Any]:
+        """Returns arrays of the shapes and places of those to restore."""
+        arrays = self.arrays()
+        return {**arrays, "reference": arrays["params"]} if self.keeps_reference else arrays
+
+    def restore(self, arrays: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
+        """Takes over what `arrays` and `counters` returned.
+
+        Raises:
+            ValueError: if what is not trained differs.
+        """
+        if counters["frozen"] != fingerprint(self._backend.frozen):
+            raise ValueError(
+                "model: its frozen parameters differ from those that the run began with; pass the same model"
+            )
         params, opt_state = self.state.params, self.state.opt_state
         opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]
         opt_state = jax.tree.unflatten(jax.tree.structure(opt_state), opt_leaves)
         self.state = self._update.place(TrainState(_like(params, arrays["params"]), opt_state))
         saved = arrays.get("reference")
         self.reference = None if saved is None else self.gradients.place(_like(params, saved))
-        self.version = version
+        self.version = counters["version"]
 
     def _with_reference(self, documents: Sequence[Document]) -> Sequence[Document]:
-        if not self._needs_reference:
+        if not self._objective.needs_reference:
             return documents
         scores = log_probs_of(documents, self.gradients, self.reference, self._scored_packing)
         require_finite_scores("reference", documents, scores)

@@ -57,10 +57,17 @@ class HeadPlacement(NamedTuple):
 
 
 class Objective(Protocol):
-    """A loss that a step can minimise. `with_entropy` says whether `from_log_probs` reads entropies."""
+    """A loss that a step can minimise.
+
+    Attributes:
+        with_entropy: whether `from_log_probs` reads entropies.
+        needs_reference: whether documents have to bring log-probs of the reference.
+    """
 
     @property
     def with_entropy(self) -> bool: ...
+    @property
+    def needs_reference(self) -> bool: ...
 
     def from_hidden(
         self, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array, head: HeadPlacement
@@ -76,6 +83,7 @@ class CrossEntropy:
     """-Σ_t m_t log π(target_t), divided by the number of labels; for the warm start."""
 
     with_entropy = False
+    needs_reference = False
 
     def from_hidden(
         self,
@@ -109,6 +117,11 @@ class PolicyObjective:
     def with_entropy(self) -> bool:
         """See `Objective`."""
         return self.metrics == "with_entropy" or self.loss.entropy_coefficient != 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `Objective`."""
+        return self.loss.kl_coefficient != 0.0
 
     def from_hidden(
         self,

@@ -83,6 +83,19 @@ def sum_of_bits(x: Array) -> UInt32[Array, ""]:
     return jnp.sum(bits, dtype=jnp.uint32)
 
 
+def fingerprint(frozen: Any) -> list[int]:
+    """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
+    return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]
+
+
+@jax.jit
+def _sums_of_bits(state: Any) -> list[jax.Array]:
+    def numbers(leaf: jax.Array) -> jax.Array:
+        return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return [sum_of_bits(numbers(leaf)) for leaf in jax.tree.leaves(state)]
+
+
 def _odd_ones(places: dict[jax.Device, Any], sums: dict[jax.Device, int]) -> str | None:
     """Of the devices that hold one part, those with another sum than most; all of them where there is no majority."""
     parts: dict[str, list[jax.Device]] = {}

@@ -9,6 +9,7 @@ from flax import nnx
 from experiments.config import Config
 from experiments.config.ranges import validate
 from experiments.experience.prompts import PromptOrder, held_out_examples, longest_completion, sizes_for
+from experiments.loop.memory import require_room
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
@@ -20,7 +21,6 @@ from experiments.tasks.configured import configured_rewards
 from experiments.tasks.protocol import prompt_text
 from experiments.tasks.rewards import RewardNotFinite
 from experiments.training.answers import warn_of_long_answers
-from experiments.training.memory import require_room
 from experiments.training.origin import Origin, OwnOrigin
 
 FEW_PROMPTS = 20

@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.config import Config, ModelConfig
-from experiments.learner.replicas import sum_of_bits
 from experiments.models.attention import AttentionRun
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -196,16 +195,3 @@ def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:
     """Zeros in the place of parameters that a checkpoint will bring."""
     places = shardings(abstract)
     return jax.tree.map(lambda leaf, place: jnp.zeros(leaf.shape, leaf.dtype, device=place), abstract, places)
-
-
-@jax.jit
-def _sums_of_bits(state: nnx.State) -> list[jax.Array]:
-    def numbers(leaf: jax.Array) -> jax.Array:
-        return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-    return [sum_of_bits(numbers(leaf)) for leaf in jax.tree.leaves(state)]
-
-
-def fingerprint(frozen: nnx.State) -> list[int]:
-    """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
-    return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]

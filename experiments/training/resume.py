@@ -11,6 +11,9 @@ from flax import nnx
 from experiments.config import Config
 from experiments.config.changes import changed
 from experiments.experience.own_source import resolve_source
+from experiments.loop.assemble import Setup, assemble
+from experiments.loop.loop import Progress
+from experiments.loop.memory import say_memory
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
@@ -23,11 +26,9 @@ from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import full_name
 from experiments.training.introduction import introduce
-from experiments.training.memory import say_memory
 from experiments.training.origin import origin_of
 from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task, require_same_run
 from experiments.training.run_parts import parts_of, require_own_task, require_same_parts
-from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 
@@ -72,7 +73,7 @@ def set_up_resume(
     model: nnx.Module | None = None,
     source: Any = None,
 ) -> Run:
-    """Creates the trainer of a run that exists; nothing is restored yet. Arguments and errors are those of `resume`."""
+    """Makes what a run consists of that exists; nothing is restored yet. Arguments and errors are those of `resume`."""
     require_settings()
     place, step = run_and_step(path)
     folder = RunFolder.open(place)
@@ -114,8 +115,8 @@ def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: 
         RunConsole(quiet).warn(warning)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
     introduce(config, task, origin, folder.path, dtype, rewards)
-    trainer = Trainer(config, task, rewards, origin=origin, restored=restored, source=source)
-    return Run(trainer, folder, lock, dtype, Resumption(folder, stored, kept), step)
+    setup = assemble(config, task, rewards, origin=origin, restored=restored, source=source)
+    return Run(setup, folder, lock, dtype, Resumption(folder, stored, kept), step)
 
 
 @dataclass(frozen=True)
@@ -126,30 +127,27 @@ class Resumption:
     stored: Config
     kept: Config
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, setup: Setup, progress: Progress) -> None:
         """Keeps the new options, once the run is restored and has something to do.
 
         Raises:
             ValueError: a number of steps that the run has passed, or a device with too little memory.
             NothingToDo: the run has finished.
         """
-        step, steps = trainer.progress.step, self.kept.schedule.steps
+        step, steps = progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
-        if self._finished_at(step) and (step == steps or trainer.exhausted):
+        # Written last: a run that was killed before it is finished by a resume.
+        summary = read_object(self.folder.summary) if self.folder.summary.is_file() else {}
+        if summary.get("optimizer steps") == step and (step == steps or summary.get("data ended")):
             why = (
                 f"ended with its training data at step {step}"
-                if trainer.exhausted
+                if summary.get("data ended")
                 else f"has reached step {step} of {steps}; raise --schedule.steps to continue"
             )
             raise NothingToDo(f"nothing to do: {self.folder.path} {why}")
-        say_memory(trainer, RunConsole(trainer.config.quiet), resumed=True)
+        say_memory(setup, progress, RunConsole(setup.config.quiet), resumed=True)
         if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)
-
-    def _finished_at(self, step: int) -> bool:
-        # Written last: a run that was killed before it is finished by a resume.
-        summary = self.folder.summary
-        return summary.is_file() and read_object(summary).get("optimizer steps") == step
 
 
 def with_own_copy(config: Config, folder: RunFolder) -> Config:

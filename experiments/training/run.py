@@ -15,6 +15,11 @@ from flax import nnx
 from experiments.config import Config, RewardConfig, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
+from experiments.loop.assemble import Setup, assemble
+from experiments.loop.evaluation import ExactMatch
+from experiments.loop.loop import Outcome, Progress, resume_hint
+from experiments.loop.memory import peak_bytes, say_memory, size
+from experiments.loop.session import run_to_end
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.mesh import parse_mesh
@@ -34,13 +39,9 @@ from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
-from experiments.training.evaluation import ExactMatch
 from experiments.training.introduction import introduce
-from experiments.training.loop import kept, run_to_end
-from experiments.training.memory import peak_bytes, say_memory, size
 from experiments.training.origin import Origin, origin_of, with_own_model
 from experiments.training.run_parts import parts_of
-from experiments.training.trainer import Trainer
 from jaxlogp.errors import require
 
 RewardPairs = Sequence[tuple[Reward, float]]
@@ -56,7 +57,8 @@ class Result:
         after: held-out exact match at the end.
         run: the run folder.
         metrics: every record of metrics.jsonl.
-        trainer: the trainer, with parameters and optimizer state.
+        setup: what the run consisted of; its learner has parameters and optimizer state.
+        steps: optimizer steps.
         seconds: wall-clock time, set-up excluded.
     """
 
@@ -64,14 +66,15 @@ class Result:
     after: ExactMatch
     run: RunFolder
     metrics: list[dict[str, Any]]
-    trainer: Trainer
+    setup: Setup
+    steps: int
     seconds: float
 
     def __repr__(self) -> str:
         return "\n".join(
             (
                 f"run folder: {self.run.path}",
-                f"optimizer steps: {self.trainer.progress.step}",
+                f"optimizer steps: {self.steps}",
                 *(f"held-out exact match ({decoding}): {score}" for decoding, score in self.held_out.items()),
                 f"seconds: {self.seconds:.1f}",
             )
@@ -80,7 +83,7 @@ class Result:
     @property
     def params(self) -> nnx.State:
         """The trained parameters."""
-        return self.trainer.learner.state.params
+        return self.setup.learner.state.params
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
@@ -94,8 +97,8 @@ class Result:
 class Continued(Protocol):
     """What a run does before its first step where it goes on; see `experiments.training.resume`."""
 
-    def begin(self, trainer: Trainer) -> None:
-        """Called with the restored trainer."""
+    def begin(self, setup: Setup, progress: Progress) -> None:
+        """Called once the run is restored."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Run:
     One that goes on from a checkpoint, the newest unless there is a `step`, has no parameters yet.
     """
 
-    trainer: Trainer
+    setup: Setup
     folder: RunFolder
     lock: RunLock | None
     dtype: DtypeChoice
@@ -122,13 +125,13 @@ class Run:
             return self._finish()
 
     def _finish(self) -> Result:
-        started, trainer, resumption = time.perf_counter(), self.trainer, self.resumption
-        console = RunConsole(trainer.config.quiet, trainer.config.log_every)
-        for warning in trainer.warnings:
+        started, setup, resumption = time.perf_counter(), self.setup, self.resumption
+        console = RunConsole(setup.config.quiet, setup.config.log_every)
+        for warning in setup.warnings:
             console.warn(warning)
         resuming = {} if resumption is None else {"step": self.step, "on_resume": resumption.begin}
         try:
-            before, after = run_to_end(trainer, self.folder, console, resumed=resumption is not None, **resuming)
+            outcome = run_to_end(setup, self.folder, console, resumed=resumption is not None, **resuming)
         except NothingToDo:
             raise
         except Stopped:
@@ -136,9 +139,9 @@ class Run:
                 plot_runs([read_metrics(self.folder.metrics).records], self.folder.curves)
             raise
         except BaseException:
-            console.ending(kept(self.folder))
+            console.ending(resume_hint(self.folder))
             raise
-        return _finish(self, console, before, after, time.perf_counter() - started)
+        return _finish(self, console, outcome, time.perf_counter() - started)
 
 
 def set_up(
@@ -167,10 +170,10 @@ def set_up(
     own = {"own_task": own_task, "own_rewards": rewards, "own_model": model, "own_source": source}
     parts = parts_of(task, **own, pretrained=origin.pretrained)
     introduce(config, task, origin, path, dtype, rewards)
-    trainer = Trainer(config, task, rewards, origin=origin, source=source)
-    say_memory(trainer, RunConsole(config.quiet))
+    setup = assemble(config, task, rewards, origin=origin, source=source)
+    say_memory(setup, Progress(), RunConsole(config.quiet))
     folder, lock = _made_by_first(path, config, parts, origin)
-    return Run(trainer, folder, lock, dtype)
+    return Run(setup, folder, lock, dtype)
 
 
 def require_same_run(config: Config, task: Task) -> None:
@@ -236,7 +239,7 @@ def train(
             names, or for prompts of the task.
 
     Returns:
-        Scores before and after, the run folder, the log, and the trainer.
+        Scores before and after, the run folder, the log, and what the run consisted of.
 
     Raises:
         ValueError: if an option, a file, a mesh or a run folder cannot be used; the message names it in one line.
@@ -272,34 +275,35 @@ def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None)
     return rewards_of(reward)
 
 
-def _finish(run: Run, console: RunConsole, before: ExactMatch, after: ExactMatch, seconds: float) -> Result:
-    trainer = run.trainer
-    head = trainer.learner.gradients.head_run
+def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> Result:
+    setup = run.setup
+    head = setup.learner.gradients.head_run
     assert head is not None, "traced at the start"
     # The log is complete: no process reads it before the first has closed it.
-    peaks = processes().gather("finished", peak_bytes(trainer.mesh.local_devices))
+    peaks = processes().gather("finished", peak_bytes(setup.mesh.local_devices))
     peak = max((each for each in peaks if each is not None), default=None)
     facts = {
-        "task": trainer.task.name,
-        "loss": trainer.config.loss.name,
-        "mesh": str(parse_mesh(trainer.config.mesh)),
-        "optimizer steps": trainer.progress.step,
-        "documents seen": trainer.learner.version,
+        "task": setup.task.name,
+        "loss": setup.config.loss.name,
+        "mesh": str(parse_mesh(setup.config.mesh)),
+        "optimizer steps": outcome.steps,
+        "documents seen": setup.learner.version,
         "head": f"{head.path}, engine {head.engine} ({head.reason}), gradient {head.gradient}",
-        "attention": f"{trainer.attention_run.implementation} ({trainer.attention_run.reason})",
-        "sampler": trainer.sampler,
+        "attention": f"{setup.attention.implementation} ({setup.attention.reason})",
+        "sampler": setup.backend.sampler,
         "dtype": str(run.dtype),
         **({} if peak is None else {"peak memory": f"{size(peak)} per device"}),
         "seconds": round(seconds, 1),
     }
-    scores = {"before": before._asdict(), "after": after._asdict()}
+    before, after = outcome.before, outcome.after
+    scores = {"before": before._asdict(), "after": after._asdict(), "data ended": outcome.exhausted}
     records = read_metrics(run.folder.metrics).records
     if processes().first:
         plot_runs([records], run.folder.curves)
         write_json(run.folder.summary, {**facts, **scores})
-    result = Result(before, after, run.folder, records, trainer, seconds)
+    result = Result(before, after, run.folder, records, setup, outcome.steps, seconds)
     console.summary(facts, run.folder.path, result.held_out)
-    console.ending(kept(run.folder, finished=True))
+    console.ending(resume_hint(run.folder, finished=True))
     return result
 
 

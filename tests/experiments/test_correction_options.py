@@ -73,7 +73,7 @@ def test_a_run_weights_and_rejects_labels(tmp_path):
     masked = train(tiny(tmp_path, "masked", correction=CorrectionConfig("token", "mask", 1.0, 1.0), **short))
     rejected = train(tiny(tmp_path, "rejected", rejection=RejectionConfig(token=(1.0, 1.0)), **short))
     (one,), (two,), (three,), (four,) = map(train_records, (plain, weighted, masked, rejected))
-    assert weighted.trainer.config.rollout.rescore, "what a correction reads"
+    assert weighted.setup.config.rollout.rescore, "what a correction reads"
     assert two["truncated_fraction"] == 0.0 and abs(two["correction_weight"] - 1.0) < 1e-4
     assert abs(two["loss"] - one["loss"]) < 1e-4 and abs(two["effective_sample_size"] - 1.0) < 1e-6
     assert 0.0 < three["weight_masked_fraction"] == four["rejected_fraction"] < 1.0

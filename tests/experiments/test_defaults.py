@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, invariance
+from experiments.loop.session import identity_of_run
 from experiments.models.lora import LoraConfig
 from experiments.runs.config_file import save_config
 from experiments.runs.folder import RunFolder
-from experiments.training.loop import identity_of_run
 from tests.experiments.tiny import tiny
 
 LOADED = ModelConfig(path="/a/model")

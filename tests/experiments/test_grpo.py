@@ -9,6 +9,7 @@ import pytest
 
 from experiments import evaluate, grpo
 from experiments.config import Config
+from experiments.loop.loop import take_step
 from experiments.runs.config_file import load_config
 from experiments.runs.lock import RunLock
 from experiments.training import run as run_module
@@ -34,7 +35,7 @@ def plain(runs):
 
 
 def leaves(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.learner.state)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.setup.learner.state)]
 
 
 def test_the_first_step_is_on_policy(plain):
@@ -117,7 +118,7 @@ def test_documents_per_step_may_take_any_number_of_micro_batches_and_one_compila
     result = train(tiny(runs, "many", schedule={"steps": 2, "rows": 3}))
     records = train_records(result)
     assert all(record["micro_batches"] > 3 and record["num_documents"] >= 64 for record in records)
-    assert result.trainer.learner.gradients.num_compilations == 1
+    assert result.setup.learner.gradients.num_compilations == 1
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_the_data_ends_with_a_partial_step_and_its_true_counts(runs, questions):
     schedule = {"steps": 50, "epochs": 1, "docs_per_step": 100, "rows": 2, "row_length": 32}
     result = train(tiny(runs, "ending", task=f"jsonl:{questions}", schedule=schedule))
     records = train_records(result)
-    documents = 4 * result.trainer.task.num_examples("train")
+    documents = 4 * result.setup.task.num_examples("train")
     assert sum(record["num_documents"] for record in records) == documents == records[-1]["documents_seen"]
     assert len(records) < 50 and 0 < records[-1]["num_documents"] < 100
 
@@ -144,10 +145,10 @@ def test_a_row_length_that_is_not_given_fits_the_longest_document(runs, tmp_path
     path = tmp_path / "long.jsonl"
     lines = [{"prompt": f"{n:090d}=", "answer": str(n % 7)} for n in range(40)]
     path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    trainer = set_up(tiny(runs, "long", task=f"jsonl:{path}", schedule={"row_length": None})).trainer
+    setup = set_up(tiny(runs, "long", task=f"jsonl:{path}", schedule={"row_length": None})).setup
     # Start token, 91 characters, one digit, end token.
-    assert trainer.sizes.row == 94
-    assert trainer.train_step().metrics["num_documents"] == 64
+    assert setup.sizes.row == 94
+    assert take_step(setup, setup.feed())[0].metrics["num_documents"] == 64
 
 
 def test_evaluate_reproduces_the_final_scores(plain, capsys):
@@ -194,7 +195,7 @@ def test_an_engine_that_cannot_run_here_is_refused_before_there_is_a_folder(engi
 @pytest.mark.parametrize("backend, dtype", [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_the_dtype_follows_the_device_and_is_kept(tmp_path, monkeypatch, backend, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(run_module, "say_memory", lambda trainer, console: None)
+    monkeypatch.setattr(run_module, "say_memory", lambda *given: None)
     run = set_up(tiny(tmp_path, backend))
-    assert run.trainer.config.model.dtype == dtype
+    assert run.setup.config.model.dtype == dtype
     assert load_config(run.folder.config, Config).model.dtype == dtype

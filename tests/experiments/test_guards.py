@@ -1,4 +1,4 @@
-"""Numbers that cannot be trained on, planted in one small trainer: the state keeps every bit, and the culprit is named."""
+"""Numbers that cannot be trained on, planted in one small run: the state keeps every bit, and the culprit is named."""
 
 import dataclasses
 import functools
@@ -14,9 +14,10 @@ from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.soundness import path_name
 from experiments.learner.update import TrainState, Update
+from experiments.loop.loop import take_step
+from experiments.loop.queue import DocumentQueue
 from experiments.sampling.policy import SamplerPolicy
 from experiments.tasks.rewards import RewardFailed
-from experiments.training.queue import DocumentQueue
 from experiments.training.run import set_up
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from tests.experiments.tiny import tiny
@@ -38,38 +39,46 @@ class Verifier:
         return float(ord(completion[0]) % 2) if completion else 0.0
 
 
+class Run:
+    """Everything for steps, without a run folder."""
+
+    def __init__(self, setup):
+        self.setup, self.feed, self.learner, self.tokenizer = setup, setup.feed(), setup.learner, setup.tokenizer
+
+    def step(self):
+        """What the next step has done."""
+        return take_step(self.setup, self.feed)[0]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A trainer after one step, so that no moment of its optimizer is zero, and its reward."""
+    """A run after one step, so that no moment of its optimizer is zero, and its reward."""
     verifier = Verifier()
     out = tmp_path_factory.mktemp("guards")
-    trainer = set_up(tiny(out, "run", warm_start={"max_steps": 0}), reward=verifier).trainer
-    assert trainer.train_step().refusal is None
-    return trainer, verifier
+    run = Run(set_up(tiny(out, "run", warm_start={"max_steps": 0}), reward=verifier).setup)
+    assert run.step().refusal is None
+    return run, verifier
 
 
 @pytest.fixture
-def trainer(made):
+def run(made):
     """The same with its first state, and a reward that works."""
-    trainer, verifier = made
-    kept = jax.tree.map(jnp.copy, trainer.learner.state)
-    yield trainer
-    trainer.learner.state, verifier.answer = kept, None
-    trainer.progress.refused = 0
+    run, verifier = made
+    kept = jax.tree.map(jnp.copy, run.learner.state)
+    yield run
+    run.learner.state, verifier.answer = kept, None
 
 
-def state_bytes(trainer):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trainer.learner.state)]
+def state_bytes(run):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(run.learner.state)]
 
 
-def refusal(trainer):
-    """What the next step is refused for; no bit of the state may have changed, nor may any count but that of steps."""
-    before, counts = state_bytes(trainer), (trainer.progress.step, trainer.progress.refused)
-    result = trainer.train_step()
-    assert state_bytes(trainer) == before
-    assert result.metrics["update_applied"] == 0 and result.metrics["refused"] == result.refusal
-    assert (trainer.progress.step, trainer.progress.refused) == (counts[0] + 1, counts[1] + 1)
-    return result.refusal
+def refusal(run):
+    """What the next step is refused for; no bit of the state may have changed."""
+    before = state_bytes(run)
+    result = run.step()
+    assert state_bytes(run) == before
+    return result.refusal.sentence(run.tokenizer)
 
 
 def planted(tree, name, value):
@@ -81,10 +90,8 @@ def planted(tree, name, value):
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def in_state(trainer, part, name, value):
-    trainer.learner.state = trainer.learner.state._replace(
-        **{part: planted(getattr(trainer.learner.state, part), name, value)}
-    )
+def in_state(run, part, name, value):
+    run.learner.state = run.learner.state._replace(**{part: planted(getattr(run.learner.state, part), name, value)})
 
 
 PLANTS = {
@@ -117,56 +124,56 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(trainer, name):
+def test_a_state_that_cannot_be_trained_on_is_named_and_stays_as_it_is(run, name):
     part, leaf, value, words = PLANTS[name]
-    assert trainer.learner.fault() is None
-    in_state(trainer, part, leaf, value)
-    assert refusal(trainer) == words and trainer.learner.fault() == words
+    assert run.learner.fault() is None
+    in_state(run, part, leaf, value)
+    assert refusal(run) == words and run.learner.fault() == words
 
 
-def with_sums(monkeypatch, trainer, change):
+def with_sums(monkeypatch, run, change):
     """The sums of the next step, changed."""
-    plain = trainer.learner.gradients.accumulate
+    plain = run.learner.gradients.accumulate
 
     def accumulate(*arguments):
         total = plain(*arguments)
         return total._replace(sums=change(total.sums))
 
-    monkeypatch.setattr(trainer.learner.gradients, "accumulate", accumulate)
+    monkeypatch.setattr(run.learner.gradients, "accumulate", accumulate)
 
 
-def test_a_gradient_is_named_by_its_leaf(trainer, monkeypatch):
+def test_a_gradient_is_named_by_its_leaf(run, monkeypatch):
     def change(sums):
         return dataclasses.replace(sums, gradients=planted(sums.gradients, "layers/up_proj/kernel", np.nan))
 
-    with_sums(monkeypatch, trainer, change)
-    assert refusal(trainer) == "gradient not finite in layers/up_proj/kernel"
+    with_sums(monkeypatch, run, change)
+    assert refusal(run) == "gradient not finite in layers/up_proj/kernel"
 
 
-def test_many_leaves_are_counted(trainer, monkeypatch):
+def test_many_leaves_are_counted(run, monkeypatch):
     def change(sums):
         return dataclasses.replace(sums, gradients=jax.tree.map(lambda x: x * np.inf, sums.gradients))
 
-    with_sums(monkeypatch, trainer, change)
+    with_sums(monkeypatch, run, change)
     named = "embed_tokens/embedding, layers/down_proj/kernel, layers/gate_proj/kernel"
-    assert refusal(trainer) == f"gradient not finite in {named} and 11 more leaves"
+    assert refusal(run) == f"gradient not finite in {named} and 11 more leaves"
 
 
-def test_a_norm_that_overflows(trainer, monkeypatch):
+def test_a_norm_that_overflows(run, monkeypatch):
     def change(sums):
         return dataclasses.replace(sums, gradients=jax.tree.map(lambda x: jnp.full_like(x, 1e30), sums.gradients))
 
-    with_sums(monkeypatch, trainer, change)
-    assert refusal(trainer).startswith("norm of the gradient not finite: its square overflows")
+    with_sums(monkeypatch, run, change)
+    assert refusal(run).startswith("norm of the gradient not finite: its square overflows")
 
 
-def test_a_loss(trainer, monkeypatch):
+def test_a_loss(run, monkeypatch):
     with_sums(
         monkeypatch,
-        trainer,
+        run,
         lambda sums: dataclasses.replace(sums, loss=WeightedSum(jnp.float32(np.inf), jnp.int32(1))),
     )
-    assert refusal(trainer) == "loss not finite, of finite log-probs"
+    assert refusal(run) == "loss not finite, of finite log-probs"
 
 
 def spoilt(document, name, value):
@@ -180,34 +187,34 @@ def spoilt(document, name, value):
 @pytest.mark.parametrize(("name", "words"), [("sampler_log_probs", "old log-probs"), ("advantages", "advantages")])
 # The last one is finite, until it is fp32.
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
-def test_what_a_document_brings_is_named_with_its_prompt(trainer, monkeypatch, name, words, value):
+def test_what_a_document_brings_is_named_with_its_prompt(run, monkeypatch, name, words, value):
     plain = DocumentQueue.add
     prompts = []
 
     def poisoned(queue, documents):
         document = documents[3]
-        prompts.append(trainer.tokenizer.decode(document.tokens[: document.label_positions[0]].tolist()))
+        prompts.append(run.tokenizer.decode(document.tokens[: document.label_positions[0]].tolist()))
         spoilt(document, name, value)
         plain(queue, documents)
 
     monkeypatch.setattr(DocumentQueue, "add", poisoned)
-    found = refusal(trainer)
+    found = refusal(run)
     (prompt,) = prompts
     assert len(prompt) > 2 and found == f"{words} not finite in document 3 (prompt {prompt!r})"
 
 
-def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
+def test_log_probs_of_the_sampler_are_named_with_prompts(run, monkeypatch):
     plain, seen = SamplerPolicy.generate, []
 
     def poisoned(policy, prompts, options, *, copies, **rest):
         drawn = plain(policy, prompts, options, copies=copies, **rest)
         for number in (2, 5, 7, 11):
             drawn[number] = drawn[number]._replace(log_probs=np.full_like(drawn[number].log_probs, np.nan))
-        seen.extend(trainer.tokenizer.decode(prompts[number // copies]) for number in (2, 5, 7))
+        seen.extend(run.tokenizer.decode(prompts[number // copies]) for number in (2, 5, 7))
         return drawn
 
     monkeypatch.setattr(SamplerPolicy, "generate", poisoned)
-    found = refusal(trainer)
+    found = refusal(run)
     two, five, seven = seen
     assert found == (
         f"log-probs of the sampler not finite in document 2 (prompt {two!r}), document 5 (prompt {five!r}), "
@@ -215,45 +222,45 @@ def test_log_probs_of_the_sampler_are_named_with_prompts(trainer, monkeypatch):
     )
 
 
-def test_log_probs_of_the_trainer_are_named_with_prompts(trainer, monkeypatch):
+def test_log_probs_of_the_trainer_are_named_with_prompts(run, monkeypatch):
     """Of a step whose loss is not finite they are computed again."""
-    plain = trainer.learner.gradients.score
+    plain = run.learner.gradients.score
 
     def poisoned(params, scored):
         log_probs = np.array(plain(params, scored))
         log_probs[0, 0, np.flatnonzero(scored.micro_batch(0).mask[0])[0]] = -np.inf
         return log_probs
 
-    monkeypatch.setattr(trainer.learner.gradients, "score", poisoned)
+    monkeypatch.setattr(run.learner.gradients, "score", poisoned)
     with_sums(
         monkeypatch,
-        trainer,
+        run,
         lambda sums: dataclasses.replace(sums, loss=WeightedSum(jnp.float32(np.nan), jnp.int32(1))),
     )
-    assert refusal(trainer).startswith("log-probs of the trainer not finite in document 0 (prompt '")
+    assert refusal(run).startswith("log-probs of the trainer not finite in document 0 (prompt '")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("nan"), 1e39])
-def test_a_reward_that_is_not_finite_refuses_the_step(trainer, made, value):
+def test_a_reward_that_is_not_finite_refuses_the_step(run, made, value):
     made[1].answer = lambda: value
-    found = refusal(trainer)
+    found = refusal(run)
     assert found.startswith("reward 'odd': expected a finite number for document 0 (prompt '") and repr(value) in found
     made[1].answer = None
-    assert trainer.train_step().metrics["update_applied"] == 1 and trainer.progress.refused == 0
+    assert run.step().refusal is None
 
 
 @pytest.mark.bad_input
-def test_a_reward_that_raises_leaves_everything_as_before_the_step(trainer, made):
+def test_a_reward_that_raises_leaves_everything_as_before_the_step(run, made):
     def broken():
         raise KeyError("answer")
 
     made[1].answer = broken
-    before = state_bytes(trainer), trainer.source.state(), trainer.progress.step
+    before = state_bytes(run), run.feed.state()
     with pytest.raises(
         RewardFailed, match=r"^reward 'odd': expected a finite number for document 0 .*, got KeyError: 'answer'$"
     ):
-        trainer.train_step()
-    assert before == (state_bytes(trainer), trainer.source.state(), trainer.progress.step)
+        run.step()
+    assert before == (state_bytes(run), run.feed.state())
 
 
 def sums_of(gradient):

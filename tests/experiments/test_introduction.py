@@ -16,6 +16,8 @@ from experiments.config import (
     RolloutConfig,
 )
 from experiments.experience.prompts import held_out_examples
+from experiments.loop import memory
+from experiments.loop.evaluation import ExactMatch
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.sampling.policy import SamplingOptions, Shape
@@ -24,9 +26,7 @@ from experiments.tasks.configured import task_for
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import rewards_of
 from experiments.tasks.tokenizer import tokenizer_for
-from experiments.training import memory
 from experiments.training.answers import warn_of_long_answers
-from experiments.training.evaluation import ExactMatch
 from experiments.training.introduction import introduce
 from experiments.training.origin import origin_of
 
@@ -117,10 +117,11 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
 
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     config = SimpleNamespace(evaluation=SimpleNamespace(num_prompts=500))
-    scores, progress = ExactMatch(0.5, 0.25), SimpleNamespace(step=3)
-    evaluation = SimpleNamespace(shape=Shape(21, 5, 1, SamplingOptions(3)))
-    trainer = SimpleNamespace(evaluate=lambda: scores, evaluation=evaluation, config=config, progress=progress)
-    monkeypatch.setattr(evaluate, "load", lambda options, task: trainer)
+    scores = ExactMatch(0.5, 0.25)
+    evaluated = SimpleNamespace(exact_match=scores)
+    evaluation = SimpleNamespace(shape=Shape(21, 5, 1, SamplingOptions(3)), of=lambda policy: evaluated)
+    setup = SimpleNamespace(evaluation=evaluation, config=config, policy=lambda: None)
+    monkeypatch.setattr(evaluate, "load", lambda options, task: (setup, 3))
     assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "step 3, 21 held-out prompts (requested: 500; the task has no more)"

@@ -46,7 +46,7 @@ def single(runs):
 
 
 def state_bytes(result):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.trainer.learner.state)]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.setup.learner.state)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

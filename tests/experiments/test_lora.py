@@ -13,6 +13,7 @@ from flax import nnx
 
 from experiments import evaluate, export
 from experiments.config import ModelConfig
+from experiments.loop.assemble import assemble
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.lora import ADAPTABLE, LoraConfig, merged
@@ -20,7 +21,6 @@ from experiments.models.parameters import abstract_decoder
 from experiments.training.loaded import load_model, restored
 from experiments.training.resume import resume
 from experiments.training.run import train
-from experiments.training.trainer import Trainer
 from tests.experiments.decoder_oracle import oracle_forward
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
@@ -163,22 +163,22 @@ def trained(directory, tmp_path_factory):
 
 
 def test_adapters_alone_have_optimizer_state_and_begin_without_a_product(directory, tmp_path):
-    trainer = Trainer(options(directory, tmp_path, "a"))
-    flat = nnx.to_flat_state(trainer.learner.state.params)
+    setup = assemble(options(directory, tmp_path, "a"))
+    flat = nnx.to_flat_state(setup.learner.state.params)
     assert len(flat) == 2 * len(ADAPTABLE) and all(isinstance(leaf, nnx.LoRAParam) for _, leaf in flat)
     assert all((np.asarray(leaf[...]) == 0).all() == (path[-1] == "lora_b") for path, leaf in flat)
     adapters = sum(leaf[...].nbytes for _, leaf in flat)
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.learner.state.opt_state))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(setup.learner.state.opt_state))
     # Two moments, and the counts of Adam and of the schedule.
     assert 2 * adapters <= state <= 2 * adapters + 16
-    assert adapters < 0.5 * sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.frozen))
+    assert adapters < 0.5 * sum(leaf.nbytes for leaf in jax.tree.leaves(setup.backend.frozen))
 
 
 @pytest.mark.slow
 def test_adapters_alone_are_trained(trained, directory):
     records = train_records(trained)
     assert all(record["update_applied"] and record["grad_norm"] > 0.0 for record in records)
-    jax.tree.map(np.testing.assert_array_equal, trained.trainer.frozen, load_model(directory).params)
+    jax.tree.map(np.testing.assert_array_equal, trained.setup.backend.frozen, load_model(directory).params)
     assert all((np.asarray(leaf[...]) != 0).any() for _, leaf in nnx.to_flat_state(trained.params))
     # The sampler draws from the adapted model: in the second step too.
     assert max(record["drift_max"] for record in records) < 1e-4
@@ -186,10 +186,11 @@ def test_adapters_alone_are_trained(trained, directory):
 
 @pytest.mark.slow
 def test_a_run_begins_as_its_base_and_the_reference_stays_it(trained, directory, tmp_path):
-    whole = Trainer(options(directory, tmp_path, "b", lora={}))
-    fresh = Trainer(options(directory, tmp_path, "a"))
-    assert fresh.evaluate() == whole.evaluate() == trained.before
-    reference = nnx.to_flat_state(trained.trainer.learner.reference)
+    whole = assemble(options(directory, tmp_path, "b", lora={}))
+    fresh = assemble(options(directory, tmp_path, "a"))
+    scores = [setup.evaluation.of(setup.policy()).exact_match for setup in (fresh, whole)]
+    assert scores == [trained.before] * 2
+    reference = nnx.to_flat_state(trained.setup.learner.reference)
     assert all((np.asarray(leaf[...]) == 0).all() for path, leaf in reference if path[-1] == "lora_b")
 
 
@@ -206,10 +207,10 @@ def test_an_export_has_the_logits_of_the_adapted_model(trained, tmp_path):
         hidden = model.hidden_states(row, jnp.arange(12)[None], row * 0)
         return jnp.einsum("bth,vh->btv", hidden, model.head()[1], precision="highest")
 
-    trainer = trained.trainer
-    graph, _ = abstract_decoder(trainer.origin.decoder)
-    seen, wanted = logits(loaded.graph, loaded.params), logits(graph, trained.params, trainer.frozen)
-    base = logits(loaded.graph, trainer.frozen)
+    setup = trained.setup
+    graph, _ = abstract_decoder(setup.origin.decoder)
+    seen, wanted = logits(loaded.graph, loaded.params), logits(graph, trained.params, setup.backend.frozen)
+    base = logits(loaded.graph, setup.backend.frozen)
     # W + scale · A · B rounded to fp32, instead of a sum of two products: a few roundings of logits of this size.
     assert np.abs(wanted - base).max() > 1e-2 and np.abs(seen - wanted).max() < 2e-5 * np.abs(wanted).max()
 
@@ -218,12 +219,12 @@ def test_an_export_has_the_logits_of_the_adapted_model(trained, tmp_path):
 def test_a_run_is_scored_and_resumed_with_its_base_alone(trained, tmp_path):
     assert evaluate.run_cli([str(trained.run.path)]) == trained.after
     # Base split over heads and features, adapters on every device.
-    split = restored(trained.run.path, lambda stored: dataclasses.replace(stored, mesh="data=2,tensor=2"))
-    kernel = split.frozen["layers"]["q_proj"]["kernel"][...]
-    assert not kernel.sharding.is_fully_replicated and split.evaluate() == trained.after
+    split, _ = restored(trained.run.path, lambda stored: dataclasses.replace(stored, mesh="data=2,tensor=2"))
+    kernel = split.backend.frozen["layers"]["q_proj"]["kernel"][...]
+    assert not kernel.sharding.is_fully_replicated and split.evaluation.of(split.policy()).exact_match == trained.after
     shutil.copytree(trained.run.path, tmp_path / "back")
     resumed = resume(f"{tmp_path / 'back'}@1", {"quiet": True}, reward=by_letters)
-    jax.tree.map(np.testing.assert_array_equal, resumed.trainer.learner.state, trained.trainer.learner.state)
+    jax.tree.map(np.testing.assert_array_equal, resumed.setup.learner.state, trained.setup.learner.state)
 
 
 @pytest.mark.slow
@@ -258,10 +259,10 @@ def test_another_base_is_noticed(directory, tmp_path):
 )
 def test_an_adapter_that_cannot_be_is_refused(changes, words, directory, tmp_path):
     with pytest.raises(ValueError, match=f"^{words}"):
-        Trainer(options(directory, tmp_path, "e", **changes))
+        assemble(options(directory, tmp_path, "e", **changes))
 
 
 @pytest.mark.bad_input
 def test_a_model_from_nothing_has_no_base_to_adapt(tmp_path):
     with pytest.raises(ValueError, match="^--lora.rank: expected 0 for a model that is not from disk"):
-        Trainer(tiny(tmp_path, "f", lora={"rank": 2}))
+        assemble(tiny(tmp_path, "f", lora={"rank": 2}))

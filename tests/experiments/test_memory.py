@@ -13,14 +13,15 @@ from experiments.command_line import exit_code
 from experiments.config import Config, ScheduleConfig
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
+from experiments.loop import memory
+from experiments.loop.assemble import assemble
+from experiments.loop.loop import Progress
+from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_memory
 from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device
 from experiments.options import flat_fields
 from experiments.runs.console import RunConsole
-from experiments.training import memory
-from experiments.training.memory import MemoryNeed, memory_need, peak_bytes, say_memory
-from experiments.training.trainer import Progress, Trainer
 from tests.experiments.tiny import tiny
 from tests.experiments.waves import batch, sums_on
 
@@ -39,13 +40,13 @@ def test_the_need_is_that_of_the_moment_that_takes_most():
 
 def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False):
     """What is printed about a need, and what is raised."""
-    monkeypatch.setattr(memory, "memory_need", lambda trainer: needed)
+    monkeypatch.setattr(memory, "memory_need", lambda setup, **options: needed)
     monkeypatch.setattr(memory, "device_limit", lambda devices: limit)
-    config = Config(schedule=ScheduleConfig(steps=steps))
-    trainer = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config, progress=Progress())
+    config = Config(schedule=ScheduleConfig(steps=steps)).resolved()
+    setup = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config)
     stream = io.StringIO()
     try:
-        say_memory(trainer, RunConsole(stream=stream), resumed=resumed)
+        say_memory(setup, Progress(), RunConsole(stream=stream), resumed=resumed)
     except ValueError as error:
         return stream.getvalue(), error
     return stream.getvalue(), None
@@ -102,18 +103,18 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     if "tensor" in mesh and jax.__version_info__[:2] < (0, 11):
         pytest.skip("with one key-value head on a device, JAX 0.10 copies the cache")
     rollout = {"num_generations": 8, "max_new_tokens": 64}
-    trainer = Trainer(tiny("unused", "unused", mesh=mesh, rollout=rollout, schedule={"row_length": 128}))
-    decoder, sizes, prompts = trainer.origin.decoder, trainer.sizes, trainer.config.rollout.prompts_per_rollout
+    setup = assemble(tiny("unused", "unused", mesh=mesh, rollout=rollout, schedule={"row_length": 128}))
+    decoder, sizes, prompts = setup.origin.decoder, setup.sizes, setup.config.rollout.prompts_per_rollout
     # Keys and values of every head and layer, fp32: of a prompt once, and of each of its completions.
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     cache = prompts * (sizes.prompt + 8 * sizes.completion) * slot / parse_mesh(mesh).num_devices
     # Each row with a copy of its prompt; logits, what a token is drawn with, and the completions.
-    assert 0.9 * cache < trainer.generator.memory(trainer.learner.state.params, trainer.source.shape) < 1.4 * cache
+    assert 0.9 * cache < setup.generator.memory(setup.learner.state.params, setup.source.shape) < 1.4 * cache
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
-    apart = Trainer(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
-    there = Trainer(tiny("unused", "unused", mesh="data=2"))
+    apart = assemble(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
+    there = assemble(tiny("unused", "unused", mesh="data=2"))
     copies = bytes_a_device(there.learner.state.params)
     need, without = (each.generator.memory(each.learner.state.params, each.source.shape) for each in (apart, there))
     assert need == without + copies
@@ -127,13 +128,12 @@ def test_a_warm_start_has_an_optimizer_and_micro_batches_of_its_own():
         "schedule": {"rows": 32, "docs_per_step": 32},
         "warm_start": {"batch_size": 512},
     }
-    trainer = Trainer(tiny("unused", "unused", **options, evaluation={"kl": False}))
-    params = bytes_a_device(trainer.learner.state.params)
-    first = memory_need(trainer)
+    setup = assemble(tiny("unused", "unused", **options, evaluation={"kl": False}))
+    params = bytes_a_device(setup.learner.state.params)
+    first = memory_need(setup, warm_start_to_come=True)
     assert 3 * params <= first.state < 3 * params + 100
-    trainer.progress.evaluated = 0
-    after = memory_need(trainer)
-    assert after.state == params + bytes_a_device(trainer.learner.state.opt_state)
+    after = memory_need(setup, warm_start_to_come=False)
+    assert after.state == params + bytes_a_device(setup.learner.state.opt_state)
     # A batch of the warm start takes several micro-batches here: their sum, and the gradients of two of them. Beside them
     # are the sums of metrics twice: fewer than 200 numbers of 4 bytes.
     more = first.parts["micro-batch"] - after.parts["micro-batch"]

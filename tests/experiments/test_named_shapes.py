@@ -1,7 +1,6 @@
 """Named shapes, the dtype that "auto" stands for, and a vocabulary larger than a task's."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -70,9 +69,9 @@ def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypat
     config = dataclasses.replace(
         tiny(tmp_path, "named", warm_start={"max_steps": 0}, schedule={"steps": 1}), model=ModelConfig(name="tiny")
     )
-    trainer = set_up(config, reward=lambda example, text: float("\ufffd" in text)).trainer
-    assert trainer.tokenizer.vocab_size == trainer.origin.decoder.vocab_size == 64
-    drawn = trainer.source.next(SimpleNamespace(params=trainer.learner.state.params, version=0)).documents
+    setup = set_up(config, reward=lambda example, text: float("\ufffd" in text)).setup
+    assert setup.tokenizer.vocab_size == setup.origin.decoder.vocab_size == 64
+    drawn = setup.source.next(setup.policy()).documents
     # Of 64 tokens the task's are the first 16: an untrained model samples the others more often than not.
     assert np.mean([document.reward for document in drawn]) > 0.5
     assert max(int(document.tokens.max()) for document in drawn) >= 16

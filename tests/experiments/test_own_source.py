@@ -152,7 +152,7 @@ class Counter:
 
 
 def state_bytes(result):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.trainer.learner.state)]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.setup.learner.state)]
 
 
 @pytest.mark.costly

@@ -13,6 +13,7 @@ from flax import nnx
 
 from experiments import chat, evaluate, export, grpo
 from experiments.config import ModelConfig
+from experiments.loop.assemble import assemble
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.pretrained import open_pretrained
@@ -21,7 +22,6 @@ from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
 from experiments.training.loaded import load_model
 from experiments.training.run import train
-from experiments.training.trainer import Trainer
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
 from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf
@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
 
 
 def test_the_trainer_takes_parameters_tokenizer_and_sizes_from_the_directory(directory, tmp_path):
-    trainer = Trainer(options(directory, tmp_path, "a", param_dtype="bfloat16"))
+    trainer = assemble(options(directory, tmp_path, "a", param_dtype="bfloat16"))
     assert trainer.origin.decoder.attention_softcap == 5.0 and trainer.origin.decoder.sliding.window == 6
     assert trainer.sizes.prompt == trainer.tokenizer.longest_prompt(trainer.task.max_prompt_tokens)
     loaded = load_model(directory, dtype="bfloat16")
@@ -112,7 +112,7 @@ def test_evaluate_and_resume_read_the_runs_own_copy(trained, capsys):
     )
     assert first == result.before
     resumed = grpo.run_cli(["--resume", str(result.run.path), "--schedule.steps", "3", "--quiet"])
-    assert resumed.before == result.before and resumed.trainer.progress.step == 3
+    assert resumed.before == result.before and resumed.steps == 3
 
 
 @pytest.mark.slow

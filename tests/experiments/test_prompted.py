@@ -182,4 +182,4 @@ def test_every_pass_has_its_own_order_and_a_cursor_goes_on_in_it():
     for cursor in (3, 8, 17):
         resumed = PromptOrder(Eight(), 0, 3)
         resumed.cursor = cursor
-        assert resumed.take(5) + resumed.take(30) == taken[cursor:] and resumed.exhausted
+        assert resumed.take(5) + resumed.take(30) == taken[cursor:] and resumed.take(1) == []

@@ -10,6 +10,7 @@ import pytest
 from experiments import grpo
 from experiments.config import Config
 from experiments.config.changes import changed, fixed_values, may_change
+from experiments.loop.loop import Progress
 from experiments.options import flat_fields, typed_options
 from experiments.runs.config_file import load_config, read_config, save_config, write_json
 from experiments.runs.folder import RunFolder
@@ -40,21 +41,20 @@ def resumption(folder, **changes):
     return Resumption(folder, stored, changed(stored, changes))
 
 
-def at(step, *, exhausted=False):
-    """A trainer that was restored at a step."""
-    config = SimpleNamespace(quiet=True)
-    return SimpleNamespace(progress=SimpleNamespace(step=step), exhausted=exhausted, config=config)
+def at(step):
+    """What a run consists of, and that it was restored at a step."""
+    return SimpleNamespace(config=SimpleNamespace(quiet=True)), Progress(step)
 
 
 @pytest.fixture(autouse=True)
 def compiles_nothing(monkeypatch):
     """Nothing here runs: what it would need of memory is in test_memory.py."""
     for each in (module, run_module):
-        monkeypatch.setattr(each, "say_memory", lambda trainer, console, **options: None)
+        monkeypatch.setattr(each, "say_memory", lambda *given, **options: None)
 
 
-def finish(folder, step):
-    write_json(folder.summary, {"optimizer steps": step})
+def finish(folder, step, *, exhausted=False):
+    write_json(folder.summary, {"optimizer steps": step, "data ended": exhausted})
 
 
 def test_what_was_typed_counts_whatever_the_default_is(folder, monkeypatch):
@@ -100,7 +100,7 @@ def test_what_may_change():
 
 def test_the_new_goal_is_kept_in_the_run_folder(folder):
     """A run that is resumed with another goal, and killed before it, goes on to that goal."""
-    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True}).begin(at(39))
+    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True}).begin(*at(39))
     kept = load_config(folder.config, Config)
     assert (kept.schedule.steps, kept.mesh, kept.log_every) == (300, "data=2", 7)
     assert resumption(folder).kept == kept
@@ -111,7 +111,7 @@ def test_the_new_goal_is_kept_in_the_run_folder(folder):
 
 def test_a_plain_resume_leaves_the_options_alone(folder):
     before = folder.config.read_bytes(), folder.config.stat().st_mtime_ns
-    resumption(folder).begin(at(39))
+    resumption(folder).begin(*at(39))
     assert (folder.config.read_bytes(), folder.config.stat().st_mtime_ns) == before
 
 
@@ -125,10 +125,10 @@ def test_a_plain_resume_leaves_the_options_alone(folder):
     ],
 )
 def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, words):
-    finish(folder, step)
+    finish(folder, step, exhausted=exhausted)
     before = folder.summary.read_bytes(), folder.config.read_bytes()
     with pytest.raises(NothingToDo, match=f"nothing to do: {folder.path} {words}"):
-        resumption(folder, **changes).begin(at(step, exhausted=exhausted))
+        resumption(folder, **changes).begin(*at(step))
     assert (folder.summary.read_bytes(), folder.config.read_bytes()) == before
 
 
@@ -136,7 +136,7 @@ def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
     finish(folder, 40)
     before = folder.config.read_bytes()
     with pytest.raises(ValueError, match="^--schedule.steps: expected at least 40, the step .* reached, got 30"):
-        resumption(folder, **{"schedule.steps": 30}).begin(at(40))
+        resumption(folder, **{"schedule.steps": 30}).begin(*at(40))
     assert folder.config.read_bytes() == before
 
 
@@ -144,7 +144,7 @@ def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
 def test_a_run_that_was_killed_before_its_summary_is_finished(folder, summary):
     if summary is not None:
         finish(folder, summary)
-    resumption(folder).begin(at(STEPS))
+    resumption(folder).begin(*at(STEPS))
 
 
 def test_nothing_to_do_is_exit_code_0_and_no_error(folder, capsys, monkeypatch):
@@ -181,11 +181,11 @@ def test_data_is_known_by_its_absolute_path_and_its_content(tmp_path, monkeypatc
 
 
 def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path, monkeypatch, capsys):
-    """Set up for real, up to the trainer, which a stand-in replaces."""
+    """Set up for real, up to what a run consists of, which a stand-in replaces."""
     write(tmp_path / "questions.jsonl")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.training.run.Trainer", lambda *given, **options: None)
-    monkeypatch.setattr(module, "Trainer", lambda *given, **options: None)
+    monkeypatch.setattr("experiments.training.run.assemble", lambda *given, **options: None)
+    monkeypatch.setattr(module, "assemble", lambda *given, **options: None)
     monkeypatch.setattr(module.Run, "finish", lambda self: self)
     options = tiny(tmp_path, "run", task="jsonl:questions.jsonl", schedule={"steps": 3}, quiet=False)
     run = set_up(options)
@@ -217,7 +217,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
 
 
 def test_a_process_that_ends_before_the_run_folder_is_whole_leaves_its_name_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "Trainer", lambda *given, **options: None)
+    monkeypatch.setattr(run_module, "assemble", lambda *given, **options: None)
     monkeypatch.setattr(run_module, "save_config", lambda path, config: {}[path])
     for _ in range(2):
         with pytest.raises(KeyError):

@@ -63,4 +63,4 @@ def test_word_problems_by_the_chat_template_on_the_command_line(tmp_path):
         assert 1.0 <= record["completion_length_mean"] <= 4.0
     assert "End with the number." in result.run.samples.read_text()
     resumed = grpo.run_cli(["--resume", str(result.run.path), "--schedule.steps", "3", "--quiet"])
-    assert resumed.before == result.before and resumed.trainer.rewards.names == ("correct", "ended", "short")
+    assert resumed.before == result.before and resumed.setup.rewards.names == ("correct", "ended", "short")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.learner.packing import Packing
-from experiments.training.queue import DocumentQueue
+from experiments.loop.queue import DocumentQueue
 from jaxlogp import Document, DocumentSchedule
 from tests.experiments.stacked import stacked
 

@@ -32,9 +32,9 @@ def other(example, completion):
 
 @pytest.fixture
 def set_up(monkeypatch):
-    """Sets up runs and resumes for real, up to the trainer, which a stand-in replaces."""
+    """Sets up runs and resumes for real, up to what a run consists of, which a stand-in replaces."""
     for module in (run, resume):
-        monkeypatch.setattr(module, "Trainer", lambda *given, **options: None)
+        monkeypatch.setattr(module, "assemble", lambda *given, **options: None)
         monkeypatch.setattr(module, "say_memory", lambda *given, **options: None)
 
     def begin(config, **own):

@@ -1,4 +1,4 @@
-"""One step of the trainer on every kind of mesh: the same numbers, and what a device holds and sends."""
+"""One step of the learner on every kind of mesh: the same numbers, and what a device holds and sends."""
 
 import functools
 import math
@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.loop.assemble import assemble
+from experiments.loop.loop import take_step
 from experiments.models.mesh import parse_mesh
 from experiments.tasks.rewards import rewards_of
-from experiments.training.trainer import Trainer
 from tests.experiments.tiny import TINY, tiny
 
 pytestmark = pytest.mark.costly
@@ -39,24 +40,25 @@ def of_length(example, completion):
     return float(len(completion))
 
 
-def trainer_on(mesh, **changes):
+def setup_on(mesh, **changes):
     # Of 24 rows of the table and 40 features five ranks divide only the features.
     heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 8}
     model = replace(TINY.model, hidden_size=40, **heads)
     options = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.01}, "evaluation": {"kl": False}}
     config = tiny("unused", "unused", mesh=mesh, model=model, **options | changes)
-    return Trainer(config, rewards=rewards_of(of_length))
+    return assemble(config, rewards=rewards_of(of_length))
 
 
-def two_steps(trainer):
-    return [trainer.train_step().metrics for _ in range(2)], jax.device_get(
-        jax.tree.leaves(trainer.learner.state.params)
+def two_steps(setup):
+    feed = setup.feed()
+    return [take_step(setup, feed)[0].metrics for _ in range(2)], jax.device_get(
+        jax.tree.leaves(setup.learner.state.params)
     )
 
 
 @functools.cache
 def single():
-    return two_steps(trainer_on(""))
+    return two_steps(setup_on(""))
 
 
 def check_steps(steps, wanted):
@@ -67,22 +69,22 @@ def check_steps(steps, wanted):
 
 @pytest.mark.parametrize("mesh", QUICK + SLOW)
 def test_a_mesh_gives_the_step_of_one_device(mesh):
-    trainer = trainer_on(mesh)
-    begin = jax.device_get(jax.tree.leaves(trainer.learner.state.params))
-    (steps, params), (wanted_steps, wanted) = two_steps(trainer), single()
+    setup = setup_on(mesh)
+    begin = jax.device_get(jax.tree.leaves(setup.learner.state.params))
+    (steps, params), (wanted_steps, wanted) = two_steps(setup), single()
     check_steps(steps, wanted_steps)
     for mine, one in zip(params, wanted, strict=True):
         np.testing.assert_allclose(mine, one, atol=PARAMS)
     assert max(float(np.abs(a - b).max()) for a, b in zip(begin, params, strict=True)) > 5 * PARAMS
-    for leaf in jax.tree.leaves(trainer.learner.state):
-        assert leaf.sharding.mesh.shape == dict(trainer.mesh.shape), "the second step would be compiled again"
+    for leaf in jax.tree.leaves(setup.learner.state):
+        assert leaf.sharding.mesh.shape == dict(setup.mesh.shape), "the second step would be compiled again"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rollout"), [("fsdp=2", "tensor=2"), ("data=2,fsdp=2", "")])
 def test_rollouts_on_another_mesh_are_those_of_one_device(mesh, rollout):
-    trainer = trainer_on(mesh, rollout={"mesh": rollout})
-    (steps, _), (wanted, _) = two_steps(trainer), single()
+    setup = setup_on(mesh, rollout={"mesh": rollout})
+    (steps, _), (wanted, _) = two_steps(setup), single()
     for mine, one in zip(steps, wanted, strict=True):
         assert mine["num_tokens"] == one["num_tokens"] and mine["reward_mean"] == one["reward_mean"]
         assert 0.0 < mine["drift_max"] < LOSS
@@ -98,7 +100,7 @@ SPREAD = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SPREAD.values(), ids=SPREAD)
 def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
-    parts, whole = (two_steps(trainer_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2", ""))
+    parts, whole = (two_steps(setup_on(mesh, **options))[0] for mesh in ("sequence=2,tensor=2", ""))
     check_steps(parts, whole)
     for mine, one in zip(parts, whole, strict=True):
         assert mine.keys() == one.keys()
@@ -110,10 +112,8 @@ def test_documents_that_lie_on_several_sequence_ranks_are_one_document(options):
 
 def program_on(mesh):
     """The compiled program of a micro-batch, and (kind, shape) of every collective in it."""
-    trainer = trainer_on(mesh)
-    program = trainer.learner.gradients.ahead(
-        trainer.learner.state.params, trainer.learner._step_packing.padding()
-    ).compiled
+    setup = setup_on(mesh)
+    program = setup.learner.gradients.ahead(setup.learner.state.params, setup.learner._step_packing.padding()).compiled
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
     return program, [
         (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({kinds})\(", program.as_text())
@@ -138,26 +138,24 @@ def bytes_on(device, tree):
 
 
 def test_fsdp_splits_parameters_and_optimizer_state_and_gathers_them_where_they_are_used():
-    trainer = trainer_on("fsdp=4,tensor=2")
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.learner.state))
+    setup = setup_on("fsdp=4,tensor=2")
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(setup.learner.state))
     # Norms of heads, counts and the vocabulary of 24 rows are all that is not split in 8.
-    assert bytes_on(jax.devices()[0], trainer.learner.state) < 0.14 * total
-    program = trainer.learner.gradients.ahead(
-        trainer.learner.state.params, trainer.learner._step_packing.padding()
-    ).compiled
+    assert bytes_on(jax.devices()[0], setup.learner.state) < 0.14 * total
+    program = setup.learner.gradients.ahead(setup.learner.state.params, setup.learner._step_packing.padding()).compiled
     text = program.as_text()
     assert "all-gather" in text
-    gradients = jax.tree.leaves(program.output_shardings)[: len(jax.tree.leaves(trainer.learner.state.params))]
+    gradients = jax.tree.leaves(program.output_shardings)[: len(jax.tree.leaves(setup.learner.state.params))]
     split = [
         math.prod(leaf.shape) // math.prod(place.shard_shape(leaf.shape))
-        for leaf, place in zip(jax.tree.leaves(trainer.learner.state.params), gradients, strict=True)
+        for leaf, place in zip(jax.tree.leaves(setup.learner.state.params), gradients, strict=True)
     ]
     assert sorted(set(split)) == [1, 4, 8] or sorted(set(split)) == [4, 8], split
 
 
 def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
-    trainer = trainer_on("tensor=5", optimizer={"name": "adamw"})
-    table = trainer.learner.state.params["embed_tokens"]["embedding"].get_value()
+    setup = setup_on("tensor=5", optimizer={"name": "adamw"})
+    table = setup.learner.state.params["embed_tokens"]["embedding"].get_value()
     assert table.shape == (24, 40) and table.sharding.shard_shape(table.shape) == (24, 8)
     _, found = program_on("tensor=5")
     # Looked up by features, which are put together; exchanged for rows before the head, and nobody has all of the table,
@@ -167,7 +165,7 @@ def test_a_table_whose_rows_the_ranks_do_not_divide_is_split_by_features():
     with pytest.raises(
         ValueError, match="^mesh: expected tensor ranks that divide the 24 rows or the 40 features of embed_"
     ):
-        trainer_on("tensor=7")
+        setup_on("tensor=7")
 
 
 def test_the_rest_of_the_devices():

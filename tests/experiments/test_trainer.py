@@ -16,6 +16,9 @@ from experiments.experience.prompts import sizes_for
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
+from experiments.loop import assemble as assemble_module
+from experiments.loop.assemble import slower_head
+from experiments.loop.loop import take_step
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
@@ -23,10 +26,8 @@ from experiments.runs.config_file import load_config
 from experiments.sampling import leaf_draw
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
-from experiments.training import trainer as trainer_module
 from experiments.training.resume import resume
 from experiments.training.run import set_up
-from experiments.training.trainer import slower_head
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from tests.experiments.tiny import TINY, tiny, train_records
@@ -50,17 +51,17 @@ def drift_records(result):
 
 
 def leaves(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.trainer.learner.state)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.setup.learner.state)]
 
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
-    trainer = set_up(short(tmp_path, "steady", drift={"every": 1}), reward=parity).trainer
-    compiled = []
+    setup = set_up(short(tmp_path, "steady", drift={"every": 1}), reward=parity).setup
+    feed, compiled = setup.feed(), []
     for _ in range(4):
         caplog.clear()
         with jax.log_compiles():
-            trainer.train_step()
+            take_step(setup, feed, report_drift=True)
         compiled.append([each.getMessage()[:80] for each in caplog.records if "Compiling" in each.getMessage()])
     assert compiled[0], "the log says what is compiled"
     ahead = [each for each in compiled[0] if "_of_micro_batch" in each or "_applied" in each]
@@ -76,7 +77,7 @@ def test_a_whole_rollout_makes_a_step_and_metrics_may_be_off(tmp_path):
         assert record["num_documents"] == 64 and record["micro_batches"] > 2
         assert "entropy" not in record and "ratio_new_old" not in record
         assert record["update_applied"] == 1 and record["loss"] != 0.0
-    assert not result.trainer.config.rollout.rescore, "every step is on policy"
+    assert not result.setup.config.rollout.rescore, "every step is on policy"
 
 
 def test_rescored_log_probs_are_the_trainers(tmp_path):
@@ -87,7 +88,7 @@ def test_rescored_log_probs_are_the_trainers(tmp_path):
         train(short(tmp_path, f"rescore-{rescore}", rollout={"rescore": rescore}, **options), reward=parity)
         for rescore in (False, None)
     )
-    assert scored.trainer.config.rollout.rescore, "two steps for each rollout"
+    assert scored.setup.config.rollout.rescore, "two steps for each rollout"
     first, second = train_records(scored)
     assert first["ratio_new_old"] == 1.0 and first["kl_new_old"] == 0.0
     # The sampler's log-probs stay for the drift, which is no larger once the policy has moved.
@@ -132,8 +133,8 @@ def test_a_reference_is_frozen_and_survives_a_resume(tmp_path, invariant):
     resumed = resume(f"{whole.run.path}@1", {"quiet": True}, reward=parity)
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
-    reference = jax.tree.leaves(whole.trainer.learner.reference)
-    for mine, other in zip(jax.tree.leaves(resumed.trainer.learner.reference), reference, strict=True):
+    reference = jax.tree.leaves(whole.setup.learner.reference)
+    for mine, other in zip(jax.tree.leaves(resumed.setup.learner.reference), reference, strict=True):
         np.testing.assert_array_equal(mine, other)
     assert any((np.asarray(x) != y).any() for x, y in zip(reference, jax.tree.leaves(whole.params), strict=True))
     distances = [[each["kl_reference"] for each in run.metrics if each["kind"] == "eval"] for run in (whole, resumed)]
@@ -151,7 +152,7 @@ def test_a_resume_takes_over_every_optimizers_state_and_the_exact_copy_of_bf16_p
     resumed = resume(f"{whole.run.path}@1", {"quiet": True}, reward=parity)
     for mine, other in zip(leaves(resumed), leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, other)
-    state = whole.trainer.learner.state
+    state = whole.setup.learner.state
     assert int(state.opt_state.count) == 2
     for stored, exact in zip(*map(jax.tree.leaves, (state.params, state.opt_state.exact)), strict=True):
         assert stored.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
@@ -200,11 +201,11 @@ def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_pat
     Spy.seen.clear()
     model = {"dtype": "bfloat16", "fp32_head": True}
     run = set_up(short(tmp_path, engine, model=model, loss={"engine": engine}, schedule={"steps": 1}))
-    assert run.trainer.learner.gradients.head_run.engine == {"auto": "chunked"}.get(engine, engine)
+    assert run.setup.learner.gradients.head_run.engine == {"auto": "chunked"}.get(engine, engine)
     if engine == "spy":
         assert set(Spy.seen) == {("bfloat16", "bfloat16", True, 1)}
         # Sampler and trainer share the products, so drift is what other shapes of bf16 bodies make it.
-        record = run.trainer.train_step().metrics
+        record = take_step(run.setup, run.setup.feed())[0].metrics
         assert record["head_engine"] == "spy" and 0.0 < record["drift_max"] < 0.1
 
 
@@ -215,8 +216,8 @@ def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_p
     monkeypatch.setitem(NAMED_SHAPES, "capped", shape)
     model = ModelConfig(name="capped", fp32_head=True)
     options = {"schedule": {"steps": 0, "row_length": None}, "rollout": {"temperature": 0.8}}
-    trainer = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).trainer
-    trainer.source.next(trainer.policy())
+    setup = set_up(short(tmp_path, "draws", invariant=True, model=model, **options)).setup
+    setup.source.next(setup.policy())
     assert specs and all((s.fp32_head, s.softcap, s.temperature) == (True, 5.0, 0.8) for s in specs)
 
 
@@ -226,7 +227,7 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def advice(capability, version, dtype):
-        monkeypatch.setattr(trainer_module, "capability_of", lambda device: capability)
+        monkeypatch.setattr(assemble_module, "capability_of", lambda device: capability)
         monkeypatch.setattr(jax, "__version_info__", version)
         text = slower_head(slow, dtype)
         assert "hopper not used: JAX 0.10.2" in text and "\n" not in text
@@ -292,7 +293,7 @@ class Copying:
 @pytest.mark.slow
 def test_a_task_of_ones_own(tmp_path):
     result = train(short(tmp_path, "copying", schedule={"steps": 1}), task=Copying())
-    assert result.trainer.task.name == "copying" and train_records(result)[0]["num_documents"] == 64
+    assert result.setup.task.name == "copying" and train_records(result)[0]["num_documents"] == 64
     with pytest.raises(ValueError, match="^task: expected your own task Copying, as the run began"):
         resume(str(result.run.path))
     with pytest.raises(ValueError, match="^task: expected your own task Copying, .* got your own task Addition"):

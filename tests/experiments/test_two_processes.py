@@ -27,29 +27,30 @@ def of_own_rank(self, rank):
 Round.micro_batch = of_own_rank
 from experiments.experience.prompts import PromptOrder
 from experiments.tasks.rewards import RewardNotFinite, Rewards
-from experiments.training.trainer import Trainer
-parts, make = Rewards.parts, Trainer.__init__
-def begin(trainer, *given, **options):
-    make(trainer, *given, **options)
-    first = PromptOrder(trainer.task, trainer.config.seed, 1).take(1)[0].prompt
+from experiments.experience.rollouts import Rollouts
+parts, make = Rewards.parts, Rollouts.__init__
+def begin(rollouts, prompts, *given):
+    make(rollouts, prompts, *given)
+    first = PromptOrder(prompts._task, prompts._seed, 1).take(1)[0].prompt
     def of_one_process(rewards, examples, completions, numbers):
         # Of a rollout, by whichever process scores its second completion.
         if len(examples) == {DOCUMENTS} and 1 in numbers and examples[1].prompt == first:
             raise RewardNotFinite("reward of the second completion: got nan")
         return parts(rewards, examples, completions, numbers)
     Rewards.parts = of_one_process
-Trainer.__init__ = begin
+Rollouts.__init__ = begin
 {MAIN}
 """
 FAULT = f"""
 import os, sys
-from experiments.training.trainer import Trainer
-step, last = Trainer.train_step, sys.argv[sys.argv.index("--process-id") + 1] == "1"
-def train_step(trainer):
-    if last and trainer.progress.step == 1:
+from experiments.loop.feed import DocumentFeed
+plain, steps, last = DocumentFeed.take, [], sys.argv[sys.argv.index("--process-id") + 1] == "1"
+def take(feed, policy):
+    steps.append(feed)
+    if last and len(steps) == 2:
         raise OSError(28, "No space left on device", "/x")
-    return step(trainer)
-Trainer.train_step = train_step
+    return plain(feed, policy)
+DocumentFeed.take = take
 {NOT_FINITE}
 """
 
@@ -143,7 +144,7 @@ def test_two_processes_go_on_with_an_invariant_run_of_one_to_the_same_bits(cache
     assert [wait(each).code for each in start_together(resume, cache, 2)] == [0, 0]
     (step, digests, counters), (wanted_step, wanted_digests, wanted_counters) = saved(run), saved(whole)
     assert step == wanted_step == 2 and digests == wanted_digests and losses(run) == losses(whole)
-    assert counters == wanted_counters and counters["queued"] == [], "a step takes a whole rollout"
+    assert counters == wanted_counters and counters["feed"]["queued"] == [], "a step takes a whole rollout"
     steps = [each for each in read_metrics(run / "metrics.jsonl").records if each["kind"] == "train"]
     assert [each["drift_max"] for each in steps] == [0.0, 0.0] and all(each["grad_norm"] > 0.0 for each in steps)
 

@@ -8,11 +8,11 @@ from experiments.config import GuardsConfig, RolloutConfig
 from experiments.experience.counts import RolloutCounts
 from experiments.experience.prompts import PromptOrder, fits_completion
 from experiments.experience.rollouts import Rollouts
+from experiments.loop import alerts
+from experiments.loop.alerts import WINDOW, StepMonitor, over_median, with_norm
 from experiments.sampling.policy import SamplingOptions
 from experiments.tasks import Rewards, RewardTerm, make_task
 from experiments.tasks.tokenizer import tokenizer_for
-from experiments.training import watch as watch_module
-from experiments.training.watch import WINDOW, Watch, over_median, with_norm
 from tests.experiments.scripted import ScriptedPolicy
 
 TASK = make_task("addition:1")
@@ -29,7 +29,7 @@ def rollouts(reward=lambda example, completion: 0.0, *, longest=3, epochs=None, 
 
 def warnings_of(made, steps, policy=POLICY):
     """What is warned of, by step."""
-    watch, found = Watch(GuardsConfig(), 3), {}
+    watch, found = StepMonitor(GuardsConfig(), 3), {}
     for step in range(1, steps + 1):
         for warning in watch.warnings(step, {}, made.next(policy).counts):
             found[step] = warning
@@ -53,11 +53,11 @@ def test_one_group_with_a_difference_is_enough():
 
 def test_many_truncated_completions_are_warned_of_at_once_and_then_less_often():
     counts = RolloutCounts(groups=2, completions=10, truncated=3)
-    watch = Watch(GuardsConfig(), 7)
+    watch = StepMonitor(GuardsConfig(), 7)
     warned = {step: watch.warnings(step, {}, counts) for step in range(1, 6)}
     assert [step for step, found in warned.items() if found] == [1, 2, 4]
     assert warned[1] == ["step 1: 3 of 10 completions were truncated at 7 tokens; raise --rollout.max-new-tokens"]
-    assert Watch(GuardsConfig(), 7).warnings(1, {}, RolloutCounts(groups=2, completions=10, truncated=2)) == []
+    assert StepMonitor(GuardsConfig(), 7).warnings(1, {}, RolloutCounts(groups=2, completions=10, truncated=2)) == []
 
 
 CAUSES = {
@@ -78,7 +78,7 @@ CAUSES = {
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_warning_says_what_is_the_same(name, monkeypatch):
-    monkeypatch.setattr(watch_module, "DEGENERATE_STEPS", 1)
+    monkeypatch.setattr(alerts, "DEGENERATE_STEPS", 1)
     options, answers, words = CAUSES[name]
     (warning,) = warnings_of(rollouts(**options), 1, ScriptedPolicy(TOKENIZER, answers)).values()
     assert warning.endswith(f" ({words})")
@@ -92,7 +92,7 @@ def test_an_answer_in_characters_that_the_model_lacks_does_not_fit():
 
 def test_a_spike_is_a_multiple_of_the_median_before_it():
     norms, found = [], []
-    watch = Watch(GuardsConfig(spike_factor=10.0), 3)
+    watch = StepMonitor(GuardsConfig(spike_factor=10.0), 3)
     for step, norm in enumerate([*[1.0, 2.0, 3.0] * 4, 21.0, float("nan"), 2.0], start=1):
         values = {"grad_norm": norm, "grad_norm_over_median": over_median(norms, norm)}
         norms = with_norm(norms, norm)

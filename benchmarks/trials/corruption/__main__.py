@@ -88,8 +88,8 @@ def small(parent: Path) -> Subject:
 def tiny(parent: Path) -> Subject:
     """The run of a trainer, four steps and two checkpoints."""
     result = train(dataclasses.replace(tiny_config(*OPTIONS), out=str(parent), name="tiny"))
-    arrays = result.trainer.learner.arrays()
-    return _subject(result.run, restore_template(arrays, result.trainer.mesh))
+    arrays = result.setup.learner.arrays()
+    return _subject(result.run, restore_template(arrays, result.setup.mesh))
 
 
 def _subject(folder: RunFolder, template: Any) -> Subject:

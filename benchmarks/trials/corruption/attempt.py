@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.command_line import exit_code
 from experiments.config import Config
+from experiments.loop.session import identity_of_run
 from experiments.runs.checkpoint import Restored
 from experiments.runs.config_file import load_config
 from experiments.runs.files import replace_file, write_json
@@ -21,7 +22,6 @@ from experiments.runs.folder import RunFolder, Sample
 from experiments.runs.identity import Identity
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore
-from experiments.training.loop import identity_of_run
 
 SENTENCE = "goes on, with a sentence"
 UNTOUCHED = "goes on, of no importance"

@@ -10,11 +10,13 @@ import jax
 from experiments.compilation_cache import cache_report
 from experiments.config.changes import may_change
 from experiments.experience.rollouts import Rollouts
+from experiments.loop.assemble import CHECK_PROMPTS, Setup
+from experiments.loop.loop import Progress
+from experiments.loop.warm_start import warm_start_optimizer
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, total_bytes
 from experiments.runs.console import RunConsole
 from experiments.runs.processes import processes
-from experiments.training.trainer import CHECK_PROMPTS, Trainer
 
 ACCURACY = 1.1
 """The need is within a tenth of the peak: a run is refused if it is further above what there is, or its state is above."""
@@ -54,18 +56,19 @@ class MemoryNeed(NamedTuple):
         return f"{size(self.total)} (state {size(self.state)}; beyond it: {beyond}{most})"
 
 
-def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) -> None:
+def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed: bool = False) -> None:
     """Compiles the programs of a step, a rollout and an evaluation, as their first calls would, and prints what they need.
     Also prints how many came from the cache.
 
     Raises:
         ValueError: clearly more than there is, with what may make it fit; of a resume, what can still be changed.
     """
-    if trainer.progress.step >= trainer.config.schedule.steps:
+    if progress.step >= setup.config.schedule.steps:
         return
-    need = memory_need(trainer)
+    warm_start_to_come = setup.config.warm_start.max_steps > 0 and progress.evaluated < 0
+    need = memory_need(setup, warm_start_to_come=warm_start_to_come)
     # Of all processes: each knows its own devices.
-    limits = processes().gather("memory of devices", device_limit(trainer.mesh.local_devices))
+    limits = processes().gather("memory of devices", device_limit(setup.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
     console.say(f"memory per device: {need}" + ("" if limit is None else f"; limit: {size(limit)}"))
     programs = cache_report()
@@ -81,54 +84,55 @@ def say_memory(trainer: Trainer, console: RunConsole, *, resumed: bool = False) 
     console.warn(sentence)
 
 
-def memory_need(trainer: Trainer) -> MemoryNeed:
+def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
-    state, params = _state(trainer), trainer.learner.state.params
-    programs = trainer.learner.programs()
+    state, params = _state(setup, warm_start_to_come), setup.learner.state.params
+    programs = setup.learner.programs()
     if programs is None:
         return MemoryNeed(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    shapes = {} if not isinstance(trainer.source, Rollouts) else {"rollout": trainer.source.shape}
-    evaluation = trainer.evaluation.shape
-    checked = CHECK_PROMPTS if trainer.warm_start_to_come else 0
+    shapes = {} if not isinstance(setup.source, Rollouts) else {"rollout": setup.source.shape}
+    evaluation = setup.evaluation.shape
+    checked = CHECK_PROMPTS if warm_start_to_come else 0
     shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, checked))
-    draws = {name: trainer.generator.memory(params, shape) for name, shape in shapes.items()}
+    draws = {name: setup.generator.memory(params, shape) for name, shape in shapes.items()}
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
         return MemoryNeed(state)
-    held = bytes_a_device(params) + bytes_a_device(trainer.frozen)
+    held = bytes_a_device(params) + bytes_a_device(setup.backend.frozen)
     batch = max(0, micro_batch.argument_size_in_bytes - held)
     gradients = micro_batch.output_size_in_bytes
     # Their sum, those that are being added, and those of the next micro-batch, which runs already.
-    copies = 3 if _several_micro_batches(trainer) else 1
+    copies = 3 if _several_micro_batches(setup, warm_start_to_come) else 1
     parts = {
         "micro-batch": batch + micro_batch.temp_size_in_bytes + copies * gradients,
         "update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
         **known,
     }
-    return MemoryNeed(state, parts, peak_bytes(trainer.mesh.local_devices) or 0)
+    return MemoryNeed(state, parts, peak_bytes(setup.mesh.local_devices) or 0)
 
 
-def _state(trainer: Trainer) -> int:
-    params = bytes_a_device(trainer.learner.state.params)
-    held = params + bytes_a_device(trainer.frozen)
-    if trainer.sampled_frozen is not trainer.frozen:
+def _state(setup: Setup, warm_start_to_come: bool) -> int:
+    params = bytes_a_device(setup.learner.state.params)
+    held = params + bytes_a_device(setup.backend.frozen)
+    if setup.backend.sampled_frozen is not setup.backend.frozen:
         # A copy for rollouts on a mesh of their own.
-        held += bytes_a_device(trainer.sampled_frozen)
-    steps = bytes_a_device(trainer.learner.state.opt_state) + (params if trainer.has_reference else 0)
-    if not trainer.warm_start_to_come:
+        held += bytes_a_device(setup.backend.sampled_frozen)
+    steps = bytes_a_device(setup.learner.state.opt_state) + (params if setup.learner.keeps_reference else 0)
+    if not warm_start_to_come:
         return held + steps
     # It has an optimizer of its own, and no reference yet.
-    moments = params * total_bytes(trainer.warm_start_moments()) // total_bytes(trainer.learner.state.params)
+    optimizer, trained = warm_start_optimizer(setup.config.warm_start), setup.learner.state.params
+    moments = params * total_bytes(jax.eval_shape(optimizer.init, trained)) // total_bytes(trained)
     return held + max(steps, moments)
 
 
-def _several_micro_batches(trainer: Trainer) -> bool:
+def _several_micro_batches(setup: Setup, warm_start_to_come: bool) -> bool:
     """Whether a step may take several, where every document is the longest possible one."""
-    sizes, rollout = trainer.sizes, trainer.config.rollout
-    step = trainer.config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
-    warm = trainer.config.warm_start.batch_size if trainer.warm_start_to_come else 0
-    rows = parse_mesh(trainer.config.mesh).ranks * sizes.rows
+    sizes, rollout = setup.sizes, setup.config.rollout
+    step = setup.config.schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
+    warm = setup.config.warm_start.batch_size if warm_start_to_come else 0
+    rows = parse_mesh(setup.config.mesh).ranks * sizes.rows
     return max(step, warm) > rows * (sizes.row // (sizes.prompt + sizes.completion))
 
 

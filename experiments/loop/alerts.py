@@ -35,7 +35,7 @@ def with_norm(norms: list[float], norm: float) -> list[float]:
     return [*norms[1 - WINDOW :], norm] if math.isfinite(norm) else norms
 
 
-class Watch:
+class StepMonitor:
     """Reads every step.
 
     Args:

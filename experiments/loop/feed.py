@@ -1,0 +1,113 @@
+"""The documents of each step, drawn by a source and packed; those beyond a step wait for the next."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from experiments.experience.counts import RolloutCounts
+from experiments.experience.experience import ExperienceSource, Policy
+from experiments.experience.own_source import SourceFailed
+from experiments.learner.packing import Packing
+from experiments.loop.queue import DocumentQueue
+from experiments.refusal import NotFinite, Refusal
+from experiments.runs.processes import processes
+from experiments.tasks.rewards import RewardFailed
+from jaxlogp import Document, DocumentSchedule
+
+
+class Taken(NamedTuple):
+    """What a step trains on, or why it is refused; the counts of what was drawn for it, and how long that took.
+
+    Without documents and a refusal, the data has ended.
+    """
+
+    documents: Sequence[Document]
+    counts: RolloutCounts
+    rollout_seconds: float
+    wait_seconds: float
+    refusal: Refusal | None = None
+
+
+class DocumentFeed:
+    """Asks a source for documents, step by step.
+
+    Args:
+        source: draws them.
+        packing: how documents become micro-batches.
+        docs_per_step: documents that complete a step; 0 takes one call of the source, whole.
+        exact: whether a step ends exactly there, instead of with the micro-batch that reaches the number.
+        rescore: whether old log-probs are the trainer's instead of the sampler's.
+    """
+
+    def __init__(
+        self, source: ExperienceSource, packing: Packing, docs_per_step: int, *, exact: bool, rescore: bool
+    ) -> None:
+        self._source, self._packing, self._number = source, packing, docs_per_step
+        self._exact, self._rescore = exact, rescore
+        self._queue = DocumentQueue()
+
+    def take(self, policy: Policy) -> Taken:
+        """Draws the documents of the next step, and packs them; what is drawn beyond them waits for the one after.
+
+        All of a step is drawn before any of it is packed, so that the micro-batches do not depend on where a rollout ends.
+
+        Raises:
+            RewardFailed: if a reward function is broken; nothing has been taken of the data.
+            SourceFailed: if a source is; likewise.
+        """
+        started, before, waiting = time.perf_counter(), self._source.state(), self._queue.documents
+        try:
+            counts, refusal = self._draw(policy)
+        except (RewardFailed, SourceFailed):
+            self._source.restore(before)
+            self._queue.documents = waiting
+            raise
+        seconds = time.perf_counter() - started
+        if refusal is not None:
+            return Taken((), counts, seconds, seconds, refusal)
+        documents = self._packed()
+        return Taken(documents, counts, seconds, time.perf_counter() - started)
+
+    def state(self) -> dict[str, Any]:
+        """Returns JSON values from which `restore` goes on to the same documents."""
+        return {"source": self._source.state(), "queued": self._queue.to_json()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        self._source.restore(state["source"])
+        self._queue = DocumentQueue.from_json(state["queued"])
+
+    def _draw(self, policy: Policy) -> tuple[RolloutCounts, Refusal | None]:
+        """Fills the queue up to the documents of a step; the counts of what was drawn, and why the step is refused."""
+        counts = RolloutCounts()
+        while self._queue.lacks(self._number):
+            experience = self._source.next(policy)
+            if experience is None:
+                break
+            counts += experience.counts
+            if experience.refusal is not None:
+                return counts, experience.refusal
+            try:
+                self._queue.add(self._rescored(experience.documents, policy))
+            except NotFinite as error:
+                return counts, error.refusal
+        return counts, None
+
+    def _rescored(self, documents: Sequence[Document], policy: Policy) -> Sequence[Document]:
+        if not self._rescore:
+            return documents
+        pairs = zip(documents, policy.log_probs(documents), strict=True)
+        return [replace(document, old_log_probs=log_probs) for document, log_probs in pairs]
+
+    def _packed(self) -> list[Document]:
+        """The documents of the micro-batches that reach the number, or all that wait."""
+        number = self._number or len(self._queue.documents)
+        # The last micro-batch of a step would hold more documents on one mesh than on another.
+        at_most = number if self._exact else None
+        collected = DocumentSchedule(number).collect(
+            [self._queue.rounds(self._packing, at_most)],
+            padding=self._packing.padding(),
+            all_reduce=processes().require_equal_counts,
+        )
+        return [document for (each,) in collected.micro_batches for document in each.documents]

@@ -1,0 +1,331 @@
+"""The loop of a run: warm start, steps, evaluations, checkpoints, and its end, whatever ends it."""
+
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from experiments.experience.own_source import SourceFailed
+from experiments.learner.learner import StepResult
+from experiments.loop.alerts import StepMonitor, over_median, with_norm
+from experiments.loop.assemble import Setup
+from experiments.loop.evaluation import ExactMatch
+from experiments.loop.feed import DocumentFeed, Taken
+from experiments.runs.checkpoint import complete_steps, restore_template
+from experiments.runs.console import RunConsole
+from experiments.runs.folder import RunFolder
+from experiments.runs.processes import processes
+from experiments.runs.signals import Signals
+from experiments.runs.stops import GuardAbort, Interrupted
+from experiments.runs.store import FollowedStore, RunStore
+from experiments.tasks.rewards import RewardFailed, RewardNotFinite
+from jaxlogp.errors import require
+
+
+def resume_hint(folder: RunFolder, *, finished: bool = False) -> str:
+    """Returns the last saved step of a run, and the command that resumes it."""
+    steps = complete_steps(folder.checkpoints)
+    saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
+    command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
+    if finished:
+        return f"{saved}; to train up to step N: {command} --schedule.steps N"
+    return f"{saved}; to {'continue' if steps else 'repeat it'}: {command}"
+
+
+@dataclass
+class Progress:
+    """The counters of a run, saved with every checkpoint as JSON.
+
+    Attributes:
+        refused: steps in a row, up to the newest, whose update was refused.
+        drift_step: step of the newest drift report.
+        evaluated: step of the newest evaluation in the log; -1 before the first.
+        norms: the newest gradient norms.
+    """
+
+    step: int = 0
+    refused: int = 0
+    drift_step: int = 0
+    evaluated: int = -1
+    norms: list[float] = field(default_factory=list)
+
+
+class Outcome(NamedTuple):
+    """What a run came to: held-out scores before the first step and after the last, and whether the data has ended."""
+
+    before: ExactMatch
+    after: ExactMatch
+    steps: int
+    exhausted: bool
+
+
+def take_step(setup: Setup, feed: DocumentFeed, *, report_drift: bool = False) -> tuple[StepResult, Taken] | None:
+    """Draws documents and takes one optimizer step on them, or refuses it; None if the data has ended.
+
+    Raises:
+        RewardFailed: if a reward function is broken; nothing has been taken of the data, as if the step had not begun.
+        SourceFailed: if a source is; likewise.
+    """
+    policy = setup.policy()
+    try:
+        taken = feed.take(policy)
+    finally:
+        # The update takes over the memory of its parameters.
+        policy.end()
+    if taken.refusal is not None:
+        return StepResult(refusal=setup.learner.explain(taken.refusal)), taken
+    if not taken.documents:
+        return None
+    return setup.learner.step(taken.documents, report_drift=report_drift), taken
+
+
+class Loop:
+    """A run between its first and its last step.
+
+    Args:
+        setup: what the run consists of.
+        folder: where it is kept.
+        console: what it prints.
+        store: its checkpoints and logs.
+        signals: that have been received.
+
+    Attributes:
+        progress: where it is.
+        before: held-out scores from before the first step; None until the warm start has ended.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder,
+        console: RunConsole,
+        store: RunStore | FollowedStore,
+        signals: Signals,
+    ) -> None:
+        self._setup, self._config, self._learner = setup, setup.config, setup.learner
+        self._folder, self._console, self._store, self._signals = folder, console, store, signals
+        self._feed = setup.feed()
+        self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
+        self.before: ExactMatch | None = None
+        self.progress, self._exhausted = Progress(), False
+        self._saved_step: int | None = None
+        # Not the time of day, which jumps.
+        self._saved_at = time.monotonic()
+
+    def restore(self, step: int | None = None) -> None:
+        """Restores the newest intact checkpoint, or that of a step, on this mesh. Writes nothing.
+
+        Raises:
+            ValueError: if there is no such checkpoint, or one that this run cannot go on from.
+        """
+        learner = self._learner
+        restored = self._store.restore(restore_template(learner.template(), self._setup.mesh), step)
+        for warning in restored.warnings:
+            self._console.warn(warning)
+        extra = restored.extra
+        learner.restore(restored.arrays, extra["learner"])
+        self._feed.restore(extra["feed"])
+        self.progress, self.before = Progress(**extra["progress"]), ExactMatch(**extra["before"])
+        fault, at = learner.fault(), f"checkpoint step {self.progress.step}"
+        require(fault is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", fault)
+
+    def run(self) -> Outcome:
+        """Runs to the end, from the warm start on unless a checkpoint was restored."""
+        self._saved_step = self._store.latest_step()
+        before = self._warm_start() if self.before is None else self.before
+        after = self._train()
+        return Outcome(before, after, self.progress.step, self._exhausted)
+
+    def _warm_start(self) -> ExactMatch:
+        metrics = self._store.metrics
+        self._answer_signals()
+        self._with_rewards(lambda: self._setup.warm_start(self._console, metrics, self._answer_signals))
+        before = self.before = self._evaluate()
+        self._save()
+        # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
+        self._store.wait_until_finished()
+        self._say_scores(before)
+        return before
+
+    def _train(self) -> ExactMatch:
+        progress, config = self.progress, self._config
+        self._answer_signals()
+        # Of a run that was interrupted between a step and its evaluation.
+        scores = self._evaluate_if_due()
+        label = config.loss.name.upper()
+        with self._console.progress(label, config.schedule.steps, done=progress.step):
+            while not self._ended and self._step():
+                self._answer_signals()
+                scores = self._evaluate_if_due() or scores
+                if self._save_is_due():
+                    self._save()
+                self._answer_signals()
+        if self._exhausted:
+            self._console.say(f"the training data ended after step {progress.step}")
+        scores = self._evaluate_if_due() or scores or self._evaluate(log=False)
+        self._save()
+        return scores
+
+    @property
+    def _ended(self) -> bool:
+        return self._exhausted or self.progress.step >= self._config.schedule.steps
+
+    def _step(self) -> bool:
+        """One step with its records; False if the data had ended before it."""
+        started = time.perf_counter()
+        done = self._with_rewards(lambda: take_step(self._setup, self._feed, report_drift=self._drift_is_due))
+        if done is None:
+            self._exhausted = True
+            return False
+        self._record(*done, started)
+        return True
+
+    @property
+    def _drift_is_due(self) -> bool:
+        every, last = self._config.drift.every, self.progress.drift_step
+        return every > 0 and (last == 0 or self.progress.step + 1 >= last + every)
+
+    def _record(self, result: StepResult, taken: Taken, started: float) -> None:
+        """Counts a step that is over, and says what it has done."""
+        progress, tokenizer, drift = self.progress, self._setup.tokenizer, result.drift
+        refusal = None if result.refusal is None else result.refusal.sentence(tokenizer)
+        progress.step += 1
+        progress.refused = 0 if refusal is None else progress.refused + 1
+        values, step, metrics = self._values(result, taken, started), progress.step, self._store.metrics
+        if refusal is not None:
+            values["refused"] = refusal
+        metrics.write(step, "train", values)
+        self._console.step(step, values)
+        if drift is not None:
+            progress.drift_step = step
+            metrics.write(step, "drift", drift.metrics(tokenizer))
+            for line in drift.lines(tokenizer):
+                self._console.say(f"step {step}: {line}")
+        if refusal is not None:
+            self._console.warn(f"step {step} is refused: {refusal}")
+        for warning in self._monitor.warnings(step, values, taken.counts):
+            self._console.warn(warning)
+        self._guard(step, refusal)
+
+    def _values(self, result: StepResult, taken: Taken, started: float) -> dict[str, Any]:
+        """The metrics of a step, with those that every step has."""
+        values, progress = dict(result.metrics), self.progress
+        if values:
+            norm = values["grad_norm"]
+            values["grad_norm_over_median"] = over_median(progress.norms, norm)
+            progress.norms = with_norm(progress.norms, norm)
+            values |= {"attention": self._setup.attention.implementation, "data_wait_seconds": taken.wait_seconds}
+        drift_seconds = 0.0 if result.drift is None else result.drift.seconds
+        seconds = time.perf_counter() - started - drift_seconds
+        return values | {
+            "update_applied": int(result.refusal is None),
+            "documents_seen": self._learner.version,
+            "rollout_seconds": taken.rollout_seconds,
+            "step_seconds": seconds,
+            "tokens_per_second": values.get("tokens", 0) / seconds,
+            **taken.counts.metrics(),
+        }
+
+    def _guard(self, step: int, refusal: str | None) -> None:
+        """Ends the run after too many refused steps, or where devices hold different copies of the state."""
+        progress, options = self.progress, self._config.guards
+        refused = progress.refused
+        if refused >= options.max_refused_steps:
+            # A resume begins to count anew.
+            progress.refused = 0
+            self._abort(f"step {step} is the last of {refused} refused in a row: {refusal}")
+        if options.replica_every and step % options.replica_every == 0:
+            self._require(step, "copies differ", self._learner.mismatch())
+
+    def _evaluate(self, *, log: bool = True) -> ExactMatch:
+        """Exact match on the held-out prompts with the present parameters; the same random numbers every time."""
+        started, setup, step = time.perf_counter(), self._setup, self.progress.step
+        evaluated = self._with_rewards(lambda: setup.evaluation.of(setup.policy()))
+        if log:
+            values = evaluated.metrics()
+            if self._config.evaluation.kl:
+                values["kl_reference"] = self._learner.kl_to_reference(evaluated.documents)
+            values["seconds"] = time.perf_counter() - started
+            self._store.metrics.write(step, "eval", values)
+            self._store.metrics.write_samples(step, "held_out", evaluated.samples)
+            self.progress.evaluated = step
+        return evaluated.exact_match
+
+    def _evaluate_if_due(self) -> ExactMatch | None:
+        """An evaluation where this step has one that is not made yet."""
+        progress, every = self.progress, self._config.evaluation.every
+        due = self._ended or (every and progress.step % every == 0)
+        if not due or progress.evaluated == progress.step:
+            return None
+        scores = self._evaluate()
+        self._say_scores(scores)
+        return scores
+
+    def _say_scores(self, scores: ExactMatch) -> None:
+        values = f"sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}"
+        self._console.say(f"step {self.progress.step}: held-out exact match {values}")
+
+    def _save_is_due(self) -> bool:
+        options, step = self._config.checkpoint, self.progress.step
+        return bool(self._ended or self._time_has_come() or (options.every and step % options.every == 0))
+
+    def _time_has_come(self) -> bool:
+        minutes = self._config.checkpoint.every_minutes
+        passed = lambda: time.monotonic() - self._saved_at >= 60.0 * minutes  # noqa: E731
+        return bool(minutes) and processes().of_first("time to save", passed)
+
+    def _save(self) -> None:
+        """A checkpoint of this step, unless there is one; never of a state that cannot be trained on."""
+        step, learner = self.progress.step, self._learner
+        if step == self._saved_step:
+            return
+        self._require(step, "not saved", learner.fault())
+        if self._config.guards.replica_every:
+            self._require(step, "not saved, copies differ", learner.mismatch())
+        self._console.say(f"step {step}: saving a checkpoint")
+        assert self.before is not None, "nothing is saved before the warm start has ended"
+        extra = {
+            "progress": dict(vars(self.progress)),
+            "learner": learner.counters(),
+            "feed": self._feed.state(),
+            "before": self.before._asdict(),
+        }
+        self._store.save(step, learner.arrays(), extra)
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def _with_rewards(self, function: Callable[[], Any]) -> Any:
+        """The function's result; a broken reward or source ends the run, once what is done has been saved."""
+        try:
+            return function()
+        except (RewardFailed, RewardNotFinite, SourceFailed) as error:
+            self._abort(str(error), error)
+
+    def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:
+        """Ends the run with a durable checkpoint of the state, which no refused step has changed."""
+        if self.before is not None:
+            self._save()
+            self._store.wait_until_finished()
+        raise GuardAbort(f"{reason}; {resume_hint(self._folder)}") from error
+
+    def _require(self, step: int, what: str, found: str | None) -> None:
+        """Ends the run without a checkpoint of a damaged state."""
+        if found is not None:
+            self._store.wait_until_finished()
+            raise GuardAbort(f"step {step}: {what}: {found}; {resume_hint(self._folder)}")
+
+    def _answer_signals(self) -> None:
+        """Raises `Interrupted` after a signal to any of the processes, with a durable checkpoint of this step if there is
+        anything to save yet."""
+        here = processes()
+        told = here.gather("signals", self._signals.received)
+        process = next((process for process, number in enumerate(told) if number is not None), None)
+        if process is None:
+            return
+        received = signal.Signals(told[process])
+        name = received.name if here.count == 1 else f"{received.name} to process {process}"
+        if self.before is not None:
+            self._save()
+            self._store.wait_until_finished()
+        raise Interrupted(received, f"{name}: {resume_hint(self._folder)}")
