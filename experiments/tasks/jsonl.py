@@ -9,22 +9,19 @@ misspelt key would otherwise vanish without a word, unless `other_keys` asks for
 holds in addition to prompt and answer.
 """
 
-import hashlib
 import json
-import math
 import re
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
+from experiments.tasks.json_lines import METADATA, check_text, parse_messages, parse_object, read_lines
 from experiments.tasks.numbers import only_number, same_number
 from experiments.tasks.protocol import (
     HELD_OUT_ONE_IN,
     SPLITS,
     Example,
-    Message,
     Prompt,
     Split,
     check_request,
@@ -34,10 +31,7 @@ from experiments.tasks.protocol import (
 from jaxlogp.errors import require
 
 PROMPT_KEYS = ("prompt", "question", "messages")
-METADATA = "metadata"
 VERIFIERS = ("exact", "numeric")
-MAX_BYTES = 2**30
-"""Of a file, which is read whole: its examples take several times as much memory."""
 ENOUGH_LINES = 5 * HELD_OUT_ONE_IN
 
 
@@ -91,7 +85,7 @@ class JsonlFormat(JsonlOptions):
 
     def parse(self, line: bytes) -> Example:
         """One example from one line; the message of its ValueError is the reason alone."""
-        record = _record(line)
+        record = parse_object(line)
         prompt_key = self._prompt_key(record)
         known = (prompt_key, self.answer_key, METADATA)
         rest = {key: value for key, value in record.items() if key not in known[:2]}
@@ -133,7 +127,7 @@ class JsonlFormat(JsonlOptions):
         if isinstance(value, int | float) and not isinstance(value, bool):
             # As JSON writes it: 42, 0.5.
             value = json.dumps(value)
-        _check_text(self.answer_key, value)
+        check_text(self.answer_key, value)
         if self.answer_pattern is not None:
             found = re.findall(self.answer_pattern, value)
             if len(found) != 1 or not found[0].strip():
@@ -212,15 +206,10 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
     """Reads a file of examples, all of it, into memory: UTF-8, one JSON object a line.
 
     Raises:
-        ValueError: the file cannot be read, is a pipe or a device, is larger than `MAX_BYTES` or empty, or leaves a split
+        ValueError: the file cannot be read, is a pipe or a device, is too large or empty, or leaves a split
             empty; or a line is not what it must be, with the number of the line, counted from 1.
     """
-    content = _content(path)
-    lines = content.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    if not lines:
-        raise ValueError(f"task file {path}: expected one JSON object a line, got an empty file")
+    lines, digest = read_lines(path, "task file")
     examples: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -241,84 +230,11 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
                 "will do"
             )
     divided = {split: tuple(examples[split]) for split in SPLITS}
-    return JsonlTask(str(Path(path).resolve()), divided, form, hashlib.sha256(content).hexdigest())
-
-
-def _content(path: str) -> bytes:
-    """The bytes of a file; a pipe would block, and a device may never end."""
-    try:
-        found = Path(path).stat()
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            raise ValueError("a pipe, socket or device")
-        if found.st_size > MAX_BYTES:
-            raise ValueError(f"{found.st_size} bytes, more than {MAX_BYTES}")
-        return Path(path).read_bytes()
-    # A path with a null character is a ValueError of its own.
-    except (OSError, ValueError) as error:
-        seen = getattr(error, "strerror", None) or error
-        raise ValueError(f"task file {path}: expected a readable file, got {seen}") from error
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(
-            line.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite
-        )
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON: {error.msg} at character {error.pos}") from error
-    except RecursionError as error:
-        raise ValueError("invalid JSON: nested too deeply") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
-    return record
-
-
-def _constant(word: str) -> NoReturn:
-    raise ValueError(f"invalid JSON: {word} is not a number of JSON")
-
-
-def _finite(digits: str) -> float:
-    if math.isinf(number := float(digits)):
-        raise ValueError(f"expected numbers that float64 holds, got {digits[:40]}")
-    return number
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in record:
-            raise ValueError(f"key {key!r} occurs twice in one object")
-        record[key] = value
-    return record
+    return JsonlTask(str(Path(path).resolve()), divided, form, digest)
 
 
 def _prompt(key: str, value: Any) -> Prompt:
-    if not isinstance(value, list):
-        _check_text(key, value)
-        return value
-    if not value:
-        raise ValueError(f"{key!r} is empty")
-    return tuple(_message(f"{key}[{number}]", message) for number, message in enumerate(value))
-
-
-def _message(place: str, value: Any) -> Message:
-    if not isinstance(value, dict) or set(value) != set(Message._fields):
-        seen = f"keys {', '.join(sorted(value))}" if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{place!r} must be an object with role and content, got {seen}")
-    for name in Message._fields:
-        _check_text(f"{place}.{name}", value[name])
-    return Message(**value)
-
-
-def _check_text(key: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{key!r} must be a string, got {type(value).__name__}")
-    # An empty answer would reward the model for saying nothing.
-    if not value.strip():
-        raise ValueError(f"{key!r} is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{key!r} holds half of a surrogate pair at character {error.start}") from error
+    if isinstance(value, list):
+        return parse_messages(key, value)
+    check_text(key, value)
+    return value

@@ -17,6 +17,10 @@ PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NUM_SPECIAL = 3
 VOCAB_MULTIPLE = 8
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_NO_TEMPLATE = (
+    "messages: expected a model with a chat template (--model.path) for prompts that are conversations, "
+    "got the tokenizer of a model from nothing"
+)
 
 
 class Tokenizer(Protocol):
@@ -51,6 +55,17 @@ class Tokenizer(Protocol):
             ValueError: no chat template, or one that refuses the messages.
         """
 
+    def encode_turns(self, messages: Sequence[Mapping[str, str]], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a whole conversation, and which of them are labels: those of the given turns.
+
+        Args:
+            messages: `role` and `content` of each.
+            turns: indices of the messages to train on.
+
+        Raises:
+            ValueError: no chat template, or one that refuses the messages or does not tell the turns apart.
+        """
+
     def longest_prompt(self, text_tokens: int) -> int:
         """Most ids of a prompt whose text has so many characters, or bytes where any text is allowed."""
 
@@ -81,8 +96,11 @@ class _StartToken:
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Raises ValueError: these tokenizers have no chat template."""
-        expected = "a model with a chat template (--model.path) for prompts that are conversations"
-        raise ValueError(f"messages: expected {expected}, got the tokenizer of a model from nothing")
+        raise ValueError(_NO_TEMPLATE)
+
+    def encode_turns(self, messages: Sequence[Mapping[str, str]], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """Raises ValueError: these tokenizers have no chat template."""
+        raise ValueError(_NO_TEMPLATE)
 
     def longest_prompt(self, text_tokens: int) -> int:
         """See `Tokenizer.longest_prompt`."""

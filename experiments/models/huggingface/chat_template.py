@@ -50,14 +50,20 @@ class ChatTemplate:
         # Compiled here, so that an error of syntax is found when the template is read.
         self._ask("a Jinja program", None)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Renders a conversation up to where the model is to speak.
+    def render(self, messages: Sequence[Message], *, to_answer: bool = True, marks: tuple[str, str] = ("", "")) -> str:
+        """Renders a conversation.
+
+        Args:
+            messages: the conversation.
+            to_answer: whether the text goes on to where the model is to speak (`add_generation_prompt`).
+            marks: texts to write where the template's {% generation %} blocks begin and end.
 
         Raises:
             ValueError: if the template refuses the messages, fails, or takes more time or memory, or writes a longer text,
                 than this module's bounds.
         """
-        variables = {**self.tokens, "messages": [dict(each) for each in messages], "add_generation_prompt": True}
+        variables = {**self.tokens, "messages": [dict(each) for each in messages], "add_generation_prompt": to_answer}
+        variables |= dict(zip(("generation_start", "generation_end"), marks, strict=True))
         return self._ask(f"text for {len(messages)} messages", variables)
 
     def _ask(self, expected: str, variables: Mapping[str, Any] | None) -> Any:

@@ -13,7 +13,8 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_ERROR_CHARACTERS = 400
@@ -59,9 +60,27 @@ def _reply(source: str, variables: dict[str, Any] | None, max_bytes: int, max_ch
         return json.dumps([None, repr(error)[:MAX_ERROR_CHARACTERS]])
 
 
+class _Generation(Extension):
+    """The tag {% generation %} … {% endgeneration %} around what the model writes.
+
+    Its body is part of the text, between the variables `generation_start` and `generation_end`. Without them they are empty.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> list[Any]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (
+            nodes.Output([nodes.Name(f"generation_{side}", "load")], lineno=line) for side in ("start", "end")
+        )
+        return [start, *body, end]
+
+
 @lru_cache(8)
 def _compiled(source: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, _Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     return environment.from_string(source)
 

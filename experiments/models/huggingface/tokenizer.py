@@ -1,5 +1,6 @@
 """The tokenizer of a checkpoint directory: tokenizer.json, its special tokens, the chat template and what ends an answer."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,8 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.models.huggingface.chat_template import ChatTemplate, Message
 from experiments.models.huggingface.files import JsonObject, read_object, read_text
+from experiments.models.huggingface.turn_spans import render_turns
 from experiments.tasks.tokenizer import UNKNOWN
 from jaxlogp.errors import require
 
@@ -48,9 +52,29 @@ class PretrainedTokenizer:
         Raises:
             ValueError: no template, or one that refuses the messages.
         """
-        expected = "a chat template, for prompts that are conversations"
-        require(self.template is not None, "messages", expected, "none, or --model.no-chat-template")
-        return self.encode(self.template.render(messages))
+        return self.encode(self._required_template.render(messages))
+
+    def encode_turns(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a whole conversation, and which of them are labels: those of the given turns.
+
+        A turn's labels are its content and what the template writes to end it, its end token being the last: white space
+        behind that is none. A token is a label if its first character is one. A token that begins before the turn is
+        none, because the policy, asked to speak, would not draw it; one that runs over the turn's end is.
+
+        Raises:
+            ValueError: no template, or as `experiments.models.huggingface.turn_spans.render_turns`.
+        """
+        text, spans = render_turns(self._required_template, messages, turns)
+        encoding = self._without_post_processor.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int64)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        labels = np.zeros(ids.size, bool)
+        for span in spans:
+            end, ending = span.end, np.isin(ids, self.eos_ids) & (starts >= span.start) & (ends <= span.end)
+            if ending.any() and not text[ends[ending][-1] : end].strip():
+                end = ends[ending][-1]
+            labels |= (starts >= span.start) & (starts < end)
+        return ids.tolist(), labels.tolist()
 
     def longest_prompt(self, text_tokens: int) -> int:
         """See `Tokenizer.longest_prompt`; a token is at least a byte of text."""
@@ -64,6 +88,19 @@ class PretrainedTokenizer:
             return self.inner.decode(answer)
         runs = ((known, list(run)) for known, run in groupby(answer, self._ids.__contains__))
         return "".join(self.inner.decode(run) if known else UNKNOWN * len(run) for known, run in runs)
+
+    @property
+    def _required_template(self) -> ChatTemplate:
+        expected = "a chat template, for prompts that are conversations"
+        if self.template is None:
+            raise ValueError(f"messages: expected {expected}, got none, or --model.no-chat-template")
+        return self.template
+
+    @cached_property
+    def _without_post_processor(self) -> Any:
+        """The inner tokenizer, whose post-processor would take spaces out of the offsets of a token."""
+        options = json.loads(self.inner.to_str())
+        return type(self.inner).from_str(json.dumps({**options, "post_processor": None}))
 
     @cached_property
     def _ids(self) -> frozenset[int]:
