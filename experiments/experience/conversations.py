@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.experience.limits import NO_LIMITS, Limits
 from experiments.sampling.prompts import encode
 from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object
 from experiments.tasks.jsonl import JsonlTask
@@ -35,7 +36,7 @@ class Conversations:
     digest: str
 
 
-def load_conversations(path: str, tokenizer: Tokenizer, *, row_length: int | None = None) -> Conversations:
+def load_conversations(path: str, tokenizer: Tokenizer, limits: Limits = NO_LIMITS) -> Conversations:
     """Reads a file of prompts with completions and of conversations, all of it, into memory.
 
     A line is held out if a task of its prompt would hold it out: a hash decides, of the prompt, or of the turns of a
@@ -44,20 +45,20 @@ def load_conversations(path: str, tokenizer: Tokenizer, *, row_length: int | Non
     Args:
         path: path of the file, UTF-8.
         tokenizer: tokenizer of the model. Conversations need one with a chat template.
-        row_length: most tokens of a document; None for any number.
+        limits: largest documents. None is cut short.
 
     Raises:
         ValueError: if the file cannot be read or is too large or empty; or, with its number, if a line is not what it must
-            be, has no label, or makes a document that is longer than a row.
+            be, has no label, or makes a document beyond the limits.
     """
     documents: dict[Split, list[Document]] = {split: [] for split in SPLITS}
-    parsed, digest = parse_lines(path, lambda line: _parse(line, tokenizer, row_length))
+    parsed, digest = parse_lines(path, lambda line: _parse(line, tokenizer, limits))
     for split, document in parsed:
         documents[split].append(document)
     return Conversations(path, {split: tuple(documents[split]) for split in SPLITS}, digest)
 
 
-def _parse(line: bytes, tokenizer: Tokenizer, row_length: int | None) -> tuple[Split, Document]:
+def _parse(line: bytes, tokenizer: Tokenizer, limits: Limits) -> tuple[Split, Document]:
     record = parse_object(line)
     keys = (MESSAGES,) if MESSAGES in record else (PROMPT, COMPLETION)
     unknown = sorted(set(record) - {*keys, METADATA})
@@ -70,10 +71,7 @@ def _parse(line: bytes, tokenizer: Tokenizer, row_length: int | None) -> tuple[S
         split, document = _conversation(record[MESSAGES], tokenizer)
     else:
         split, document = _completion(record[PROMPT], record[COMPLETION], tokenizer)
-    length = document.tokens.size
-    if row_length is not None and length > row_length:
-        raise ValueError(f"expected at most {row_length} tokens, the length of a row, got {length}")
-    return split, document
+    return split, limits.check(document)
 
 
 def _completion(prompt: Any, completion: Any, tokenizer: Tokenizer) -> tuple[Split, Document]:

@@ -44,7 +44,7 @@ class SafetensorsDirectory:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype in which it is stored."""
-        with _opened(self._files[name]) as tensors:
+        with opened_safetensors(self._files[name], self._files[name].name) as tensors:
             return tensors.get_tensor(name)
 
     def drop_copy(self, name: str, original: str) -> None:
@@ -64,7 +64,7 @@ class SafetensorsDirectory:
             del self._shapes[name]
 
     def _read_header(self, file: Path) -> None:
-        with _opened(file) as tensors:
+        with opened_safetensors(file, file.name) as tensors:
             for name in tensors.keys():
                 if COMPUTED.fullmatch(name):
                     continue
@@ -87,13 +87,22 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Generator[Any, None, None]:
+def opened_safetensors(file: Path, place: str) -> Generator[Any, None, None]:
+    """Opens a file for reading its tensors as NumPy arrays.
+
+    Args:
+        file: path of the file.
+        place: name of the file in messages.
+
+    Raises:
+        ValueError: if the file is damaged or cut short, or the extra hf is not installed.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        require(False, "model weights", 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
+        require(False, place, 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
     try:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
     except (SafetensorError, OSError, OverflowError) as error:
-        raise ValueError(f"{file.name}: expected a whole safetensors file, got {error}") from None
+        raise ValueError(f"{place}: expected a whole safetensors file, got {error}") from None
