@@ -28,6 +28,9 @@ from experiments.tasks.json_lines import parse_lines, require_regular
 from jaxlogp import Document
 from jaxlogp.errors import require
 
+DTYPES = ("BOOL", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)), "F16", "BF16", "F32", "F64")
+"""Dtypes that NumPy knows, as a .safetensors file names them."""
+
 
 class StoredDocuments(DocumentList):
     """The documents of a file as a source; its state belongs to the content of the file, not to its path.
@@ -68,6 +71,9 @@ def read_documents(path: str | Path, limits: Limits = NO_LIMITS) -> tuple[list[D
         seen = getattr(error, "strerror", None) or error
         raise ValueError(f"file {path}: expected a readable file, got {seen}") from error
     with opened_safetensors(Path(path), f"file {path}") as tensors:
+        for name in tensors.keys():
+            dtype = tensors.get_slice(name).get_dtype()
+            require(dtype in DTYPES, f"file {path}, {name}", f"one of {', '.join(DTYPES)}", dtype)
         arrays = {name: tensors.get_tensor(name) for name in tensors.keys()}
     try:
         return split_documents(arrays, limits), digest

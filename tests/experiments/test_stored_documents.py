@@ -314,6 +314,12 @@ def test_refuses_files_that_are_cut_short_or_damaged(tmp_path):
     path.write_bytes(content + b"\0")
     with pytest.raises(ValueError, match=f"^file {path}: expected a whole safetensors file, got .*$"):
         read_documents(path)
+    header = json.loads(content[8:start])
+    header["labels"]["dtype"] = "F8_E4M3"
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + content[start:])
+    with pytest.raises(ValueError, match=f"^file {path}, labels: expected one of BOOL, .*, F64, got F8_E4M3$"):
+        read_documents(path)
     # Wherever a byte of the header is another one: refused in one sentence, or the same values under no other name.
     for position in range(start):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
