@@ -33,6 +33,7 @@ from jaxlogp._vocab import VocabShards
 from jaxlogp.head.api import head_logits, linear_log_probs
 from jaxlogp.head.policy_loss import linear_policy_loss
 from jaxlogp.head.sharded import sharded_linear_log_probs, sharded_linear_policy_loss
+from jaxlogp.head.support.ids import Support
 from jaxlogp.invariance.check import InvarianceReport, check_invariance
 from jaxlogp.invariance.drift import DriftReport, drift_report
 from jaxlogp.losses.loss import PolicyLoss, policy_loss
@@ -88,6 +89,7 @@ __all__ = [
     "sharded_log_probs_from_logits",
     "staleness_terms",
     "StepSums",
+    "Support",
     "TokenLogProbs",
     "Trajectory",
     "VocabShards",

@@ -129,6 +129,23 @@ def combine(left: TileStats, right: TileStats) -> TileStats:
     )
 
 
+def combine_segments(stats: TileStats, token: Int[Array, " places"], tokens: int) -> TileStats:
+    """Combines statistics of disjoint columns that lie one after the other, ordered by token.
+
+    Args:
+        stats: [places] statistics.
+        token: token of each place, never decreasing; places from ``tokens`` on count nowhere.
+        tokens: number of tokens. Those without a place get the statistics of no column.
+    """
+    maximum = jax.ops.segment_max(stats.max, token, tokens, indices_are_sorted=True)
+    local = _rescale(stats, maximum.at[token].get(mode="fill", fill_value=0.0))
+    parts = [local.sum_exp, local.target, local.owners]
+    if local.sum_exp_shifted is not None:
+        parts.append(local.sum_exp_shifted)
+    sums = jax.ops.segment_sum(jnp.stack(parts, axis=1), token, tokens, indices_are_sorted=True).T
+    return TileStats(maximum, sums[0], sums[3] if len(parts) == 4 else None, sums[1], sums[2])
+
+
 def all_reduce(stats: TileStats, axis_name: AxisName | None, codes: Int[Array, "*tokens"] | None = None) -> TileStats:
     """Reduces statistics over all vocabulary shards, by one pmax and one psum of token-sized vectors.
 

@@ -28,6 +28,7 @@ from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import materialised_logits
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
+from jaxlogp.head.support.ids import Support
 
 
 def linear_log_probs(
@@ -37,6 +38,7 @@ def linear_log_probs(
     mask: Bool[Array, "*tokens"] | None = None,
     *,
     bias: Float[Array, " vocab"] | None = None,
+    support: Support | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -72,6 +74,10 @@ def linear_log_probs(
     each rank instead passes the hidden states of its part of the tokens, and targets and mask of all tokens. The parts are
     gathered before the product, and one reduce-scatter in fp32 sums and splits the gradient.
 
+    With ``support`` the distribution is that over the ids S that a truncated sampler kept for the token: log Σ_{v in S} e^z
+    in place of logsumexp(z), likewise in the entropy, and a gradient of exactly 0 for every other id. Only the rows of these
+    ids are read, at a cost that follows their number.
+
     Args:
         hidden: [*tokens, H], bf16, fp16 or fp32 (float64 is refused, because all sums are fp32). Cast to the weight's dtype
             for the product unless ``fp32_head``; its gradient has its own dtype.
@@ -80,6 +86,9 @@ def linear_log_probs(
         mask: [*tokens], bool; False gives exactly 0 with exactly zero gradients, whatever hidden and targets hold; None for
             all tokens.
         bias: [V] or [V_local], added to the product; None for no bias.
+        support: ids that each token was drawn from, of the whole vocabulary and the same on all ranks of ``axis_name``
+            (supports that differ give NaN); a token without ids is masked. None for the whole vocabulary. Needs engine
+            "auto" and out_of_vocab "error".
         temperature: T, a Python number from 2^-126 to 2^126; applied to the logits, so it never rounds the weight.
         logit_scale: multiplier of the logits (MuP output scale), a finite Python number other than 0.
         softcap: cap, a Python number from 2^-126 to 2^126, or None. A product that overflows gives NaN.
@@ -110,7 +119,9 @@ def linear_log_probs(
         ValueError: if a shape, dtype or option is wrong; if the surrounding ``shard_map`` lacks ``axis_name``, or there is
             none although the weight alone varies over an axis; if the weight, or with ``sequence_dim`` the hidden states,
             are the same on all vocabulary shards; if a known active target is outside [0, V) with ``out_of_vocab="error"``
-            (under ``jax.jit`` its log-prob and gradient are NaN); if a sharded call is differentiated under
+            or not in its support, or a known support has an id twice in a token, an id outside [0, V), or more ids than
+            its capacity (under ``jax.jit`` log-prob and gradient of the token are NaN, except that an id other than the
+            target counts as often as it occurs); if a sharded call is differentiated under
             ``shard_map(check_vma=False)``; or if a gradient is differentiated again with an engine that refuses it.
 
     Example:
@@ -130,8 +141,8 @@ def linear_log_probs(
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "sequence_dim": sequence_dim}
     layout |= {"out_of_vocab": out_of_vocab, "with_entropy": with_entropy, "frozen": frozen_head}
 
-    def run(hidden, weight, bias, targets, mask):
-        call = head_call(hidden, weight, bias, targets, mask, spec, **layout)
+    def run(hidden, weight, bias, targets, mask, support):
+        call = head_call(hidden, weight, bias, targets, mask, spec, support=support, **layout)
         chosen, reason = choose_engine(engine, call)
         report(HeadRun("linear_log_probs", chosen.name, reason, call.num_shards))
         values = head_values(chosen, call)
@@ -142,12 +153,14 @@ def linear_log_probs(
     unsharded = axis_name is None and vocab is None and sequence_dim is None
     mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
+        require(support is None, "support", "a call in a shard_map where the weight is split over a mesh", mesh["mesh"])
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         return sharded.sharded_linear_log_probs(hidden, weight, targets, mask=mask, bias=bias, **options)
     if unsharded:
         sharded.warn_of_unknown_layout("linear_log_probs", hidden, weight, stacklevel=3)
-    return automatic_axes(run, hidden, weight, bias, targets, mask, out_specs=leading_spec(hidden, hidden.ndim - 1))
+    specs = leading_spec(hidden, hidden.ndim - 1)
+    return automatic_axes(run, hidden, weight, bias, targets, mask, support, out_specs=specs)
 
 
 # Each pass is one program outside of jit too, where the loops of an engine would be compiled again in every call.

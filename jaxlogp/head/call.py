@@ -24,6 +24,8 @@ from jaxlogp._targets import OUT_OF_VOCAB, LocalTargets, check_targets, localise
 from jaxlogp._vocab import VocabShards, local_shard
 from jaxlogp.errors import describe, require, require_floating
 from jaxlogp.head.projection import HeadSpec, dot
+from jaxlogp.head.support.ids import Support, check_support, mask_by_support
+from jaxlogp.head.support.local import LocalSupport, localise_support
 
 HeadWeight = Float[Array, "vocab hidden"] | Float[Array, "hidden vocab"]
 """A head in either layout; see :data:`WEIGHT_LAYOUTS`."""
@@ -75,7 +77,7 @@ class SequenceSplit(NamedTuple):
 @no_type_check
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["hidden", "weight", "bias", "targets"],
+    data_fields=["hidden", "weight", "bias", "targets", "support"],
     meta_fields=[
         "spec",
         "vocab_size",
@@ -108,6 +110,7 @@ class HeadCall:
         weight_layout: "vh" for [V, H], "hv" for [H, V].
         split: how the hidden states are split over ``axis_name``; None if each rank has all of them.
         frozen: whether weight and bias are constants, so that an engine need not compute their gradients.
+        support: the ids of this shard that each token's distribution is restricted to; None for the whole vocabulary.
     """
 
     hidden: Float[Array, "tokens hidden"]
@@ -124,6 +127,7 @@ class HeadCall:
     weight_layout: str = "vh"
     split: SequenceSplit | None = None
     frozen: bool = False
+    support: LocalSupport | None = None
 
     @property
     def vocab_dim(self) -> int:
@@ -154,7 +158,8 @@ class HeadCall:
     def axes(self) -> frozenset:
         """Mesh axes of the surrounding ``shard_map`` over which the call varies, including that of the vocabulary."""
         named = frozenset() if self.axis_name is None else {self.axis_name}
-        return union_of_varying_axes(self.hidden, self.weight, self.bias, *self.targets) | named
+        support = () if self.support is None else self.support
+        return union_of_varying_axes(self.hidden, self.weight, self.bias, *self.targets, *support) | named
 
     @property
     def value_axes(self) -> frozenset:
@@ -220,8 +225,8 @@ class HeadCall:
         return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def without_targets(self) -> "HeadCall":
-        """Puts None in place of the targets, by which a custom_vjp tells that integers have no gradient."""
-        return dataclasses.replace(self, targets=None)
+        """Puts None in place of targets and support, by which a custom_vjp tells that integers have no gradient."""
+        return dataclasses.replace(self, targets=None, support=None)
 
 
 def head_call(
@@ -239,6 +244,7 @@ def head_call(
     weight_layout: str,
     sequence_dim: int | None,
     frozen: bool = False,
+    support: Support | None = None,
 ) -> HeadCall:
     """Checks the operands of a public function and makes a call of them.
 
@@ -250,14 +256,20 @@ def head_call(
     columns = weight.shape[WEIGHT_LAYOUTS.index(weight_layout)]
     shard = local_shard(columns, axis_name, vocab, "weight")
     require_varying(weight, axis_name, "weight")
-    all_live = mask is None
+    all_live = mask is None and support is None
     split = _sequence_split(hidden, axis_name, sequence_dim, shard.num_shards)
     if axis_name is None:
         require_axis_name(weight, hidden, targets, mask)
     tokens = hidden.shape[:-1] if split is None else split.whole
+    if support is not None:
+        require(out_of_vocab == "error", "out_of_vocab", "'error' with a support", repr(out_of_vocab))
+        mask = mask_by_support(support, mask, tokens)
     labels = check_targets(targets, mask, tokens, shard.vocab_size, out_of_vocab)
     hidden, weight, mask = (jnp.asarray(x) for x in (hidden, weight, labels))
-    local = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab)
+    local, local_support = localise(targets.reshape(-1), mask.reshape(-1), shard, out_of_vocab), None
+    if support is not None:
+        check_support(support, targets, labels, shard.vocab_size)
+        local, local_support = localise_support(support, targets, local, shard, columns)
     flat = hidden.reshape(-1, hidden.shape[-1])
     bias = None if bias is None else jnp.asarray(bias)
     layout = (
@@ -271,7 +283,7 @@ def head_call(
         split,
         frozen,
     )
-    return HeadCall(flat, weight, bias, local, spec, *layout)
+    return HeadCall(flat, weight, bias, local, spec, *layout, support=local_support)
 
 
 def _sequence_split(

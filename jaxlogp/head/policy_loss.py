@@ -36,6 +36,7 @@ from jaxlogp.head.call import (
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import HeadSpec, product_gradient
 from jaxlogp.head.registry import EngineChoice, HeadRun, choose_engine, report
+from jaxlogp.head.support.ids import Support, mask_by_support
 from jaxlogp.losses import LossTokens, PolicyLoss, grpo, weighted_losses
 from jaxlogp.losses import loss_tokens as make_loss_tokens
 from jaxlogp.losses.inputs import labels_of
@@ -64,6 +65,7 @@ def linear_policy_loss(
     with_entropy: bool = False,
     with_lse: bool = False,
     bias: Float[Array, " vocab"] | None = None,
+    support: Support | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -113,6 +115,8 @@ def linear_policy_loss(
         with_entropy: whether to return the entropy; a loss with an entropy coefficient always returns it.
         with_lse: whether to return log Σ e^z.
         bias: [V] or [V_local], added to the product; None for no bias.
+        support: ids that each token was drawn from, as in :func:`jaxlogp.linear_log_probs`, or None; old_log_probs and all
+            others are then log-probs on this support. A token without ids is no label. Takes two steps.
         temperature: T, as in :func:`jaxlogp.linear_log_probs`.
         logit_scale: multiplier of the logits, a finite Python number other than 0.
         softcap: cap, as in :func:`jaxlogp.linear_log_probs`, or None.
@@ -153,7 +157,9 @@ def linear_policy_loss(
     layout = {"axis_name": axis_name, "vocab": vocab, "weight_layout": weight_layout, "out_of_vocab": out_of_vocab}
     layout |= {"sequence_dim": sequence_dim, "frozen": frozen_head}
 
-    def run(hidden, weight, bias, targets, mask, lse, given):
+    def run(hidden, weight, bias, targets, mask, support, lse, given):
+        # A token without ids is no label, in the denominators too.
+        mask = mask if support is None else mask_by_support(support, mask, targets.shape)
         labels = labels_of(mask, targets.shape)
 
         def tokens_of(log_probs: Array | None) -> tuple[LossTokens, Array]:
@@ -162,7 +168,9 @@ def linear_policy_loss(
             return loss_tokens(loss, mask=labels, **further, **given)
 
         wants_entropy = with_entropy or loss.entropy_coefficient != 0.0
-        call = head_call(hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, **layout)
+        call = head_call(
+            hidden, weight, bias, targets, mask, spec, with_entropy=wants_entropy, support=support, **layout
+        )
         total, count, values = _evaluate(loss, call, tokens_of, _checked_lse(lse, call, targets.shape), engine)
         values = values if with_lse else values._replace(lse=None)
         values = TokenLogProbs(*map(_constant_value, TokenLogProbs._fields, values))
@@ -175,6 +183,7 @@ def linear_policy_loss(
     unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
     mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
+        require(support is None, "support", "a call in a shard_map where the weight is split over a mesh", mesh["mesh"])
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         options |= {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs}
@@ -194,7 +203,7 @@ def linear_policy_loss(
         loss_tokens, given = make_loss_tokens, given | {"num_documents": num_documents}
     given |= {"document_ids": document_ids, "labels_per_document": labels_per_document}
     specs = PartitionSpec(), leading_spec(hidden, hidden.ndim - 1)
-    return automatic_axes(run, hidden, weight, bias, targets, mask, lse, given, out_specs=specs)
+    return automatic_axes(run, hidden, weight, bias, targets, mask, support, lse, given, out_specs=specs)
 
 
 def _constant_value(name: str, value: Array | None) -> Array | None:

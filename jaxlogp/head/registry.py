@@ -24,6 +24,7 @@ from jaxlogp.head.fixed_order.engine import FixedOrderEngine
 from jaxlogp.head.hopper.engine import HopperEngine
 from jaxlogp.head.projection import HeadSpec
 from jaxlogp.head.reference import ReferenceEngine
+from jaxlogp.head.support.engine import SupportEngine
 from jaxlogp.head.triton.engine import TritonEngine
 
 EngineChoice = str | Engine | Sequence[str | Engine]
@@ -37,6 +38,8 @@ ENGINES: dict[str, Engine] = {
 }
 # hopper before triton, because it is faster where both run; chunked takes every call.
 AUTOMATIC = ("hopper", "triton", "chunked")
+# Without a name, because it takes no other call.
+AUTOMATIC_ON_SUPPORT = (SupportEngine(),)
 
 
 # Static, so that a compiled program can return the records of its trace.
@@ -117,7 +120,7 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
         if refusal is not None:
             raise EngineUnavailable(f"engine: expected a call that {chosen.name!r} takes, got {refusal}")
         return chosen, "named by the caller"
-    candidates = AUTOMATIC if automatic else _sequence(engine)
+    candidates = (AUTOMATIC if call.support is None else AUTOMATIC_ON_SUPPORT) if automatic else _sequence(engine)
     refusals = []
     for candidate in map(named_engine, candidates):
         # Checks without an import first: importing jax-triton changes Triton's settings for the whole process.
@@ -129,6 +132,8 @@ def choose_engine(engine: EngineChoice, call: HeadCall) -> tuple[Engine, str]:
 
 
 def _why_not(engine: Engine, call: HeadCall) -> str | None:
+    if engine.takes_support != (call.support is not None):
+        return "one without support" if engine.takes_support else "one on a support (engine='auto' takes it)"
     if call.split is not None and engine.reduces_gradients:
         return "it sums gradients over mesh axes in its own order, so it takes no sequence_dim"
     return engine.why_not(call)

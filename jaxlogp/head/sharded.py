@@ -271,6 +271,8 @@ def _layout(
     require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes, weight_axis=weight_axes)
     for name, instead in (("axis_name", "vocab_axis"), ("document_axis_name", "token_axes")):
         require(name not in options, name, f"not to be given ({instead} names it)", repr(options.get(name)))
+    instead = "not to be given (call the plain function in a shard_map, with the support of each rank's tokens)"
+    require("support" not in options, "support", instead, describe(options.get("support")))
     tokens = hidden.shape[:-1]
     split = math.prod(mesh.shape[axis] for axis in token_axes)
     ok = len(tokens) > 0 and tokens[0] % split == 0

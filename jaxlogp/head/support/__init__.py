@@ -1,0 +1,1 @@
+"""Log-probs on the support from which each token was drawn."""

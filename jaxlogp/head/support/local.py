@@ -1,0 +1,100 @@
+"""Rows of one vocabulary shard that a support names: ``localise_support``."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Integer
+
+from jaxlogp._agreement import ID_BITS
+from jaxlogp._arrays import AnyArray, as_int32
+from jaxlogp._targets import LocalTargets
+from jaxlogp._vocab import LocalShard
+from jaxlogp.head.live_rows import live_rows
+from jaxlogp.head.support.ids import Support
+
+
+class LocalSupport(NamedTuple):
+    """The ids of a support that one vocabulary shard owns, one place for each, ordered by token.
+
+    Attributes:
+        row: int32 [capacity], row of the local weight; the number of rows after the last id.
+        token: int32 [capacity], token of each id; the number of tokens after the last id.
+        count: int32, number of ids.
+        broken: bool [tokens], True where the ids of an active token exceed the capacity or the vocabulary.
+    """
+
+    row: Int[Array, " capacity"]
+    token: Int[Array, " capacity"]
+    count: Int[Array, ""]
+    broken: Bool[Array, " tokens"]
+
+
+def localise_support(
+    support: Support, targets: Integer[AnyArray, "*tokens"], local: LocalTargets, shard: LocalShard, rows: int
+) -> tuple[LocalTargets, LocalSupport]:
+    """Translates a support into rows of the local shard, for active tokens alone.
+
+    Returns:
+        The targets, invalid also where the support is broken or lacks the target, with codes by which shards compare
+        their supports too; and the local support.
+    """
+    ids, counts, flat = (as_int32(x.reshape(-1)) for x in (support.ids, support.counts, targets))
+    return _localise(ids, counts, flat, local, shard, rows)
+
+
+# One program also outside of jit.
+@functools.partial(jax.jit, static_argnames="rows", inline=True)
+def _localise(
+    ids: Array, counts: Array, targets: Array, local: LocalTargets, shard: LocalShard, rows: int
+) -> tuple[LocalTargets, LocalSupport]:
+    (tokens,), (capacity,) = counts.shape, ids.shape
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    token = _tokens_of_places(ends, capacity)
+
+    def per_token(values: Array) -> Array:
+        return jax.ops.segment_sum(values, token, tokens, indices_are_sorted=True)
+
+    # A negative count, or a sum that wraps, misplaces the ids of all tokens.
+    misplaced = jnp.any(ends < ends - counts)
+    inside = (ids >= 0) & (ids < shard.vocab_size)
+    outside = per_token((~inside).astype(jnp.int32)) > 0
+    missing = per_token((ids == _at(targets, token, -1)).astype(jnp.int32)) == 0
+    broken = local.mask & (misplaced | (ends > capacity) | outside)
+    invalid = local.invalid | broken | (local.mask & missing)
+    codes = None if local.codes is None else _mix(local.codes, per_token(_hash(ids)))
+
+    row = jnp.where(inside, ids, 0) - shard.start
+    owned = inside & (row >= 0) & (row < shard.width) & _at(local.mask, token, False)
+    places = live_rows(owned, capacity)
+    kept = LocalSupport(places.pack(row, rows), places.pack(token, tokens), places.count, broken)
+    return local._replace(invalid=invalid, codes=codes), kept
+
+
+def _tokens_of_places(ends: Int[Array, " tokens"], capacity: int) -> Int[Array, " capacity"]:
+    """Returns the token of each place: the number of tokens that end before it."""
+    starts = jnp.zeros(capacity + 1, jnp.int32) + jnp.zeros_like(ends[0])
+    return jnp.cumsum(starts.at[ends].add(1, mode="drop"), dtype=jnp.int32)[:capacity]
+
+
+def _at(values: Array, token: Int[Array, " places"], fill: Any) -> Array:
+    """Returns the value of each place's token, ``fill`` where it has none."""
+    return values.at[token].get(mode="fill", fill_value=fill)
+
+
+def _hash(ids: Int[Array, " places"]) -> Int[Array, " places"]:
+    """Scatters ids over int32 (the finalizer of MurmurHash3), so that sums of different sets differ."""
+    bits = ids.astype(jnp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return (bits ^ (bits >> 16)).astype(jnp.int32)
+
+
+def _mix(codes: Int[Array, " tokens"], hashes: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
+    """Returns codes that differ where targets differ, and in all but 2^-24 of cases where supports do.
+
+    A token that does not count keeps its code of 0.
+    """
+    mixed = (codes + (hashes & (2**ID_BITS - 1))) & (2**ID_BITS - 1)
+    return jnp.where(codes == 0, 0, mixed)
