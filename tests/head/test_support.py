@@ -275,11 +275,14 @@ def broken_supports():
     other = np.flatnonzero(ids[first] != target)[0]
     outside[first][other] = 60
     twice[first][other] = target
+    alone = ids.copy()
+    alone[starts[4]] = 60
     last = np.flatnonzero(counts)[-1]
     return {
         "no target": (Support(missing, support.counts), token, True),
         "an id outside": (Support(outside, support.counts), token, False),
         "a negative id": (Support(np.where(outside == 60, -1, outside), support.counts), token, False),
+        "one id, outside": (Support(alone, support.counts), 4, False),
         "the target twice": (Support(twice, support.counts), token, False),
         "more ids than the capacity": (Support(ids[: counts.sum() - 1], support.counts), int(last), False),
     }

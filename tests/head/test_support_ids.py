@@ -27,7 +27,7 @@ def test_every_form_gives_the_same_support(form):
 
 
 def test_counts_keep_their_shape():
-    assert Support.from_counts([[1, 0], [2, 1]], IDS).counts.shape == (2, 2)
+    assert Support.from_counts(np.array([[1, 0], [2, 1]]), IDS).counts.shape == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Support:
     @classmethod
     def from_lists(
         cls,
-        ids: Sequence[Sequence[int] | Integer[np.ndarray, " kept"]],
+        ids: Sequence[Sequence[int] | Integer[np.ndarray, " _"]],
         *,
         capacity: int | None = None,
         shape: tuple[int, ...] | None = None,
