@@ -5,9 +5,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from experiments.config import Config
     from experiments.experience.experience import Experience, Policy
+    from experiments.loop.resume import resume
+    from experiments.loop.run import train
     from experiments.sampling.policy import SamplingOptions
-    from experiments.training.resume import resume
-    from experiments.training.run import train
 
 __all__ = ["Config", "Experience", "Policy", "SamplingOptions", "resume", "train"]
 
@@ -16,8 +16,8 @@ _WAY_IN = {
     "Experience": "experiments.experience.experience",
     "Policy": "experiments.experience.experience",
     "SamplingOptions": "experiments.sampling.policy",
-    "resume": "experiments.training.resume",
-    "train": "experiments.training.run",
+    "resume": "experiments.loop.resume",
+    "train": "experiments.loop.run",
 }
 
 

@@ -22,12 +22,12 @@ import jax
 import tyro
 
 from experiments.command_line import run_command
+from experiments.loop.load import LoadedModel, load_model
 from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
 from experiments.tasks.tokenizer import UNKNOWN
 from experiments.terminal import printable
-from experiments.training.loaded import Loaded, load_model
 from jaxlogp.errors import require
 
 
@@ -52,7 +52,7 @@ class ChatConfig:
 class Chat:
     """A conversation with one model."""
 
-    def __init__(self, loaded: Loaded, options: StreamOptions, seed: int) -> None:
+    def __init__(self, loaded: LoadedModel, options: StreamOptions, seed: int) -> None:
         self._loaded, self._options, self._graph = loaded, options, loaded.graph
         self._key, self._answers = jax.random.key(seed), 0
         self._messages: list[dict[str, str]] = []

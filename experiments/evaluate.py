@@ -18,10 +18,10 @@ import tyro
 
 from experiments.command_line import run_command
 from experiments.config import Config, DataConfig, ModelConfig
-from experiments.loop.assemble import Setup, assemble
 from experiments.loop.evaluation import ExactMatch
+from experiments.loop.inference import make_inference
+from experiments.loop.load import LoadedRun, load_run
 from experiments.tasks import Task
-from experiments.training.loaded import restored
 from jaxlogp.errors import require
 
 
@@ -46,8 +46,8 @@ class EvaluateConfig:
     """Device mesh. None: that of the run."""
 
 
-def load(config: EvaluateConfig, task: Task | None = None) -> tuple[Setup, int]:
-    """Returns what a run consists of with its newest checkpoint, or a model on disk, and the step.
+def load(config: EvaluateConfig, task: Task | None = None) -> LoadedRun:
+    """Returns a run with its newest checkpoint, or a model on disk.
 
     Args:
         config: the options.
@@ -62,12 +62,13 @@ def load(config: EvaluateConfig, task: Task | None = None) -> tuple[Setup, int]:
         stored = Config(
             model=ModelConfig(path=config.model, chat_template=config.chat_template), data=config.data, **given
         )
-        return assemble(_changed(stored, config)), 0
+        inference = make_inference(_changed(stored, config))
+        return LoadedRun(inference, inference.backend.take_params(), 0)
     for name in ("model", "task"):
         value = getattr(config, name)
         require(value is None, f"--{name}", "no value together with a run, which has its own", value)
     require(config.data == DataConfig(), "--data", "no value together with a run, which has its own", "other options")
-    return restored(config.run, lambda stored: _changed(stored, config), task=task)
+    return load_run(config.run, lambda stored: _changed(stored, config), task=task)
 
 
 def _changed(stored: Config, config: EvaluateConfig) -> Config:
@@ -84,9 +85,9 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
 
 def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
     """Loads and scores a run. Arguments and errors are those of :func:`load`."""
-    setup, step = load(config, task)
-    scores = setup.evaluation.of(setup.policy()).exact_match
-    prompts, asked = setup.evaluation.shape.prompts, setup.config.evaluation.num_prompts
+    inference, params, step = load(config, task)
+    scores = inference.evaluation.of(inference.policy_of(params)).exact_match
+    prompts, asked = inference.evaluation.shape.prompts, inference.config.evaluation.num_prompts
     fewer = "" if prompts == asked else f" (requested: {asked}; the task has no more)"
     print(f"step {step}, {prompts} held-out prompts{fewer}")
     print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")

@@ -18,10 +18,10 @@ from pathlib import Path
 import tyro
 
 from experiments.command_line import run_command
+from experiments.loop.load import load_model
 from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.export import export
 from experiments.terminal import printable
-from experiments.training.loaded import load_model
 from jaxlogp.errors import require
 
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass, fields
 
 from experiments.command_line import arguments_of, run_command
 from experiments.config import Config
+from experiments.loop.resume import set_up_resume
+from experiments.loop.run import Result, set_up
 from experiments.options import typed_options, value_of
 from experiments.presets import defaults_for
 from experiments.runs.processes import processes, start
-from experiments.training.resume import set_up_resume
-from experiments.training.run import Result, set_up
 from jaxlogp.errors import require
 
 

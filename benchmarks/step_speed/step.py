@@ -1,5 +1,6 @@
 """The trainer's own step for a model of random weights: micro-batch sums, then one update."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -16,6 +17,7 @@ from experiments.learner.update import TrainState, Update
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, document_axis, make_mesh
+from experiments.models.sharding import place_parameters
 from jaxlogp import Document
 from jaxlogp.losses import grpo
 
@@ -75,7 +77,10 @@ class Step:
         objective = PolicyObjective(grpo(), "with_entropy", document_axis(mesh))
         options = {"temperature": 1.0, "engine": engine, "accumulate": accumulate}
         self.sums = GspmdGradients(graph, mesh, objective, **options)
-        self.update = Update(OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS), self.sums.place)
+        self.update = Update(
+            OptimizerConfig(name=optimizer, learning_rate=1e-6).optimizer(STEPS),
+            functools.partial(place_parameters, mesh=mesh),
+        )
         self.state: TrainState = self.update.init(params)
         self.rounds = packed_rounds(rows, config.vocab_size, spec.ranks)
 

@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from benchmarks.trials.processes import TINY, Ended, start, start_together, stop_when, wait
-from experiments.evaluate import EvaluateConfig, load
+from experiments.loop.load import load_run
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.environment import versions_text
 from experiments.runs.files import UNFINISHED
@@ -119,13 +118,13 @@ class Run:
         except OSError:
             return 0
 
-    def state(self) -> tuple[dict[str, bytes], dict]:
-        """Every array and every counter of the newest checkpoint, and the scores."""
-        setup, step = load(EvaluateConfig(run=str(self.path)))
-        leaves = jax.tree_util.tree_leaves_with_path(setup.learner.state)
-        arrays = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+    def state(self) -> tuple[dict[str, str], dict]:
+        """The digest of every array, and every counter, of the newest checkpoint, and the scores."""
+        run = load_run(self.path)
+        manifest = json.loads((self.checkpoints / str(run.step) / "manifest.json").read_text())
+        # Of every array of the checkpoint, the optimizer's state too; the parameters have been read back.
+        arrays = {leaf["path"]: leaf["sha256"] for leaf in manifest["content"]["leaves"]}
         # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
-        manifest = json.loads((self.checkpoints / str(step) / "manifest.json").read_text())
         extra = manifest["content"]["extra"]
         progress = {name: value for name, value in extra["progress"].items() if name != "evaluated"}
         summary = json.loads((self.path / "summary.json").read_text())

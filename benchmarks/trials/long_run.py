@@ -25,8 +25,8 @@ import numpy as np
 
 from benchmarks.trials.processes import tiny_config
 from experiments.config.reports import CheckpointConfig
+from experiments.loop.run import set_up
 from experiments.runs.environment import versions_text
-from experiments.training.run import set_up
 
 BLOCKS = 18
 PAGE = os.sysconf("SC_PAGE_SIZE")

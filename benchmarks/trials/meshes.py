@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmarks.trials.processes import tiny_config
 from experiments.config import Config
+from experiments.loop.resume import resume
+from experiments.loop.run import Result, train
 from experiments.runs.environment import versions_text
-from experiments.training.resume import resume
-from experiments.training.run import Result, train
 
 DEVICES = 8
 STEPS = 2

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.experience.limits import NO_LIMITS, Limits
-from experiments.sampling.prompts import encode
+from experiments.experience.prompts import encode
 from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object
 from experiments.tasks.jsonl import JsonlTask
 from experiments.tasks.protocol import SPLITS, Message, Split, prompt_text, split_of

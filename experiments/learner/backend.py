@@ -35,9 +35,6 @@ class GradientBackend(Protocol):
     def num_compilations(self) -> int:
         """How many shapes of micro-batch have been compiled."""
 
-    def place(self, tree: Any) -> Any:
-        """Parameters, or an optimizer's state for them, where the sums need them."""
-
     def trace(self, params: nnx.State, padding: Round) -> None:
         """Raises EngineUnavailable for a head that cannot run here, before training starts."""
 
@@ -67,6 +64,9 @@ class Backend(Protocol):
 
     def take_params(self) -> nnx.State:
         """Gives away the first parameters, once: a second reference would keep them in memory next to the state."""
+
+    def place(self, tree: Any) -> Any:
+        """Parameters, or an optimizer's state for them, where the sums need them."""
 
     def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
         """Gradient sums of an objective."""

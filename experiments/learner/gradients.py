@@ -25,7 +25,7 @@ from experiments.learner.objectives import HeadPlacement, LossTerms, Objective
 from experiments.learner.packing import Round
 from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.models.mesh import TENSOR_AXIS, ranks_here, settled, token_axes
-from experiments.models.placement import placed, whole_on_host
+from experiments.models.placement import whole_on_host
 from experiments.models.sharding import parameter_shardings
 from jaxlogp import MicroBatch, StepSums, linear_log_probs
 from jaxlogp.head import HeadRun, record_head_runs
@@ -66,10 +66,6 @@ class GspmdGradients:
         """How many shapes of micro-batch have been compiled; 1, whatever the number of micro-batches."""
         compiled: Any = self._sums
         return compiled._cache_size()
-
-    def place(self, tree: Any) -> Any:
-        """Parameters, or an optimizer's state for them, where this program needs them."""
-        return placed(tree, parameter_shardings(tree, self._mesh))
 
     def trace(self, params: nnx.State, padding: Round) -> None:
         """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.

@@ -16,7 +16,7 @@ from experiments.learner.drift import StepDrift, measure_drift
 from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
 from experiments.learner.packing import Packing, Round
-from experiments.learner.replicas import fingerprint
+from experiments.learner.replicas import fingerprint, require_same_frozen
 from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores
 from experiments.learner.update import TrainState, Update, UpdateOutcome
 from experiments.models.ahead import Ahead
@@ -79,7 +79,7 @@ class Learner:
         columns = (*packing.columns, REFERENCE_COLUMN) if objective.needs_reference else packing.columns
         self._step_packing, self._scored_packing = replace(packing, columns=columns), replace(packing, columns=())
         self.gradients = backend.gradients(objective, temperature)
-        self._update = Update(optimizer, self.gradients.place, self.gradients.compiler_options)
+        self._update = Update(optimizer, backend.place, self.gradients.compiler_options)
         self.state = self._update.init(backend.take_params())
         self.reference: nnx.State | None = None
         self.version = 0
@@ -178,16 +178,13 @@ class Learner:
         Raises:
             ValueError: if what is not trained differs.
         """
-        if counters["frozen"] != fingerprint(self._backend.frozen):
-            raise ValueError(
-                "model: its frozen parameters differ from those that the run began with; pass the same model"
-            )
+        require_same_frozen(counters, self._backend.frozen)
         params, opt_state = self.state.params, self.state.opt_state
         opt_leaves = [leaf for _, leaf in sorted(arrays["opt_state"].items())]
         opt_state = jax.tree.unflatten(jax.tree.structure(opt_state), opt_leaves)
         self.state = self._update.place(TrainState(_like(params, arrays["params"]), opt_state))
         saved = arrays.get("reference")
-        self.reference = None if saved is None else self.gradients.place(_like(params, saved))
+        self.reference = None if saved is None else self._backend.place(_like(params, saved))
         self.version = counters["version"]
 
     def _with_reference(self, documents: Sequence[Document]) -> Sequence[Document]:

@@ -7,7 +7,7 @@ element always changes it, by a power of two.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -86,6 +86,12 @@ def sum_of_bits(x: Array) -> UInt32[Array, ""]:
 def fingerprint(frozen: Any) -> list[int]:
     """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
     return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]
+
+
+def require_same_frozen(counters: Mapping[str, Any], frozen: Any) -> None:
+    """Raises ValueError if what is not trained differs from that whose fingerprint a checkpoint's counters hold."""
+    if counters["frozen"] != fingerprint(frozen):
+        raise ValueError("model: its frozen parameters differ from those that the run began with; pass the same model")
 
 
 @jax.jit

@@ -8,28 +8,25 @@ from typing import Any
 import jax
 from flax import nnx
 
-from experiments.config import Config, validate
+from experiments.config import Config
 from experiments.experience.experience import ExperienceSource
 from experiments.experience.own_source import OwnSource
-from experiments.experience.prompts import PromptOrder, Sizes, sizes_for
+from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
 from experiments.learner.learner import Learner
-from experiments.learner.objectives import CrossEntropy, PolicyObjective
+from experiments.learner.objectives import PolicyObjective
 from experiments.learner.packing import Packing
-from experiments.loop.evaluation import Evaluation
 from experiments.loop.feed import DocumentFeed
+from experiments.loop.inference import Inference, make_inference
+from experiments.loop.model_source import Origin
 from experiments.loop.warm_start import WarmStart, WorkedExamples
 from experiments.models.attention import AttentionRun
 from experiments.models.dtype_choice import capability_of
-from experiments.models.mesh import document_axis
+from experiments.models.mesh import document_axis, parse_mesh
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
-from experiments.sampling.policy import Generator, SamplerPolicy, SamplingOptions
+from experiments.sampling.policy import SamplerPolicy, SamplingOptions
 from experiments.tasks import Rewards, Task
-from experiments.tasks.configured import configured_rewards, task_for
-from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.modes import InvariantMode, Mode, PlainMode
-from experiments.training.origin import Origin, origin_of
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
 from jaxlogp.policy.documents import SAMPLER_COLUMN
@@ -41,38 +38,22 @@ FASTEST_ON_GPU = ("hopper", "triton")
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Inference):
     """Everything that a run consists of.
 
     Attributes:
-        config: the options, resolved.
-        origin: the model that the run began with.
-        backend: how it is computed.
         attention: the implementation of attention over micro-batches, and why it.
-        source: where documents come from; None for a source of the caller's own that is not there, of a run that is read.
+        source: where documents come from.
     """
 
-    config: Config
-    task: Task
-    rewards: Rewards
-    origin: Origin
-    backend: Mode
-    sizes: Sizes
     attention: AttentionRun
     learner: Learner
-    generator: Generator
-    evaluation: Evaluation
-    source: ExperienceSource | None
+    source: ExperienceSource
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Text to ids and back."""
-        return self.origin.tokenizer
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The device mesh of the training."""
-        return self.backend.mesh
+    def params(self) -> nnx.State:
+        """The present parameters, until the next step takes over their memory."""
+        return self.learner.state.params
 
     @property
     def warnings(self) -> list[str]:
@@ -81,16 +62,14 @@ class Setup:
         found = self.origin.warning, slower_head(self.learner.gradients.head_run, dtype)
         return [text for text in found if text is not None]
 
-    def policy(self, params: nnx.State | None = None) -> SamplerPolicy:
-        """Returns a policy that draws by the present parameters, or by others."""
-        params = self.learner.state.params if params is None else params
-        key = jax.random.key(self.config.seed)
+    def policy(self) -> SamplerPolicy:
+        """Returns the policy of the present parameters, from which a source draws."""
+        learner, key = self.learner, jax.random.key(self.config.seed)
         key = key if self.config.source is None else jax.random.fold_in(key, OWN_SOURCE)
-        return SamplerPolicy(self.generator, params, self.learner.version, self.learner.log_probs, key)
+        return SamplerPolicy(self.generator, self.params, learner.version, learner.log_probs, key)
 
     def feed(self) -> DocumentFeed:
         """Returns what gives the documents of each step."""
-        assert self.source is not None, "a run that trains has a source"
         config = self.config
         options = {"exact": config.invariant, "rescore": bool(config.rollout.rescore)}
         return DocumentFeed(self.source, self.learner.packing, config.schedule.docs_per_step, **options)
@@ -102,10 +81,10 @@ class Setup:
         checks = PromptOrder(task, seed + 2, None).take(CHECK_PROMPTS)
         phase = WarmStart(
             self.config.warm_start,
-            self.backend.gradients(CrossEntropy(), 1.0),
+            self.backend,
             WorkedExamples(PromptOrder(task, seed + 1, None), self.tokenizer, self.sizes.prompt),
             replace(self.learner.packing, columns=()),
-            lambda params, step: self.evaluation.exact_match_on(checks, self.policy(params), step),
+            lambda params, step: self.evaluation.exact_match_on(checks, self.policy_of(params), step),
         )
         self.learner.begin(phase.run(self.learner.release(), console, metrics, between))
 
@@ -124,40 +103,28 @@ def assemble(
 
     Args:
         config: the options.
-        task: your own task instead of the one that ``config.task`` names.
-        rewards: your own rewards instead of those that ``config.reward`` names.
-        model: your own model instead of the decoder that ``config.model`` describes.
-        origin: the model, where the caller has made it of the same options.
-        restored: whether a checkpoint will bring the parameters: none are drawn or read.
-        source: your own source, which ``config.source`` names; None for a run that is only read.
+        task: see `make_inference`.
+        rewards: likewise.
+        model: likewise.
+        origin: likewise.
+        restored: likewise.
+        source: your own source, which ``config.source`` names.
 
     Raises:
-        ValueError: if an option is out of range, a task unknown, a mesh does not match, or an engine cannot run here.
+        ValueError: as `make_inference`, and if an engine cannot run here.
     """
-    mesh = validate(config)
-    config = config.resolved()
-    task = task_for(config) if task is None else task
-    rewards = configured_rewards(config.reward, task) if rewards is None else rewards
-    origin = origin or origin_of(config, task, model, restored=restored)
-    backend = (InvariantMode if config.invariant else PlainMode)(config, origin)
-    sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
-    options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
+    base = make_inference(config, task, rewards, model, origin=origin, restored=restored)
+    ranks, sizes = parse_mesh(config.mesh).ranks, base.sizes
     return Setup(
-        config=config,
-        task=task,
-        rewards=rewards,
-        origin=origin,
-        backend=backend,
-        sizes=sizes,
-        attention=origin.attention_run(mesh.ranks * sizes.rows, sizes.row, backend.mesh),
-        learner=_learner(config, origin, backend, sizes, mesh.ranks),
-        generator=Generator(backend.draw, origin.tokenizer, config.rollout.temperature, sizes.row),
-        evaluation=Evaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options),
-        source=_source(config, task, rewards, origin, sizes, source),
+        **vars(base),
+        attention=base.origin.attention_run(ranks * sizes.rows, sizes.row, base.mesh),
+        learner=_learner(base, ranks),
+        source=_rollouts(base) if source is None else _own_source(base, source),
     )
 
 
-def _learner(config: Config, origin: Origin, backend: Mode, sizes: Sizes, ranks: int) -> Learner:
+def _learner(base: Inference, ranks: int) -> Learner:
+    config, origin, backend, sizes = base.config, base.origin, base.backend, base.sizes
     # What a source of one's own draws may be as long as a row.
     loss = config.policy_loss(sizes.completion if config.source is None else sizes.row)
     packing = Packing(
@@ -186,17 +153,17 @@ def _learner(config: Config, origin: Origin, backend: Mode, sizes: Sizes, ranks:
         raise
 
 
-def _source(
-    config: Config, task: Task, rewards: Rewards, origin: Origin, sizes: Sizes, source: Any
-) -> ExperienceSource | None:
-    if config.source is not None:
-        limits = {"vocab_size": origin.vocab_size, "row_length": sizes.row}
-        return None if source is None else OwnSource(source, config.source, **limits)
-    rollout = config.rollout
-    prompts = PromptOrder(task, config.seed, config.schedule.epochs)
+def _own_source(base: Inference, source: Any) -> OwnSource:
+    assert base.config.source is not None, "the options name it"
+    return OwnSource(source, base.config.source, vocab_size=base.origin.vocab_size, row_length=base.sizes.row)
+
+
+def _rollouts(base: Inference) -> Rollouts:
+    config, rollout = base.config, base.config.rollout
+    prompts = PromptOrder(base.task, config.seed, config.schedule.epochs)
     filters = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
-    sampling = SamplingOptions(sizes.completion, stop=rollout.stop, **filters)
-    return Rollouts(prompts, rewards, rollout, sampling, sizes.prompt, config.loss.advantages)
+    sampling = SamplingOptions(base.sizes.completion, stop=rollout.stop, **filters)
+    return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages)
 
 
 def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:

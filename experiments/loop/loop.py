@@ -242,7 +242,7 @@ class Loop:
     def _evaluate(self, *, log: bool = True) -> ExactMatch:
         """Exact match on the held-out prompts with the present parameters; the same random numbers every time."""
         started, setup, step = time.perf_counter(), self._setup, self.progress.step
-        evaluated = self._with_rewards(lambda: setup.evaluation.of(setup.policy()))
+        evaluated = self._with_rewards(lambda: setup.evaluation.of(setup.policy_of(setup.params)))
         if log:
             values = evaluated.metrics()
             if self._config.evaluation.kl:

@@ -18,21 +18,28 @@ from experiments.runs.stops import Interrupted
 from experiments.runs.store import open_store
 from jaxlogp.errors import require
 
+OnResume = Callable[[Setup, Progress], None]
+"""Called with the progress of a run that has been restored, before anything is written; what it raises ends the resume."""
+
 
 def run_to_end(
     setup: Setup,
     folder: RunFolder,
     console: RunConsole,
-    *,
-    resumed: bool,
+    on_resume: OnResume | None = None,
     step: int | None = None,
-    on_resume: Callable[[Setup, Progress], None] = lambda setup, progress: None,
 ) -> Outcome:
     """Runs the warm start or restores, then takes steps, evaluates and saves up to the last one.
 
     SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
-    start nothing is kept: a resume begins it again, and arrives at the same bits. `on_resume` gets the restored progress
-    before anything is written; what it raises ends the resume.
+    start nothing is kept: a resume begins it again, and arrives at the same bits.
+
+    Args:
+        setup: what the run consists of.
+        folder: its folder.
+        console: what it prints.
+        on_resume: None for a run that begins.
+        step: of the checkpoint to go on from; None for the newest.
 
     Raises:
         Interrupted: a signal; the message says what is kept, and the command that goes on.
@@ -46,16 +53,16 @@ def run_to_end(
             open_store(folder, setup.config.checkpoint.keep, identity) as store,
         ):
             loop = Loop(setup, folder, console, store, signals)
-            if resumed and store.begun:
+            if on_resume is not None and store.begun:
                 loop.restore(step)
             else:
                 _require_unbegun(folder)
                 store.begin()
-            if resumed:
+            if on_resume is not None:
                 on_resume(setup, loop.progress)
             for line in store.take_up():
                 console.warn(line)
-            if resumed:
+            if on_resume is not None:
                 store.record_resume(loop.progress.step)
                 begins_again = ", which has no checkpoint yet: the warm start begins again"
                 at = begins_again if loop.before is None else f" at step {loop.progress.step}"

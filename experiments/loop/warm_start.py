@@ -10,8 +10,9 @@ from flax import nnx
 
 from experiments.config import WarmStartConfig
 from experiments.experience.prompts import PromptOrder, encode_prompt
-from experiments.learner.backend import GradientBackend
+from experiments.learner.backend import Backend, GradientBackend
 from experiments.learner.diagnosis import explain_refusal
+from experiments.learner.objectives import CrossEntropy
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.packing import Packing
 from experiments.learner.update import TrainState, Update
@@ -53,7 +54,7 @@ class WarmStart:
     """Trains on examples until the score, the share of right answers at a step, reaches the target, or max_steps."""
 
     options: WarmStartConfig
-    sums: GradientBackend
+    backend: Backend
     examples: WorkedExamples
     packing: Packing
     score: Callable[[nnx.State, int], float]
@@ -69,11 +70,12 @@ class WarmStart:
         options, max_steps = self.options, self.options.max_steps
         if not max_steps:
             return params
-        update = Update(warm_start_optimizer(options), self.sums.place, self.sums.compiler_options)
+        sums = self.backend.gradients(CrossEntropy(), 1.0)
+        update = Update(warm_start_optimizer(options), self.backend.place, sums.compiler_options)
         state = update.init(params)
         with console.progress("warm start", max_steps, rows=10) as advance:
             for step in range(1, max_steps + 1):
-                state, values = self._step(update, state, step)
+                state, values = self._step(sums, update, state, step)
                 if step % options.check_every == 0:
                     values["exact_match_train"] = self.score(state.params, step)
                 metrics.write(step, "warm_start", values)
@@ -84,14 +86,16 @@ class WarmStart:
         console.say(f"warm start: {step} steps, loss {values['loss']:.3f}")
         return state.params
 
-    def _step(self, update: Update, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
+    def _step(
+        self, sums: GradientBackend, update: Update, state: TrainState, step: int
+    ) -> tuple[TrainState, dict[str, float]]:
         """One step, and its metrics."""
         rounds = self.packing.rounds(self.examples.take(self.options.batch_size))
-        total = self.sums.accumulate(state.params, rounds, 0)
+        total = sums.accumulate(state.params, rounds, 0)
         assert total is not None, "a warm start step has at least one document"
         state, applied = update(state, total)
         if not applied.applied:
             sound = jax.device_get(applied.sound)
-            found = explain_refusal(sound, state, rounds, update, self.sums)
+            found = explain_refusal(sound, state, rounds, update, sums)
             raise GuardAbort(f"warm start step {step}: {found.sentence(self.examples.tokenizer)}")
         return state, {"loss": float(applied.loss), "grad_norm": float(applied.grad_norm)}

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from experiments.models.mesh import PARAMETER_AXES, TENSOR_AXIS, size_of
+from experiments.models.placement import placed
 from jaxlogp.errors import require
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
@@ -32,6 +33,11 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 divide, see `parameter_shardings`. Nothing is split over "data". Whoever computes with parameters that are
 split over "fsdp" or "sequence" asks `gathered` for them.
 """
+
+
+def place_parameters(tree: Any, mesh: Mesh) -> Any:
+    """Puts parameters, or an optimizer's state for them, where `parameter_shardings` says."""
+    return placed(tree, parameter_shardings(tree, mesh))
 
 
 def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):

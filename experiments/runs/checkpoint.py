@@ -67,7 +67,7 @@ class SavedSteps:
         """The newest complete step on disk, or None."""
         return max(self.steps(), default=None)
 
-    def restore(self, template: Any, step: int | None = None) -> Restored:
+    def restore(self, template: Any, step: int | None = None, *, whole: bool = True) -> Restored:
         """Reads one step back, checked, into the template's structure, shapes, dtypes and shardings.
 
         Without `step`, the newest undamaged step is read, and every damaged newer one adds a line to `warnings`. A step
@@ -76,6 +76,7 @@ class SavedSteps:
         Args:
             template: pytree of jax Arrays or `jax.ShapeDtypeStruct` with shardings, see `restore_template`.
             step: the step to read; None for the newest undamaged one.
+            whole: whether the template has to have every array of the step; else the others are not read.
 
         Raises:
             ValueError: no such step, no undamaged step, or a pytree leaf whose path, shape or dtype is not the
@@ -90,8 +91,8 @@ class SavedSteps:
         for candidate in reversed(numbered) if step is None else [step]:
             try:
                 content = read_manifest(self.folder / str(candidate), candidate)
-                _check_template(candidate, content["leaves"], wanted)
-                host = read_arrays(self.folder / str(candidate), content)
+                _check_template(candidate, content["leaves"], wanted, whole=whole)
+                host = read_arrays(self.folder / str(candidate), content, wanted.keys())
             except DamagedStep as reason:
                 damaged[candidate] = str(reason)
                 continue
@@ -169,10 +170,10 @@ class Checkpoints(SavedSteps):
         finally:
             self._thread.shutdown()
 
-    def restore(self, template: Any, step: int | None = None) -> Restored:
+    def restore(self, template: Any, step: int | None = None, *, whole: bool = True) -> Restored:
         """As `SavedSteps.restore`; of damaged steps, `continue_from` says what became of them."""
         self.wait_until_finished()
-        restored = super().restore(template, step)
+        restored = super().restore(template, step, whole=whole)
         shelf = self.folder / QUARANTINE
         if self._numbered()[-1] > restored.step and kind_of(shelf) != "nothing":
             require_folder(shelf)
@@ -296,9 +297,9 @@ def _check_placement(wanted: dict[str, Any]) -> None:
         require(together, f"template leaf {name!r}", f"the devices of {first!r} (see restore_template)", sharding)
 
 
-def _check_template(step: int, records: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+def _check_template(step: int, records: list[dict[str, Any]], wanted: dict[str, Any], *, whole: bool) -> None:
     saved = {record["path"]: record for record in records}
-    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys() if whole else ())
     seen = f"missing {missing}, unknown {unknown}"
     require(not missing and not unknown, f"checkpoint step {step}", "the leaves of the template", seen)
     for name, leaf in wanted.items():

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +106,20 @@ def read_manifest(folder: Path, step: int) -> Record:
     return content
 
 
-def read_arrays(folder: Path, content: Record) -> dict[str, np.ndarray]:
-    """All arrays of a step, checked.
+def read_arrays(folder: Path, content: Record, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """Some arrays of a step, checked; of the others nothing comes into memory.
 
     Args:
         folder: of the step.
         content: of its manifest.
+        wanted: paths of the arrays.
 
     Raises:
         DamagedStep: files that are not those that were written, or arrays that are not those that were saved.
     """
     _check_files(folder / ARRAYS, content["files"])
-    names = [record["path"] for record in content["leaves"]]
-    as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
-    args = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=as_numpy)
+    as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
+    args = ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=as_numpy, partial_restore=True)
     try:
         with _orbax() as checkpointer:
             arrays = checkpointer.restore(folder / ARRAYS, args=args)
@@ -128,7 +128,7 @@ def read_arrays(folder: Path, content: Record) -> dict[str, np.ndarray]:
             raise
         raise DamagedStep(f"the arrays cannot be read ({type(error).__name__}: {_first_line(error)})") from error
     for record in content["leaves"]:
-        if _record(record["path"], arrays[record["path"]]) != record:
+        if record["path"] in wanted and _record(record["path"], arrays[record["path"]]) != record:
             raise DamagedStep(f"array {record['path']!r} does not match its digest")
     return arrays
 

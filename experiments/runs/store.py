@@ -23,12 +23,12 @@ class SavedRun:
         self._steps, self._identity = SavedSteps(folder.checkpoints), identity
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
-        """As `SavedSteps.restore`; without the store's own record.
+        """As `SavedSteps.restore`, of those arrays alone that the template has; without the store's own record.
 
         Raises:
             ValueError: also if the checkpoint was saved by another run.
         """
-        restored = self._steps.restore(template, step)
+        restored = self._steps.restore(template, step, whole=False)
         # Other versions and devices read the same numbers.
         compared(own_record(restored)["identity"], self._identity, restored.step)
         return _without_own(restored)

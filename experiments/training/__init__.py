@@ -1,1 +1,1 @@
-"""The training loop and its optimizer steps."""
+"""Ways to compute the same run: whole micro-batches under GSPMD, or leaves in a fixed order with `--invariant`."""

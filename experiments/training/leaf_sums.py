@@ -26,7 +26,6 @@ from jaxtyping import Array, Float
 from experiments.learner.backend import StepGradient, add_gradients
 from experiments.learner.objectives import Objective
 from experiments.learner.packing import Round
-from experiments.models.placement import on_device
 from experiments.training.leaf_exchange import LeafExchange
 from experiments.training.leaf_programs import LeafPrograms, Loaded
 from jaxlogp import MicroBatch, StepSums, TokenLogProbs
@@ -54,10 +53,6 @@ class LeafSums:
         """See `GradientBackend`; 1 per data rank, whatever the number of leaves."""
         compiled: Any = self._loss
         return compiled._cache_size()
-
-    def place(self, tree: Any) -> Any:
-        """Unsharded, on one device of each process."""
-        return on_device(tree, self._programs.ranks.home)
 
     def trace(self, params: nnx.State, padding: Round) -> None:
         """See `GradientBackend`."""

@@ -1,7 +1,7 @@
 """What `--invariant` replaces: how sums are computed and tokens are drawn. Everything else is the same trainer."""
 
 import contextlib
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -13,9 +13,10 @@ from experiments.learner.backend import Backend
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
+from experiments.loop.model_source import Origin
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
-from experiments.models.placement import bytes_a_device, placed
-from experiments.models.sharding import on_one_device, parameter_shardings
+from experiments.models.placement import bytes_a_device, on_device, placed
+from experiments.models.sharding import on_one_device, parameter_shardings, place_parameters
 from experiments.options import refused_as
 from experiments.sampling.cached_draw import CachedDraw
 from experiments.sampling.leaf_draw import LeafDraw
@@ -26,7 +27,6 @@ from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.training.leaf_programs import LeafPrograms
 from experiments.training.leaf_ranks import LeafRanks
 from experiments.training.leaf_sums import LeafSums
-from experiments.training.origin import Origin
 from jaxlogp.errors import require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 from jaxlogp.head.registry import default_shards
@@ -90,6 +90,10 @@ class PlainMode(_GivesParams):
         apart = self._rollout_mesh != self.mesh
         self._sampled_params = places[0] if apart else None
         self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
+
+    def place(self, tree: Any) -> Any:
+        """See `Backend`."""
+        return place_parameters(tree, self.mesh)
 
     def gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
         """See `Backend`."""
@@ -164,6 +168,7 @@ class InvariantMode(_GivesParams):
         self.sampler = f"a cache, by {by}; head {self._order.engine} ({reason})"
         self.vocab = self._order.shards(decoder.vocab_size, spec.tensor)
         ranks = LeafRanks(self.mesh)
+        self._home = ranks.home
         self.replicas = Replicas(ranks.homes, ranks.over_homes)
         # The body, the embedding lookup included, is replicated on the tensor ranks.
         self._graph, self._params, self.frozen = origin.parts(on_one_device(ranks.home), None)
@@ -177,6 +182,10 @@ class InvariantMode(_GivesParams):
         except ValueError as error:
             expected = f"tensor ranks that a vocabulary of {vocab_size} fills with tiles of head {self._order.engine}"
             require(False, option, expected, f"{ranks} (--invariance.engine fixed_order has smaller ones): {error}")
+
+    def place(self, tree: Any) -> Any:
+        """See `Backend`; unsharded, on one device of each process."""
+        return on_device(tree, self._home)
 
     def gradients(self, objective: Objective, temperature: float) -> LeafSums:
         """See `Backend`."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.loop.run import set_up
 from experiments.models.attention import (
     AttentionCall,
     attend_packed,
@@ -16,7 +17,6 @@ from experiments.models.attention import (
 from experiments.models.attention.allowed import AllowedKeys
 from experiments.models.attention.chunked import BLOCK, attend_chunked
 from experiments.models.attention.einsum import attend, mask_bias
-from experiments.training.run import set_up
 from tests.experiments.tiny import tiny
 from tests.oracle import fp32_bound
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.config import CorrectionConfig, RejectionConfig
 from experiments.learner.objectives import PolicyObjective
 from experiments.learner.packing import Packing
-from experiments.training.run import train
+from experiments.loop.run import train
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 from tests.experiments.test_objectives import (
     LENGTH,
@@ -44,7 +44,7 @@ def sums_with(make_sums, changes, sampler_offset):
     (batch,) = Packing(1, ROWS, LENGTH, VOCAB, 0, share_rows=False, columns=(SAMPLER_COLUMN,)).rounds(made)
     loss = dataclasses.replace(TINY, **changes).policy_loss(LENGTH)
     sums = make_sums(config, graph, PolicyObjective(loss, "basic"), 1.0)
-    return sums.accumulate(sums.place(params), [batch], 0).sums
+    return sums.accumulate(params, [batch], 0).sums
 
 
 @pytest.mark.parametrize("make_sums", [sums_of_micro_batches, pytest.param(sums_of_leaves, marks=pytest.mark.slow)])

@@ -9,12 +9,12 @@ import pytest
 
 from experiments import evaluate, grpo
 from experiments.config import Config
+from experiments.loop import run as run_module
 from experiments.loop.loop import take_step
+from experiments.loop.resume import resume
+from experiments.loop.run import set_up, train
 from experiments.runs.config_file import load_config
 from experiments.runs.lock import RunLock
-from experiments.training import run as run_module
-from experiments.training.resume import resume
-from experiments.training.run import set_up, train
 from tests.experiments.tiny import tiny, train_records
 
 # Metrics that are times or depend on the number of data ranks, not on the numbers of the run.

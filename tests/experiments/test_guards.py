@@ -16,9 +16,10 @@ from experiments.learner.soundness import path_name
 from experiments.learner.update import TrainState, Update
 from experiments.loop.loop import take_step
 from experiments.loop.queue import DocumentQueue
+from experiments.loop.run import set_up
+from experiments.loop.run_parts import UserParts
 from experiments.sampling.policy import SamplerPolicy
 from experiments.tasks.rewards import RewardFailed
-from experiments.training.run import set_up
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from tests.experiments.tiny import tiny
 
@@ -55,7 +56,7 @@ def made(tmp_path_factory):
     """A run after one step, so that no moment of its optimizer is zero, and its reward."""
     verifier = Verifier()
     out = tmp_path_factory.mktemp("guards")
-    run = Run(set_up(tiny(out, "run", warm_start={"max_steps": 0}), reward=verifier).setup)
+    run = Run(set_up(tiny(out, "run", warm_start={"max_steps": 0}), UserParts(reward=verifier)).setup)
     assert run.step().refusal is None
     return run, verifier
 

@@ -18,6 +18,8 @@ from experiments.config import (
 from experiments.experience.prompts import held_out_examples
 from experiments.loop import memory
 from experiments.loop.evaluation import ExactMatch
+from experiments.loop.model_source import origin_of
+from experiments.loop.start_report import check_answer_lengths, print_start_report
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
 from experiments.sampling.policy import SamplingOptions, Shape
@@ -26,9 +28,6 @@ from experiments.tasks.configured import task_for
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import rewards_of
 from experiments.tasks.tokenizer import tokenizer_for
-from experiments.training.answers import warn_of_long_answers
-from experiments.training.introduction import introduce
-from experiments.training.origin import origin_of
 
 
 def lines(tmp_path, capsys, **changes):
@@ -36,7 +35,7 @@ def lines(tmp_path, capsys, **changes):
     config = replace(Config(), **changes).resolved()
     task = make_task(config.task)
     origin = origin_of(config, task, None, restored=False)
-    introduce(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"))
+    print_start_report(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"))
     return origin, capsys.readouterr().out.splitlines()
 
 
@@ -106,13 +105,13 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
     ]:
         task = task_for(config)
         held_out = held_out_examples(task, 16)
-        said = warn_of_long_answers(config, task, held_out, tokenizer_for(task), rewards)
+        said = check_answer_lengths(config, task, held_out, tokenizer_for(task), rewards)
         number = len(held_out) + (task.num_examples("train") or 0)
         assert said is not None and f"too few for {number} of {number} answers" in said
     without = [replace(each, answer="") for each in held_out]
     assert not right_only_as_written(make_task("word_problems:2")), "a number is right without the work"
     own = SimpleNamespace(num_examples=lambda split: None)
-    assert warn_of_long_answers(config, own, without, tokenizer_for(task), None) is None
+    assert check_answer_lengths(config, own, without, tokenizer_for(task), None) is None
 
 
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
@@ -120,8 +119,8 @@ def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
     scores = ExactMatch(0.5, 0.25)
     evaluated = SimpleNamespace(exact_match=scores)
     evaluation = SimpleNamespace(shape=Shape(21, 5, 1, SamplingOptions(3)), of=lambda policy: evaluated)
-    setup = SimpleNamespace(evaluation=evaluation, config=config, policy=lambda: None)
-    monkeypatch.setattr(evaluate, "load", lambda options, task: (setup, 3))
+    inference = SimpleNamespace(evaluation=evaluation, config=config, policy_of=lambda params: None)
+    monkeypatch.setattr(evaluate, "load", lambda options, task: (inference, None, 3))
     assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "step 3, 21 held-out prompts (requested: 500; the task has no more)"
@@ -143,7 +142,7 @@ def begin(tmp_path, reward):
     config = replace(Config(task="addition:1", evaluation=EvaluationConfig(num_prompts=64))).resolved()
     task = make_task(config.task)
     origin = origin_of(config, task, None, restored=False)
-    introduce(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards_of(reward))
+    print_start_report(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards_of(reward))
 
 
 def test_a_broken_reward_is_found_before_anything_is_compiled(tmp_path, capsys):

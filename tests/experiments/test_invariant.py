@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from experiments.config import validate
+from experiments.loop.resume import resume
+from experiments.loop.run import train
 from experiments.training.leaf_sums import TreeFold
-from experiments.training.resume import resume
-from experiments.training.run import train
 from tests.experiments.tiny import tiny, train_records
 
 pytestmark = pytest.mark.costly

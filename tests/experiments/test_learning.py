@@ -8,7 +8,7 @@ sign of the loss (0.34 to 0.00), the mask moved to the prompts (0.44 to 0.37), a
 import numpy as np
 import pytest
 
-from experiments.training.run import train
+from experiments.loop.run import train
 from tests.experiments.tiny import tiny, train_records
 
 

@@ -102,6 +102,11 @@ class Run:
     def policy(self):
         return SimpleNamespace(end=lambda: None)
 
+    params = None
+
+    def policy_of(self, params):
+        return None
+
     def warm_start(self, console, metrics, between):
         for step in (1, 2, 3):
             metrics.write(step, "warm_start", {"loss": 1.0 / step})
@@ -130,6 +135,10 @@ class Run:
         self.calls = self.step = state["calls"]
 
 
+def nothing(setup, progress):
+    """Keeps no options of a resume."""
+
+
 def start(out, at=(), **options):
     """A run that does something at some moments; it, and how to run it."""
     run = Run(out, **options)
@@ -139,7 +148,7 @@ def start(out, at=(), **options):
     folder = RunFolder.open(path) if resumed else RunFolder.create(out, "run")
     if not resumed:
         save_config(folder.config, run.config)
-    return run, folder, lambda: session.run_to_end(run, folder, RunConsole(), resumed=resumed)
+    return run, folder, lambda: session.run_to_end(run, folder, RunConsole(), nothing if resumed else None)
 
 
 def send(number):
@@ -384,10 +393,10 @@ def test_a_resume_that_is_refused_late_changes_nothing(tmp_path, why):
     REFUSALS[why](trainer)
     before = contents(folder)
     with pytest.raises(ValueError, match="refused|trained on"):
-        session.run_to_end(trainer, folder, RunConsole(), resumed=True, step=4, on_resume=refuse)
+        session.run_to_end(trainer, folder, RunConsole(), refuse, 4)
     assert contents(folder) == before
     trainer = start(tmp_path)[0]
-    session.run_to_end(trainer, folder, RunConsole(), resumed=True, step=4)
+    session.run_to_end(trainer, folder, RunConsole(), nothing, 4)
     assert float(trainer.learner.state) == 63.0 and (folder.checkpoints / "quarantine" / "6-0").is_dir()
 
 
@@ -399,5 +408,5 @@ def test_a_warm_start_that_cannot_begin_again_keeps_its_lines(tmp_path):
     before = contents(folder)
     assert before["metrics.jsonl"]
     with pytest.raises(ValueError, match="refused"):
-        session.run_to_end(start(tmp_path)[0], folder, RunConsole(), resumed=True, on_resume=refuse)
+        session.run_to_end(start(tmp_path)[0], folder, RunConsole(), refuse)
     assert contents(folder) == before

@@ -14,13 +14,13 @@ from flax import nnx
 from experiments import evaluate, export
 from experiments.config import ModelConfig
 from experiments.loop.assemble import assemble
+from experiments.loop.load import load_model, load_run
+from experiments.loop.resume import resume
+from experiments.loop.run import train
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
 from experiments.models.lora import ADAPTABLE, LoraConfig, merged
 from experiments.models.parameters import abstract_decoder
-from experiments.training.loaded import load_model, restored
-from experiments.training.resume import resume
-from experiments.training.run import train
 from tests.experiments.decoder_oracle import oracle_forward
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
@@ -188,7 +188,7 @@ def test_adapters_alone_are_trained(trained, directory):
 def test_a_run_begins_as_its_base_and_the_reference_stays_it(trained, directory, tmp_path):
     whole = assemble(options(directory, tmp_path, "b", lora={}))
     fresh = assemble(options(directory, tmp_path, "a"))
-    scores = [setup.evaluation.of(setup.policy()).exact_match for setup in (fresh, whole)]
+    scores = [setup.evaluation.of(setup.policy_of(setup.learner.state.params)).exact_match for setup in (fresh, whole)]
     assert scores == [trained.before] * 2
     reference = nnx.to_flat_state(trained.setup.learner.reference)
     assert all((np.asarray(leaf[...]) == 0).all() for path, leaf in reference if path[-1] == "lora_b")
@@ -219,9 +219,10 @@ def test_an_export_has_the_logits_of_the_adapted_model(trained, tmp_path):
 def test_a_run_is_scored_and_resumed_with_its_base_alone(trained, tmp_path):
     assert evaluate.run_cli([str(trained.run.path)]) == trained.after
     # Base split over heads and features, adapters on every device.
-    split, _ = restored(trained.run.path, lambda stored: dataclasses.replace(stored, mesh="data=2,tensor=2"))
-    kernel = split.backend.frozen["layers"]["q_proj"]["kernel"][...]
-    assert not kernel.sharding.is_fully_replicated and split.evaluation.of(split.policy()).exact_match == trained.after
+    split = load_run(trained.run.path, lambda stored: dataclasses.replace(stored, mesh="data=2,tensor=2"))
+    kernel = split.inference.backend.frozen["layers"]["q_proj"]["kernel"][...]
+    scored = split.inference.evaluation.of(split.inference.policy_of(split.params)).exact_match
+    assert not kernel.sharding.is_fully_replicated and scored == trained.after
     shutil.copytree(trained.run.path, tmp_path / "back")
     resumed = resume(f"{tmp_path / 'back'}@1", {"quiet": True}, reward=by_letters)
     jax.tree.map(np.testing.assert_array_equal, resumed.setup.learner.state, trained.setup.learner.state)

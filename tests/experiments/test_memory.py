@@ -1,5 +1,6 @@
 """What a run says of its memory before the first step, and what it refuses."""
 
+import functools
 import io
 import logging
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from experiments.loop.memory import MemoryNeed, memory_need, peak_bytes, say_mem
 from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device
+from experiments.models.sharding import place_parameters
 from experiments.options import flat_fields
 from experiments.runs.console import RunConsole
 from tests.experiments.tiny import tiny
@@ -79,7 +81,9 @@ def test_what_may_make_it_fit_are_options(option):
 
 def test_a_program_compiled_for_its_memory_is_the_one_that_runs(caplog):
     sums, params = sums_on("fsdp=2")
-    update = Update(Optimizer(adamw(), lambda step: 1e-3), sums.place)
+    update = Update(
+        Optimizer(adamw(), lambda step: 1e-3), functools.partial(place_parameters, mesh=make_mesh(parse_mesh("fsdp=2")))
+    )
     state = update.init(params)
     with jax.log_compiles():
         program = sums.ahead(state.params, batch(2))

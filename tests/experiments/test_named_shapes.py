@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from experiments.config import ModelConfig
+from experiments.loop.run import set_up
+from experiments.loop.run_parts import UserParts
 from experiments.models import named_shapes
 from experiments.models.dtype_choice import choose_dtype
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.parameters import abstract_decoder
 from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
-from experiments.training.run import set_up
 from tests.experiments.tiny import tiny
 
 pytestmark = pytest.mark.costly
@@ -69,7 +70,7 @@ def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypat
     config = dataclasses.replace(
         tiny(tmp_path, "named", warm_start={"max_steps": 0}, schedule={"steps": 1}), model=ModelConfig(name="tiny")
     )
-    setup = set_up(config, reward=lambda example, text: float("\ufffd" in text)).setup
+    setup = set_up(config, UserParts(reward=lambda example, text: float("\ufffd" in text))).setup
     assert setup.tokenizer.vocab_size == setup.origin.decoder.vocab_size == 64
     drawn = setup.source.next(setup.policy()).documents
     # Of 64 tokens the task's are the first 16: an untrained model samples the others more often than not.

@@ -115,7 +115,7 @@ def check_gradient(make_sums, objective, case_model, temperature, per_label):
     config, graph, params = decoder(**case_model)
     (batch,) = packing().rounds(documents())
     sums = make_sums(config, graph, objective, temperature)
-    result = sums.accumulate(sums.place(params), [batch], 0).sums
+    result = sums.accumulate(params, [batch], 0).sums
     flat = batch.micro_batch(0)
     reference = jax.jit(lambda params: jax.value_and_grad(written_out)(params, graph, flat, temperature, per_label))
     value, gradient = reference(params)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from experiments import Config, resume, train
+from experiments.loop.load import load_model
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
@@ -19,7 +20,6 @@ from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import CharTokenizer
-from experiments.training.loaded import load_model
 from jaxlogp.head import HeadSpec
 from tests.experiments.tiny import tiny, train_records
 

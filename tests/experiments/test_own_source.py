@@ -16,9 +16,9 @@ from experiments.config import (
     validate,
 )
 from experiments.experience.own_source import OwnSource, SourceFailed, find_source, resolve_source
+from experiments.loop.resume import resume
+from experiments.loop.run import train
 from experiments.runs.stops import GuardAbort
-from experiments.training.resume import resume
-from experiments.training.run import train
 from jaxlogp import Document
 from tests.experiments.tiny import tiny, train_records
 

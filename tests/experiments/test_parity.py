@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.loop.load import load_model
 from experiments.models.huggingface.export import export
 from experiments.models.huggingface.own_tokenizers import pretrained_form
 from experiments.models.parameters import abstract_decoder
@@ -18,7 +19,6 @@ from experiments.models.pretrained import open_pretrained, small_files
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, logits_of, sample
 from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
-from experiments.training.loaded import load_model
 from tests.experiments.tiny_directory import CONFIGS, VOCAB, write_tiny_directory
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]

@@ -14,14 +14,14 @@ from flax import nnx
 from experiments import chat, evaluate, export, grpo
 from experiments.config import ModelConfig
 from experiments.loop.assemble import assemble
+from experiments.loop.load import load_model
+from experiments.loop.run import train
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.pretrained import open_pretrained
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
-from experiments.training.loaded import load_model
-from experiments.training.run import train
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
 from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.trials.kills import trials
 from benchmarks.trials.long_run import measured_run, slope_of
 from benchmarks.trials.meshes import along, config_of, difference
-from experiments.training.run import train
+from experiments.loop.run import train
 
 
 @pytest.mark.slow

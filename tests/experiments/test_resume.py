@@ -10,7 +10,12 @@ import pytest
 from experiments import grpo
 from experiments.config import Config
 from experiments.config.changes import changed, fixed_values, may_change
+from experiments.loop import resume as module
+from experiments.loop import run as run_module
 from experiments.loop.loop import Progress
+from experiments.loop.resume import Resumption, resume
+from experiments.loop.run import set_up, train
+from experiments.loop.run_parts import require_same_parts
 from experiments.options import flat_fields, typed_options
 from experiments.runs.config_file import load_config, read_config, save_config, write_json
 from experiments.runs.folder import RunFolder
@@ -18,11 +23,6 @@ from experiments.runs.identity import RunParts
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import make_task
 from experiments.tasks.protocol import data_digest
-from experiments.training import resume as module
-from experiments.training import run as run_module
-from experiments.training.resume import Resumption, resume
-from experiments.training.run import set_up, train
-from experiments.training.run_parts import require_same_parts
 from tests.experiments.tiny import tiny
 
 STEPS = 200
@@ -100,7 +100,7 @@ def test_what_may_change():
 
 def test_the_new_goal_is_kept_in_the_run_folder(folder):
     """A run that is resumed with another goal, and killed before it, goes on to that goal."""
-    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True}).begin(*at(39))
+    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True})(*at(39))
     kept = load_config(folder.config, Config)
     assert (kept.schedule.steps, kept.mesh, kept.log_every) == (300, "data=2", 7)
     assert resumption(folder).kept == kept
@@ -111,7 +111,7 @@ def test_the_new_goal_is_kept_in_the_run_folder(folder):
 
 def test_a_plain_resume_leaves_the_options_alone(folder):
     before = folder.config.read_bytes(), folder.config.stat().st_mtime_ns
-    resumption(folder).begin(*at(39))
+    resumption(folder)(*at(39))
     assert (folder.config.read_bytes(), folder.config.stat().st_mtime_ns) == before
 
 
@@ -128,7 +128,7 @@ def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, word
     finish(folder, step, exhausted=exhausted)
     before = folder.summary.read_bytes(), folder.config.read_bytes()
     with pytest.raises(NothingToDo, match=f"nothing to do: {folder.path} {words}"):
-        resumption(folder, **changes).begin(*at(step))
+        resumption(folder, **changes)(*at(step))
     assert (folder.summary.read_bytes(), folder.config.read_bytes()) == before
 
 
@@ -136,7 +136,7 @@ def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
     finish(folder, 40)
     before = folder.config.read_bytes()
     with pytest.raises(ValueError, match="^--schedule.steps: expected at least 40, the step .* reached, got 30"):
-        resumption(folder, **{"schedule.steps": 30}).begin(*at(40))
+        resumption(folder, **{"schedule.steps": 30})(*at(40))
     assert folder.config.read_bytes() == before
 
 
@@ -144,7 +144,7 @@ def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
 def test_a_run_that_was_killed_before_its_summary_is_finished(folder, summary):
     if summary is not None:
         finish(folder, summary)
-    resumption(folder).begin(*at(STEPS))
+    resumption(folder)(*at(STEPS))
 
 
 def test_nothing_to_do_is_exit_code_0_and_no_error(folder, capsys, monkeypatch):
@@ -184,8 +184,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
     """Set up for real, up to what a run consists of, which a stand-in replaces."""
     write(tmp_path / "questions.jsonl")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.training.run.assemble", lambda *given, **options: None)
-    monkeypatch.setattr(module, "assemble", lambda *given, **options: None)
+    monkeypatch.setattr(run_module, "assemble", lambda *given, **options: None)
     monkeypatch.setattr(module.Run, "finish", lambda self: self)
     options = tiny(tmp_path, "run", task="jsonl:questions.jsonl", schedule={"steps": 3}, quiet=False)
     run = set_up(options)
@@ -205,7 +204,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
         assert words in said
     monkeypatch.chdir("/")
     again = resume(path, {"task": f"jsonl:{tmp_path}/questions.jsonl", "schedule.steps": 9})
-    assert again.resumption.kept.schedule.steps == 9
+    assert again.on_resume.kept.schedule.steps == 9
     again.lock.release()
     write(tmp_path / "questions.jsonl", answers=lambda b: str(b + 1))
     # Twice: a resume that is refused holds no lock, though somebody still has its exception.

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import grpo
-from experiments.training.run import train
+from experiments.loop.run import train
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
 from tests.oracle import fp32_bound

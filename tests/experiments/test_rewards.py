@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from experiments.config import Config, RewardConfig
+from experiments.loop.run import set_up
+from experiments.loop.run_parts import UserParts
 from experiments.tasks import Completion, Example, Rewards, RewardTerm, make_task
 from experiments.tasks.configured import configured_rewards
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, rewards_of
-from experiments.training.run import set_up
 
 EXAMPLE = Example("37+48=", "85")
 
@@ -143,4 +144,4 @@ def test_refuses_what_are_no_functions():
         with pytest.raises(ValueError, match="^reward: expected a function"):
             rewards_of(bad)
     with pytest.raises(ValueError, match="^--reward: expected no other options where train is given a reward, got "):
-        set_up(Config(reward=RewardConfig(functions=("ended",))), reward=near)
+        set_up(Config(reward=RewardConfig(functions=("ended",))), UserParts(reward=near))

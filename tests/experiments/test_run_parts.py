@@ -7,10 +7,11 @@ import shutil
 import pytest
 
 from experiments import evaluate, grpo
+from experiments.loop import load, resume, run, run_parts
+from experiments.loop.load import load_model
+from experiments.loop.run_parts import UserParts
 from experiments.runs.folder import RunFolder
 from experiments.tasks.addition import Addition
-from experiments.training import loaded, resume, run, run_parts
-from experiments.training.loaded import load_model
 from tests.experiments.tiny import tiny
 from tests.experiments.tiny_directory import write_tiny_directory
 
@@ -33,12 +34,11 @@ def other(example, completion):
 @pytest.fixture
 def set_up(monkeypatch):
     """Sets up runs and resumes for real, up to what a run consists of, which a stand-in replaces."""
-    for module in (run, resume):
-        monkeypatch.setattr(module, "assemble", lambda *given, **options: None)
-        monkeypatch.setattr(module, "say_memory", lambda *given, **options: None)
+    monkeypatch.setattr(run, "assemble", lambda *given, **options: None)
+    monkeypatch.setattr(run, "say_memory", lambda *given, **options: None)
 
     def begin(config, **own):
-        begun = run.set_up(config, **own)
+        begun = run.set_up(config, UserParts(**own))
         begun.lock.release()
         return begun.folder
 
@@ -46,7 +46,7 @@ def set_up(monkeypatch):
 
 
 def resumed(folder, **own):
-    begun = resume.set_up_resume(str(folder.path), {}, **own)
+    begun = resume.set_up_resume(str(folder.path), {}, UserParts(**own))
     begun.lock.release()
     return begun
 
@@ -186,7 +186,7 @@ def test_readers_refuse_what_is_of_another_run(trained, tmp_path, what):
     copy = RunFolder(tmp_path / "run")
     shutil.copytree(trained[1].path, copy.path)
     if what == "config.json":
-        stored = loaded.load_config(copy.config, type(tiny(tmp_path, "run")))
+        stored = load.load_config(copy.config, type(tiny(tmp_path, "run")))
         run.save_config(copy.config, dataclasses.replace(stored, seed=7))
     else:
         shutil.rmtree(copy.checkpoints)

@@ -16,6 +16,7 @@ import pytest
 
 from experiments.config import Config
 from experiments.config.changes import fixed_values
+from experiments.loop.load import load_run
 from experiments.runs import files, identity
 from experiments.runs.checkpoint import Checkpoints, complete_steps
 from experiments.runs.config_file import load_config, save_config
@@ -23,7 +24,6 @@ from experiments.runs.folder import RunFolder, Sample, read_metrics, run_and_ste
 from experiments.runs.identity import RunParts, identity_of, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore, SavedRun
-from experiments.training.loaded import restored
 from tests.experiments.tiny import contents, tiny
 
 LINE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)
@@ -413,7 +413,7 @@ def test_a_reader_writes_nothing(run):
     before = sorted((path, path.lstat().st_mtime_ns) for path in run.path.rglob("*"))
     assert saved_run(run.path).restore(state(0)).step == 2
     with pytest.raises(ValueError, match="checkpoint step 2: expected the leaves of the template"):
-        restored(run.path)
+        load_run(run.path)
     assert sorted((path, path.lstat().st_mtime_ns) for path in run.path.rglob("*")) == before
 
 

@@ -19,6 +19,9 @@ from experiments.learner.update import Update
 from experiments.loop import assemble as assemble_module
 from experiments.loop.assemble import slower_head
 from experiments.loop.loop import take_step
+from experiments.loop.resume import resume
+from experiments.loop.run import set_up
+from experiments.loop.run_parts import UserParts
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
@@ -26,8 +29,6 @@ from experiments.runs.config_file import load_config
 from experiments.sampling import leaf_draw
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
-from experiments.training.resume import resume
-from experiments.training.run import set_up
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from tests.experiments.tiny import TINY, tiny, train_records
@@ -56,7 +57,7 @@ def leaves(result):
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_second_step(tmp_path, caplog):
-    setup = set_up(short(tmp_path, "steady", drift={"every": 1}), reward=parity).setup
+    setup = set_up(short(tmp_path, "steady", drift={"every": 1}), UserParts(reward=parity)).setup
     feed, compiled = setup.feed(), []
     for _ in range(4):
         caplog.clear()

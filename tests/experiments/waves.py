@@ -10,6 +10,7 @@ from experiments.learner.objectives import CrossEntropy
 from experiments.learner.packing import Packing
 from experiments.models.layers import named_axes
 from experiments.models.mesh import make_mesh, parse_mesh
+from experiments.models.sharding import place_parameters
 from jaxlogp import Document
 from jaxlogp.head import HeadSpec
 
@@ -48,4 +49,4 @@ def sums_on(mesh):
     mesh = make_mesh(parse_mesh(mesh))
     graph, params = nnx.split(Waves())
     made = GspmdGradients(graph, mesh, CrossEntropy(), temperature=1.0, engine="chunked")
-    return made, made.place(params)
+    return made, place_parameters(params, mesh)

@@ -28,6 +28,7 @@ from benchmarks.trials.corruption import attempt as trial
 from benchmarks.trials.corruption import cases
 from benchmarks.trials.processes import tiny_config
 from experiments.command_line import run_command
+from experiments.loop.run import train
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import versions_text
@@ -35,7 +36,6 @@ from experiments.runs.folder import RunFolder, Sample
 from experiments.runs.lock import RunLock
 from experiments.runs.step_files import read_manifest
 from experiments.runs.store import RunStore, SavedRun
-from experiments.training.run import train
 from jaxlogp.errors import require
 
 OPTIONS = (

@@ -1,14 +1,19 @@
-"""Models in memory, from a run's newest checkpoint or from disk, for commands that do not train."""
+"""Parameters and models in memory, from a run's newest checkpoint or from disk, for commands that do not train."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from flax import nnx
 
 from experiments.config import Config
-from experiments.loop.assemble import Setup, assemble
+from experiments.learner.replicas import require_same_frozen
+from experiments.learner.soundness import finite_leaves, name_non_finite
+from experiments.loop.inference import Inference, make_inference
+from experiments.loop.resume import with_own_copy
+from experiments.loop.run_parts import UserParts, changed_since, parts_of, require_own_task, require_same_files
 from experiments.loop.session import identity_of_run
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -19,7 +24,7 @@ from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
-from experiments.runs.checkpoint import complete_steps, restore_template
+from experiments.runs.checkpoint import Restored, complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
@@ -28,47 +33,66 @@ from experiments.runs.store import SavedRun
 from experiments.tasks import Task
 from experiments.tasks.configured import own_task
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.resume import with_own_copy
-from experiments.training.run_parts import changed_since, parts_of, require_own_task, require_same_files
 from jaxlogp.errors import require
 
 
-def restored(
+class LoadedRun(NamedTuple):
+    """The parameters of a run's checkpoint, and what draws and scores by them."""
+
+    inference: Inference
+    params: nnx.State
+    step: int
+
+
+def load_run(
     run: str | Path, change: Callable[[Config], Config] = lambda stored: stored, *, task: Task | None = None
-) -> tuple[Setup, int]:
-    """What a run, or RUN@STEP, consists of with its newest checkpoint, and the step. Writes nothing: it may be training.
+) -> LoadedRun:
+    """Loads the parameters of a run's newest checkpoint, or of RUN@STEP. Writes nothing: the run may be training.
+
+    Args:
+        run: the run folder.
+        change: makes the options to read it with.
+        task: your own task, if the run began with one.
 
     Raises:
-        ValueError: no run folder, no good checkpoint, or one of another run, task or model.
+        ValueError: if there is no run folder or no good checkpoint, or it is one of another run, task or model.
     """
     path, step = run_and_step(run)
     folder = RunFolder.open(path)
-    # Refused here, and not after all of it has been made.
+    # Refused here, and not after a model has been made.
     some = f"at least one complete step in {folder.checkpoints}"
     require(bool(complete_steps(folder.checkpoints)), "checkpoints", some, "none")
     began_with = load_config(folder.parts, RunParts)
     require_own_task(began_with, task)
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
-    setup = assemble(stored, own_task(task, stored.data) if task is not None else None, restored=True)
-    own = {"own_task": task, "own_rewards": None, "own_model": None, "own_source": None}
-    now = parts_of(setup.task, **own, pretrained=setup.origin.pretrained)
+    inference = make_inference(stored, own_task(task, stored.data) if task is not None else None, restored=True)
+    now = parts_of(inference.task, UserParts(task), None, None, inference.origin.pretrained)
     require_same_files(began_with, now)
     console = RunConsole()
     for warning in changed_since(began_with, now):
         console.warn(warning)
-    saved = SavedRun(folder, identity_of_run(folder, stored))
-    found = saved.restore(restore_template(setup.learner.template(), setup.mesh), step)
-    for warning in found.warnings:
+    params, found = _restore(inference, SavedRun(folder, identity_of_run(folder, stored)), step)
+    fault = name_non_finite("parameters", params, jax.device_get(jax.jit(finite_leaves)(params)))
+    warnings = [] if fault is None else [f"checkpoint step {found.step}: {fault} (an older one: RUN@STEP)"]
+    for warning in (*found.warnings, *warnings):
         console.warn(warning)
-    setup.learner.restore(found.arrays, found.extra["learner"])
-    fault = setup.learner.fault()
-    if fault is not None:
-        console.warn(f"checkpoint step {found.step}: {fault} (an older one: RUN@STEP)")
-    return setup, found.step
+    return LoadedRun(inference, params, found.step)
+
+
+def _restore(inference: Inference, saved: SavedRun, step: int | None) -> tuple[nnx.State, Restored]:
+    """The parameters of a checkpoint where the backend needs them; what stood in their place is freed first."""
+    backend = inference.backend
+    params = backend.place(backend.take_params())
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+    structure = jax.tree.structure(params)
+    del params
+    found = saved.restore({"params": nnx.to_pure_dict(shapes)}, step)
+    require_same_frozen(found.extra["learner"], backend.frozen)
+    return jax.tree.unflatten(structure, jax.tree.leaves(found.arrays["params"])), found
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model in memory, adapters merged, and what it began as, where it is or was a model on disk."""
 
     params: nnx.State
@@ -92,7 +116,7 @@ class Loaded:
         return made_files(self.config, pretrained_form(self.tokenizer))
 
 
-def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
+def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
     """A run's newest checkpoint, or RUN@STEP, or a model on disk on the first device, with its chat template where there is
     one. The dtype is that of activations and parameters of a model on disk; a run has its own.
 
@@ -102,14 +126,15 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Loaded:
     given, path = path, run_and_step(located(path))[0]
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
-        setup, _ = restored(given)
-        decoder = setup.origin.decoder
+        run = load_run(given)
+        origin, params = run.inference.origin, run.params
+        decoder = origin.decoder
         assert decoder is not None, "a run of another model has been refused"
-        params, lora = setup.learner.state.params, decoder.lora
-        if lora.rank:
-            params, decoder = merged(params, setup.backend.frozen, lora.scale), replace(decoder, lora=LoraConfig())
-        return Loaded(params, decoder, setup.tokenizer, setup.origin.pretrained)
+        if decoder.lora.rank:
+            params = merged(params, run.inference.backend.frozen, decoder.lora.scale)
+            decoder = replace(decoder, lora=LoraConfig())
+        return LoadedModel(params, decoder, origin.tokenizer, origin.pretrained)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))
-    return Loaded(params, config, found.tokenizer, found)
+    return LoadedModel(params, config, found.tokenizer, found)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.config import Config
-from experiments.config.ranges import validate
-from experiments.experience.prompts import PromptOrder, held_out_examples, longest_completion, sizes_for
+from experiments.experience.prompts import PromptOrder, answer_length, held_out_examples, longest_completion, sizes_for
 from experiments.loop.memory import require_room
+from experiments.loop.model_source import Origin, OwnOrigin
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
@@ -18,16 +18,18 @@ from experiments.options import refused_as
 from experiments.runs.console import RunConsole
 from experiments.tasks import Completion, Example, Rewards, Task
 from experiments.tasks.configured import configured_rewards
-from experiments.tasks.protocol import prompt_text
-from experiments.tasks.rewards import RewardNotFinite
-from experiments.training.answers import warn_of_long_answers
-from experiments.training.origin import Origin, OwnOrigin
+from experiments.tasks.protocol import prompt_text, right_only_as_written
+from experiments.tasks.rewards import CORRECT, RewardNotFinite
+from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp.errors import require
 
 FEW_PROMPTS = 20
 """Fewer different held-out prompts than this measure little."""
+MANY = 2000
+"""Training examples that are looked at, where they can be counted; of the others, those that are held out."""
 
 
-def introduce(
+def print_start_report(
     config: Config, task: Task, origin: Origin, folder: Path, dtype: DtypeChoice, rewards: Rewards | None = None
 ) -> None:
     """Prints what is about to run, and warnings about options that will not do what they seem to.
@@ -37,7 +39,7 @@ def introduce(
           than there is here.
     """
     console = RunConsole(config.quiet)
-    mesh = validate(config)
+    mesh = parse_mesh(config.mesh)
     require_devices(mesh)
     if config.rollout.mesh is not None:
         with refused_as("rollout"):
@@ -45,7 +47,7 @@ def introduce(
     held_out = held_out_examples(task, config.evaluation.num_prompts)
     _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
     prompts = {prompt_text(each.prompt) for each in held_out}
-    long = warn_of_long_answers(config, task, held_out, origin.tokenizer, rewards)
+    long = check_answer_lengths(config, task, held_out, origin.tokenizer, rewards)
     few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
     count = task.num_examples("train")
     # For its checks.
@@ -157,3 +159,33 @@ def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, 
     slots = max(slots, held_out * (sizes.prompt + sizes.completion))
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
     return state + slots * width * jnp.dtype(decoder.dtype).itemsize
+
+
+def check_answer_lengths(
+    config: Config, task: Task, held_out: list[Example], tokenizer: Tokenizer, rewards: Rewards | None
+) -> str | None:
+    """A warning of answers that are longer than completions may be, end token included; None where all fit.
+
+    The bound that a task gives has room for its own answers. Examples without an answer's text say nothing.
+
+    Raises:
+        ValueError: no completion can be right, and nothing else is rewarded.
+    """
+    room = config.rollout.max_new_tokens
+    if room is None:
+        return None
+    count = task.num_examples("train") or 0
+    examples = [*held_out, *(task.example(index, "train") for index in range(min(count, MANY)))]
+    found = [answer_length(tokenizer, each) for each in examples if each.answer.strip()]
+    lengths = [length for length in found if length is not None]
+    long = sum(length >= room for length in lengths)
+    if not long:
+        return None
+    if right_only_as_written(task) and rewards is None and config.reward.functions == (CORRECT,):
+        # A completion without an end token is right too, but for this option no token of it is trained on.
+        least = min(lengths) + config.rollout.mask_truncated
+        require(least <= room, "--rollout.max-new-tokens", f"at least {least}, for the shortest answer", room)
+    return (
+        f"--rollout.max-new-tokens {room}: too few for {long} of {len(lengths)} answers; the longest needs "
+        f"{max(lengths) + 1}, end token included"
+    )

@@ -5,7 +5,8 @@ They are the caller's own task, rewards and model, the file of examples, and the
 
 import hashlib
 import inspect
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flax import nnx
@@ -14,38 +15,48 @@ from experiments.experience.own_source import source_name
 from experiments.models.pretrained import Pretrained, small_files
 from experiments.runs.identity import RunParts
 from experiments.runs.processes import processes
-from experiments.tasks import Rewards, Task
+from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.protocol import data_digest
 from jaxlogp.errors import require
 
+RewardPairs = Sequence[tuple[Reward, float]]
+"""Reward functions with their weights."""
+
+
+@dataclass(frozen=True)
+class UserParts:
+    """What a caller brings of its own; see `experiments.loop.run.train`."""
+
+    task: Task | None = None
+    reward: Reward | RewardPairs | Rewards | None = None
+    model: nnx.Module | None = None
+    source: Any = None
+
+
+NOTHING_OWN = UserParts()
+
 
 def parts_of(
-    task: Task,
-    *,
-    own_task: Task | None,
-    own_rewards: Rewards | None,
-    own_model: nnx.Module | None,
-    own_source: Any,
-    pretrained: Pretrained | None,
+    task: Task, user: UserParts, rewards: Rewards | None, source: Any, pretrained: Pretrained | None
 ) -> RunParts:
-    """The parts of a run; `own_task` and the like are None unless the caller brings them.
+    """The parts of a run; `rewards` and `source` are the caller's, as they have been found.
 
     Raises:
         ValueError: if the processes of a run have different parts.
     """
-    own: dict[str, Any] = {} if own_task is None else {f"task {type(own_task).__name__}": type(own_task)}
-    if own_rewards is not None:
-        own |= {f"reward {term.name}": term.function for term in own_rewards.terms}
-    if own_model is not None:
-        own[f"model {type(own_model).__name__}"] = type(own_model)
-    if own_source is not None:
-        own[f"source {source_name(own_source)}"] = own_source
+    own: dict[str, Any] = {} if user.task is None else {f"task {type(user.task).__name__}": type(user.task)}
+    if rewards is not None:
+        own |= {f"reward {term.name}": term.function for term in rewards.terms}
+    if user.model is not None:
+        own[f"model {type(user.model).__name__}"] = type(user.model)
+    if source is not None:
+        own[f"source {source_name(source)}"] = source
     sources = {name: _source_digest(value) for name, value in own.items()}
     files = {} if pretrained is None else {name: _sha256(data) for name, data in small_files(pretrained).items()}
     parts = RunParts(
         examples=data_digest(task),
-        task=None if own_task is None else type(own_task).__name__,
-        rewards=None if own_rewards is None else tuple((term.name, float(term.weight)) for term in own_rewards.terms),
+        task=None if user.task is None else type(user.task).__name__,
+        rewards=None if rewards is None else tuple((term.name, float(term.weight)) for term in rewards.terms),
         files=tuple(sorted(files.items())),
         sources=tuple((name, digest) for name, digest in sources.items() if digest is not None),
     )

@@ -4,16 +4,18 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 
-from experiments.config import Config
+from experiments.config import Config, validate
 from experiments.config.changes import changed
 from experiments.experience.own_source import resolve_source
-from experiments.loop.assemble import Setup, assemble
+from experiments.loop.assemble import Setup
 from experiments.loop.loop import Progress
 from experiments.loop.memory import say_memory
+from experiments.loop.run import Result, Run, find_parts, given_task
+from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, require_own_task, require_same_parts
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
@@ -25,10 +27,6 @@ from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import full_name
-from experiments.training.introduction import introduce
-from experiments.training.origin import origin_of
-from experiments.training.run import Result, RewardPairs, Run, given_rewards, given_task, require_same_run
-from experiments.training.run_parts import parts_of, require_own_task, require_same_parts
 from jaxlogp.errors import require
 
 
@@ -53,7 +51,7 @@ def resume(
         source: your own source, if the run began with one from Python.
 
     Returns:
-        The result, as of `experiments.training.run.train`; scores before are those of the run's beginning.
+        The result, as of `experiments.loop.run.train`; scores before are those of the run's beginning.
 
     Raises:
         ValueError: if there is no run folder or a damaged one, the data differ from those that the run began with, an option
@@ -61,19 +59,11 @@ def resume(
         NothingToDo: if the run has finished.
         Stopped: if a signal or a guard ended the run early, as in `train`.
     """
-    return set_up_resume(path, changes or {}, task=task, reward=reward, model=model, source=source).finish()
+    return set_up_resume(path, changes or {}, UserParts(task, reward, model, source)).finish()
 
 
-def set_up_resume(
-    path: str,
-    changes: Mapping[str, Any],
-    *,
-    task: Task | None = None,
-    reward: Reward | RewardPairs | Rewards | None = None,
-    model: nnx.Module | None = None,
-    source: Any = None,
-) -> Run:
-    """Makes what a run consists of that exists; nothing is restored yet. Arguments and errors are those of `resume`."""
+def set_up_resume(path: str, changes: Mapping[str, Any], user: UserParts = NOTHING_OWN) -> Run:
+    """Makes a run that exists; nothing is restored yet. Errors are those of `resume`."""
     require_settings()
     place, step = run_and_step(path)
     folder = RunFolder.open(place)
@@ -81,41 +71,32 @@ def set_up_resume(
     with contextlib.ExitStack() as refused:
         if lock is not None:
             refused.callback(lock.release)
-        run = _set_up(folder, lock, step, changes, Given(task, reward, model, source))
+        run = _set_up(folder, lock, step, changes, user)
         refused.pop_all()
     return run
 
 
-class Given(NamedTuple):
-    """What a caller brings of its own."""
-
-    task: Task | None
-    reward: Reward | RewardPairs | Rewards | None
-    model: nnx.Module | None
-    source: Any
-
-
-def _set_up(folder: RunFolder, lock: RunLock | None, step: int | None, changes: Mapping[str, Any], given: Given) -> Run:
+def _set_up(
+    folder: RunFolder, lock: RunLock | None, step: int | None, changes: Mapping[str, Any], user: UserParts
+) -> Run:
     stored = load_config(folder.config, Config)
     quiet = bool(changes.get("quiet", False))
     kept = changed(stored, _as_stored(changes, stored))
     kept = dataclasses.replace(kept, quiet=stored.quiet)
     config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
+    validate(config)
     began_with = load_config(folder.parts, RunParts)
-    require_own_task(began_with, given.task)
-    _, source = resolve_source(config.source, given.source)
-    rewards, task = given_rewards(config, given.reward), given_task(config, given.task)
+    require_own_task(began_with, user.task)
+    task = given_task(config, user.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
-    require_same_run(config, task)
     # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
     restored = bool(complete_steps(folder.checkpoints))
-    origin = origin_of(config, task, given.model, restored=restored)
-    own = {"own_task": given.task, "own_rewards": rewards, "own_model": given.model, "own_source": source}
-    for warning in require_same_parts(began_with, parts_of(task, **own, pretrained=origin.pretrained)):
+    _, source = resolve_source(config.source, user.source)
+    found = find_parts(config, user, task, source, restored=restored)
+    for warning in require_same_parts(began_with, found.parts):
         RunConsole(quiet).warn(warning)
     dtype = DtypeChoice(config.model.dtype, "as the run began")
-    introduce(config, task, origin, folder.path, dtype, rewards)
-    setup = assemble(config, task, rewards, origin=origin, restored=restored, source=source)
+    setup = found.assemble(folder.path, dtype, restored=restored)
     return Run(setup, folder, lock, dtype, Resumption(folder, stored, kept), step)
 
 
@@ -127,7 +108,7 @@ class Resumption:
     stored: Config
     kept: Config
 
-    def begin(self, setup: Setup, progress: Progress) -> None:
+    def __call__(self, setup: Setup, progress: Progress) -> None:
         """Keeps the new options, once the run is restored and has something to do.
 
         Raises:

@@ -5,10 +5,10 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flax import nnx
 
@@ -19,7 +19,10 @@ from experiments.loop.assemble import Setup, assemble
 from experiments.loop.evaluation import ExactMatch
 from experiments.loop.loop import Outcome, Progress, resume_hint
 from experiments.loop.memory import peak_bytes, say_memory, size
-from experiments.loop.session import run_to_end
+from experiments.loop.model_source import Origin, origin_of, with_own_model
+from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, parts_of
+from experiments.loop.session import OnResume, run_to_end
+from experiments.loop.start_report import print_start_report
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.mesh import parse_mesh
@@ -39,13 +42,7 @@ from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task, task_for
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
-from experiments.training.introduction import introduce
-from experiments.training.origin import Origin, origin_of, with_own_model
-from experiments.training.run_parts import parts_of
 from jaxlogp.errors import require
-
-RewardPairs = Sequence[tuple[Reward, float]]
-"""Reward functions with their weights."""
 
 
 @dataclass(frozen=True)
@@ -94,25 +91,20 @@ class Result:
         }
 
 
-class Continued(Protocol):
-    """What a run does before its first step where it goes on; see `experiments.training.resume`."""
-
-    def begin(self, setup: Setup, progress: Progress) -> None:
-        """Called once the run is restored."""
-
-
 @dataclass(frozen=True)
 class Run:
     """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder, in the first process.
 
-    One that goes on from a checkpoint, the newest unless there is a `step`, has no parameters yet.
+    Attributes:
+        on_resume: called once a checkpoint is restored; None for a run that begins.
+        step: of the checkpoint to go on from; None for the newest.
     """
 
     setup: Setup
     folder: RunFolder
     lock: RunLock | None
     dtype: DtypeChoice
-    resumption: Continued | None = None
+    on_resume: OnResume | None = None
     step: int | None = None
 
     def finish(self) -> Result:
@@ -125,13 +117,12 @@ class Run:
             return self._finish()
 
     def _finish(self) -> Result:
-        started, setup, resumption = time.perf_counter(), self.setup, self.resumption
+        started, setup = time.perf_counter(), self.setup
         console = RunConsole(setup.config.quiet, setup.config.log_every)
         for warning in setup.warnings:
             console.warn(warning)
-        resuming = {} if resumption is None else {"step": self.step, "on_resume": resumption.begin}
         try:
-            outcome = run_to_end(setup, self.folder, console, resumed=resumption is not None, **resuming)
+            outcome = run_to_end(setup, self.folder, console, self.on_resume, self.step)
         except NothingToDo:
             raise
         except Stopped:
@@ -144,35 +135,60 @@ class Run:
         return _finish(self, console, outcome, time.perf_counter() - started)
 
 
-def set_up(
-    config: Config,
-    *,
-    task: Task | None = None,
-    reward: Reward | RewardPairs | Rewards | None = None,
-    model: nnx.Module | None = None,
-    source: Any = None,
-) -> Run:
-    """Creates trainer and run folder; nothing is trained yet. Arguments and errors are those of :func:`train`."""
+@dataclass(frozen=True)
+class Found:
+    """What options and caller name, found and compared between the processes; nothing is compiled.
+
+    Attributes:
+        rewards: the caller's; None for those of the options.
+        source: likewise.
+        parts: what of the run its options do not describe.
+    """
+
+    config: Config
+    task: Task
+    rewards: Rewards | None
+    source: Any
+    origin: Origin
+    parts: RunParts
+
+    def assemble(self, folder: Path, dtype: DtypeChoice, *, restored: bool = False) -> Setup:
+        """Prints what is about to run, then makes all that it consists of."""
+        print_start_report(self.config, self.task, self.origin, folder, dtype, self.rewards)
+        given = {"origin": self.origin, "restored": restored, "source": self.source}
+        return assemble(self.config, self.task, self.rewards, **given)
+
+
+def find_parts(config: Config, user: UserParts, task: Task, source: Any, *, restored: bool = False) -> Found:
+    """Finds rewards and model.
+
+    Raises:
+        ValueError: if one cannot be used, or differs between the processes of a run.
+    """
+    rewards = given_rewards(config, user.reward)
+    config = dataclasses.replace(config, task=task.name)
+    require_same_run(config, task)
+    origin = origin_of(config, task, user.model, restored=restored)
+    parts = parts_of(task, user, rewards, source, origin.pretrained)
+    return Found(config, task, rewards, source, origin, parts)
+
+
+def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
+    """Makes a run and its folder; nothing is trained yet. Errors are those of :func:`train`."""
     require_settings()
-    own_task, rewards = task, given_rewards(config, reward)
-    name, source = resolve_source(config.source, source)
+    name, source = resolve_source(config.source, user.source)
     config = dataclasses.replace(config, source=name)
     validate(config)
-    config = with_own_model(config, model)
+    config = with_own_model(config, user.model)
     # What a run began with it keeps, whatever device it is resumed on.
     dtype = dtype_here(config.model.dtype)
-    config = config.resolved()
-    task = given_task(config, task)
-    config = _with_lasting_base(dataclasses.replace(config, task=task.name))
-    path = Path(processes().of_first("run folder", lambda: str(_new_path(config))))
-    require_same_run(config, task)
-    origin = origin_of(config, task, model, restored=False)
-    own = {"own_task": own_task, "own_rewards": rewards, "own_model": model, "own_source": source}
-    parts = parts_of(task, **own, pretrained=origin.pretrained)
-    introduce(config, task, origin, path, dtype, rewards)
-    setup = assemble(config, task, rewards, origin=origin, source=source)
+    config = _with_lasting_base(config.resolved())
+    task = given_task(config, user.task)
+    path = Path(processes().of_first("run folder", lambda: str(_new_path(config, task))))
+    found = find_parts(config, user, task, source)
+    setup = found.assemble(path, dtype)
     say_memory(setup, Progress(), RunConsole(config.quiet))
-    folder, lock = _made_by_first(path, config, parts, origin)
+    folder, lock = _made_by_first(path, found)
     return Run(setup, folder, lock, dtype)
 
 
@@ -193,24 +209,24 @@ def require_same_run(config: Config, task: Task) -> None:
     )
 
 
-def _made_by_first(path: Path, config: Config, parts: RunParts, origin: Origin) -> tuple[RunFolder, RunLock | None]:
+def _made_by_first(path: Path, found: Found) -> tuple[RunFolder, RunLock | None]:
     """The run folder, with all that is in it from the start."""
     here = processes()
-    made = _made(path, config, parts, origin) if here.first else (RunFolder(path), None)
+    made = _made(path, found) if here.first else (RunFolder(path), None)
     here.gather("run folder made", None)
     expected = "a folder that all processes see, on a file system that they share"
     require(made[0].config.is_file(), "--out", expected, f"{path}, which process {here.index} does not see")
     return made
 
 
-def _made(path: Path, config: Config, parts: RunParts, origin: Origin) -> tuple[RunFolder, RunLock]:
+def _made(path: Path, found: Found) -> tuple[RunFolder, RunLock]:
     def fill(folder: RunFolder) -> None:
-        if origin.pretrained is not None:
+        if found.origin.pretrained is not None:
             # All but the weights, so that the run can be resumed, scored and exported without the original.
-            write_files(folder.model, small_files(origin.pretrained))
-        save_config(folder.config, config)
+            write_files(folder.model, small_files(found.origin.pretrained))
+        save_config(folder.config, found.config)
 
-    folder = RunFolder.create(path.parent, path.name, fill, parts)
+    folder = RunFolder.create(path.parent, path.name, fill, found.parts)
     return folder, RunLock(folder.lock)
 
 
@@ -224,7 +240,7 @@ def train(
 ) -> Result:
     """Trains a policy and writes a run folder.
 
-    To continue a run, use `experiments.training.resume.resume`.
+    To continue a run, use `experiments.loop.resume.resume`.
 
     Args:
         config: the options, as on the command line.
@@ -245,7 +261,7 @@ def train(
         ValueError: if an option, a file, a mesh or a run folder cannot be used; the message names it in one line.
         Stopped: if a signal or a guard ended the run early; the message tells in one line what was kept.
     """
-    return set_up(config, task=task, reward=reward, model=model, source=source).finish()
+    return set_up(config, UserParts(task, reward, model, source)).finish()
 
 
 def _with_lasting_base(config: Config) -> Config:
@@ -307,14 +323,14 @@ def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> 
     return result
 
 
-def _new_path(config: Config) -> Path:
+def _new_path(config: Config, task: Task) -> Path:
     """Where the run folder will be.
 
     Raises:
         ValueError: a name that is not one of a folder, a path that exists already, or one where no folder can be made.
         OSError: no permission, or a file system that is read-only or full.
     """
-    name = _default_name(config) if config.name is None else config.name
+    name = _default_name(config, task.name) if config.name is None else config.name
     require(is_folder_name(name), "--name", "the name of a folder", repr(name))
     size = len(os.fsencode(name))
     require(size <= LONGEST_NAME_BYTES, "--name", f"at most {LONGEST_NAME_BYTES} bytes", size)
@@ -338,9 +354,9 @@ def _new_path(config: Config) -> Path:
     return path
 
 
-def _default_name(config: Config) -> str:
-    family, _, rest = config.task.partition(":")
-    task = f"{family}-{Path(rest).stem}" if family == "jsonl" else config.task
+def _default_name(config: Config, task: str) -> str:
+    family, _, rest = task.partition(":")
+    task = f"{family}-{Path(rest).stem}" if family == "jsonl" else task
     task = "".join(c if c.isalnum() or c in "-_." else "-" for c in task).strip(".-")[-40:]
     task = task if config.preset is None else f"{config.preset}-{task}"
     return f"{task}-{config.loss.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
