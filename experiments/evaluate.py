@@ -18,7 +18,7 @@ import tyro
 
 from experiments.command_line import run_command
 from experiments.config import Config, DataConfig, ModelConfig
-from experiments.loop.evaluation import ExactMatch
+from experiments.loop.evaluation import Scores
 from experiments.loop.inference import make_inference
 from experiments.loop.load import LoadedRun, load_run
 from experiments.tasks import Task
@@ -83,18 +83,16 @@ def _changed(stored: Config, config: EvaluateConfig) -> Config:
     return dataclasses.replace(stored, mesh=config.mesh)
 
 
-def main(config: EvaluateConfig, task: Task | None = None) -> ExactMatch:
+def main(config: EvaluateConfig, task: Task | None = None) -> Scores:
     """Loads and scores a run. Arguments and errors are those of :func:`load`."""
     inference, params, step = load(config, task)
-    scores = inference.evaluation.of(inference.policy_of(params)).exact_match
-    prompts, asked = inference.evaluation.shape.prompts, inference.config.evaluation.num_prompts
-    fewer = "" if prompts == asked else f" (requested: {asked}; the task has no more)"
-    print(f"step {step}, {prompts} held-out prompts{fewer}")
-    print(f"held-out exact match (temperature 1): {scores.sampled:.3f}")
-    print(f"held-out exact match (greedy): {scores.greedy:.3f}")
+    scores = inference.evaluation.of(inference.policy_of(params)).scores
+    print(f"step {step}, {inference.evaluation.size}")
+    for name, score in scores.named().items():
+        print(f"{name}: {score:.3f}")
     return scores
 
 
-def run_cli(arguments: list[str] | None = None) -> ExactMatch:
+def run_cli(arguments: list[str] | None = None) -> Scores:
     """Runs the command line; see `experiments.command_line` for its exit codes."""
     return run_command(EvaluateConfig, main, program="experiments.evaluate", description=__doc__, arguments=arguments)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import experiments
 import jaxlogp
 from benchmarks.head_speed import __main__ as head_speed
-from experiments import chat, command_line, evaluate, export, grpo, plot
+from experiments import chat, command_line, evaluate, export, grpo, plot, sft
 from experiments.config import Config
 from experiments.config.ranges import validate
 from jaxlogp.head import registry
@@ -30,10 +30,10 @@ PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md
 }
 USAGE = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("training", "models", "library", "losses", "benchmarks")),
+    *(f"docs/{name}.md" for name in ("training", "sft", "models", "library", "losses", "benchmarks")),
     *(f"docs/{name}.md" for name in ("your_data", "long_context", "finding_drift", "gpu_install")),
 )
-PROGRAMS = {"grpo": grpo, "evaluate": evaluate, "export": export, "chat": chat, "plot": plot}
+PROGRAMS = {"grpo": grpo, "sft": sft, "evaluate": evaluate, "export": export, "chat": chat, "plot": plot}
 PRINTING = "docs/truncated_sampling.md", "docs/finding_drift.md", "docs/gpu_install.md", "docs/losses.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 VENV = "python3 -m venv .venv && . .venv/bin/activate && "
@@ -89,7 +89,7 @@ def test_every_extra_that_is_mentioned_exists():
 
 def test_every_option_that_is_mentioned_exists(capsys):
     text = ""
-    for program in (grpo, evaluate, export, chat, plot, head_speed):
+    for program in (*PROGRAMS.values(), head_speed):
         with pytest.raises(SystemExit) as stopped:
             program.run_cli(["--help"])
         assert stopped.value.code == 0
@@ -114,6 +114,8 @@ def test_every_command_is_one_that_its_program_takes(page, monkeypatch):
         options = PROGRAMS[name].run_cli(arguments)
         if name == "grpo":
             validate(Config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Config)}))
+        if name == "sft" and options.resume is None:
+            validate(sft.config_of(options))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -10,13 +10,14 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer of the reinforcement learning phase. None keeps the optimizer's own value."""
+    """Optimizer. None keeps the optimizer's own value."""
 
     name: str = "adamw"
     """Optimizer: adamw, adafactor, or muon (Muon for the layers' matrices, AdamW for embeddings, head, norms and biases).
     The same learning rate suits all three."""
     learning_rate: float | None = None
-    """Peak learning rate. None: 5e-4 for a new model, 1e-6 for one from disk, 1e-5 for adapters of one."""
+    """Peak learning rate. None: 5e-4 for a new model, 1e-6 for one from disk, 1e-5 for adapters of one.
+    Supervised: 1e-3, 2e-5 and 2e-4."""
     schedule: str = "constant"
     """Learning rate from the end of warm-up to --schedule.steps: constant, cosine or linear.
     It depends on the number of the update and --schedule.steps alone, even after a resume that changes --schedule.steps."""
@@ -35,11 +36,13 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down."""
 
-    def resolved(self, *, loaded: bool, adapters: bool) -> "OptimizerConfig":
+    def resolved(self, *, loaded: bool, adapters: bool, supervised: bool) -> "OptimizerConfig":
         """Returns the options with a learning rate: that of a new model, of one from disk, or of adapters of one."""
         if self.learning_rate is not None:
             return self
         default = (1e-5 if adapters else 1e-6) if loaded else 5e-4
+        if supervised:
+            default = (2e-4 if adapters else 2e-5) if loaded else 1e-3
         return dataclasses.replace(self, learning_rate=default)
 
     def optimizer(self, steps: int) -> Optimizer:

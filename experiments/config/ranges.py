@@ -45,6 +45,7 @@ def validate(config: Config) -> MeshSpec:
     _validate_unused(config, mesh)
     config.policy_loss(1)
     _validate_source(config)
+    _validate_supervised(config)
     _validate_filter(config)
     _validate_lora(config)
     require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
@@ -97,7 +98,8 @@ def _validate_source(config: Config) -> None:
         return
     require(schedule.row_length is not None, "--schedule.row-length", "the longest document, with --source", None)
     expected = "no value with --source, which draws by itself"
-    require(schedule.epochs is None, "--schedule.epochs", expected, schedule.epochs)
+    stored = config.source.startswith("stored:")
+    require(stored or schedule.epochs is None, "--schedule.epochs", expected, schedule.epochs)
     # Already resolved, it is that of the loss.
     of_loss = replace(config.loss, advantages=None).resolved().advantages
     require(config.loss.advantages in (None, of_loss), "--loss.advantages", expected, config.loss.advantages)
@@ -110,6 +112,23 @@ def _validate_source(config: Config) -> None:
         "no options with --source, which rewards by itself",
         "other options",
     )
+
+
+def _validate_supervised(config: Config) -> None:
+    """Refuses options of reinforcement learning in a run that learns from documents."""
+    if not config.supervised:
+        return
+    default = Config(task=config.task, model=config.model)
+    expected = "no options in supervised learning, which samples nothing"
+    require(config.source is None, "--source", expected, config.source)
+    for section in _OF_REINFORCEMENT:
+        value = getattr(config, section)
+        if section == "loss":
+            value = replace(value, **{name: getattr(default.loss, name) for name in _OF_HEAD})
+        same = value in (getattr(default, section), getattr(default.resolved(), section))
+        require(same, f"--{section.replace('_', '-')}", expected, "other options")
+    require(not config.evaluation.kl, "--evaluation.kl", expected, True)
+    require(config.schedule.docs_per_step != 0, "--schedule.docs-per-step", "at least 1 in supervised learning", 0)
 
 
 def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
@@ -161,6 +180,8 @@ _OF_ROLLOUTS = (
     "top_p",
     "min_p",
 )
+_OF_REINFORCEMENT = ("rollout", "reward", "loss", "correction", "rejection", "warm_start", "drift")
+_OF_HEAD = ("engine", "gradient_filter")
 _LOWEST = {
     "seed": 0,
     "log_every": 1,

@@ -17,6 +17,8 @@ from experiments.config.warm_start import WARM_START_STEPS, WarmStartConfig
 from experiments.models.lora import LoraConfig
 from jaxlogp.losses import PolicyLoss
 
+SUPERVISED = "sft:"
+"""Before the path of a file, in the place of a task: a run that learns from its documents."""
 COMPLETION_OF_LOADED_MODEL = 256
 """Default longest completion of a model from disk, in tokens, as in TRL."""
 
@@ -33,7 +35,7 @@ class Config:
     Or reasoning_gym:NAME, or jsonl:PATH."""
     source: str | None = None
     """Documents to train on: module:name of a function (policy, step) -> documents, or of a class (docs/own_rollouts.md).
-    None: prompts of the task, completed and rewarded."""
+    Or stored:PATH, a file of documents with log-probs. None: prompts of the task, completed and rewarded."""
     seed: int = 0
     """Seed of parameters, data order and sampling."""
     out: str = "runs"
@@ -68,6 +70,11 @@ class Config:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
 
     @property
+    def supervised(self) -> bool:
+        """Whether the run learns from the documents of a file, instead of from completions."""
+        return self.task.startswith(SUPERVISED)
+
+    @property
     def reads_sampler(self) -> bool:
         """Whether the loss compares the sampler's log-probs with the trainer's at the time of sampling."""
         return self.correction.level is not None or self.rejection.reads_sampler
@@ -81,14 +88,15 @@ class Config:
     def resolved(self) -> "Config":
         """Returns the options with every value filled in that follows from others or from the device."""
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
-        schedule = self.schedule.resolved(own_source=self.source is not None)
+        schedule = self.schedule.resolved(own_source=self.source is not None, supervised=self.supervised)
         if rollout.rescore is None:
             # 0 documents a step takes a whole rollout.
             rescore = self.reads_sampler or schedule.docs_per_step % completions != 0
+            rescore = rescore and not self.supervised
             rollout = dataclasses.replace(rollout, rescore=rescore)
         warm_start = self.warm_start
         if warm_start.max_steps is None:
-            steps = WARM_START_STEPS if self.model.path is None else 0
+            steps = WARM_START_STEPS if self.model.path is None and not self.supervised else 0
             warm_start = dataclasses.replace(warm_start, max_steps=steps)
         model, invariance = self.model.resolved(self.invariant), self.invariance
         if self.invariant:
@@ -97,9 +105,12 @@ class Config:
         loaded = self.model.path is not None
         if loaded and rollout.max_new_tokens is None:
             rollout = dataclasses.replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)
-        optimizer = self.optimizer.resolved(loaded=loaded, adapters=self.lora.rank > 0)
+        rates = {"loaded": loaded, "adapters": self.lora.rank > 0, "supervised": self.supervised}
+        optimizer = self.optimizer.resolved(**rates)
+        drift = dataclasses.replace(self.drift, every=0) if self.supervised else self.drift
         resolved = {"loss": self.loss.resolved(), "optimizer": optimizer}
         resolved |= {
+            "drift": drift,
             "schedule": schedule,
             "model": model,
             "rollout": rollout,

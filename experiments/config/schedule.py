@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 DOCS_PER_STEP = 512
 """Documents of a step where neither option nor source says it."""
+SUPERVISED_DOCS_PER_STEP = 32
+"""The same of a supervised run."""
 
 
 @dataclass(frozen=True)
@@ -11,10 +13,11 @@ class ScheduleConfig:
     """Size of an optimizer step, and number of steps."""
 
     steps: int = 1000
-    """Optimizer steps of reinforcement learning."""
+    """Optimizer steps."""
     docs_per_step: int | None = None
     """Documents per optimizer step, over all data ranks; a step ends with the micro-batch that reaches it, and with
-    --invariant exactly there. 0: all documents of one rollout. None: 512, or 0 with --source."""
+    --invariant exactly there. 0: all documents of one rollout.
+    None: 512, or 0 with --source; 32 of supervised learning."""
     rows: int | None = None
     """Packed rows of one micro-batch on one data rank.
     None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere; with --invariant
@@ -25,10 +28,11 @@ class ScheduleConfig:
     """Dtype of the gradient's sums over micro-batches: float32, or bfloat16, which rounds at every addition.
     Does not affect loss, counts and metrics."""
     epochs: int | None = None
-    """Passes over the training prompts, after which the data ends. None: repeat them forever."""
+    """Passes over the training data, after which the run ends. None: repeat it until the last step."""
 
-    def resolved(self, *, own_source: bool) -> "ScheduleConfig":
+    def resolved(self, *, own_source: bool, supervised: bool) -> "ScheduleConfig":
         """Returns the options with the size of a step that belongs to the source."""
-        return (
-            self if self.docs_per_step is not None else replace(self, docs_per_step=0 if own_source else DOCS_PER_STEP)
-        )
+        if self.docs_per_step is not None:
+            return self
+        documents = SUPERVISED_DOCS_PER_STEP if supervised else DOCS_PER_STEP
+        return replace(self, docs_per_step=0 if own_source else documents)

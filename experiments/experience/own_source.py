@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from jaxlogp.errors import describe, require
 
 OWN = "own:"
 """Before the name of a source that was passed from Python, in the options that a run keeps."""
+
+
+STORED = "stored:"
+"""Before the path of a file of documents, in the place of module:name."""
 
 
 class SourceFailed(Exception):
@@ -113,7 +118,8 @@ def find_source(name: str) -> Any:
 
 
 def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
-    """Returns the option that a run keeps, and the source: by name, or the caller's own; both None for the built-in one.
+    """Returns the option that a run keeps, and the source: by name, or the caller's own; both None for the built-in one, the
+    source alone for stored documents.
 
     Raises:
         ValueError: if an option and a source are given, no such source exists, or the run began with one from Python that is
@@ -124,6 +130,9 @@ def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
         given = "none" if source is None else source_name(source)
         require(source is not None and OWN + source_name(source) == option, "--source", expected, given)
         return option, source
+    if source is None and option is not None and option.startswith(STORED):
+        # Read once the longest row is known.
+        return f"{STORED}{Path(option.removeprefix(STORED)).resolve()}", None
     if source is None:
         return option, None if option is None else find_source(option)
     require(option is None, "--source", "None where train is given a source", option)

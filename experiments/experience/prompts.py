@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from experiments.config import RolloutConfig, ScheduleConfig
+from experiments.experience.order import EpochOrder
 from experiments.models.mesh import MeshSpec
 from experiments.tasks import Example, Prompt, Split, Task
 from experiments.tasks.protocol import SPLITS
@@ -60,10 +60,11 @@ def sizes_for(
     require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
     require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
     step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
-    return Sizes(prompt, completion, row, schedule.rows or leaf_rows or _rows(row, -(-step // mesh.ranks)))
+    return Sizes(prompt, completion, row, schedule.rows or leaf_rows or rows_for(row, -(-step // mesh.ranks)))
 
 
-def _rows(row_length: int, documents: int) -> int:
+def rows_for(row_length: int, documents: int) -> int:
+    """Returns rows that divide documents, each as long as a row, into equal micro-batches."""
     tokens = MICRO_BATCH_TOKENS.get(jax.default_backend(), MANY_TOKENS)
     micro_batches = -(-documents * row_length // tokens)
     return -(-documents // micro_batches)
@@ -135,25 +136,18 @@ class PromptOrder:
         self._count = count = task.num_examples("train")
         finite = "a task with a finite number of training prompts, such as jsonl:PATH"
         require(epochs is None or count is not None, "--schedule.epochs", f"None, or {finite}", epochs)
-        self._epoch, self._order = -1, np.arange(0)
+        self._order = range(0) if count is None else EpochOrder(count, seed)
         self._end = None if epochs is None else count * epochs
 
     def take(self, number: int) -> list[Example]:
         """The next examples; fewer, then none, when the data ends."""
         stop = self.cursor + number if self._end is None else min(self.cursor + number, self._end)
-        taken = [self._task.example(self._index(position), "train") for position in range(self.cursor, stop)]
+        taken = [
+            self._task.example(position if self._count is None else self._order[position], "train")
+            for position in range(self.cursor, stop)
+        ]
         self.cursor = stop
         return taken
-
-    def _index(self, position: int) -> int:
-        if self._count is None:
-            return position
-        epoch, place = divmod(position, self._count)
-        if epoch != self._epoch:
-            # By the bits themselves, which every version of NumPy draws alike; what permutation() makes of them may change.
-            bits = np.random.Philox([self._seed, epoch]).random_raw(self._count)
-            self._epoch, self._order = epoch, np.argsort(bits, kind="stable")
-        return int(self._order[place])
 
 
 def held_out_examples(task: Task, number: int) -> list[Example]:

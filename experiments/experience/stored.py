@@ -1,6 +1,6 @@
 """Documents in files: rollouts of other systems, or a run's own, read as a source and written.
 
-`StoredDocuments` is the source, `write_documents` writes what it reads. A .jsonl file has one document a line:
+`read_documents` reads what `write_documents` writes, as does `--source stored:PATH`. A .jsonl file has a document a line:
 
     {"tokens": [5, 6, 7], "labels": [0, 1, 1], "advantages": 0.5, "sampler_log_probs": [-0.5, -0.1], "reward": 1.0}
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from experiments.experience.document_arrays import join_documents, split_documents
 from experiments.experience.document_lines import format_document, parse_document
-from experiments.experience.document_list import DocumentList
 from experiments.experience.limits import NO_LIMITS, Limits
 from experiments.models.huggingface.weights import opened_safetensors
 from experiments.runs.files import replace_file
@@ -30,26 +29,6 @@ from jaxlogp.errors import require
 
 DTYPES = ("BOOL", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)), "F16", "BF16", "F32", "F64")
 """Dtypes that NumPy knows, as a .safetensors file names them."""
-
-
-class StoredDocuments(DocumentList):
-    """The documents of a file as a source; its state belongs to the content of the file, not to its path.
-
-    Args:
-        path: path of a .jsonl or .safetensors file, in the format of this module. All of it is read into memory.
-        docs_per_call: documents of one call.
-        epochs: passes over the file; None for passes without end.
-        limits: largest documents.
-
-    Raises:
-        ValueError: as `DocumentList` and `read_documents`.
-    """
-
-    def __init__(
-        self, path: str | Path, *, docs_per_call: int, epochs: int | None = None, limits: Limits = NO_LIMITS
-    ) -> None:
-        documents, digest = read_documents(path, limits)
-        super().__init__(documents, docs_per_call=docs_per_call, epochs=epochs, digest=digest)
 
 
 def read_documents(path: str | Path, limits: Limits = NO_LIMITS) -> tuple[list[Document], str]:

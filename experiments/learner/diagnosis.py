@@ -23,7 +23,10 @@ def check_documents(documents: Sequence[Document]) -> None:
     Raises:
         NotFinite: old log-probs, advantages, rewards or another column.
     """
-    _require("old log-probs", [document.ratio_log_probs for document in documents], documents)
+    # Supervised documents have none.
+    _require(
+        "old log-probs", [() if each.ratio_log_probs is None else each.ratio_log_probs for each in documents], documents
+    )
     _require("advantages", [document.advantages for document in documents], documents)
     for name in documents[0].columns if documents else ():
         _require(COLUMNS.get(name, name), [document.columns[name] for document in documents], documents)

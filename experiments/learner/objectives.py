@@ -80,7 +80,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """-Σ_t m_t log π(target_t), divided by the number of labels; for the warm start."""
+    """-Σ_t m_t log π(target_t), divided by the number of labels: supervised learning."""
 
     with_entropy = False
     needs_reference = False
@@ -101,7 +101,8 @@ class CrossEntropy:
         """See `Objective`."""
         del documents_seen
         loss = weighted_sum(-values.log_probs, batch.mask)
-        no_drift = masked_max(jnp.zeros(batch.mask.shape, jnp.float32), batch.mask)
+        # No label has log-probs of a sampler to differ from.
+        no_drift = masked_max(jnp.zeros(batch.mask.shape, jnp.float32), batch.mask & False)
         return LossTerms(loss, PolicyMetricTerms({}), no_drift)
 
 

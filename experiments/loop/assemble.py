@@ -9,23 +9,27 @@ import jax
 from flax import nnx
 
 from experiments.config import Config
+from experiments.experience.document_list import DocumentList
 from experiments.experience.experience import ExperienceSource
-from experiments.experience.own_source import OwnSource
+from experiments.experience.limits import Limits
+from experiments.experience.own_source import STORED, OwnSource
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
+from experiments.experience.stored import read_documents
 from experiments.learner.learner import Learner
-from experiments.learner.objectives import PolicyObjective
-from experiments.learner.packing import Packing
+from experiments.learner.objectives import CrossEntropy, PolicyObjective
+from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.inference import Inference, make_inference
 from experiments.loop.model_source import Origin
+from experiments.loop.supervised import SupervisedFile
 from experiments.loop.warm_start import WarmStart, WorkedExamples
 from experiments.models.attention import AttentionRun
 from experiments.models.dtype_choice import capability_of
-from experiments.models.mesh import document_axis, parse_mesh
+from experiments.models.mesh import document_axis
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import MetricsWriter
-from experiments.sampling.policy import SamplerPolicy, SamplingOptions
+from experiments.sampling.policy import SamplerPolicy, SamplingOptions, Shape
 from experiments.tasks import Rewards, Task
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
@@ -51,6 +55,12 @@ class Setup(Inference):
     source: ExperienceSource
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """What is drawn, by its name in the account of memory."""
+        shapes = {"rollout": self.source.shape} if isinstance(self.source, Rollouts) else {}
+        return shapes | ({"evaluation": self.evaluation.shape} if isinstance(self.evaluation, AnswerEvaluation) else {})
+
+    @property
     def params(self) -> nnx.State:
         """The present parameters, until the next step takes over their memory."""
         return self.learner.state.params
@@ -61,6 +71,13 @@ class Setup(Inference):
         dtype = None if self.origin.decoder is None else self.origin.decoder.dtype
         found = self.origin.warning, slower_head(self.learner.gradients.head_run, dtype)
         return [text for text in found if text is not None]
+
+    def policy_of(self, params: nnx.State) -> SamplerPolicy:
+        """Returns a policy that draws and scores by these parameters, if present by the learner's program."""
+        if params is not self.params:
+            return super().policy_of(params)
+        key = jax.random.key(self.config.seed)
+        return SamplerPolicy(self.generator, params, self.learner.version, self.learner.log_probs, key)
 
     def policy(self) -> SamplerPolicy:
         """Returns the policy of the present parameters, from which a source draws."""
@@ -77,14 +94,17 @@ class Setup(Inference):
     def warm_start(self, console: RunConsole, metrics: MetricsWriter, between: Callable[[], None]) -> None:
         """Trains on answers until sampled exact match reaches the target, or for the largest number of steps; `between` is
         called after each and may raise."""
-        seed, task = self.config.seed, self.task
+        seed, task, evaluation = self.config.seed, self.task, self.evaluation
+        if isinstance(task, SupervisedFile) or not isinstance(evaluation, AnswerEvaluation):
+            self.learner.begin(self.learner.release())
+            return
         checks = PromptOrder(task, seed + 2, None).take(CHECK_PROMPTS)
         phase = WarmStart(
             self.config.warm_start,
             self.backend,
             WorkedExamples(PromptOrder(task, seed + 1, None), self.tokenizer, self.sizes.prompt),
             replace(self.learner.packing, columns=()),
-            lambda params, step: self.evaluation.exact_match_on(checks, self.policy_of(params), step),
+            lambda params, step: evaluation.exact_match_on(checks, self.policy_of(params), step),
         )
         self.learner.begin(phase.run(self.learner.release(), console, metrics, between))
 
@@ -114,35 +134,25 @@ def assemble(
         ValueError: as `make_inference`, and if an engine cannot run here.
     """
     base = make_inference(config, task, rewards, model, origin=origin, restored=restored)
-    ranks, sizes = parse_mesh(config.mesh).ranks, base.sizes
+    ranks, sizes = base.packing.ranks, base.sizes
     return Setup(
         **vars(base),
         attention=base.origin.attention_run(ranks * sizes.rows, sizes.row, base.mesh),
-        learner=_learner(base, ranks),
-        source=_rollouts(base) if source is None else _own_source(base, source),
+        learner=_learner(base),
+        source=_built_in_source(base) if base.config.source is None else _own_source(base, source),
     )
 
 
-def _learner(base: Inference, ranks: int) -> Learner:
-    config, origin, backend, sizes = base.config, base.origin, base.backend, base.sizes
-    # What a source of one's own draws may be as long as a row.
-    loss = config.policy_loss(sizes.completion if config.source is None else sizes.row)
-    packing = Packing(
-        ranks,
-        sizes.rows,
-        sizes.row,
-        origin.vocab_size,
-        origin.tokenizer.pad_id,
-        share_rows=backend.leaf_rows is None,
-        columns=(SAMPLER_COLUMN,) if config.rollout.rescore else (),
-    )
+def _learner(base: Inference) -> Learner:
+    config, origin, backend = base.config, base.origin, base.backend
+    columns = (SAMPLER_COLUMN,) if config.rollout.rescore else ()
     dtype = None if origin.decoder is None else origin.decoder.dtype
     try:
         return Learner(
             backend,
-            PolicyObjective(loss, config.loss.metrics, document_axis(backend.mesh)),
+            CrossEntropy() if config.supervised else _policy_objective(base),
             config.optimizer.optimizer(config.schedule.steps),
-            packing,
+            replace(base.packing, columns=columns),
             temperature=config.rollout.temperature,
             keeps_reference=config.evaluation.kl,
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},
@@ -153,14 +163,38 @@ def _learner(base: Inference, ranks: int) -> Learner:
         raise
 
 
+def _policy_objective(base: Inference) -> PolicyObjective:
+    # What a source of one's own draws may be as long as a row.
+    longest = base.sizes.completion if base.config.source is None else base.sizes.row
+    return PolicyObjective(base.config.policy_loss(longest), base.config.loss.metrics, document_axis(base.mesh))
+
+
+def _built_in_source(base: Inference) -> ExperienceSource:
+    task, config = base.task, base.config
+    if not isinstance(task, SupervisedFile):
+        return _rollouts(base, task)
+    found, schedule = task.load(base.tokenizer), config.schedule
+    order = {"docs_per_call": schedule.docs_per_step, "epochs": schedule.epochs, "seed": config.seed}
+    return DocumentList(found.documents["train"], digest=found.digest, **order)
+
+
 def _own_source(base: Inference, source: Any) -> OwnSource:
-    assert base.config.source is not None, "the options name it"
-    return OwnSource(source, base.config.source, vocab_size=base.origin.vocab_size, row_length=base.sizes.row)
+    name, schedule = base.config.source, base.config.schedule
+    assert name is not None, "the options name it"
+    limits = {"vocab_size": base.origin.vocab_size, "row_length": base.sizes.row}
+    if name.startswith(STORED):
+        stored, digest = read_documents(name.removeprefix(STORED), Limits(**limits))
+        # Their versions are those of the run that drew them.
+        documents = [replace(document, versions=0) for document in stored]
+        call = schedule.docs_per_step or len(documents)
+        source = DocumentList(documents, docs_per_call=call, epochs=schedule.epochs, digest=digest)
+    return OwnSource(source, name, **limits)
 
 
-def _rollouts(base: Inference) -> Rollouts:
+def _rollouts(base: Inference, task: Task) -> Rollouts:
     config, rollout = base.config, base.config.rollout
-    prompts = PromptOrder(base.task, config.seed, config.schedule.epochs)
+    prompts = PromptOrder(task, config.seed, config.schedule.epochs)
+    assert base.rewards is not None, "completions are rewarded"
     filters = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
     sampling = SamplingOptions(base.sizes.completion, stop=rollout.stop, **filters)
     return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages)

@@ -1,7 +1,7 @@
 """Exact match on held-out prompts, and what else a completion of them tells."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,44 @@ class ExactMatch(NamedTuple):
     sampled: float
     greedy: float
 
+    def __str__(self) -> str:
+        return f"held-out exact match sampled {self.sampled:.3f}, greedy {self.greedy:.3f}"
+
+    def named(self) -> dict[str, float]:
+        """Returns the scores by their names in a summary."""
+        return {"held-out exact match (temperature 1)": self.sampled, "held-out exact match (greedy)": self.greedy}
+
+
+class HeldOutLoss(NamedTuple):
+    """Cross-entropy of held-out documents, in nats per label, and its exponential."""
+
+    loss: float
+    perplexity: float
+
+    def __str__(self) -> str:
+        return f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.3f}"
+
+    def named(self) -> dict[str, float]:
+        """Returns the scores by their names in a summary."""
+        return {"held-out loss": self.loss, "held-out perplexity": self.perplexity}
+
+
+Scores = ExactMatch | HeldOutLoss
+
+
+class Evaluated(Protocol):
+    """What an evaluation has found: scores, samples to read, and the documents of a KL to the reference."""
+
+    @property
+    def scores(self) -> Scores: ...
+    @property
+    def samples(self) -> list[Sample]: ...
+    @property
+    def documents(self) -> list[Document]: ...
+
+    def metrics(self) -> dict[str, float]:
+        """Values for the log."""
+
 
 class Answers(NamedTuple):
     """Completions of prompts, with their rewards and the task's verdicts."""
@@ -40,7 +78,7 @@ class Answers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedAnswers:
     """What a policy has answered, at temperature 1 and greedily, and some of the sampled answers to read."""
 
     prompts: list[list[int]]
@@ -49,7 +87,7 @@ class Evaluated:
     samples: list[Sample]
 
     @property
-    def exact_match(self) -> ExactMatch:
+    def scores(self) -> ExactMatch:
         """How well."""
         return ExactMatch(self.sampled.exact_match, self.greedy.exact_match)
 
@@ -61,7 +99,7 @@ class Evaluated:
 
     def metrics(self) -> dict[str, float]:
         """Values for the log."""
-        values = {f"exact_match_{name}": score for name, score in self.exact_match._asdict().items()}
+        values = {f"exact_match_{name}": score for name, score in self.scores._asdict().items()}
         for name, answers in (("sampled", self.sampled), ("greedy", self.greedy)):
             values[f"reward_{name}"] = float(answers.rewards.rewards.mean())
             values[f"completion_length_{name}"] = float(np.mean([len(each.ids) for each in answers.drawn]))
@@ -71,7 +109,19 @@ class Evaluated:
         return values
 
 
-class Evaluation:
+class Evaluation(Protocol):
+    """Scores a policy on what is held out; `scores` is the type of its scores."""
+
+    scores: type[ExactMatch] | type[HeldOutLoss]
+
+    @property
+    def size(self) -> str: ...
+
+    def of(self, policy: Policy) -> Evaluated:
+        """Evaluates a policy."""
+
+
+class AnswerEvaluation:
     """Held-out prompts, completed with the same random numbers every time.
 
     Args:
@@ -82,6 +132,8 @@ class Evaluation:
         options: how completions are drawn; temperature and filters are those of an evaluation.
     """
 
+    scores = ExactMatch
+
     def __init__(
         self, task: Task, rewards: Rewards, num_prompts: int, prompt_tokens: int, options: SamplingOptions
     ) -> None:
@@ -89,8 +141,15 @@ class Evaluation:
         self._examples = held_out_examples(task, num_prompts)
         self._greedy = replace(options, greedy=True)
         self.shape = Shape(len(self._examples), prompt_tokens, 1, options)
+        self._asked = num_prompts
 
-    def of(self, policy: Policy) -> Evaluated:
+    @property
+    def size(self) -> str:
+        """What is scored, in words."""
+        fewer = f" (requested: {self._asked}; the task has no more)" if self.shape.prompts < self._asked else ""
+        return f"{self.shape.prompts} held-out prompts{fewer}"
+
+    def of(self, policy: Policy) -> EvaluatedAnswers:
         """The evaluation of a policy.
 
         Raises:
@@ -105,7 +164,7 @@ class Evaluation:
         )
         shown = examples[:SHOWN_SAMPLES]
         samples = to_samples(tokenizer, shown, sampled.drawn, sampled.rewards, self._rewards.names)
-        return Evaluated(prompts, sampled, greedy, samples)
+        return EvaluatedAnswers(prompts, sampled, greedy, samples)
 
     def exact_match_on(self, examples: list[Example], policy: Policy, step: int) -> float:
         """Share of right answers to other examples, sampled with other random numbers at every step."""

@@ -9,11 +9,15 @@ from flax import nnx
 
 from experiments.config import Config, validate
 from experiments.experience.prompts import Sizes, sizes_for
-from experiments.loop.evaluation import Evaluation
+from experiments.learner.objectives import CrossEntropy
+from experiments.learner.packing import Packing
+from experiments.learner.scoring import log_probs_of
+from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.model_source import Origin, origin_of
+from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
 from experiments.sampling.policy import Generator, SamplerPolicy, SamplingOptions
 from experiments.tasks import Rewards, Task
-from experiments.tasks.configured import configured_rewards, task_for
+from experiments.tasks.configured import configured_rewards
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.modes import InvariantMode, Mode, PlainMode
 from jaxlogp import Document
@@ -28,14 +32,17 @@ class Inference:
         origin: the model that the run began with.
         backend: how it is computed; it has the parameters until they are taken.
         sizes: most tokens of a prompt, of a completion and of a row.
+        rewards: None of a supervised run.
+        packing: how documents become micro-batches to score.
     """
 
     config: Config
-    task: Task
-    rewards: Rewards
+    task: Task | SupervisedFile
+    rewards: Rewards | None
     origin: Origin
     backend: Mode
     sizes: Sizes
+    packing: Packing
     generator: Generator
     evaluation: Evaluation
 
@@ -50,17 +57,18 @@ class Inference:
         return self.backend.mesh
 
     def policy_of(self, params: nnx.State) -> SamplerPolicy:
-        """Returns a policy that draws by these parameters, and does not score documents."""
+        """Returns a policy that draws and scores by these parameters."""
 
         def log_probs(documents: Sequence[Document]) -> list[np.ndarray]:
-            raise NotImplementedError("the policy of an evaluation does not score documents")
+            gradients = self.backend.gradients(CrossEntropy(), self.config.rollout.temperature)
+            return log_probs_of(documents, gradients, params, self.packing)
 
         return SamplerPolicy(self.generator, params, 0, log_probs, jax.random.key(self.config.seed))
 
 
 def make_inference(
     config: Config,
-    task: Task | None = None,
+    task: Task | SupervisedFile | None = None,
     rewards: Rewards | None = None,
     model: nnx.Module | None = None,
     *,
@@ -82,12 +90,20 @@ def make_inference(
     """
     mesh = validate(config)
     config = config.resolved()
-    task = task_for(config) if task is None else task
-    rewards = configured_rewards(config.reward, task) if rewards is None else rewards
+    task = find_task(config) if task is None else task
     origin = origin or origin_of(config, task, model, restored=restored)
+    tokenizer = origin.tokenizer
     backend = (InvariantMode if config.invariant else PlainMode)(config, origin)
-    sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
-    options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
+    if isinstance(task, SupervisedFile):
+        rewards, sizes = None, task.sizes(tokenizer, config.schedule, mesh, backend.leaf_rows)
+        held_out = task.load(tokenizer).documents["held_out"]
+        evaluation = LossEvaluation(held_out, config.evaluation.num_prompts)
+    else:
+        rewards = configured_rewards(config.reward, task) if rewards is None else rewards
+        sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
+        options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
+        evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
+    shapes = mesh.ranks, sizes.rows, sizes.row, origin.vocab_size, tokenizer.pad_id
     return Inference(
         config=config,
         task=task,
@@ -95,6 +111,7 @@ def make_inference(
         origin=origin,
         backend=backend,
         sizes=sizes,
-        generator=Generator(backend.draw, origin.tokenizer, config.rollout.temperature, sizes.row),
-        evaluation=Evaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options),
+        packing=Packing(*shapes, share_rows=backend.leaf_rows is None),
+        generator=Generator(backend.draw, tokenizer, config.rollout.temperature, sizes.row),
+        evaluation=evaluation,
     )

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from experiments.config import Config
 from experiments.experience.own_source import SourceFailed
 from experiments.learner.learner import StepResult
 from experiments.loop.alerts import StepMonitor, over_median, with_norm
 from experiments.loop.assemble import Setup
-from experiments.loop.evaluation import ExactMatch
+from experiments.loop.evaluation import Scores
 from experiments.loop.feed import DocumentFeed, Taken
+from experiments.refusal import NotFinite
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder
@@ -24,11 +26,12 @@ from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from jaxlogp.errors import require
 
 
-def resume_hint(folder: RunFolder, *, finished: bool = False) -> str:
+def resume_hint(folder: RunFolder, config: Config, *, finished: bool = False) -> str:
     """Returns the last saved step of a run, and the command that resumes it."""
+    program = "sft" if config.supervised else "grpo"
     steps = complete_steps(folder.checkpoints)
     saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
-    command = f"python -m experiments.grpo --resume {shlex.quote(str(folder.path))}"
+    command = f"python -m experiments.{program} --resume {shlex.quote(str(folder.path))}"
     if finished:
         return f"{saved}; to train up to step N: {command} --schedule.steps N"
     return f"{saved}; to {'continue' if steps else 'repeat it'}: {command}"
@@ -55,8 +58,8 @@ class Progress:
 class Outcome(NamedTuple):
     """What a run came to: held-out scores before the first step and after the last, and whether the data has ended."""
 
-    before: ExactMatch
-    after: ExactMatch
+    before: Scores
+    after: Scores
     steps: int
     exhausted: bool
 
@@ -108,7 +111,7 @@ class Loop:
         self._folder, self._console, self._store, self._signals = folder, console, store, signals
         self._feed = setup.feed()
         self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
-        self.before: ExactMatch | None = None
+        self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
         self._saved_step: int | None = None
         # Not the time of day, which jumps.
@@ -127,7 +130,7 @@ class Loop:
         extra = restored.extra
         learner.restore(restored.arrays, extra["learner"])
         self._feed.restore(extra["feed"])
-        self.progress, self.before = Progress(**extra["progress"]), ExactMatch(**extra["before"])
+        self.progress, self.before = Progress(**extra["progress"]), self._setup.evaluation.scores(**extra["before"])
         fault, at = learner.fault(), f"checkpoint step {self.progress.step}"
         require(fault is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", fault)
 
@@ -138,7 +141,7 @@ class Loop:
         after = self._train()
         return Outcome(before, after, self.progress.step, self._exhausted)
 
-    def _warm_start(self) -> ExactMatch:
+    def _warm_start(self) -> Scores:
         metrics = self._store.metrics
         self._answer_signals()
         self._with_rewards(lambda: self._setup.warm_start(self._console, metrics, self._answer_signals))
@@ -149,12 +152,12 @@ class Loop:
         self._say_scores(before)
         return before
 
-    def _train(self) -> ExactMatch:
+    def _train(self) -> Scores:
         progress, config = self.progress, self._config
         self._answer_signals()
         # Of a run that was interrupted between a step and its evaluation.
         scores = self._evaluate_if_due()
-        label = config.loss.name.upper()
+        label = "SFT" if config.supervised else config.loss.name.upper()
         with self._console.progress(label, config.schedule.steps, done=progress.step):
             while not self._ended and self._step():
                 self._answer_signals()
@@ -239,7 +242,7 @@ class Loop:
         if options.replica_every and step % options.replica_every == 0:
             self._require(step, "copies differ", self._learner.mismatch())
 
-    def _evaluate(self, *, log: bool = True) -> ExactMatch:
+    def _evaluate(self, *, log: bool = True) -> Scores:
         """Exact match on the held-out prompts with the present parameters; the same random numbers every time."""
         started, setup, step = time.perf_counter(), self._setup, self.progress.step
         evaluated = self._with_rewards(lambda: setup.evaluation.of(setup.policy_of(setup.params)))
@@ -251,9 +254,9 @@ class Loop:
             self._store.metrics.write(step, "eval", values)
             self._store.metrics.write_samples(step, "held_out", evaluated.samples)
             self.progress.evaluated = step
-        return evaluated.exact_match
+        return evaluated.scores
 
-    def _evaluate_if_due(self) -> ExactMatch | None:
+    def _evaluate_if_due(self) -> Scores | None:
         """An evaluation where this step has one that is not made yet."""
         progress, every = self.progress, self._config.evaluation.every
         due = self._ended or (every and progress.step % every == 0)
@@ -263,9 +266,8 @@ class Loop:
         self._say_scores(scores)
         return scores
 
-    def _say_scores(self, scores: ExactMatch) -> None:
-        values = f"sampled {scores.sampled:.3f}, greedy {scores.greedy:.3f}"
-        self._console.say(f"step {self.progress.step}: held-out exact match {values}")
+    def _say_scores(self, scores: Scores) -> None:
+        self._console.say(f"step {self.progress.step}: {scores}")
 
     def _save_is_due(self) -> bool:
         options, step = self._config.checkpoint, self.progress.step
@@ -299,7 +301,7 @@ class Loop:
         """The function's result; a broken reward or source ends the run, once what is done has been saved."""
         try:
             return function()
-        except (RewardFailed, RewardNotFinite, SourceFailed) as error:
+        except (RewardFailed, RewardNotFinite, SourceFailed, NotFinite) as error:
             self._abort(str(error), error)
 
     def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:
@@ -307,13 +309,13 @@ class Loop:
         if self.before is not None:
             self._save()
             self._store.wait_until_finished()
-        raise GuardAbort(f"{reason}; {resume_hint(self._folder)}") from error
+        raise GuardAbort(f"{reason}; {resume_hint(self._folder, self._config)}") from error
 
     def _require(self, step: int, what: str, found: str | None) -> None:
         """Ends the run without a checkpoint of a damaged state."""
         if found is not None:
             self._store.wait_until_finished()
-            raise GuardAbort(f"step {step}: {what}: {found}; {resume_hint(self._folder)}")
+            raise GuardAbort(f"step {step}: {what}: {found}; {resume_hint(self._folder, self._config)}")
 
     def _answer_signals(self) -> None:
         """Raises `Interrupted` after a signal to any of the processes, with a durable checkpoint of this step if there is
@@ -328,4 +330,4 @@ class Loop:
         if self.before is not None:
             self._save()
             self._store.wait_until_finished()
-        raise Interrupted(received, f"{name}: {resume_hint(self._folder)}")
+        raise Interrupted(received, f"{name}: {resume_hint(self._folder, self._config)}")

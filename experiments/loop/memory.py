@@ -9,7 +9,6 @@ import jax
 
 from experiments.compilation_cache import cache_report
 from experiments.config.changes import may_change
-from experiments.experience.rollouts import Rollouts
 from experiments.loop.assemble import CHECK_PROMPTS, Setup
 from experiments.loop.loop import Progress
 from experiments.loop.warm_start import warm_start_optimizer
@@ -91,10 +90,10 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     if programs is None:
         return MemoryNeed(state)
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
-    shapes = {} if not isinstance(setup.source, Rollouts) else {"rollout": setup.source.shape}
-    evaluation = setup.evaluation.shape
-    checked = CHECK_PROMPTS if warm_start_to_come else 0
-    shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, checked))
+    shapes = setup.shapes
+    if warm_start_to_come:
+        evaluation = shapes["evaluation"]
+        shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
     draws = {name: setup.generator.memory(params, shape) for name, shape in shapes.items()}
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):

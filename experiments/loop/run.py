@@ -16,20 +16,21 @@ from experiments.config import Config, RewardConfig, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
 from experiments.loop.assemble import Setup, assemble
-from experiments.loop.evaluation import ExactMatch
+from experiments.loop.evaluation import Scores
 from experiments.loop.loop import Outcome, Progress, resume_hint
 from experiments.loop.memory import peak_bytes, say_memory, size
 from experiments.loop.model_source import Origin, origin_of, with_own_model
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, parts_of
 from experiments.loop.session import OnResume, run_to_end
 from experiments.loop.start_report import print_start_report
+from experiments.loop.supervised import SupervisedFile, find_task
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
 from experiments.models.huggingface.export import write_files
 from experiments.models.mesh import parse_mesh
 from experiments.models.pretrained import small_files
 from experiments.options import flat_fields, option_name, value_of
 from experiments.runs.config_file import save_config, to_json
-from experiments.runs.console import HeldOut, RunConsole
+from experiments.runs.console import STEP_COLUMNS, SUPERVISED_COLUMNS, HeldOut, RunConsole
 from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
@@ -39,7 +40,7 @@ from experiments.runs.plots import plot_runs
 from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
-from experiments.tasks.configured import own_task, task_for
+from experiments.tasks.configured import own_task
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.rewards import rewards_of
 from jaxlogp.errors import require
@@ -50,8 +51,8 @@ class Result:
     """The result of a run.
 
     Attributes:
-        before: held-out exact match after the warm start.
-        after: held-out exact match at the end.
+        before: held-out scores after the warm start.
+        after: held-out scores at the end.
         run: the run folder.
         metrics: every record of metrics.jsonl.
         setup: what the run consisted of; its learner has parameters and optimizer state.
@@ -59,8 +60,8 @@ class Result:
         seconds: wall-clock time, set-up excluded.
     """
 
-    before: ExactMatch
-    after: ExactMatch
+    before: Scores
+    after: Scores
     run: RunFolder
     metrics: list[dict[str, Any]]
     setup: Setup
@@ -72,7 +73,7 @@ class Result:
             (
                 f"run folder: {self.run.path}",
                 f"optimizer steps: {self.steps}",
-                *(f"held-out exact match ({decoding}): {score}" for decoding, score in self.held_out.items()),
+                *(f"{name}: {score}" for name, score in self.held_out.items()),
                 f"seconds: {self.seconds:.1f}",
             )
         )
@@ -84,11 +85,9 @@ class Result:
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
-        """Held-out exact match by decoding."""
-        return {
-            "temperature 1": HeldOut(self.before.sampled, self.after.sampled),
-            "greedy": HeldOut(self.before.greedy, self.after.greedy),
-        }
+        """Held-out scores by name."""
+        after = self.after.named()
+        return {name: HeldOut(before, after[name]) for name, before in self.before.named().items()}
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,8 @@ class Run:
 
     def _finish(self) -> Result:
         started, setup = time.perf_counter(), self.setup
-        console = RunConsole(setup.config.quiet, setup.config.log_every)
+        columns = SUPERVISED_COLUMNS if setup.config.supervised else STEP_COLUMNS
+        console = RunConsole(setup.config.quiet, setup.config.log_every, columns=columns)
         for warning in setup.warnings:
             console.warn(warning)
         try:
@@ -130,7 +130,7 @@ class Run:
                 plot_runs([read_metrics(self.folder.metrics).records], self.folder.curves)
             raise
         except BaseException:
-            console.ending(resume_hint(self.folder))
+            console.ending(resume_hint(self.folder, setup.config))
             raise
         return _finish(self, console, outcome, time.perf_counter() - started)
 
@@ -146,7 +146,7 @@ class Found:
     """
 
     config: Config
-    task: Task
+    task: Task | SupervisedFile
     rewards: Rewards | None
     source: Any
     origin: Origin
@@ -159,7 +159,9 @@ class Found:
         return assemble(self.config, self.task, self.rewards, **given)
 
 
-def find_parts(config: Config, user: UserParts, task: Task, source: Any, *, restored: bool = False) -> Found:
+def find_parts(
+    config: Config, user: UserParts, task: Task | SupervisedFile, source: Any, *, restored: bool = False
+) -> Found:
     """Finds rewards and model.
 
     Raises:
@@ -192,7 +194,7 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     return Run(setup, folder, lock, dtype)
 
 
-def require_same_run(config: Config, task: Task) -> None:
+def require_same_run(config: Config, task: Task | SupervisedFile) -> None:
     """Refuses processes that would not compute the same run.
 
     Raises:
@@ -273,9 +275,9 @@ def _with_lasting_base(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(Path(path).resolve())))
 
 
-def given_task(config: Config, task: Task | None) -> Task:
+def given_task(config: Config, task: Task | None) -> Task | SupervisedFile:
     """The task that options name, or the caller's own, asked as options say."""
-    return task_for(config) if task is None else own_task(task, config.data)
+    return find_task(config) if task is None else own_task(task, config.data)
 
 
 def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:
@@ -300,7 +302,7 @@ def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> 
     peak = max((each for each in peaks if each is not None), default=None)
     facts = {
         "task": setup.task.name,
-        "loss": setup.config.loss.name,
+        "loss": "cross-entropy" if setup.config.supervised else setup.config.loss.name,
         "mesh": str(parse_mesh(setup.config.mesh)),
         "optimizer steps": outcome.steps,
         "documents seen": setup.learner.version,
@@ -319,11 +321,11 @@ def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> 
         write_json(run.folder.summary, {**facts, **scores})
     result = Result(before, after, run.folder, records, setup, outcome.steps, seconds)
     console.summary(facts, run.folder.path, result.held_out)
-    console.ending(resume_hint(run.folder, finished=True))
+    console.ending(resume_hint(run.folder, setup.config, finished=True))
     return result
 
 
-def _new_path(config: Config, task: Task) -> Path:
+def _new_path(config: Config, task: Task | SupervisedFile) -> Path:
     """Where the run folder will be.
 
     Raises:
@@ -356,7 +358,8 @@ def _new_path(config: Config, task: Task) -> Path:
 
 def _default_name(config: Config, task: str) -> str:
     family, _, rest = task.partition(":")
-    task = f"{family}-{Path(rest).stem}" if family == "jsonl" else task
+    task = f"{family}-{Path(rest).stem}" if family in ("jsonl", "sft") else task
     task = "".join(c if c.isalnum() or c in "-_." else "-" for c in task).strip(".-")[-40:]
     task = task if config.preset is None else f"{config.preset}-{task}"
-    return f"{task}-{config.loss.name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    loss = "" if config.supervised else f"-{config.loss.name}"
+    return f"{task}{loss}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -69,7 +69,7 @@ def run_to_end(
                 console.say(f"resumed {folder.path}{at}")
             return loop.run()
     except KeyboardInterrupt:
-        sentence = f"SIGINT twice: stopped at once; {resume_hint(folder)}"
+        sentence = f"SIGINT twice: stopped at once; {resume_hint(folder, setup.config)}"
         # No other process knows of it: they would wait for this one.
         processes().end(128 + signal.SIGINT, sentence, caused_here=True)
         raise Interrupted(signal.SIGINT, sentence) from None

@@ -1,6 +1,7 @@
 """What is about to run, said before anything is compiled."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from experiments.config import Config
 from experiments.experience.prompts import PromptOrder, answer_length, held_out_examples, longest_completion, sizes_for
 from experiments.loop.memory import require_room
 from experiments.loop.model_source import Origin, OwnOrigin
+from experiments.loop.supervised import SupervisedFile
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
@@ -30,7 +32,12 @@ MANY = 2000
 
 
 def print_start_report(
-    config: Config, task: Task, origin: Origin, folder: Path, dtype: DtypeChoice, rewards: Rewards | None = None
+    config: Config,
+    task: Task | SupervisedFile,
+    origin: Origin,
+    folder: Path,
+    dtype: DtypeChoice,
+    rewards: Rewards | None = None,
 ) -> None:
     """Prints what is about to run, and warnings about options that will not do what they seem to.
 
@@ -44,36 +51,81 @@ def print_start_report(
     if config.rollout.mesh is not None:
         with refused_as("rollout"):
             require_devices(parse_mesh(config.rollout.mesh))
-    held_out = held_out_examples(task, config.evaluation.num_prompts)
-    _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
-    prompts = {prompt_text(each.prompt) for each in held_out}
-    long = check_answer_lengths(config, task, held_out, origin.tokenizer, rewards)
-    few = len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts)
-    count = task.num_examples("train")
-    # For its checks.
-    PromptOrder(task, config.seed, config.schedule.epochs)
+    facts = _rollout_facts if not isinstance(task, SupervisedFile) else _document_facts
+    told = facts(config, task, origin, rewards, console)
     params = _parameters(origin)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
-    require_room(_least_bytes(config, task, origin, params, mesh, len(held_out)), devices)
-    steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}{_corrected(config)}"
-    warm = config.warm_start.max_steps
+    require_room(_least_bytes(config, origin, params, mesh, told.cache_slots), devices)
     console.begin(
         {
-            "task": f"{task.name}, {'endless' if count is None else count} training examples, "
-            f"{len(prompts)} distinct held-out prompts",
+            told.kind: told.data,
             "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
             "devices": f"{mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
-            "steps": f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
+            "steps": told.steps,
             "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
-            "rollout": _rollout(config, task),
+            **({} if told.rollout is None else {"rollout": told.rollout}),
             "run folder": str(folder),
         }
     )
-    if few:
-        console.warn(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
-    if long is not None:
-        console.warn(long)
+    for warning in told.warnings:
+        console.warn(warning)
+
+
+class _Facts(NamedTuple):
+    """What is told of a run's data, and how many tokens its largest key-value cache holds."""
+
+    kind: str
+    data: str
+    steps: str
+    rollout: str | None
+    warnings: list[str]
+    cache_slots: int
+
+
+def _document_facts(
+    config: Config, task: SupervisedFile, origin: Origin, rewards: Rewards | None, console: RunConsole
+) -> _Facts:
+    del rewards, console
+    documents, schedule = task.load(origin.tokenizer).documents, config.schedule
+    labels = sum(document.num_labels for document in documents["train"])
+    data = (
+        f"{task.path}, {len(documents['train'])} documents ({labels:,} labels), {len(documents['held_out'])} held out"
+    )
+    passes = "" if schedule.epochs is None else f", at most {schedule.epochs} passes"
+    return _Facts("data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], 0)
+
+
+def _rollout_facts(config: Config, task: Task, origin: Origin, rewards: Rewards | None, console: RunConsole) -> _Facts:
+    held_out = held_out_examples(task, config.evaluation.num_prompts)
+    _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
+    prompts = {prompt_text(each.prompt) for each in held_out}
+    warnings = []
+    if len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts):
+        warnings.append(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
+    long = check_answer_lengths(config, task, held_out, origin.tokenizer, rewards)
+    if config.source is None:
+        # For its checks.
+        PromptOrder(task, config.seed, config.schedule.epochs)
+    count, warm = task.num_examples("train"), config.warm_start.max_steps
+    steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}{_corrected(config)}"
+    examples = f"{'endless' if count is None else count} training examples"
+    data = f"{task.name}, {examples}, {len(prompts)} distinct held-out prompts"
+    return _Facts(
+        "task",
+        data,
+        f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
+        _rollout(config, task),
+        warnings + ([] if long is None else [long]),
+        _cache_slots(config, task, origin, len(held_out)),
+    )
+
+
+def _cache_slots(config: Config, task: Task, origin: Origin, held_out: int) -> int:
+    """Tokens in the larger cache, that of a rollout or of an evaluation of so many prompts."""
+    sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
+    slots = config.rollout.prompts_per_rollout * (sizes.prompt + config.rollout.num_generations * sizes.completion)
+    return max(slots, held_out * (sizes.prompt + sizes.completion))
 
 
 def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole) -> None:
@@ -143,9 +195,8 @@ def _trained(params: nnx.State) -> str:
     return "" if trained is params else f" ({_count(trained):,} trained)"
 
 
-def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, mesh: MeshSpec, held_out: int) -> int:
-    """Bytes on all devices together of what a run cannot do without: its state, gradients, and the larger cache, that of a
-    rollout or of an evaluation of so many prompts."""
+def _least_bytes(config: Config, origin: Origin, params: nnx.State, mesh: MeshSpec, cache_slots: int) -> int:
+    """Bytes on all devices together of what a run cannot do without: its state, gradients, and a cache of so many tokens."""
     trained = _trained_part(params)
     optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
     gradients = (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained)
@@ -154,11 +205,8 @@ def _least_bytes(config: Config, task: Task, origin: Origin, params: nnx.State, 
     state, decoder = copies * (total_bytes(params) + total_bytes(optimizer) + gradients), origin.decoder
     if decoder is None or config.invariant:
         return state
-    sizes, rollout = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, mesh), config.rollout
-    slots = rollout.prompts_per_rollout * (sizes.prompt + rollout.num_generations * sizes.completion)
-    slots = max(slots, held_out * (sizes.prompt + sizes.completion))
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
-    return state + slots * width * jnp.dtype(decoder.dtype).itemsize
+    return state + cache_slots * width * jnp.dtype(decoder.dtype).itemsize
 
 
 def check_answer_lengths(

@@ -53,8 +53,17 @@ STEP_COLUMNS = (
 )
 
 
+SUPERVISED_COLUMNS = (
+    Column("loss", "loss", ".4f", 8),
+    Column("grad_norm", "|gradient|", ".3g", 10),
+    Column("learning_rate", "rate", ".2e", 9),
+    Column("num_documents", "docs", ",.0f", 7),
+    SPEED,
+)
+
+
 class HeldOut(NamedTuple):
-    """A score on held-out documents before and after the run, in [0, 1]."""
+    """A score on held-out documents before and after the run."""
 
     before: float
     after: float
@@ -70,12 +79,19 @@ class RunConsole:
         quiet: print only warnings and the lines of the summary that are meant for grep.
         log_every: steps between two rows off a terminal. None: chosen by the number of rows.
         stream: where to print. None: standard output.
+        columns: of the rows; the first is in the redrawn line.
     """
 
-    def __init__(self, quiet: bool = False, log_every: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        quiet: bool = False,
+        log_every: int | None = None,
+        stream: TextIO | None = None,
+        columns: tuple[Column, ...] = STEP_COLUMNS,
+    ) -> None:
         stream = stream or sys.stdout
         self._quiet = quiet
-        self._log_every = log_every
+        self._log_every, self._columns = log_every, columns
         # Stated rather than detected: rich would also obey environment variables that force colours into a file.
         self._console = Console(file=stream, force_terminal=stream.isatty(), force_jupyter=False, highlight=False)
         self._console.quiet = not processes().first
@@ -120,15 +136,16 @@ class RunConsole:
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the metrics of a step in the block of `progress`."""
-        row = f"{step:>6} " + " ".join(column.text(values).rjust(column.width) for column in STEP_COLUMNS)
-        self._advance(f"reward {REWARD.text(values)}  {SPEED.text(values)} tokens/s", row)
+        row = f"{step:>6} " + " ".join(column.text(values).rjust(column.width) for column in self._columns)
+        first = self._columns[0]
+        self._advance(f"{first.title} {first.text(values)}  {SPEED.text(values)} tokens/s", row)
 
     def summary(self, facts: Mapping[str, str | float], run: Path, held_out: Mapping[str, HeldOut]) -> None:
-        """Prints a line for each fact, then the run folder and the held-out scores by decoding, as `before -> after`."""
+        """Prints a line for each fact, then the run folder and the held-out scores by name, as `before -> after`."""
         self.begin({name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in facts.items()})
         self._print(f"run folder: {run}")
-        for decoding, score in held_out.items():
-            self._print(f"held-out exact match ({decoding}): {score}")
+        for name, score in held_out.items():
+            self._print(f"{name}: {score}")
 
     def _print(self, text: str, style: str | None = None) -> None:
         # A terminal of another encoding may have no ×.
@@ -167,7 +184,7 @@ class RunConsole:
                 self._print(f"{label} {done}/{total} {note}")
                 return
             if self._lines % HEADER_EVERY == 0:
-                titles = (f"{column.title:>{column.width}}" for column in STEP_COLUMNS)
+                titles = (f"{column.title:>{column.width}}" for column in self._columns)
                 self._print(f"{'step':>6} " + " ".join(titles), style="bold")
             self._lines += 1
             self._print(row)

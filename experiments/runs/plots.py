@@ -52,6 +52,7 @@ PANELS = (
         Curve("exact_match_sampled", "temperature 1", kind="eval"),
         Curve("exact_match_greedy", "greedy", ORANGE, kind="eval"),
     ), limits=(-0.02, 1.02)),
+    Panel("Held-out loss", "nats per label", (Curve("held_out_loss", kind="eval"),)),
     Panel("Training reward", "mean reward of a completion", (Curve("reward_mean"),), smooth=True),
     Panel("Entropy of the policy", "nats per token", (Curve("entropy_labelled"),), limits=FROM_ZERO),
     Panel("Completion length", "mean tokens", (Curve("completion_length_mean"),), FROM_ZERO, True),
@@ -66,7 +67,7 @@ PANELS = (
         Curve("drift_max", "largest of a step"),
         Curve("p99", "99 % quantile of a report", ORANGE, kind="drift"),
     ), log=True),
-    Panel("Policy loss", "loss of a step", (Curve("loss"),), smooth=True),
+    Panel("Loss", "loss of a step", (Curve("loss"),), smooth=True),
 )  # fmt: skip
 
 

@@ -58,6 +58,11 @@ def read_lines(path: str | Path, kind: str) -> Lines:
     return Lines(lines, hashlib.sha256(content).hexdigest())
 
 
+def digest_of(path: str | Path) -> tuple[str, str]:
+    """Returns the absolute path of a file of lines, and its sha256; raises as `read_lines`."""
+    return str(Path(path).resolve()), read_lines(path, "file").digest
+
+
 def parse_lines(path: str | Path, parse: Callable[[bytes], Parsed]) -> tuple[list[Parsed], str]:
     """Parses every line of a file; returns what was parsed, and the sha256 of the file.
 

@@ -17,13 +17,14 @@ from experiments.config import (
 )
 from experiments.experience.prompts import held_out_examples
 from experiments.loop import memory
-from experiments.loop.evaluation import ExactMatch
+from experiments.loop.evaluation import AnswerEvaluation, ExactMatch
 from experiments.loop.model_source import origin_of
 from experiments.loop.start_report import check_answer_lengths, print_start_report
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
-from experiments.sampling.policy import SamplingOptions, Shape
+from experiments.sampling.policy import SamplingOptions
 from experiments.tasks import make_task
+from experiments.tasks.addition import Addition
 from experiments.tasks.configured import task_for
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import rewards_of
@@ -114,19 +115,27 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
     assert check_answer_lengths(config, own, without, tokenizer_for(task), None) is None
 
 
+class Nine(Addition):
+    """With nine examples of each split."""
+
+    def num_examples(self, split):
+        return 9
+
+
 def test_an_evaluation_says_how_many_prompts_there_are(monkeypatch, capsys):
-    config = SimpleNamespace(evaluation=SimpleNamespace(num_prompts=500))
-    scores = ExactMatch(0.5, 0.25)
-    evaluated = SimpleNamespace(exact_match=scores)
-    evaluation = SimpleNamespace(shape=Shape(21, 5, 1, SamplingOptions(3)), of=lambda policy: evaluated)
-    inference = SimpleNamespace(evaluation=evaluation, config=config, policy_of=lambda params: None)
-    monkeypatch.setattr(evaluate, "load", lambda options, task: (inference, None, 3))
-    assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first == "step 3, 21 held-out prompts (requested: 500; the task has no more)"
-    evaluation.shape = Shape(500, 5, 1, SamplingOptions(3))
-    evaluate.run_cli(["runs/a"])
-    assert capsys.readouterr().out.splitlines()[0] == "step 3, 500 held-out prompts"
+    scores, task = ExactMatch(0.5, 0.25), Nine(size=1)
+    for number, words in (
+        (500, "9 held-out prompts (requested: 500; the task has no more)"),
+        (5, "5 held-out prompts"),
+    ):
+        evaluation = AnswerEvaluation(task, rewards_of(task.verify), number, 5, SamplingOptions(3))
+        monkeypatch.setattr(evaluation, "of", lambda policy: SimpleNamespace(scores=scores))
+        inference = SimpleNamespace(evaluation=evaluation, policy_of=lambda params: None)
+        monkeypatch.setattr(evaluate, "load", lambda options, task, inference=inference: (inference, None, 3))
+        assert evaluate.run_cli(["runs/a", "--num-prompts", "500"]) == scores
+        said = capsys.readouterr().out.splitlines()
+        assert said[0] == f"step 3, {words}"
+        assert said[1:] == ["held-out exact match (temperature 1): 0.500", "held-out exact match (greedy): 0.250"]
 
 
 @pytest.mark.parametrize("option", ["mesh", "rollout.mesh"])

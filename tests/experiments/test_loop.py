@@ -115,11 +115,13 @@ class Run:
 
     # The evaluation.
 
+    scores = ExactMatch
+
     def of(self, policy):
         score = float(self.learner.state)
         self.now(f"evaluation {self.step}")
         values = {"exact_match_sampled": score}
-        return SimpleNamespace(exact_match=ExactMatch(score, 0.0), metrics=lambda: values, samples=[])
+        return SimpleNamespace(scores=ExactMatch(score, 0.0), metrics=lambda: values, samples=[])
 
     # The source.
 

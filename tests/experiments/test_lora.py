@@ -188,7 +188,7 @@ def test_adapters_alone_are_trained(trained, directory):
 def test_a_run_begins_as_its_base_and_the_reference_stays_it(trained, directory, tmp_path):
     whole = assemble(options(directory, tmp_path, "b", lora={}))
     fresh = assemble(options(directory, tmp_path, "a"))
-    scores = [setup.evaluation.of(setup.policy_of(setup.learner.state.params)).exact_match for setup in (fresh, whole)]
+    scores = [setup.evaluation.of(setup.policy_of(setup.learner.state.params)).scores for setup in (fresh, whole)]
     assert scores == [trained.before] * 2
     reference = nnx.to_flat_state(trained.setup.learner.reference)
     assert all((np.asarray(leaf[...]) == 0).all() for path, leaf in reference if path[-1] == "lora_b")
@@ -221,7 +221,7 @@ def test_a_run_is_scored_and_resumed_with_its_base_alone(trained, tmp_path):
     # Base split over heads and features, adapters on every device.
     split = load_run(trained.run.path, lambda stored: dataclasses.replace(stored, mesh="data=2,tensor=2"))
     kernel = split.inference.backend.frozen["layers"]["q_proj"]["kernel"][...]
-    scored = split.inference.evaluation.of(split.inference.policy_of(split.params)).exact_match
+    scored = split.inference.evaluation.of(split.inference.policy_of(split.params)).scores
     assert not kernel.sharding.is_fully_replicated and scored == trained.after
     shutil.copytree(trained.run.path, tmp_path / "back")
     resumed = resume(f"{tmp_path / 'back'}@1", {"quiet": True}, reward=by_letters)

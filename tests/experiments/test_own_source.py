@@ -1,5 +1,7 @@
 """Sources of one's own: what they get and give, what is refused, and a resume to the same bits."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from experiments.config import (
     validate,
 )
 from experiments.experience.own_source import OwnSource, SourceFailed, find_source, resolve_source
+from experiments.experience.stored import write_documents
 from experiments.loop.resume import resume
 from experiments.loop.run import train
 from experiments.runs.stops import GuardAbort
@@ -166,6 +169,25 @@ def test_a_run_from_a_source_by_name_resumes_to_the_same_bits(tmp_path, source):
     resumed = resume(f"{whole.run.path}@1", {"quiet": True})
     assert state_bytes(resumed) == state_bytes(whole)
     assert train_records(resumed)[1]["loss"] == records[1]["loss"]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
+def test_stored_documents_train_like_those_that_a_function_gives(tmp_path, suffix):
+    """Of another run, whose versions mean nothing here; two passes, of which a resume makes the second."""
+    documents = [document((3, 4, 5), advantages=(-1.0) ** number, versions=7) for number in range(8)]
+    path = tmp_path / f"documents.{suffix}"
+    write_documents(path, documents)
+    schedule = {"steps": 5, "docs_per_step": 0, "epochs": 2}
+    stored = train(source_config(tmp_path, "stored", source=f"stored:{path}", schedule=schedule))
+    again = [dataclasses.replace(each, versions=0) for each in documents]
+    given = train(source_config(tmp_path, "given"), source=lambda policy, step: again if step < 2 else None)
+    assert stored.steps == given.steps == 2 and state_bytes(stored) == state_bytes(given)
+    resumed = resume(f"{stored.run.path}@1", {"quiet": True})
+    assert resumed.steps == 2 and state_bytes(resumed) == state_bytes(stored)
+    write_documents(path, documents[:-1])
+    with pytest.raises(ValueError, match="^documents: expected those of digest"):
+        resume(f"{stored.run.path}@1", {"quiet": True, "schedule.steps": 9})
 
 
 @pytest.mark.costly

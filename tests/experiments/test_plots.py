@@ -20,6 +20,8 @@ from experiments.runs.plots import plot_runs
 
 pytestmark = pytest.mark.costly
 
+PAIRS = {"temperature 1": (0.31, 0.83), "greedy": (0.451, 0.919)}
+
 
 def records(count):
     train = [
@@ -133,7 +135,7 @@ def test_several_runs_are_thin_lines_with_a_thick_mean(tmp_path, figures):
     np.testing.assert_allclose(mean.get_ydata(), wanted, rtol=1e-15)
     assert mean.get_linewidth() > one.get_linewidth() == other.get_linewidth()
     assert "1 not finite, left out" in texts(panel(figures[0], "Entropy of the policy"))
-    loss = panel(figures[0], "Policy loss").get_lines()
+    loss = panel(figures[0], "Loss").get_lines()
     # The mean of the last 15 common steps, 21 to 35, of -0.01 step and 1 - 0.01 step.
     assert loss[2].get_ydata()[-1] == pytest.approx(0.5 - 0.28, rel=1e-12)
     assert panel(figures[0], "Held-out accuracy").get_title(loc="right") == "last 0.4 / 0.4"
@@ -155,7 +157,7 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path, figures):
     for record in metrics:
         record["clipped_ratio_fraction_labelled"] = math.nan
     plot_runs([metrics], tmp_path / "curves.png")
-    loss = panel(figures[0], "Policy loss")
+    loss = panel(figures[0], "Loss")
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [0, np.nan, np.nan, -0.03, -0.04])
     assert texts(loss) == ["2 not finite, left out"]
     assert panel(figures[0], "Entropy of the policy").get_lines()[0].get_xdata().tolist() == [0, 1, 2, 4]
@@ -182,7 +184,7 @@ def test_the_command_plots_seeds_of_one_run_alone(tmp_path, figures, capsys):
     figure = tmp_path / "seeds.png"
     assert plot.run_cli([*runs, "--figure", str(figure)]) == figure
     assert capsys.readouterr().out == f"written: {figure}\n"
-    losses = [line.get_ydata() for line in panel(figures[0], "Policy loss").get_lines()]
+    losses = [line.get_ydata() for line in panel(figures[0], "Loss").get_lines()]
     np.testing.assert_array_equal(losses, [[2, 3, 4], [0, 1, 2], [1, 2, 3]])
     other = write_run(tmp_path, 5, task="addition:2")
     differs = f"runs: expected runs that differ in their seeds alone, got {other} with another task"
@@ -214,7 +216,7 @@ def print_a_run(console, tmp_path):
     with console.progress("training", total=HEADER_EVERY + 1):
         for step in range(1, HEADER_EVERY + 2):
             console.step(step, {**STEP, "entropy_labelled": math.nan} if step == 2 else STEP)
-    held_out = {"temperature 1": HeldOut(0.31, 0.83), "greedy": HeldOut(0.451, 0.919)}
+    held_out = {f"held-out exact match ({how})": HeldOut(*pair) for how, pair in PAIRS.items()}
     console.summary({"head [x]": "chunked", "seconds": 12.3456789}, tmp_path, held_out)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from experiments.experience.document_list import DocumentList
-from experiments.experience.limits import Limits
-from experiments.experience.stored import StoredDocuments, read_documents, write_documents
+from experiments.experience.limits import NO_LIMITS, Limits
+from experiments.experience.stored import read_documents, write_documents
 from jaxlogp import Document
 from tests.experiments.lines import write
 
@@ -135,25 +135,29 @@ def test_numbers_and_arrays_of_labels_may_mix(tmp_path):
     assert [each.versions for each in found] == [3, 4]
 
 
+def stored(path, limits=NO_LIMITS, **options):
+    documents, digest = read_documents(path, limits)
+    return DocumentList(documents, digest=digest, **options)
+
+
 @FORMATS
 def test_a_state_goes_on_to_the_same_documents(tmp_path, suffix):
     safetensors()
     write_documents(path := tmp_path / f"a.{suffix}", documents := random_documents(5, per_label=True))
-    source = StoredDocuments(path, docs_per_call=2, epochs=2)
+    source = stored(path, docs_per_call=2, epochs=2)
     calls, states = [], [json.loads(json.dumps(source.state()))]
     while (taken := source.next(None)) is not None:
-        calls.append(taken)
+        calls.append(taken.documents)
         states.append(json.loads(json.dumps(source.state())))
-    assert [len(each) for each in calls] == [2] * 5 and source.exhausted
+    assert [len(each) for each in calls] == [2] * 5 and source.next(None) is None
     assert_same([document for call in calls for document in call], [*documents, *documents])
     moved = path.rename(tmp_path / f"b.{suffix}")
     for number, state in enumerate(states):
-        again = StoredDocuments(moved, docs_per_call=2, epochs=2)
+        again = stored(moved, docs_per_call=2, epochs=2)
         again.restore(state)
-        assert again.exhausted == (number == len(calls))
         rest = []
         while (taken := again.next(None)) is not None:
-            rest += taken
+            rest += taken.documents
         assert_same(rest, [document for call in calls[number:] for document in call])
 
 
@@ -161,19 +165,19 @@ def test_passes_end_or_do_not():
     documents = random_documents(3, per_label=False)
     numbers = {id(document): number for number, document in enumerate(documents)}
     once, endless = (DocumentList(documents, docs_per_call=2, epochs=epochs) for epochs in (1, None))
-    assert [numbers[id(each)] for each in once.next(None)] == [0, 1]
-    assert [numbers[id(each)] for each in once.next(None)] == [2]
+    assert [numbers[id(each)] for each in once.next(None).documents] == [0, 1]
+    assert [numbers[id(each)] for each in once.next(None).documents] == [2]
     assert once.next(None) is None and once.next(None) is None
-    taken = [numbers[id(each)] for _ in range(5) for each in endless.next(None)]
-    assert taken == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0] and not endless.exhausted
+    taken = [numbers[id(each)] for _ in range(5) for each in endless.next(None).documents]
+    assert taken == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.bad_input
 def test_refuses_a_state_of_another_file_and_numbers(tmp_path):
     write_documents(path := tmp_path / "a.jsonl", random_documents(2, per_label=False))
-    state = StoredDocuments(path, docs_per_call=1).state()
+    state = stored(path, docs_per_call=1).state()
     write_documents(path, random_documents(2, per_label=False, seed=1))
-    source = StoredDocuments(path, docs_per_call=1)
+    source = stored(path, docs_per_call=1)
     with pytest.raises(
         ValueError, match=f"^documents: expected those of digest {state['digest']}, got {source.digest}$"
     ):
@@ -183,7 +187,7 @@ def test_refuses_a_state_of_another_file_and_numbers(tmp_path):
         ({"docs_per_call": 1, "epochs": 0}, "epochs: expected a number above 0, or None, got 0"),
     ):
         with pytest.raises(ValueError, match=f"^{words}$"):
-            StoredDocuments(path, **options)
+            stored(path, **options)
 
 
 GOOD = {"tokens": [5, 6, 7], "labels": [0, 1, 1], "sampler_log_probs": [-0.5, -0.1]}
@@ -232,7 +236,7 @@ LINES = {
 def test_refuses_lines(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", GOOD, line)
     with pytest.raises(ValueError) as caught:
-        StoredDocuments(path, docs_per_call=1, limits=Limits(4, 100))
+        stored(path, docs_per_call=1, limits=Limits(4, 100))
     assert str(caught.value).startswith(f"file {path}, line 2: {reason}")
     assert "\n" not in str(caught.value)
 

@@ -1,0 +1,139 @@
+"""Supervised runs: documents of a file instead of rollouts, cross-entropy instead of a policy loss, and their score."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+from experiments.config import Config, ScheduleConfig
+from experiments.config.run import SUPERVISED
+from experiments.experience.conversations import Conversations, load_conversations
+from experiments.experience.experience import Policy
+from experiments.experience.limits import Limits
+from experiments.experience.prompts import Sizes, rows_for
+from experiments.loop.evaluation import HeldOutLoss
+from experiments.models.mesh import MeshSpec
+from experiments.runs.folder import Sample
+from experiments.tasks import Task
+from experiments.tasks.configured import task_for
+from experiments.tasks.json_lines import digest_of
+from experiments.tasks.protocol import Split
+from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp import Document
+from jaxlogp.errors import require
+
+
+class SupervisedFile:
+    """A file of conversations in the place of a task; see `experiments.experience.conversations`.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        name: "sft:" and the absolute path, the task of a run.
+        digest: sha256 of the file.
+
+    Raises:
+        ValueError: if the file cannot be read.
+    """
+
+    family: ClassVar[str] = "sft"
+    alphabet: ClassVar[None] = None
+
+    def __init__(self, path: str) -> None:
+        self.path, self.digest = digest_of(path)
+        self._loaded: tuple[Tokenizer, Conversations] | None = None
+
+    @property
+    def name(self) -> str:
+        """The task of a run."""
+        return f"{self.family}:{self.path}"
+
+    def load(self, tokenizer: Tokenizer) -> Conversations:
+        """Returns the documents, which are read once for each tokenizer.
+
+        Raises:
+            ValueError: if a line cannot be trained on, there is nothing to train on, or the file has changed.
+        """
+        if self._loaded is None or self._loaded[0] is not tokenizer:
+            found = load_conversations(self.path, tokenizer, Limits(vocab_size=tokenizer.vocab_size))
+            require(found.digest == self.digest, "--data.path", "a file that does not change", self.path)
+            for split, what in (
+                ("train", "to train on"),
+                ("held_out", "held out, about one in ten by a hash of its prompt"),
+            ):
+                require(bool(found.documents[split]), "--data.path", f"at least one document {what}", "none")
+            self._loaded = tokenizer, found
+        return self._loaded[1]
+
+    def num_examples(self, split: Split) -> None:
+        """Not known without a tokenizer."""
+
+    def sizes(self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None) -> Sizes:
+        """Returns the sizes of a run.
+
+        Raises:
+            ValueError: if the longest document does not fit into a row, or the mesh does not divide it.
+        """
+        documents = self.load(tokenizer).documents
+        longest = max(document.tokens.size for split in documents.values() for document in split)
+        row = schedule.row_length or -(-longest // mesh.sequence) * mesh.sequence
+        expected = f"a number that {mesh.sequence} sequence ranks divide"
+        require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
+        expected = f"at least {longest}, the longest document of {self.path}"
+        require(longest <= row, "--schedule.row-length", expected, row)
+        step = -(-(schedule.docs_per_step or 1) // mesh.ranks)
+        return Sizes(longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
+
+
+def find_task(config: Config) -> "Task | SupervisedFile":
+    """Returns the task that options name, or the file of a supervised run.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    return SupervisedFile(config.task.removeprefix(SUPERVISED)) if config.supervised else task_for(config)
+
+
+@dataclass(frozen=True)
+class EvaluatedLoss:
+    """Cross-entropy of held-out documents: a sum of nats, and its number of labels."""
+
+    nats: float
+    labels: int
+    documents: list[Document]
+
+    samples: ClassVar[list[Sample]] = []
+
+    @property
+    def scores(self) -> HeldOutLoss:
+        """How well they are predicted."""
+        loss = self.nats / self.labels
+        return HeldOutLoss(loss, math.exp(min(loss, math.log(np.finfo(np.float64).max))))
+
+    def metrics(self) -> dict[str, float]:
+        """Values for the log."""
+        return {**{f"held_out_{name}": value for name, value in self.scores._asdict().items()}, "labels": self.labels}
+
+
+class LossEvaluation:
+    """Cross-entropy of held-out documents under a policy, divided once by all of their labels."""
+
+    scores = HeldOutLoss
+
+    def __init__(self, documents: Sequence[Document], most: int) -> None:
+        self._documents, self._all = list(documents[:most]), len(documents)
+
+    @property
+    def size(self) -> str:
+        """What is scored, in words."""
+        return f"{len(self._documents)} of {self._all} held-out documents"
+
+    def of(self, policy: Policy) -> EvaluatedLoss:
+        """Evaluates a policy."""
+        log_probs = policy.log_probs(self._documents)
+        nats = -math.fsum(value for each in log_probs for value in jax.device_get(each).tolist())
+        return EvaluatedLoss(nats, sum(document.num_labels for document in self._documents), self._documents)

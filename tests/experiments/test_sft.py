@@ -1,0 +1,215 @@
+"""Supervised runs: the loss of a step, held-out loss, resumes, adapters of a model from disk, and what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import Config, evaluate, export, resume, sft, train
+from experiments.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LossConfig,
+    ModelConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
+from experiments.experience.order import EpochOrder
+from experiments.loop.load import load_model
+from experiments.loop.supervised import SupervisedFile
+from experiments.models.lora import LoraConfig
+from experiments.tasks.tokenizer import ByteTokenizer
+from tests.experiments.tiny import TINY, train_records
+from tests.experiments.tiny_directory import write_tiny_directory
+
+DOCUMENTS = 12
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Sums of two digits, completions of different lengths."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    lines = ({"prompt": f"{a}+{b}=", "completion": str(a + b) * (1 + a % 3)} for a in range(10) for b in range(10))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def options(out, name, path, *, rows=4, **changes):
+    given = {
+        "schedule": ScheduleConfig(steps=3, docs_per_step=DOCUMENTS, rows=rows, row_length=24),
+        "evaluation": EvaluationConfig(every=0),
+        "checkpoint": CheckpointConfig(every=1, keep=5),
+        "model": TINY.model,
+        "quiet": True,
+    }
+    return Config(task=f"sft:{path}", out=str(out), name=name, **{**given, **changes})
+
+
+def state_bytes(result):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result.setup.learner.state)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, path):
+    return train(options(tmp_path_factory.mktemp("runs"), "whole", path))
+
+
+def cross_entropy(setup, params, documents):
+    """-Σ log p of the labels in float64, from hidden states of single documents; and the number of labels."""
+    model = nnx.merge(setup.origin.graph(setup.mesh), params)
+    weight = np.asarray(model.head()[1], np.float64)
+    nats, count = 0.0, 0
+    for document in documents:
+        place = jnp.arange(document.tokens.size)[None]
+        hidden = np.asarray(model.hidden_states(jnp.asarray(document.tokens)[None], place, place * 0)[0], np.float64)
+        logits = hidden @ weight.T
+        logits -= logits.max(axis=-1, keepdims=True)
+        log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        for label in np.flatnonzero(document.labels):
+            nats -= log_probs[label - 1, document.tokens[label]]
+            count += 1
+    return nats, count
+
+
+def test_the_loss_of_a_step_is_the_cross_entropy_of_all_its_labels_however_it_is_split(whole, tmp_path, path):
+    setup = whole.setup
+    first = options(
+        tmp_path, "x", path, schedule=ScheduleConfig(steps=1, docs_per_step=DOCUMENTS, rows=4, row_length=24)
+    )
+    losses = [train_records(whole)[0]["loss"]]
+    for number, (rows, mesh) in enumerate([(1, ""), (7, ""), (2, "data=2")]):
+        schedule = dataclasses.replace(first.schedule, rows=rows)
+        run = train(dataclasses.replace(first, name=f"{number}", schedule=schedule, mesh=mesh))
+        record = train_records(run)[0]
+        assert record["num_documents"] >= DOCUMENTS
+        if record["num_documents"] == DOCUMENTS:
+            losses.append(record["loss"])
+    documents = setup.task.load(setup.tokenizer).documents["train"]
+    order = EpochOrder(len(documents), setup.config.seed)
+    begun = load_model(f"{whole.run.path}@0").params
+    nats, count = cross_entropy(setup, begun, [documents[order[number]] for number in range(DOCUMENTS)])
+    assert len(losses) >= 3
+    # fp32 log-probs of size 6 and a sum of about a hundred of them, against float64 from the same hidden states.
+    np.testing.assert_allclose(losses, nats / count, rtol=2e-6)
+
+
+def test_the_held_out_loss_falls_and_is_that_of_the_command(whole, capsys):
+    before, after = whole.before, whole.after
+    assert after.loss < before.loss and after.perplexity == pytest.approx(np.exp(after.loss), rel=1e-12)
+    documents = whole.setup.task.load(whole.setup.tokenizer).documents["held_out"]
+    nats, count = cross_entropy(whole.setup, whole.params, documents)
+    np.testing.assert_allclose(after.loss, nats / count, rtol=2e-6)
+    found = evaluate.run_cli([str(whole.run.path)])
+    np.testing.assert_allclose(found.loss, after.loss, rtol=1e-6)
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == f"step 3, {len(documents)} of {len(documents)} held-out documents"
+    assert second == f"held-out loss: {found.loss:.3f}"
+
+
+def test_a_resume_goes_on_to_the_same_bits(whole):
+    resumed = resume(f"{whole.run.path}@1", {"quiet": True})
+    assert state_bytes(resumed) == state_bytes(whole) and resumed.after == whole.after
+    assert [record["loss"] for record in train_records(resumed)] == [record["loss"] for record in train_records(whole)]
+
+
+def test_a_run_of_one_pass_ends_with_its_data_and_shuffles(tmp_path, path):
+    schedule = ScheduleConfig(steps=50, docs_per_step=32, row_length=24, epochs=1)
+    result = train(options(tmp_path, "once", path, schedule=schedule))
+    train_documents = result.setup.task.load(result.setup.tokenizer).documents["train"]
+    counts = [record["num_documents"] for record in train_records(result)]
+    assert sum(counts) == len(train_documents) and len(counts) == -(-len(train_documents) // 32)
+    assert json.loads(result.run.summary.read_text())["data ended"] is True
+
+
+@pytest.mark.costly
+def test_bits_are_the_same_on_every_mesh_with_invariant(tmp_path, path):
+    schedule = ScheduleConfig(steps=2, docs_per_step=DOCUMENTS, row_length=24)
+    runs = [
+        train(options(tmp_path, f"{n}", path, schedule=schedule, mesh=mesh, invariant=True))
+        for n, mesh in enumerate(("", "data=2,tensor=2"))
+    ]
+    assert state_bytes(runs[0]) == state_bytes(runs[1]) and runs[0].after == runs[1].after
+
+
+@pytest.mark.costly
+def test_adapters_of_a_model_from_disk_are_trained_exported_and_loaded(tmp_path, path):
+    directory = write_tiny_directory(tmp_path / "model", "qwen3")
+    schedule = ScheduleConfig(steps=6, docs_per_step=DOCUMENTS, rows=4, row_length=32)
+    model, lora = ModelConfig(path=str(directory), chat_template=False), LoraConfig(rank=4)
+    result = train(options(tmp_path, "lora", path, model=model, lora=lora, schedule=schedule))
+    assert result.after.loss < result.before.loss
+    out = export.run_cli([str(result.run.path), str(tmp_path / "out")])
+    scored = train(
+        options(tmp_path, "again", path, model=ModelConfig(path=str(out), chat_template=False), schedule=schedule)
+    )
+    # W + scale · A · B rounded to fp32: a few roundings of a loss of about 6.
+    np.testing.assert_allclose(scored.before.loss, result.after.loss, rtol=2e-5)
+
+
+def test_the_command_trains_and_prints_the_command_that_goes_on(tmp_path, path, capsys):
+    sizes = "--model.hidden-size 32 --model.intermediate-size 64 --model.num-layers 1 --model.num-heads 2 "
+    command = f"--data.path {path} --out {tmp_path} --name run --schedule.steps 2 --schedule.docs-per-step 8 {sizes}"
+    result = sft.run_cli([*command.split(), "--model.num-kv-heads", "2", "--model.head-dim", "16"])
+    assert result.steps == 2 and result.setup.config.schedule.epochs == 1
+    said = capsys.readouterr().out
+    assert f"data:       {path}, " in said and "held-out loss" in said and "reward" not in said
+    assert said.splitlines()[-1].endswith(f"python -m experiments.sft --resume {result.run.path} --schedule.steps N")
+    assert sft.run_cli(["--resume", str(result.run.path), "--schedule.steps", "3", "--quiet"]).steps == 3
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout": RolloutConfig(temperature=0.7)}, "--rollout: expected no options in supervised learning"),
+        ({"loss": LossConfig(name="gspo")}, "--loss: expected no options in supervised learning"),
+        ({"source": "examples.guess_number:rollouts"}, "--source: expected no options in supervised learning"),
+        ({"evaluation": EvaluationConfig(kl=True)}, "--evaluation.kl: expected no options in supervised learning"),
+        (
+            {"schedule": ScheduleConfig(row_length=7)},
+            "--schedule.row-length: expected at least 12, the longest document of",
+        ),
+        ({"schedule": ScheduleConfig(docs_per_step=0)}, "--schedule.docs-per-step: expected at least 1 in supervised"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(tmp_path, path, changes, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        train(options(tmp_path, "refused", path, **changes))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.bad_input
+def test_what_cannot_be_learnt_from_is_refused_in_one_line(tmp_path, capsys):
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "1+1="}\n')
+    cases = {
+        "": "--data.path: expected a file, or --resume, got none",
+        f"--data.path {tmp_path}/none.jsonl": f"file {tmp_path}/none.jsonl: expected a readable file, got No such file",
+        f"--data.path {broken}": f"file {broken}, line 1: missing key 'completion'",
+        f"--data.path {few}": "--data.path: expected at least one document ",
+    }
+    for arguments, words in cases.items():
+        with pytest.raises(SystemExit) as stopped:
+            sft.run_cli([*arguments.split(), "--out", str(tmp_path / "runs")])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.startswith(f"error: {words}") and error.count("\n") == 1, error
+
+
+@pytest.mark.bad_input
+def test_a_file_that_changes_is_another_run(tmp_path, path):
+    own = tmp_path / "own.jsonl"
+    own.write_bytes(path.read_bytes())
+    run = train(options(tmp_path, "run", own)).run
+    own.write_bytes(path.read_bytes().replace(b'"completion": "0"', b'"completion": "5"'))
+    with pytest.raises(ValueError, match="^--task: expected the examples that the run began with"):
+        resume(str(run.path), {"schedule.steps": 9, "quiet": True})
+    stale = SupervisedFile(str(own))
+    own.write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="^--data.path: expected a file that does not change"):
+        stale.load(ByteTokenizer())
