@@ -74,6 +74,9 @@ class PolicyLoss:
         length: divisor in tokens, for reduction "constant_length" alone.
         kl_coefficient: weight of the KL to `ref_log_probs`, at least 0 (`beta` in TRL).
         kl_estimator: "k1", "k2" or "k3", differentiated as written.
+        kl_unbiased: whether KL_t is the estimate times π_t / μ_t, the token's ratio to the sampler (the old policy where no
+            sampler is given), differentiated too. Its gradient estimates that of KL(π ‖ π_ref) without bias, under any
+            sampler. For estimators "k1" and "k3".
         entropy_coefficient: weight of the entropy bonus.
         entropy_weights: "reduction" or "labels"; see above.
         z_loss_coefficient: weight of the penalty on lse², at least 0, which keeps logits from drifting.
@@ -97,6 +100,7 @@ class PolicyLoss:
     length: int | None = None
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+    kl_unbiased: bool = False
     entropy_coefficient: float = 0.0
     entropy_weights: str = "reduction"
     z_loss_coefficient: float = 0.0
@@ -113,6 +117,8 @@ class PolicyLoss:
         self._check_length()
         estimators = tuple(KL_ESTIMATORS)
         require(self.kl_estimator in estimators, "kl_estimator", f"one of {estimators}", repr(self.kl_estimator))
+        good = isinstance(self.kl_unbiased, bool) and not (self.kl_unbiased and self.kl_estimator == "k2")
+        require(good, "kl_unbiased", "a bool, and False for kl_estimator 'k2'", repr(self.kl_unbiased))
         for name in ("kl_coefficient", "z_loss_coefficient"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0.0, name, "a finite number of at least 0", value)
@@ -136,6 +142,16 @@ class PolicyLoss:
         return by_document or any(part.needs_documents for part in parts)
 
     @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the sampler's log-probs."""
+        return self.correction is not None or self.rejection is not None or self.weighs_kl
+
+    @property
+    def weighs_kl(self) -> bool:
+        """Whether the loss has a KL that is weighted by ratios to the sampler."""
+        return self.kl_unbiased and self.kl_coefficient != 0.0
+
+    @property
     def rejects_by_log_probs(self) -> bool:
         """Whether the mask depends on the policy in training."""
         return self.rejection is not None and self.rejection.needs_log_probs
@@ -156,6 +172,7 @@ class PolicyLoss:
         "old_log_probs",
         "advantages",
         "ref_log_probs",
+        "sampler_log_probs",
         "mask",
         "weights",
         "entropy_weights",
@@ -173,6 +190,8 @@ class LossTokens:
             are those of the policy.
         advantages: [tokens], advantage of each token.
         ref_log_probs: [tokens], log-probs under the reference in nats, or None for a loss without KL.
+        sampler_log_probs: [tokens], log-probs under the sampler in nats, for a loss with an unbiased KL; or None, when they
+            are the old ones.
         mask: bool [tokens], True where the target is a label that was not rejected.
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
         entropy_weights: [tokens], weight of each entropy if it differs from `weights`, or None.
@@ -183,6 +202,7 @@ class LossTokens:
     old_log_probs: Float[AnyArray, " tokens"] | None
     advantages: Float[AnyArray, " tokens"]
     ref_log_probs: Float[AnyArray, " tokens"] | None
+    sampler_log_probs: Float[AnyArray, " tokens"] | None
     mask: Bool[AnyArray, " tokens"]
     weights: Float[AnyArray, " tokens"]
     entropy_weights: Float[AnyArray, " tokens"] | None
@@ -221,8 +241,8 @@ def policy_loss(
             policy in training (strictly on policy): they are then log_probs without their gradient, and every ratio is 1.
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], True where the target is a label; None makes every token a label.
-        sampler_log_probs: [*tokens], log-probs of the same targets under whatever drew them, in nats; read by a correction
-            or a rejection. None if they are old_log_probs: every weight is then 1.
+        sampler_log_probs: [*tokens], log-probs of the same targets under whatever drew them, in nats; read by a
+            correction, a rejection or an unbiased KL. None if they are old_log_probs: every weight is then 1.
         loss: the loss; by default GRPO as the token mean over the step.
         entropy: [*tokens], entropy of the distribution of each target, in nats; needed with an entropy coefficient.
         lse: [*tokens], log Σ_v e^z of the logits of each token, in nats, differentiable in them; needed with a z-loss
@@ -351,8 +371,8 @@ def loss_tokens(
         old_log_probs: [*tokens], log-probs under the old policy, in nats, as in :func:`jaxlogp.policy_loss`; or None.
         advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
         mask: [*tokens], bool, True where the target is a label; required, because it gives the shape.
-        sampler_log_probs: [*tokens], log-probs under the sampler, in nats; ignored by a loss without correction and
-            rejection.
+        sampler_log_probs: [*tokens], log-probs under the sampler, in nats; ignored by a loss without correction,
+            rejection and unbiased KL.
         log_probs: [*tokens], log-probs under the policy in training, in nats, for a rejection that reads them; constants.
         ref_log_probs: [*tokens], log-probs under the reference, in nats; ignored by a loss without KL.
         document_ids: [*tokens], document index of each token, as in :func:`jaxlogp.policy_loss`.
@@ -370,7 +390,7 @@ def loss_tokens(
     given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "sampler_log_probs": sampler_log_probs}
     given = {name: values for name, values in given.items() if values is not None}
     check_log_probs(given, mask)
-    if loss.correction is None and loss.rejection is None:
+    if not loss.reads_sampler:
         given.pop("sampler_log_probs", None)
     if loss.rejects_by_log_probs:
         read = {} if log_probs is None else {"log_probs": log_probs}
@@ -412,6 +432,7 @@ def loss_tokens(
         constants.get("old_log_probs"),
         constants["advantages"],
         constants["ref_log_probs"] if with_kl else None,
+        constants.get("sampler_log_probs") if loss.weighs_kl else None,
         kept,
         weights,
         _entropy_weights(loss, weights, labels_per_document),
@@ -541,8 +562,7 @@ def _parts(
         objective = tokens.corrections.astype(dtype) * objective
     parts = {"objective": objective}
     if loss.kl_coefficient != 0.0:
-        kl = KL_ESTIMATORS[loss.kl_estimator](tokens.ref_log_probs.astype(dtype) - new)
-        parts["kl"] = loss.kl_coefficient * kl
+        parts["kl"] = loss.kl_coefficient * _kl(loss, new, old, tokens)
     if loss.entropy_coefficient != 0.0:
         why = f"entropies for entropy_coefficient {loss.entropy_coefficient}"
         require(entropy is not None, "entropy", why, None)
@@ -551,6 +571,19 @@ def _parts(
         require(lse is not None, "lse", f"log-sum-exps for z_loss_coefficient {loss.z_loss_coefficient}", None)
         parts["z"] = loss.z_loss_coefficient * jnp.square(selected(lse, tokens.mask, dtype))
     return parts
+
+
+def _kl(
+    loss: PolicyLoss, new: Float[Array, " tokens"], old: Float[Array, " tokens"], tokens: LossTokens
+) -> Float[Array, " tokens"]:
+    """Computes the estimate of KL(π ‖ π_ref) of each token, times π / μ if it is to be unbiased."""
+    kl = KL_ESTIMATORS[loss.kl_estimator](tokens.ref_log_probs.astype(new.dtype) - new)
+    if not loss.kl_unbiased:
+        return kl
+    sampler = old
+    if tokens.sampler_log_probs is not None:
+        sampler = selected(tokens.sampler_log_probs, tokens.mask, new.dtype)
+    return jnp.exp(bounded(new - sampler)) * kl
 
 
 def _objective(

@@ -16,6 +16,7 @@ SYNONYMS = {
     "beta": "kl_coefficient",
     "kl_coef": "kl_coefficient",
     "kl_beta": "kl_coefficient",
+    "use_bias_correction_kl": "kl_unbiased",
     "ent_coef": "entropy_coefficient",
     "entropy_coeff": "entropy_coefficient",
     "clip_range": "epsilon",

@@ -20,6 +20,7 @@ GSPO_WEIGHTINGS = ("document", "length")
 SHARED_OPTIONS = (
     "kl_coefficient",
     "kl_estimator",
+    "kl_unbiased",
     "entropy_coefficient",
     "entropy_weights",
     "z_loss_coefficient",

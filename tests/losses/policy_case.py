@@ -87,7 +87,8 @@ def expected_losses(loss, given, base=None):
             ratio = frozen * np.exp(n - base[..., i])
         label = -_objective(loss.objective, ratio, frozen, n, a)
         if loss.kl_coefficient:
-            label = label + loss.kl_coefficient * _kl(loss.kl_estimator, ref[..., i] - new[..., i])
+            kl = _kl(loss.kl_estimator, ref[..., i] - new[..., i])
+            label = label + loss.kl_coefficient * kl * (np.exp(new[..., i] - old[..., i]) if loss.kl_unbiased else 1.0)
         if loss.z_loss_coefficient:
             label = label + loss.z_loss_coefficient * lse[..., i] ** 2
         bonus = loss.entropy_coefficient * entropy[..., i]

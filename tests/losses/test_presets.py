@@ -249,6 +249,8 @@ BAD = {
     "unknown ratio": (lambda: PolicyLoss("x", ratio="gspo"), "ratio", "'gspo'"),
     "unknown reduction": (lambda: PolicyLoss("x", reduction="mean"), "reduction", "'mean'"),
     "unknown estimator": (lambda: losses.grpo(kl_estimator="k4"), "kl_estimator", "'k4'"),
+    "an unbiased k2": (lambda: losses.grpo(kl_estimator="k2", kl_unbiased=True), "kl_unbiased", "True"),
+    "kl_unbiased a number": (lambda: losses.grpo(kl_unbiased=1), "kl_unbiased", "1"),
     "KL negative": (lambda: losses.grpo(kl_coefficient=-0.1), "kl_coefficient", "-0.1"),
     "entropy NaN": (lambda: losses.grpo(entropy_coefficient=float("nan")), "entropy_coefficient", "nan"),
     "grad_divisor 0": (lambda: losses.grpo(grad_divisor=0.0), "grad_divisor", "0.0"),
