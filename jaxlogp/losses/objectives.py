@@ -60,7 +60,7 @@ class Clipped:
         epsilon: distance of the lower bound from 1, in (0, 1).
         epsilon_high: distance of the upper bound from 1, at least 0; None for `epsilon`. A value above `epsilon` is DAPO's
             clip-higher.
-        delta: largest ratio where A < 0, above 1 + epsilon_high; None for no limit.
+        delta: largest ratio where A < 0, above 1; None for no limit (`clip_ratio_c` in verl, where it is 3).
 
     Raises:
         ValueError: if a number is out of range.
@@ -85,8 +85,8 @@ class Clipped:
             good = math.isfinite(self.epsilon_high) and self.epsilon_high >= 0.0
             require(good, "epsilon_high", "a number of at least 0", self.epsilon_high)
         if self.delta is not None:
-            good = math.isfinite(self.delta) and self.delta > self.high
-            require(good, "delta", f"a number above 1 + epsilon_high = {self.high}", self.delta)
+            good = math.isfinite(self.delta) and self.delta > 1.0
+            require(good, "delta", "a finite number above 1", self.delta)
 
     @property
     def low(self) -> float:

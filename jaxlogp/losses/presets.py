@@ -130,7 +130,7 @@ def gspo_token(*, epsilon: float = 3e-4, epsilon_high: float = 4e-4, **shared: A
 
 
 @_preset
-def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> PolicyLoss:
+def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, delta: float | None = None, **shared: Any) -> PolicyLoss:
     """Returns DAPO's loss, the token mean over the step with a higher upper bound (clip-higher).
 
     L = -(1 / D) Σ_t m_t clipped(r_t, A_t). Overlong filtering belongs in the mask, dynamic sampling in the data.
@@ -138,16 +138,19 @@ def dapo(*, epsilon: float = 0.2, epsilon_high: float = 0.28, **shared: Any) -> 
     Args:
         epsilon: distance of the lower bound from 1, as in `Clipped`.
         epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        delta: largest ratio where A < 0, as in `Clipped`.
         **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         DAPO, arXiv:2503.14476.
     """
-    return PolicyLoss("dapo", objective=Clipped(epsilon, epsilon_high), **shared)
+    return PolicyLoss("dapo", objective=Clipped(epsilon, epsilon_high, delta), **shared)
 
 
 @_preset
-def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
+def dr_grpo(
+    *, length: int, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
+) -> PolicyLoss:
     """Returns Dr. GRPO's loss, sums over documents divided by a constant, so that length changes no token's weight.
 
     L = -(1 / M) Σ_d (1 / length) Σ_t m_t clipped(r_t, A_t), for advantages not divided by a standard deviation.
@@ -156,17 +159,20 @@ def dr_grpo(*, length: int, epsilon: float = 0.2, epsilon_high: float | None = N
         length: tokens of the longest completion that is sampled.
         epsilon: distance of the lower bound from 1, as in `Clipped`.
         epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        delta: largest ratio where A < 0, as in `Clipped`.
         **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         Understanding R1-Zero-like training, arXiv:2503.20783.
     """
-    objective = Clipped(epsilon, epsilon_high)
+    objective = Clipped(epsilon, epsilon_high, delta)
     return PolicyLoss("dr_grpo", objective=objective, reduction="constant_length", length=length, **shared)
 
 
 @_preset
-def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
+def bnpo(
+    *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
+) -> PolicyLoss:
     """Returns TRL's `bnpo`, the token mean over a batch, which is `grpo` here: the batch is the whole step.
 
     L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
@@ -174,12 +180,13 @@ def bnpo(*, epsilon: float = 0.2, epsilon_high: float | None = None, **shared: A
     Args:
         epsilon: distance of the lower bound from 1, as in `Clipped`.
         epsilon_high: distance of the upper bound from 1, as in `Clipped`.
+        delta: largest ratio where A < 0, as in `Clipped`.
         **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
 
     References:
         TRL, `GRPOConfig.loss_type`. The advantages of the BNPO paper, arXiv:2506.02864, are not part of it.
     """
-    return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high), **shared)
+    return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high, delta), **shared)
 
 
 @_preset

@@ -84,6 +84,32 @@ def test_delta_limits_a_ratio_with_a_negative_advantage_by_hand():
         np.testing.assert_allclose(result[1], gradient, rtol=1e-6)
 
 
+@pytest.mark.parametrize("delta", [1.1, 3.0])
+@pytest.mark.parametrize("name", ["grpo", "grpo_paper", "dapo", "dr_grpo", "bnpo"])
+def test_the_dual_clip_is_verls(name, delta):
+    """Written as there, by maxima and minima of losses, also where `delta` is below the upper bound."""
+    ratios, signs = np.meshgrid([0.3, 0.79, 1.0, 1.05, 1.15, 1.21, 1.29, 2.9, 3.1, 50.0], [-2.0, -1e-3, 0.0, 1e-3, 2.0])
+    old, ids = np.full(ratios.size, -1.0), np.arange(ratios.size)
+    loss = PRESETS[name](**{"length": 1} if name == "dr_grpo" else {}, delta=delta)
+    low, high = loss.objective.low, loss.objective.high
+
+    def expected(r, a):
+        clipped = np.maximum(-a * r, -a * np.clip(r, low, high))
+        return np.where(a < 0, np.minimum(clipped, -a * delta), clipped)
+
+    with jax.enable_x64(True):
+        log_ratios, advantages = jnp.log(jnp.asarray(ratios.ravel())), jnp.asarray(signs.ravel())
+
+        def total(x):
+            return policy_loss(x + old, old, advantages, loss=loss, document_ids=ids, num_documents=ids.size).sum
+
+        value, slope = jax.value_and_grad(total)(log_ratios)
+        r, a, step = ratios.ravel(), signs.ravel(), 1e-6
+        np.testing.assert_allclose(value, expected(r, a).sum(), rtol=1e-13)  # 50 terms and some roundings each
+        numerical = (expected(r * np.exp(step), a) - expected(r * np.exp(-step), a)) / (2 * step)
+        np.testing.assert_allclose(slope, numerical, rtol=1e-8, atol=1e-8)  # step² and 1e-16 · 100 / step
+
+
 def test_the_kl_and_the_entropy_bonus_by_hand():
     # ref - new = -log 2 at each label: k1 = 0.693147, k2 = 0.240227, k3 = 0.5 + 0.693147 - 1 = 0.193147. Entropies 1, 2, 3.
     given = {**BY_HAND, "ref_log_probs": PROBABILITIES - np.float32(np.log(2.0)), "entropy": np.float32([[1, 2, 9, 3]])}
@@ -238,7 +264,8 @@ BAD = {
     "epsilon NaN": (lambda: losses.gspo(epsilon=float("nan")), "epsilon", "nan"),
     "epsilon_high negative": (lambda: losses.grpo(epsilon_high=-0.1), "epsilon_high", "-0.1"),
     "epsilon_high infinite": (lambda: losses.grpo(epsilon_high=np.inf), "epsilon_high", "inf"),
-    "delta inside of the bounds": (lambda: losses.grpo(delta=1.2), "delta", "1.2"),
+    "delta 1": (lambda: losses.grpo(delta=1.0), "delta", "1.0"),
+    "delta infinite": (lambda: losses.grpo(delta=np.inf), "delta", "inf"),
     "min_weight above max_weight": (lambda: losses.cispo(max_weight=1.0, min_weight=1.5), "min_weight", "1.5"),
     "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
     "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
