@@ -3,13 +3,22 @@
 from jaxlogp.losses.correction import MAX_LOG_WEIGHT, Correction
 from jaxlogp.losses.documents import DocumentLayout
 from jaxlogp.losses.loss import LossTokens, PolicyLoss, loss_tokens, policy_loss, reduce_losses, weighted_losses
-from jaxlogp.losses.objectives import Clipped, LogLikelihood, Objective, SoftGate, StopGradientWeight
+from jaxlogp.losses.objectives import (
+    Clipped,
+    GammaWeight,
+    LogLikelihood,
+    Objective,
+    SoftGate,
+    StopGradientWeight,
+    Unclipped,
+)
 from jaxlogp.losses.presets import (
     PRESETS,
     bnpo,
     cispo,
     dapo,
     dr_grpo,
+    gmpo,
     grpo,
     grpo_paper,
     gspo,
@@ -18,6 +27,7 @@ from jaxlogp.losses.presets import (
     reinforce,
     rloo,
     sapo,
+    vespo,
 )
 from jaxlogp.losses.ratios import MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio, ratio
 from jaxlogp.losses.rejection import Rejection
@@ -30,6 +40,8 @@ __all__ = [
     "dapo",
     "DocumentLayout",
     "dr_grpo",
+    "GammaWeight",
+    "gmpo",
     "grpo",
     "grpo_paper",
     "gspo",
@@ -56,5 +68,7 @@ __all__ = [
     "sapo",
     "SoftGate",
     "StopGradientWeight",
+    "Unclipped",
+    "vespo",
     "weighted_losses",
 ]

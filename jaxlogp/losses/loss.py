@@ -38,7 +38,7 @@ from jaxlogp.losses.objectives import Clipped, Objective
 from jaxlogp.losses.ratios import KL_ESTIMATORS, bounded
 from jaxlogp.losses.rejection import Policies, Rejection
 
-RATIOS = ("token", "sequence", "sequence_token")
+RATIOS = ("token", "sequence", "sequence_token", "product")
 ENTROPY_WEIGHTS = ("reduction", "labels")
 LOSS_PARTS = ("objective", "kl", "entropy", "z")
 """Names of the parts of a policy loss, in the order of the formula of `PolicyLoss`."""
@@ -56,7 +56,9 @@ class PolicyLoss:
 
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
     the mean A_d of their advantages in place of r_t and A_t. With "sequence_token" r_t has the value of R_d and the gradient
-    of label t alone, and A_t stays the label's own. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per
+    of label t alone, and A_t stays the label's own; "product" is the same for the value Π_t r_t of the whole document. With
+    `log_clip` (low, high) and ratio "sequence" each log r_t is at most high where A_t > 0, and at least -low where A_t < 0,
+    before the mean. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per
     token with every ratio and belong to the same sum, so they have the weights and the denominator of the reduction.
     With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy of all D labels
     of the step, as in TRL: its w_t is M / D. c_t is the weight of the `correction`, and 1 without one. A `rejection` takes
@@ -67,7 +69,7 @@ class PolicyLoss:
 
     Attributes:
         name: name for logs.
-        ratio: "token", "sequence" or "sequence_token".
+        ratio: "token", "sequence", "sequence_token" or "product".
         objective: `Clipped`, `StopGradientWeight`, `SoftGate`, `LogLikelihood` or your own (`Objective`).
         reduction: "labels" (w = 1, count = labels), "documents" (w = 1, count = documents), "document_mean"
             (w = 1 / N_d, count = documents) or "constant_length" (w = 1 / length, count = documents).
@@ -83,6 +85,8 @@ class PolicyLoss:
         correction: importance weights for a sampler other than the old policy, or None.
         rejection: rules by which labels leave the mask, or None.
         grad_divisor: divisor of the gradient of the mean if it differs from that of the reported loss, or None.
+        log_clip: (low, high), bounds in nats, above 0, of the log-ratio of each label in a document's mean, or None. For
+            ratio "sequence" alone.
 
     Raises:
         ValueError: if a choice is unknown or a number out of range.
@@ -107,6 +111,7 @@ class PolicyLoss:
     correction: Correction | None = None
     rejection: Rejection | None = None
     grad_divisor: float | None = None
+    log_clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.name, str) and self.name != "", "name", "a name", repr(self.name))
@@ -130,6 +135,7 @@ class PolicyLoss:
         require(good, "correction", "a jaxlogp.losses.Correction or None", repr(self.correction))
         good = self.rejection is None or isinstance(self.rejection, Rejection)
         require(good, "rejection", "a jaxlogp.losses.Rejection or None", repr(self.rejection))
+        self._check_log_clip()
         if self.grad_divisor is not None:
             good = is_number(self.grad_divisor) and 0 < self.grad_divisor < math.inf
             require(good, "grad_divisor", "a finite Python number above 0", repr(self.grad_divisor))
@@ -155,6 +161,14 @@ class PolicyLoss:
     def rejects_by_log_probs(self) -> bool:
         """Whether the mask depends on the policy in training."""
         return self.rejection is not None and self.rejection.needs_log_probs
+
+    def _check_log_clip(self) -> None:
+        if self.log_clip is None:
+            return
+        require(self.ratio == "sequence", "log_clip", f"None for ratio {self.ratio!r}", repr(self.log_clip))
+        good = isinstance(self.log_clip, tuple) and len(self.log_clip) == 2
+        good = good and all(is_number(bound) and 0.0 < bound < math.inf for bound in self.log_clip)
+        require(good, "log_clip", "a tuple of two finite numbers above 0, or None", repr(self.log_clip))
 
     def _check_length(self) -> None:
         if self.reduction == "constant_length":
@@ -596,10 +610,30 @@ def _objective(
     """Computes the objective of each token, or of its document."""
     if layout is None:
         return loss.objective.value(bounded(log_ratio), new, advantages)
-    if loss.ratio == "sequence_token":
+    if loss.ratio in ("sequence_token", "product"):
         # The value of the document's ratio, and the gradient of the token's.
-        document = lax.stop_gradient(layout.mean_of(log_ratio))[layout.document_ids]
+        document = lax.stop_gradient(document_log_ratio(loss, log_ratio, layout))
         return loss.objective.value(bounded(document + (new - lax.stop_gradient(new))), new, advantages)
+    if loss.log_clip is not None:
+        low, high = loss.log_clip
+        limited = lax.stop_gradient(jnp.clip(log_ratio, -low, high))
+        log_ratio = jnp.where(stopped_labels(loss.log_clip, log_ratio, advantages), limited, log_ratio)
     means = (layout.mean_of(values) for values in (log_ratio, new, advantages))
     log_ratio, new, advantages = means
     return loss.objective.value(bounded(log_ratio), new, advantages)[layout.document_ids]
+
+
+def document_log_ratio(
+    loss: PolicyLoss, log_ratio: Float[AnyArray, " tokens"], layout: DocumentLayout
+) -> Float[Array, " tokens"]:
+    """Computes the log-ratio of the document of each token: the sum of those of its labels for "product", or their mean."""
+    whole = layout.sum_of if loss.ratio == "product" else layout.mean_of
+    return whole(log_ratio)[layout.document_ids]
+
+
+def stopped_labels(
+    log_clip: tuple[float, float], log_ratio: Float[AnyArray, "*shape"], advantages: Float[AnyArray, "*shape"]
+) -> Bool[Array, "*shape"]:
+    """Returns True for labels whose log-ratio `log_clip` limits: beyond the bound that their advantage moves them to."""
+    low, high = log_clip
+    return ((advantages > 0) & (log_ratio > high)) | ((advantages < 0) & (log_ratio < -low))

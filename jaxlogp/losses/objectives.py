@@ -211,6 +211,75 @@ class SoftGate:
 
 
 @dataclass(frozen=True)
+class GammaWeight:
+    """sg(φ(r)) A log π with φ(r) = r^k exp(λ (1 - r)): a smooth importance weight that falls on both sides of k / λ.
+
+    φ(1) = 1. For the ratio "product", where r is the ratio of the whole document.
+
+    Attributes:
+        power_positive: k where A ≥ 0, above 0; a larger one damps ratios below 1 faster (`vespo_k_pos` in TRL).
+        decay_positive: λ where A ≥ 0, above 0; a larger one damps ratios above 1 faster (`vespo_lambda_pos`).
+        power_negative: k elsewhere, above 0 (`vespo_k_neg`).
+        decay_negative: λ elsewhere, above 0 (`vespo_lambda_neg`).
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    References:
+        Variational Sequence-level Soft Policy Optimization (VESPO), arXiv:2602.10693.
+    """
+
+    power_positive: float = 2.0
+    decay_positive: float = 3.0
+    power_negative: float = 3.0
+    decay_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(math.isfinite(value) and value > 0.0, name, "a finite number above 0", value)
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """Computes sg(φ(r)) A log π."""
+
+        def by_sign(positive: float, negative: float) -> Array:
+            positives, negatives = (jnp.asarray(x, log_ratio.dtype) for x in (positive, negative))
+            return jnp.where(advantages >= 0, positives, negatives)
+
+        power = by_sign(self.power_positive, self.power_negative)
+        decay = by_sign(self.decay_positive, self.decay_negative)
+        log_ratio = lax.stop_gradient(log_ratio)
+        return _weighted(jnp.exp(power * log_ratio - decay * jnp.expm1(log_ratio)) * advantages, log_prob)
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Returns False everywhere: the weight has no bound."""
+        return jnp.zeros_like(ratio, dtype=bool)
+
+
+@dataclass(frozen=True)
+class Unclipped:
+    """r A, the importance-weighted objective without a bound."""
+
+    def value(
+        self,
+        log_ratio: Float[AnyArray, "*shape"],
+        log_prob: Float[AnyArray, "*shape"],
+        advantages: Float[AnyArray, "*shape"],
+    ) -> Float[Array, "*shape"]:
+        """Computes r A."""
+        del log_prob
+        return jnp.exp(log_ratio) * advantages
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Returns False everywhere."""
+        return jnp.zeros_like(ratio, dtype=bool)
+
+
+@dataclass(frozen=True)
 class LogLikelihood:
     """A log π, the objective of REINFORCE.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxlogp.errors import require
 from jaxlogp.losses.loss import PolicyLoss
-from jaxlogp.losses.objectives import Clipped, LogLikelihood, SoftGate, StopGradientWeight
+from jaxlogp.losses.objectives import Clipped, GammaWeight, LogLikelihood, SoftGate, StopGradientWeight, Unclipped
 from jaxlogp.losses.options import suggest_options
 
 GSPO_WEIGHTINGS = ("document", "length")
@@ -127,6 +127,54 @@ def gspo_token(*, epsilon: float = 3e-4, epsilon_high: float = 4e-4, **shared: A
     """
     objective = Clipped(epsilon, epsilon_high)
     return PolicyLoss("gspo_token", ratio="sequence_token", objective=objective, reduction="document_mean", **shared)
+
+
+@_preset
+def gmpo(*, epsilon: float = 0.4, epsilon_high: float | None = None, **shared: Any) -> PolicyLoss:
+    """Returns GMPO: the geometric mean of a document's ratios, each of which is clipped before.
+
+    L = -(1 / M) Σ_d A_d exp((1 / N_d) Σ_t m_t l_t), with l_t = min(log r_t, epsilon_high) where A_t > 0 and
+    max(log r_t, -epsilon) where A_t < 0.
+
+    Args:
+        epsilon: distance of the lower bound of log r_t from 0, in nats, above 0.
+        epsilon_high: distance of the upper bound of log r_t from 0, in nats, above 0; None for `epsilon`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        Geometric-Mean Policy Optimization, arXiv:2507.20673.
+    """
+    bounds = epsilon, epsilon if epsilon_high is None else epsilon_high
+    parts = {"objective": Unclipped(), "reduction": "document_mean", "log_clip": bounds}
+    return PolicyLoss("gmpo", ratio="sequence", **parts, **shared)
+
+
+@_preset
+def vespo(
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+    **shared: Any,
+) -> PolicyLoss:
+    """Returns VESPO, whose weight is a smooth function of the product of a document's ratios, without gradient.
+
+    L = -(1 / D) Σ_t m_t sg(φ(W_d)) A_t log π_t with W_d = Π_t r_t over document d and φ(W) = W^k exp(λ (1 - W)). The ratios
+    are to be those to the sampler: its log-probs are the old ones.
+
+    Args:
+        power_positive: k where A ≥ 0, as in `GammaWeight`.
+        decay_positive: λ where A ≥ 0, as in `GammaWeight`.
+        power_negative: k elsewhere, as in `GammaWeight`.
+        decay_negative: λ elsewhere, as in `GammaWeight`.
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        Variational Sequence-level Soft Policy Optimization, arXiv:2602.10693.
+    """
+    objective = GammaWeight(power_positive, decay_positive, power_negative, decay_negative)
+    return PolicyLoss("vespo", ratio="product", objective=objective, **shared)
 
 
 @_preset
@@ -257,7 +305,21 @@ def rloo(**shared: Any) -> PolicyLoss:
 
 PRESETS: dict[str, Callable[..., PolicyLoss]] = {
     function.__name__: function
-    for function in (grpo, grpo_paper, gspo, gspo_token, dapo, dr_grpo, bnpo, cispo, sapo, reinforce, rloo)
+    for function in (
+        grpo,
+        grpo_paper,
+        gspo,
+        gspo_token,
+        gmpo,
+        vespo,
+        dapo,
+        dr_grpo,
+        bnpo,
+        cispo,
+        sapo,
+        reinforce,
+        rloo,
+    )
 }
 """Functions of keyword arguments that return a `PolicyLoss`, by the names that a command line offers."""
 

@@ -31,7 +31,16 @@ from jaxlogp.losses.inputs import (
     labels_of,
     shape_of,
 )
-from jaxlogp.losses.loss import LOSS_PARTS, PolicyLoss, loss_layout, loss_parts, loss_tokens, policies_of
+from jaxlogp.losses.loss import (
+    LOSS_PARTS,
+    PolicyLoss,
+    document_log_ratio,
+    loss_layout,
+    loss_parts,
+    loss_tokens,
+    policies_of,
+    stopped_labels,
+)
 from jaxlogp.losses.presets import grpo
 from jaxlogp.losses.ratios import MAX_LOG_RATIO, bounded, k1, k3
 
@@ -267,6 +276,7 @@ def policy_metric_terms(
     - clipped_ratio_fraction: Σ_t w_t [the objective clips r] / M; for `Clipped`, r is then outside the bounds;
     - stopped_low_fraction, stopped_high_fraction: Σ_t w_t [A ≠ 0, the objective has no gradient, and r < 1 or r ≥ 1] / M;
       for `Clipped`, r is below its bounds and A < 0, or above them and A > 0 (or above `delta` and A < 0);
+      With `log_clip` these three are about the log-ratios and advantages of single labels;
     - ratio_new_old_sum, ratio_new_old_squared_sum: Σ_t m_t r and Σ_t m_t r² over labels ("token"), Σ_d R_d and Σ_d R_d²
       over documents with a label ("sequence");
     - max_ratio_new_old, min_ratio_new_old, max_advantage, min_advantage: over labels, r as above and A before any
@@ -433,8 +443,8 @@ def _seen(loss: PolicyLoss, tokens: dict[str, Array], layout: DocumentLayout | N
     new, old, advantages = (tokens[name] for name in ("log_probs", "old_log_probs", "advantages"))
     if loss.ratio == "token":
         return _Seen(bounded(new - old), new, advantages)
-    if loss.ratio == "sequence_token":
-        return _Seen(bounded(layout.mean_of(new - old)[layout.document_ids]), new, advantages)
+    if loss.ratio in ("sequence_token", "product"):
+        return _Seen(bounded(document_log_ratio(loss, new - old, layout)), new, advantages)
     means = (layout.mean_of(values) for values in (new - old, new, advantages))
     log_ratio, log_prob, advantages = (values[layout.document_ids] for values in means)
     return _Seen(bounded(log_ratio), log_prob, advantages)
@@ -450,6 +460,9 @@ def _averages(
     # Weights that add up to 1 over a document turn sums over labels into sums over documents, also where it is split.
     ratio_weights = weights if loss.ratio != "token" else mask.astype(dtype)
     low, high = _stopped(loss, seen)
+    clipped = loss.objective.clipped(seen.ratio)
+    if loss.log_clip is not None:
+        clipped, low, high = _limited_labels(loss.log_clip, new - old, tokens["advantages"])
     averages = {
         "new_logprobs": _weighted(weights, new),
         "old_logprobs": _weighted(weights, old),
@@ -457,7 +470,7 @@ def _averages(
         "ratio_new_old_sum": _weighted(ratio_weights, seen.ratio),
         "ratio_new_old_squared_sum": _weighted(ratio_weights, jnp.square(seen.ratio)),
         "kl_new_old": _weighted(weights, k3(seen.log_ratio)),
-        "clipped_ratio_fraction": _weighted(weights, loss.objective.clipped(seen.ratio).astype(dtype)),
+        "clipped_ratio_fraction": _weighted(weights, clipped.astype(dtype)),
         "stopped_low_fraction": _weighted(weights, low.astype(dtype)),
         "stopped_high_fraction": _weighted(weights, high.astype(dtype)),
         "advantage": _weighted(weights, seen.advantages),
@@ -475,6 +488,15 @@ def _stopped(loss: PolicyLoss, seen: _Seen) -> tuple[Bool[Array, " tokens"], Boo
     no_slope = (slope == 0) | (seen.log_ratio >= MAX_LOG_RATIO)
     stopped = no_slope & (other == 0) & (seen.advantages != 0)
     return stopped & (seen.log_ratio < 0), stopped & (seen.log_ratio >= 0)
+
+
+def _limited_labels(
+    log_clip: tuple[float, float], log_ratio: Float[Array, " tokens"], advantages: Float[Array, " tokens"]
+) -> tuple[Bool[Array, " tokens"], Bool[Array, " tokens"], Bool[Array, " tokens"]]:
+    """Returns the labels outside the bounds of `log_clip`, those that it stops from below, and those from above."""
+    low, high = log_clip
+    stopped = stopped_labels(log_clip, log_ratio, advantages)
+    return (log_ratio < -low) | (log_ratio > high), stopped & (log_ratio < 0), stopped & (log_ratio >= 0)
 
 
 # Outside of jit the gradient of a sum over Explicit mesh axes would need jax.set_mesh.

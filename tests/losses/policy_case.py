@@ -81,11 +81,17 @@ def expected_losses(loss, given, base=None):
         labels = np.flatnonzero(ids == document)
         group = labels if loss.ratio == "sequence" else [i]
         n, o, frozen, a = (x[..., group].mean(axis=-1) for x in (new, old, base, advantages))
+        if loss.log_clip is not None:
+            n, frozen = (
+                o + _limited(loss.log_clip, x - old, advantages)[..., group].mean(axis=-1) for x in (new, base)
+            )
+        log_prob = new[..., group].mean(axis=-1)
         ratio, frozen = np.exp(n - o), np.exp(frozen - o)
-        if loss.ratio == "sequence_token":
-            frozen = np.exp((base - old)[..., labels].mean(axis=-1))
+        if loss.ratio in ("sequence_token", "product"):
+            of_document = (base - old)[..., labels]
+            frozen = np.exp(of_document.sum(axis=-1) if loss.ratio == "product" else of_document.mean(axis=-1))
             ratio = frozen * np.exp(n - base[..., i])
-        label = -_objective(loss.objective, ratio, frozen, n, a)
+        label = -_objective(loss.objective, ratio, frozen, log_prob, a)
         if loss.kl_coefficient:
             kl = _kl(loss.kl_estimator, ref[..., i] - new[..., i])
             label = label + loss.kl_coefficient * kl * (np.exp(new[..., i] - old[..., i]) if loss.kl_unbiased else 1.0)
@@ -147,9 +153,20 @@ def _objective(objective, r, frozen, log_prob, a):
         case losses.SoftGate(positive, negative):
             tau = positive if a > 0 else negative
             return 4 / tau / (1 + np.exp(-tau * (r - 1))) * a
+        case losses.GammaWeight(k_positive, decay_positive, k_negative, decay_negative):
+            k, decay = (k_positive, decay_positive) if a >= 0 else (k_negative, decay_negative)
+            return np.exp(decay) * frozen**k * np.exp(-decay * frozen) * a * log_prob
+        case losses.Unclipped():
+            return r * a
         case losses.LogLikelihood():
             return a * log_prob
     raise AssertionError(objective)
+
+
+def _limited(bounds, log_ratios, advantages):
+    """One bound for each label, by the sign of its advantage."""
+    low, high = np.where(advantages < 0, -bounds[0], -np.inf), np.where(advantages > 0, bounds[1], np.inf)
+    return np.clip(log_ratios, low, high)
 
 
 def _kl(estimator, x):

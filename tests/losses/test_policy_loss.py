@@ -12,15 +12,19 @@ import pytest
 from jaxlogp.losses import (
     MAX_LOG_RATIO,
     Clipped,
+    GammaWeight,
     LogLikelihood,
     PolicyLoss,
     SoftGate,
     StopGradientWeight,
+    Unclipped,
+    gmpo,
     grpo,
     gspo,
     gspo_token,
     loss_tokens,
     policy_loss,
+    vespo,
     weighted_losses,
 )
 from jaxlogp.losses.loss import RATIOS
@@ -46,11 +50,15 @@ OBJECTIVES = {
     "stop-gradient weight": StopGradientWeight(1.3),
     "stop-gradient weight, both bounds": StopGradientWeight(1.3, 0.7),
     "soft gate": SoftGate(1.0, 1.05),
+    "gamma weight": GammaWeight(),
+    "unclipped": Unclipped(),
     "log-likelihood": LogLikelihood(),
 }
 REDUCTIONS = {"labels": None, "documents": None, "document_mean": None, "constant_length": 9}
 LOSSES = {"token": grpo(), "sequence": gspo(weighting="length"), "sequence, alike": gspo(epsilon=0.2)}
 LOSSES["sequence, labels"] = gspo_token(epsilon=0.2, epsilon_high=0.2)
+CLIPPED = tuple(LOSSES)
+LOSSES |= {"product": vespo(), "geometric mean": gmpo()}
 
 
 def given_to(loss, given):
@@ -112,6 +120,19 @@ def test_every_combination_has_the_value_count_and_gradients_of_float64(ratio, o
             assert scaled_error(entropy_gradient, expected_gradient(loss, given, "entropy")) < ERROR, loss
         else:
             np.testing.assert_array_equal(entropy_gradient, 0.0)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_clipped_logarithms_in_a_mean_have_the_value_and_gradient_of_float64(objective):
+    given = case()
+    for bounds in ((0.1, 0.3), (0.5, 0.2)):
+        loss = PolicyLoss("any", "sequence", OBJECTIVES[objective], "document_mean", log_clip=bounds)
+        value, _, gradient, _ = sum_and_gradients(loss, given)
+        assert sum_error(value, loss, given) < ERROR, loss
+        expected = expected_gradient(loss, given)
+        if not objective.startswith(("stop", "gamma", "log")):
+            assert 0 < (expected[given.mask] == 0).sum() < given.mask.sum(), "some labels are limited"
+        assert scaled_error(gradient, expected) < ERROR, loss
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -183,7 +204,7 @@ def test_losses_of_a_token_ratio_are_elementwise_and_sum_to_the_loss(objective):
     assert int(count) == int(whole.count)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", CLIPPED)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_gradient_passes_at_the_bound_itself_and_not_beyond(kind, sign):
     # Two equal labels of one document: R_d is then the ratio of each. The bound is put exactly on the fp32 ratio.
@@ -256,7 +277,7 @@ def test_without_any_label_the_loss_and_its_gradient_are_zero(kind):
     given = case()
     nothing = given._replace(mask=np.zeros_like(given.mask))
     value, count, gradient = traced(nothing, np.int32(DOCUMENTS), loss=LOSSES[kind])
-    assert float(value) == 0.0 and int(count) == (0 if kind == "token" else DOCUMENTS)
+    assert float(value) == 0.0 and int(count) == (0 if LOSSES[kind].reduction == "labels" else DOCUMENTS)
     np.testing.assert_array_equal(gradient, np.zeros(SHAPE))
     # A rank of nothing but padding: no document either.
     value, count, gradient = traced(nothing._replace(ids=given.ids * 0 - 1), np.int32(0), loss=LOSSES[kind])

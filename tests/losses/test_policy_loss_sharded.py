@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlogp.losses import grpo, grpo_paper, gspo, gspo_token, policy_loss
+from jaxlogp.losses import gmpo, grpo, grpo_paper, gspo, gspo_token, policy_loss, vespo
 from jaxlogp.policy.metrics import policy_metrics
-from tests.losses.policy_case import DOCUMENTS, ERROR, case, expected_gradient, scaled_error, sum_error
+from tests.losses.policy_case import DOCUMENTS, ERROR, case, expected_count, expected_gradient, scaled_error, sum_error
 
 LOSSES = {"gspo by length": gspo(weighting="length"), "gspo": gspo(epsilon=0.2), "grpo_paper": grpo_paper()}
+LOSSES |= {"gmpo": gmpo(), "vespo": vespo()}
 LOSSES["gspo_token"] = gspo_token(epsilon=0.2, epsilon_high=0.2)
 
 
@@ -66,7 +67,7 @@ def test_documents_cut_over_ranks_give_the_loss_of_whole_documents_once(name, in
     value, count, gradient = sharded_loss(name, inside)(*flat(given))
     assert sum_error(value, LOSSES[name], given) < ERROR
     assert scaled_error(gradient, expected_gradient(LOSSES[name], given).reshape(-1)) < ERROR
-    assert int(count) == DOCUMENTS, "documents are counted once, not once per shard"
+    assert int(count) == expected_count(LOSSES[name], given), "documents are counted once, not once per shard"
 
 
 def test_without_the_document_axis_the_cut_is_noticed():

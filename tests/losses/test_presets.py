@@ -37,6 +37,13 @@ HAND_COMPUTED = {
     "dr_grpo": (losses.dr_grpo(length=4), -0.1 / 4 / 2),
     # R_0 = sqrt(1.5 * 0.5) = 0.866025, unclipped; R_1 = 0.5, clipped from below: 2 * 0.9997, or 2 * 0.8
     "gspo": (losses.gspo(), -(0.866025 - 1.9994) / 2),
+    # log 1.5 = 0.405465 and log 0.5 = -0.693147: the first limited to 0.4: exp(-0.293147 / 2) = 0.863662; the label of
+    # document 1, whose A is negative, to -0.4: exp(-0.4) = 0.670320
+    "gmpo": (losses.gmpo(), -(0.863662 - 2 * 0.670320) / 2),
+    "gmpo, upper bound alone": (losses.gmpo(epsilon=1.0, epsilon_high=0.1), -(0.743361 - 2 * 0.5) / 2),
+    # W_0 = 0.75 with φ = 0.75² exp(3 / 4) = 1.190813, W_1 = 0.5 with φ = 0.5³ exp(2 / 2) = 0.339785
+    # 1.190813 (log 0.6 + log 0.1) - 2 * 0.339785 log 0.2 = -3.350246 + 1.093726
+    "vespo": (losses.vespo(), 2.256520 / 3),
     # The same ratios: every label of document 0 has its own A, which here is the document's.
     "gspo_token": (losses.gspo_token(), -(0.866025 - 1.9994) / 2),
     "gspo by length": (losses.gspo(weighting="length"), -(2 * 0.866025 - 1.6) / 2),
@@ -140,9 +147,7 @@ def sum_and_gradient(loss, given, document_ids=None):
 def test_in_float64_the_value_and_the_slope_are_those_of_the_formula(name):
     options = {"length": 8} if name == "dr_grpo" else {}
     # A wider GSPO has documents inside of its bounds.
-    options |= (
-        {"epsilon": 0.2} if name == "gspo" else {"epsilon": 0.2, "epsilon_high": 0.2} if name == "gspo_token" else {}
-    )
+    options |= {"epsilon": 0.2, "epsilon_high": 0.2} if name in ("gspo", "gspo_token") else {}
     loss = PRESETS[name](**options, kl_coefficient=0.05, entropy_coefficient=0.02, grad_divisor=1.0)
     given = case(seed=1, dtype=np.float64)
     with jax.enable_x64(True):
@@ -228,6 +233,53 @@ def test_the_defaults_of_gspo_follow_its_weighting():
     assert losses.gspo(weighting="length", epsilon_high=0.3).objective == Clipped(0.2, 0.3)
 
 
+def test_without_a_bound_gmpo_is_gspo_without_a_clip_and_on_policy_it_is_gspo():
+    given = case(seed=5)
+    unclipped = dataclasses.replace(losses.gspo(), objective=losses.Unclipped())
+    assert_same(losses.gmpo(epsilon=1e3), unclipped, given)
+    with pytest.raises(AssertionError):
+        assert_same(losses.gmpo(), unclipped, given)
+    given = given._replace(old=given.new)
+    np.testing.assert_allclose(
+        *(sum_and_gradient(loss, given)[2] for loss in (losses.gmpo(), losses.gspo())), rtol=ERROR, atol=ERROR
+    )
+
+
+def test_the_bounds_of_gmpo_stop_the_labels_that_an_advantage_drives_and_metrics_count_them():
+    """Verl's form, sg max-min by the sign of A, for log-ratios on both sides of and on the bounds."""
+    logs = np.float32([[-0.5, -0.25, 0.0, 0.5, 0.75], [-0.5, -0.25, 0.0, 0.5, 0.75]])
+    old, advantages = np.full((2, 5), -1.0, np.float32), np.float32([[2.0], [-2.0]])
+    loss = losses.gmpo(epsilon=0.25, epsilon_high=0.5)
+
+    def total(x):
+        return policy_loss(x + old, old, advantages, loss=loss).sum
+
+    value, gradient = jax.value_and_grad(total)(jnp.asarray(logs))
+    means = np.float64([[-0.5 - 0.25 + 0.0 + 0.5 + 0.5], [-0.25 - 0.25 + 0.0 + 0.5 + 0.75]]) / 5
+    np.testing.assert_allclose(value, -(advantages * np.exp(means)).sum(), rtol=1e-6)  # ten fp32 roundings
+    passes = np.array([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
+    np.testing.assert_allclose(gradient, -passes * advantages * np.exp(means) / 5, rtol=1e-6)
+    metrics = policy_metrics(logs + old, old, advantages, loss=loss)
+    seen = {name: float(metrics[name]) for name in ("clipped_ratio_fraction", "stopped_low_fraction")}
+    assert seen == {"clipped_ratio_fraction": pytest.approx(0.4), "stopped_low_fraction": pytest.approx(0.1)}
+    assert float(metrics["stopped_high_fraction"]) == pytest.approx(0.1)
+
+
+def test_vespo_has_the_gradient_of_weighted_log_probs_and_falls_on_both_sides():
+    """φ is 1 at 1, and the shares of the whole document, whose ratio is a product, are equal."""
+    new, advantages = jnp.full((1, 3), -8.0), np.float32([[1.0]])
+    slopes, loss = [], losses.vespo()
+    for ratio in (1.0, 0.5, 2.0, 1e4, 1e-9):
+        old = np.asarray(new) - np.float32(np.log(ratio) / 3)
+        gradient = jax.grad(lambda x, old=old: policy_loss(x, old, advantages, loss=loss).sum)(new)
+        slopes.append(-np.asarray(gradient)[0])
+    # Three log-probs near 8, each rounded by 2^-21, and a slope of log φ of at most 4.
+    np.testing.assert_allclose(slopes[0], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(slopes[1], 0.25 * np.exp(1.5), rtol=1e-5)
+    np.testing.assert_allclose(slopes[2], 4.0 * np.exp(-3.0), rtol=1e-5)
+    assert (slopes[3] == 0).all() and (slopes[4] < 1e-15).all()
+
+
 def test_a_loss_of_ones_own_is_a_small_class_and_one_registration():
     @dataclasses.dataclass(frozen=True)
     class Squared:
@@ -269,6 +321,11 @@ BAD = {
     "min_weight above max_weight": (lambda: losses.cispo(max_weight=1.0, min_weight=1.5), "min_weight", "1.5"),
     "max_weight 0": (lambda: losses.cispo(max_weight=0.0), "max_weight", "0.0"),
     "temperature 0": (lambda: losses.sapo(temperature_negative=0.0), "temperature_negative", "0.0"),
+    "power 0": (lambda: losses.vespo(power_negative=0.0), "power_negative", "0.0"),
+    "decay infinite": (lambda: losses.vespo(decay_positive=np.inf), "decay_positive", "inf"),
+    "a bound 0 of logarithms": (lambda: losses.gmpo(epsilon=0.0), "log_clip", "(0.0, 0.0)"),
+    "bounds of logarithms of tokens": (lambda: PolicyLoss("x", log_clip=(0.1, 0.1)), "log_clip", "(0.1, 0.1)"),
+    "one bound of logarithms": (lambda: PolicyLoss("x", "sequence", log_clip=0.4), "log_clip", "0.4"),
     "length missing": (lambda: PolicyLoss("x", reduction="constant_length"), "length", "None"),
     "length 0": (lambda: losses.dr_grpo(length=0), "length", "0"),
     "length without its reduction": (lambda: PolicyLoss("x", length=4), "length", "4"),
