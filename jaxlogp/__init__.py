@@ -48,21 +48,31 @@ from jaxlogp.policy.metrics import (
     reward_terms,
     staleness_terms,
 )
+from jaxlogp.policy.selection import (
+    clip_cov_advantages,
+    entropy_threshold,
+    high_entropy_advantages,
+    label_covariances,
+)
 
 __all__ = [
     "check_invariance",
+    "clip_cov_advantages",
     "Document",
     "DocumentSchedule",
     "drift_report",
     "DriftReport",
     "embedding_lookup",
+    "entropy_threshold",
     "group_advantages",
     "GroupAdvantages",
     "head_logits",
+    "high_entropy_advantages",
     "InvarianceReport",
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "label_covariances",
     "leave_one_out_advantages",
     "linear_log_probs",
     "linear_policy_loss",
