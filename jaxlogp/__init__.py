@@ -39,7 +39,15 @@ from jaxlogp.invariance.drift import DriftReport, drift_report
 from jaxlogp.losses.loss import PolicyLoss, policy_loss
 from jaxlogp.losses.ratios import kl_k1, kl_k2, kl_k3, log_ratio, ratio
 from jaxlogp.policy.accumulate import DocumentSchedule, StepSums
-from jaxlogp.policy.advantages import GroupAdvantages, group_advantages, leave_one_out_advantages
+from jaxlogp.policy.advantages import (
+    GroupAdvantages,
+    active_group_advantages,
+    batch_advantages,
+    greedy_baseline_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+)
 from jaxlogp.policy.documents import Document, MicroBatch, Trajectory, pack_documents
 from jaxlogp.policy.metrics import (
     PolicyMetricTerms,
@@ -56,6 +64,8 @@ from jaxlogp.policy.selection import (
 )
 
 __all__ = [
+    "active_group_advantages",
+    "batch_advantages",
     "check_invariance",
     "clip_cov_advantages",
     "Document",
@@ -64,6 +74,7 @@ __all__ = [
     "DriftReport",
     "embedding_lookup",
     "entropy_threshold",
+    "greedy_baseline_advantages",
     "group_advantages",
     "GroupAdvantages",
     "head_logits",
@@ -74,6 +85,7 @@ __all__ = [
     "kl_k3",
     "label_covariances",
     "leave_one_out_advantages",
+    "length_weighted_advantages",
     "linear_log_probs",
     "linear_policy_loss",
     "log_probs_from_logits",

@@ -289,6 +289,21 @@ def reinforce(**shared: Any) -> PolicyLoss:
 
 
 @_preset
+def gpg(**shared: Any) -> PolicyLoss:
+    """Returns GPG's loss: REINFORCE as the token mean over the step, for advantages from `active_group_advantages`.
+
+    L = -(1 / D) Σ_t m_t A_t log π_t.
+
+    Args:
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv:2504.02546.
+    """
+    return PolicyLoss("gpg", objective=LogLikelihood(), **shared)
+
+
+@_preset
 def rloo(**shared: Any) -> PolicyLoss:
     """Returns RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
 
@@ -318,6 +333,7 @@ PRESETS: dict[str, Callable[..., PolicyLoss]] = {
         cispo,
         sapo,
         reinforce,
+        gpg,
         rloo,
     )
 }

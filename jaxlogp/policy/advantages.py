@@ -1,4 +1,4 @@
-"""Advantages of sampled completions relative to the other completions of the same prompt."""
+"""Advantages of sampled completions relative to others: of the same prompt, of the whole batch, or a greedy one."""
 
 import math
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp.errors import describe, is_concrete, is_number, require, require_floating, require_integer
 from jaxlogp.losses.inputs import is_array
 
-SCALE_REWARDS = ("group", "none")
+SCALE_REWARDS = ("group", "batch", "none")
 
 
 class GroupAdvantages(NamedTuple):
@@ -34,17 +34,19 @@ def group_advantages(
     scale_rewards: str = "group",
     epsilon: float = 1e-4,
 ) -> GroupAdvantages:
-    """Computes the advantages of GRPO: rewards minus the mean of their group, optionally divided by its standard deviation.
+    """Computes the advantages of GRPO: rewards minus the mean of their group, optionally divided by a standard deviation.
 
     A = (r - mean(r)) / (std(r) + epsilon) for "group" and A = r - mean(r) for "none" (as in Dr. GRPO), where std is the
-    sample standard deviation (divisor n - 1 in a group of n). A group is degenerate if its largest and smallest rewards
-    are equal, as in a group of one; its advantages are exactly 0. A small deviation alone does not make a group
-    degenerate.
+    sample standard deviation (divisor n - 1 in a group of n). "batch" (as in Lite PPO) divides by that of all rewards of the
+    call (divisor N - 1), which are then to be those of the whole batch.
+
+    A group is degenerate if its largest and smallest rewards are equal, as in a group of one; its advantages are exactly 0.
+    A small deviation alone does not make a group degenerate.
 
     Args:
         rewards: [num_groups, num_generations], the rewards of the completions of one prompt per row; or [N] with group_ids.
         group_ids: [N], of any integer dtype, equal for the completions of one prompt, in any number and order; or None.
-        scale_rewards: "group" or "none".
+        scale_rewards: "group", "batch" or "none".
         epsilon: number added to the standard deviation, at least 0.
 
     Returns:
@@ -64,20 +66,25 @@ def group_advantages(
         [0.5, 0.0, -0.5, 0.0]
 
     References:
-        DeepSeekMath, arXiv:2402.03300; Understanding R1-Zero-like training (Dr. GRPO), arXiv:2503.20783.
+        DeepSeekMath, arXiv:2402.03300; Understanding R1-Zero-like training (Dr. GRPO), arXiv:2503.20783; Tricks or Traps?
+        (Lite PPO), arXiv:2508.08221.
     """
     require(scale_rewards in SCALE_REWARDS, "scale_rewards", f"one of {SCALE_REWARDS}", repr(scale_rewards))
-    ok = is_number(epsilon) and 0.0 <= epsilon < math.inf
-    require(ok, "epsilon", "a finite Python number of at least 0", describe(epsilon))
+    _check_epsilon(epsilon)
     groups = _groups(rewards, group_ids)
     rewards = _wide(rewards)
     degenerate = groups.max(rewards) == groups.min(rewards)
+    whole = rewards - jnp.min(rewards)
     # Differences of close numbers are exact, their mean is not: so a common offset is subtracted before the mean.
     rewards = rewards - groups.min(rewards)
     advantages = rewards - groups.mean(rewards)
     if scale_rewards == "group":
         # With epsilon 0 the deviation of a degenerate group would make its differences, exactly 0, 0 / 0.
         advantages = advantages / jnp.where(degenerate, 1.0, groups.deviation(rewards) + epsilon)
+    elif scale_rewards == "batch":
+        # Without any difference every group is degenerate, and a deviation of 0 is never divided by.
+        deviation = jnp.std(whole, ddof=min(1, whole.size - 1))
+        advantages = advantages / jnp.where(jnp.all(degenerate), 1.0, deviation + epsilon)
     return groups.advantages(advantages, degenerate)
 
 
@@ -108,6 +115,178 @@ def leave_one_out_advantages(
     centred = rewards - groups.mean(rewards)
     others = (groups.sum(centred) - centred) / groups.others(rewards.dtype)
     return groups.advantages(centred - others, degenerate)
+
+
+def batch_advantages(
+    rewards: Float[AnyArray, "*rewards"],
+    *,
+    group_ids: Integer[AnyArray, " rewards"] | None = None,
+    lengths: Integer[AnyArray, "*rewards"] | None = None,
+    baseline: bool = False,
+    epsilon: float = 1e-8,
+) -> GroupAdvantages:
+    """Computes the advantages of REINFORCE++: rewards, less their group's mean on request, normalized over the whole batch.
+
+    A = (x - mean(x)) / (std(x) + epsilon) with x = r, or with `baseline` x = r - mean of its group; mean and sample standard
+    deviation are over all labels of the batch: a completion of l labels counts l times, with the divisor Σ l - 1. Without
+    lengths each completion counts once. All are 0 if the x are equal.
+
+    Without baseline a group may have one completion, and equal rewards in a group are not a reason for 0; with lengths,
+    not even with baseline. So degenerate groups, here as in `group_advantages`, may have advantages.
+
+    Args:
+        rewards: [num_groups, num_generations], or [N] with group_ids, as in `group_advantages`: those of the whole batch.
+        group_ids: [N], of any integer dtype, or None, as in `group_advantages`.
+        lengths: number of labels of each completion, of the shape of the rewards; 0 for one that is masked. Or None.
+        baseline: whether to subtract the mean of the group before.
+        epsilon: number added to the standard deviation, at least 0.
+
+    Returns:
+        The advantages (fp32, or float64 for float64 rewards), and the degenerate groups.
+
+    Raises:
+        ValueError: if an argument is refused as in `group_advantages`, or a known length is negative.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> result = batch_advantages(jnp.array([[1.0, 0.0], [4.0, 3.0]]), baseline=True)
+        >>> [[round(x, 3) for x in row] for row in result.advantages.tolist()]
+        [[0.866, -0.866], [0.866, -0.866]]
+
+    References:
+        REINFORCE++, arXiv:2501.03262.
+    """
+    _check_epsilon(epsilon)
+    groups = _groups(rewards, group_ids)
+    wide = _wide(rewards)
+    degenerate = groups.max(wide) == groups.min(wide)
+    values = wide - jnp.min(wide)
+    if baseline:
+        values = wide - groups.min(wide)
+        values = jnp.where(degenerate, 0.0, values - groups.mean(values))
+    weights = jnp.ones_like(wide) if lengths is None else _lengths(lengths, rewards).astype(wide.dtype)
+    total = jnp.sum(weights)
+    centred = values - jnp.sum(weights * values) / jnp.maximum(total, 1.0)
+    variance = jnp.sum(weights * jnp.square(centred)) / jnp.maximum(total - 1.0, 1.0)
+    counted = weights > 0
+    equal = jnp.max(jnp.where(counted, values, -jnp.inf)) <= jnp.min(jnp.where(counted, values, jnp.inf))
+    # Where all are equal the deviation is a rounding error or 0.
+    advantages = jnp.where(equal, 0.0, centred / jnp.where(equal, 1.0, jnp.sqrt(variance) + epsilon))
+    return groups.flagged(advantages, degenerate)
+
+
+def length_weighted_advantages(
+    rewards: Float[AnyArray, "*rewards"],
+    lengths: Integer[AnyArray, "*rewards"],
+    *,
+    group_ids: Integer[AnyArray, " rewards"] | None = None,
+) -> GroupAdvantages:
+    """Computes the advantages of OPO: each reward minus the mean of its group weighted by length.
+
+    A_i = r_i - Σ_j l_j r_j / Σ_j l_j over the group, for completions of l labels: the baseline of least variance if the
+    squared gradient of a completion grows with its length.
+
+    Args:
+        rewards: [num_groups, num_generations], or [N] with group_ids, as in `group_advantages`.
+        lengths: number of labels of each completion, of the shape of the rewards; 0 for one that is masked.
+        group_ids: [N], of any integer dtype, or None, as in `group_advantages`.
+
+    Returns:
+        The advantages (fp32, or float64 for float64 rewards), 0 in groups without labels, and the degenerate groups, as in
+        `group_advantages`.
+
+    Raises:
+        ValueError: if an argument is refused as in `group_advantages`, or a known length is negative.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> length_weighted_advantages(jnp.array([[1.0, 0.0]]), jnp.array([[30, 10]])).advantages.tolist()
+        [[0.25, -0.75]]
+
+    References:
+        On-Policy RL with Optimal Reward Baseline (OPO), arXiv:2505.23585.
+    """
+    groups = _groups(rewards, group_ids)
+    wide = _wide(rewards)
+    weights = _lengths(lengths, rewards).astype(wide.dtype)
+    degenerate = groups.max(wide) == groups.min(wide)
+    values = wide - groups.min(wide)
+    total = groups.sum(weights)
+    baseline = groups.sum(weights * values) / jnp.maximum(total, 1.0)
+    return groups.advantages(jnp.where(total > 0, values - baseline, 0.0), degenerate)
+
+
+def greedy_baseline_advantages(
+    rewards: Float[AnyArray, "*rewards"],
+    baselines: Float[AnyArray, "*baselines"],
+    *,
+    group_ids: Integer[AnyArray, " rewards"] | None = None,
+) -> GroupAdvantages:
+    """Computes the advantages of ReMax: each reward minus that of the greedy completion of its prompt.
+
+    A = r - b. A group is degenerate if all its advantages are 0. It may have one completion.
+
+    Args:
+        rewards: [num_groups, num_generations], or [N] with group_ids, as in `group_advantages`.
+        baselines: [num_groups], reward of the greedy completion of each prompt; or [N] with group_ids, for each reward.
+        group_ids: [N], of any integer dtype, or None, as in `group_advantages`.
+
+    Returns:
+        The advantages (fp32, or float64 for float64 rewards), and the degenerate groups.
+
+    Raises:
+        ValueError: if an argument is refused as in `group_advantages`, or the baselines have a wrong shape or dtype, or a
+            known one is not finite.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> greedy_baseline_advantages(jnp.array([[1.0, 0.0]]), jnp.array([1.0])).advantages.tolist()
+        [[0.0, -1.0]]
+
+    References:
+        ReMax, arXiv:2310.10505.
+    """
+    groups = _groups(rewards, group_ids)
+    require_floating(baselines, "baselines")
+    expected = rewards.shape[:1]
+    require(baselines.shape == expected, "baselines", f"shape {expected}", baselines.shape)
+    _check_finite(baselines, "baselines")
+    dtype = compute_dtype(rewards, baselines)
+    baselines = jnp.asarray(baselines).astype(dtype)
+    advantages = jnp.asarray(rewards).astype(dtype) - (baselines[:, None] if group_ids is None else baselines)
+    return groups.advantages(advantages, groups.max(jnp.abs(advantages)) == 0)
+
+
+def active_group_advantages(
+    rewards: Float[AnyArray, "*rewards"], *, group_ids: Integer[AnyArray, " rewards"] | None = None
+) -> GroupAdvantages:
+    """Computes the advantages of GPG: rewards minus the mean of their group, scaled up for groups that teach nothing.
+
+    A = (N / N_active) (r - mean(r)), N the number of all rewards and N_active that of rewards in groups that are not
+    degenerate. A mean over all completions is then the mean over those of active groups.
+
+    Args:
+        rewards: [num_groups, num_generations], or [N] with group_ids, as in `group_advantages`: those of the whole batch.
+        group_ids: [N], of any integer dtype, or None, as in `group_advantages`.
+
+    Returns:
+        The advantages (fp32, or float64 for float64 rewards) and the degenerate groups, as in `group_advantages`.
+
+    Raises:
+        ValueError: if an argument is refused as in `group_advantages`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> active_group_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0]])).advantages.tolist()
+        [[1.0, -1.0], [0.0, 0.0]]
+
+    References:
+        GPG, arXiv:2504.02546 (α = B / (B - M) and F_norm = 1).
+    """
+    advantages, degenerate = group_advantages(rewards, group_ids=group_ids, scale_rewards="none")
+    # Groups of rows have one size; with ids each reward has its own entry.
+    active = jnp.mean((~degenerate).astype(advantages.dtype))
+    return GroupAdvantages(advantages / jnp.where(active > 0, active, 1.0), degenerate)
 
 
 class _Groups(NamedTuple):
@@ -144,7 +323,10 @@ class _Groups(NamedTuple):
         return jnp.sqrt(self.sum(jnp.square(x - self.mean(x))) / self.others(x.dtype))
 
     def advantages(self, x: Float[Array, "*rewards"], degenerate: Bool[Array, "..."]) -> GroupAdvantages:
-        return GroupAdvantages(jnp.where(degenerate, 0.0, x), degenerate[:, 0] if self.members is None else degenerate)
+        return self.flagged(jnp.where(degenerate, 0.0, x), degenerate)
+
+    def flagged(self, x: Float[Array, "*rewards"], degenerate: Bool[Array, "..."]) -> GroupAdvantages:
+        return GroupAdvantages(x, degenerate[:, 0] if self.members is None else degenerate)
 
     def _reduced(self, of_rows, of_segments, x: Float[Array, "*rewards"]) -> Float[Array, "..."]:
         if self.members is None:
@@ -164,12 +346,7 @@ def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, "
         require_integer(group_ids, "group_ids")
         require(group_ids.shape == shape, "group_ids", f"shape {shape} of rewards", group_ids.shape)
     require(rewards.size > 0, "rewards", "at least one reward", shape)
-    if is_concrete(rewards):
-        host = np.asarray(rewards, dtype=np.float64)
-        bad = np.argwhere(~np.isfinite(host))
-        if len(bad):
-            first = tuple(int(i) for i in bad[0])
-            require(False, "rewards", "finite values", f"{host[first]} at position {first}")
+    _check_finite(rewards, "rewards")
     if group_ids is None:
         return _Groups(None, shape[1])
     # Of NumPy where ids are known: without x64, jnp.asarray would wrap ids of 64 bits.
@@ -179,6 +356,32 @@ def _groups(rewards: Float[AnyArray, "*rewards"], group_ids: Integer[AnyArray, "
         _, members = jnp.unique(group_ids, return_inverse=True, size=shape[0])
     members = jnp.asarray(members.astype(np.int32))
     return _Groups(members, jax.ops.segment_sum(jnp.ones_like(members), members, num_segments=shape[0])[members])
+
+
+def _lengths(lengths: Integer[AnyArray, "*rewards"], rewards: Float[AnyArray, "*rewards"]) -> Int[Array, "*rewards"]:
+    """Returns the checked lengths."""
+    require(is_array(lengths), "lengths", "an array of an integer dtype", describe(lengths))
+    require_integer(lengths, "lengths")
+    require(lengths.shape == rewards.shape, "lengths", f"shape {rewards.shape} of rewards", lengths.shape)
+    if is_concrete(lengths):
+        smallest = int(np.asarray(lengths).min())
+        require(smallest >= 0, "lengths", "numbers of at least 0", smallest)
+    return jnp.asarray(lengths)
+
+
+def _check_epsilon(epsilon: float) -> None:
+    ok = is_number(epsilon) and 0.0 <= epsilon < math.inf
+    require(ok, "epsilon", "a finite Python number of at least 0", describe(epsilon))
+
+
+def _check_finite(values: Float[AnyArray, "..."], argument: str) -> None:
+    if not is_concrete(values):
+        return
+    host = np.asarray(values, dtype=np.float64)
+    bad = np.argwhere(~np.isfinite(host))
+    if len(bad):
+        first = tuple(int(i) for i in bad[0])
+        require(False, argument, "finite values", f"{host[first]} at position {first}")
 
 
 def _wide(rewards: Float[AnyArray, "*rewards"]) -> Float[Array, "*rewards"]:

@@ -58,6 +58,7 @@ HAND_COMPUTED = {
     # log 0.6 + log 0.1 - 2 log 0.2 = 0.405465
     "reinforce": (losses.reinforce(), -0.405465 / 2),
     "rloo": (losses.rloo(), -0.405465 / 2),
+    "gpg": (losses.gpg(), -0.405465 / 3),
     # With A_1 = -2 a delta changes nothing here; with the ratios turned round it does, see below.
     "grpo with delta": (losses.grpo(delta=1.3), -0.1 / 3),
 }

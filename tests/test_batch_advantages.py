@@ -1,0 +1,181 @@
+"""Advantages over a whole batch, with lengths, greedy baselines or active groups: against NumPy in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlogp import (
+    active_group_advantages,
+    batch_advantages,
+    greedy_baseline_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+)
+from tests import oracle
+
+IDS = np.int32([7, -3, 7, 40, 7, -3, 11, 11, 11])  # sizes 3, 2, 1, 3; the last has equal rewards
+REWARDS = np.float32([1.0, 0.25, -2.0, 5.0, 0.5, 3.0, 0.1, 0.1, 0.1])
+LENGTHS = np.int32([3, 10, 0, 4, 25, 1, 7, 0, 8])
+# Rewards of up to 5, sums of up to 9 of them with weights that add up to 1, and a deviation of at least 1.
+ERROR = oracle.fp32_bound(5.0, 9 + 10)
+
+
+def both(function, *arrays, **options):
+    """The result on known values, and that under jit; of rows too if the groups allow."""
+    yield function(*arrays, **options)
+    names = [name for name in ("group_ids", "lengths") if options.get(name) is not None]
+    static = {name: value for name, value in options.items() if name not in names}
+    traced = {name: options[name] for name in names}
+    yield jax.jit(functools.partial(function, **static))(*arrays, **traced)
+
+
+def group_mean(values, ids, weights=None):
+    result = np.zeros(len(values))
+    for group in set(ids):
+        of = ids == group
+        w = np.ones(of.sum()) if weights is None else weights[of]
+        result[of] = (values[of] * w).sum() / max(w.sum(), 1)
+    return result
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 0.5])
+def test_scaled_by_the_batch(epsilon):
+    """The group's mean, and the sample deviation of all rewards (TRL's `scale_rewards="batch"`, Lite PPO)."""
+    wide = np.float64(REWARDS)
+    expected = (wide - group_mean(wide, IDS)) / (wide.std(ddof=1) + epsilon)
+    options = {"scale_rewards": "batch", "epsilon": epsilon}
+    for result in both(group_advantages, REWARDS, group_ids=IDS, **options):
+        np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
+        np.testing.assert_array_equal(result.degenerate, np.isin(IDS, [40, 11]))
+        assert (np.asarray(result.advantages)[np.isin(IDS, [40, 11])] == 0).all()
+    rows = np.random.default_rng(0).normal(0, 1, (4, 5)).astype(np.float32)
+    wide = np.float64(rows)
+    expected = (wide - wide.mean(axis=1, keepdims=True)) / (wide.std(ddof=1) + epsilon)
+    for result in both(group_advantages, rows, **options):
+        np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("epsilon", [1e-8, 0.5])
+def test_reinforce_plus_plus_normalizes_over_the_batch(baseline, lengths, epsilon):
+    """Verl's masked whitening: every label of the batch counts, written out label by label."""
+    wide = np.float64(REWARDS)
+    values = wide - group_mean(wide, IDS) if baseline else wide
+    labels = values if lengths is None else np.repeat(values, lengths)
+    expected = (values - labels.mean()) / (labels.std(ddof=1) + epsilon)
+    options = {"baseline": baseline, "lengths": lengths, "epsilon": epsilon}
+    for result in both(batch_advantages, REWARDS, group_ids=IDS, **options):
+        np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)  # two means
+        np.testing.assert_array_equal(result.degenerate, np.isin(IDS, [40, 11]))
+    order = np.argsort(IDS[:6], kind="stable")  # groups of one size are rows
+    rows = REWARDS[:6][order].reshape(3, 2)
+    ids = np.repeat(np.arange(3), 2)
+    in_rows = batch_advantages(rows, baseline=baseline).advantages
+    np.testing.assert_allclose(
+        np.ravel(in_rows), batch_advantages(rows.ravel(), group_ids=ids, baseline=baseline)[0], atol=ERROR
+    )
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("baseline", [False, True])
+def test_equal_values_give_exactly_zero(baseline, offset):
+    # 0.1 + 100 has an fp32 mean of three that is off.
+    rewards = np.full((2, 3), 0.1 + offset, np.float32)
+    for lengths in (None, np.int32([[1, 2, 3], [4, 0, 6]])):
+        result = batch_advantages(rewards, lengths=lengths, baseline=baseline, epsilon=0.0)
+        np.testing.assert_array_equal(result.advantages, np.zeros((2, 3)))
+    np.testing.assert_array_equal(group_advantages(rewards, scale_rewards="batch", epsilon=0.0)[0], np.zeros((2, 3)))
+    np.testing.assert_array_equal(batch_advantages(rewards[:1, :1], baseline=baseline).advantages, [[0.0]])
+
+
+def test_a_batch_without_labels_gives_zero():
+    result = batch_advantages(REWARDS, group_ids=IDS, lengths=np.zeros(9, np.int32))
+    np.testing.assert_array_equal(result.advantages, np.zeros(9))
+
+
+def test_opo_weighs_the_mean_by_length():
+    wide = np.float64(REWARDS)
+    expected = wide - group_mean(wide, IDS, np.float64(LENGTHS))
+    for result in both(length_weighted_advantages, REWARDS, LENGTHS, group_ids=IDS):
+        np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
+        np.testing.assert_array_equal(result.degenerate, np.isin(IDS, [40, 11]))
+    # Weighted by length, the advantages of a group add up to 0; with equal lengths they are those of the plain mean.
+    weighted = np.asarray(result.advantages) * LENGTHS
+    np.testing.assert_allclose(group_mean(weighted, IDS), 0.0, atol=25 * ERROR)
+    rows = REWARDS[:6].reshape(2, 3)
+    plain = group_advantages(rows, scale_rewards="none").advantages
+    np.testing.assert_allclose(length_weighted_advantages(rows, np.full((2, 3), 9)).advantages, plain, atol=ERROR)
+    nothing = length_weighted_advantages(rows, np.int32([[0, 0, 0], [1, 1, 1]])).advantages
+    np.testing.assert_array_equal(nothing[0], np.zeros(3))
+
+
+def test_remax_subtracts_the_greedy_reward():
+    rewards, greedy = np.float32([[1.0, 0.0, 1.0], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]), np.float32([0.0, 0.25, 0.5])
+    for result in both(greedy_baseline_advantages, rewards, greedy):
+        np.testing.assert_array_equal(result.advantages, rewards - greedy[:, None])
+        np.testing.assert_array_equal(result.degenerate, [False, False, True])
+    flat = greedy_baseline_advantages(REWARDS, REWARDS[::-1].copy(), group_ids=IDS)
+    np.testing.assert_array_equal(flat.advantages, REWARDS - REWARDS[::-1])
+    one = greedy_baseline_advantages(np.float32([[1.0]]), np.float32([0.0]))
+    assert one.advantages.tolist() == [[1.0]], "a group of one has an advantage"
+
+
+def test_gpg_scales_by_the_share_of_active_groups():
+    wide = np.float64(REWARDS)
+    expected = (wide - group_mean(wide, IDS)) * 9 / 5
+    expected[np.isin(IDS, [40, 11])] = 0.0
+    for result in both(active_group_advantages, REWARDS, group_ids=IDS):
+        np.testing.assert_allclose(result.advantages, expected, atol=2 * ERROR)
+    rows = np.float32([[1, 0, 0], [1, 1, 1], [0, 0, 0], [0, 1, 1]])
+    expected = 2 * (np.float64(rows) - np.float64(rows).mean(axis=1, keepdims=True))
+    for result in both(active_group_advantages, rows):
+        np.testing.assert_allclose(result.advantages, expected, atol=ERROR)
+    np.testing.assert_array_equal(active_group_advantages(rows[1:3]).advantages, np.zeros((2, 3)))
+
+
+def test_leaving_one_out_is_the_centred_reward_stretched():
+    """RLOO against REINFORCE with the group's mean: the factor n / (n - 1), and nothing else."""
+    rewards = np.random.default_rng(0).normal(0, 1, (4, 5)).astype(np.float32)
+    centred = np.asarray(group_advantages(rewards, scale_rewards="none").advantages)
+    np.testing.assert_allclose(leave_one_out_advantages(rewards).advantages, centred * 5 / 4, atol=ERROR)
+
+
+def test_float64_is_kept():
+    with jax.enable_x64(True):
+        rewards, lengths = np.float64(REWARDS), LENGTHS
+        for result in (
+            group_advantages(rewards, group_ids=IDS, scale_rewards="batch"),
+            batch_advantages(rewards, group_ids=IDS, lengths=lengths),
+            length_weighted_advantages(rewards, lengths, group_ids=IDS),
+            greedy_baseline_advantages(rewards, rewards, group_ids=IDS),
+            active_group_advantages(rewards, group_ids=IDS),
+        ):
+            assert result.advantages.dtype == jnp.float64
+
+
+ROWS = np.ones((2, 3), np.float32)
+COUNTS = np.ones((2, 3), np.int32)
+BAD = {
+    "lengths": lambda: batch_advantages(ROWS, lengths=COUNTS[:1]),
+    "lengths ": lambda: length_weighted_advantages(ROWS, -COUNTS),
+    "lengths  ": lambda: length_weighted_advantages(ROWS, ROWS),
+    "lengths   ": lambda: length_weighted_advantages(ROWS, COUNTS.tolist()),
+    "epsilon": lambda: batch_advantages(ROWS, epsilon=-1.0),
+    "baselines": lambda: greedy_baseline_advantages(ROWS, ROWS[0]),
+    "baselines ": lambda: greedy_baseline_advantages(ROWS, np.float32([0.0, np.nan])),
+    "baselines  ": lambda: greedy_baseline_advantages(ROWS, COUNTS[0, :2]),
+    "rewards": lambda: active_group_advantages(ROWS[0]),
+    "rewards ": lambda: batch_advantages(ROWS * np.float32(np.inf)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.bad_input
+def test_bad_input_names_the_argument(name):
+    with pytest.raises(ValueError, match=f"^{name.strip()}: expected .*, got "):
+        BAD[name]()
