@@ -56,6 +56,7 @@ from jaxlogp.policy.metrics import (
     reward_terms,
     staleness_terms,
 )
+from jaxlogp.policy.rewards import soft_overlong_punishment
 from jaxlogp.policy.selection import (
     clip_cov_advantages,
     entropy_threshold,
@@ -109,6 +110,7 @@ __all__ = [
     "sharded_linear_log_probs",
     "sharded_linear_policy_loss",
     "sharded_log_probs_from_logits",
+    "soft_overlong_punishment",
     "staleness_terms",
     "StepSums",
     "Support",
