@@ -60,6 +60,7 @@ from jaxlogp.policy.rewards import soft_overlong_punishment
 from jaxlogp.policy.selection import (
     clip_cov_advantages,
     entropy_threshold,
+    high_covariance_labels,
     high_entropy_advantages,
     label_covariances,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "group_advantages",
     "GroupAdvantages",
     "head_logits",
+    "high_covariance_labels",
     "high_entropy_advantages",
     "InvarianceReport",
     "kl_k1",

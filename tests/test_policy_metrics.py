@@ -181,10 +181,16 @@ def test_without_documents_a_token_loss_has_means_over_labels():
 
 def test_the_parts_add_up_to_the_loss():
     arrays = case()
-    names = ("loss_objective", "loss_kl", "loss_entropy", "loss_z")
+    names = ("loss_objective", "loss_kl", "loss_entropy", "loss_z", "loss_drift")
     for loss in (*LOSSES.values(), grpo_paper(entropy_coefficient=0.1, entropy_weights="labels")):
-        loss = dataclasses.replace(loss, z_loss_coefficient=0.01)
-        given = {**arrays, "num_documents": DOCUMENTS, "loss": loss, "lse": arrays["entropy"] + 3.0}
+        loss = dataclasses.replace(loss, z_loss_coefficient=0.01, drift_coefficient=0.1)
+        given = {
+            **arrays,
+            "penalized": arrays["document_ids"] % 2 == 0,
+            "num_documents": DOCUMENTS,
+            "loss": loss,
+            "lse": arrays["entropy"] + 3.0,
+        }
         given["labels_per_document"] = arrays["mask"].sum() / DOCUMENTS
         metrics = policy_metrics(**given, level="with_entropy")
         parts = [float(metrics[name]) for name in names if name in metrics]
@@ -215,8 +221,9 @@ def test_the_names_by_level():
 
 def test_the_table_has_a_reduction_for_every_term_and_nothing_else():
     arrays = case()
-    loss = dataclasses.replace(LOSSES["gspo"], z_loss_coefficient=0.1, rejection=Rejection(k1=1.0))
-    more = {"num_documents": DOCUMENTS, "lse": arrays["entropy"], "level": "with_entropy"}
+    parts = {"z_loss_coefficient": 0.1, "drift_coefficient": 0.1, "rejection": Rejection(k1=1.0)}
+    loss = dataclasses.replace(LOSSES["gspo"], **parts)
+    more = {"num_documents": DOCUMENTS, "lse": arrays["entropy"], "level": "with_entropy", "penalized": arrays["mask"]}
     found = {}
     for kind in ("truncate", "mask"):
         corrected = dataclasses.replace(loss, correction=Correction(kind=kind))

@@ -40,7 +40,7 @@ from jaxlogp.losses.rejection import Policies, Rejection
 
 RATIOS = ("token", "sequence", "sequence_token", "product")
 ENTROPY_WEIGHTS = ("reduction", "labels")
-LOSS_PARTS = ("objective", "kl", "entropy", "z")
+LOSS_PARTS = ("objective", "kl", "entropy", "z", "drift")
 """Names of the parts of a policy loss, in the order of the formula of `PolicyLoss`."""
 
 
@@ -52,14 +52,15 @@ class PolicyLoss:
     of the reduction, the loss of a step is Σ / count with
 
         Σ = Σ_t w_t m_t (-c_t objective(r_t, A_t) + kl_coefficient KL_t - entropy_coefficient H_t
-                         + z_loss_coefficient lse_t²).
+                         + z_loss_coefficient lse_t² + drift_coefficient p_t |log r_t|).
 
     With ratio "sequence" all N_d labels of document d share R_d = exp(Σ_t m_t (log_probs_t - old_log_probs_t) / N_d) and
     the mean A_d of their advantages in place of r_t and A_t. With "sequence_token" r_t has the value of R_d and the gradient
     of label t alone, and A_t stays the label's own; "product" is the same for the value Π_t r_t of the whole document. With
     `log_clip` (low, high) and ratio "sequence" each log r_t is at most high where A_t > 0, and at least -low where A_t < 0,
-    before the mean. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per
-    token with every ratio and belong to the same sum, so they have the weights and the denominator of the reduction.
+    before the mean. KL, entropy and lse_t, the log Σ_v e^z of the token's logits, are per token with every ratio, as is the
+    drift |log_probs_t - old_log_probs_t| of `penalized` labels (p_t = 1). They belong to the same sum, so they have the
+    weights and the denominator of the reduction.
     With `entropy_weights` "labels" the entropy bonus is instead entropy_coefficient times the mean entropy of all D labels
     of the step, as in TRL: its w_t is M / D. c_t is the weight of the `correction`, and 1 without one. A `rejection` takes
     labels out of m_t, D and N_d.
@@ -87,6 +88,7 @@ class PolicyLoss:
         grad_divisor: divisor of the gradient of the mean if it differs from that of the reported loss, or None.
         log_clip: (low, high), bounds in nats, above 0, of the log-ratio of each label in a document's mean, or None. For
             ratio "sequence" alone.
+        drift_coefficient: weight of the drift of penalized labels, at least 0.
 
     Raises:
         ValueError: if a choice is unknown or a number out of range.
@@ -112,6 +114,7 @@ class PolicyLoss:
     rejection: Rejection | None = None
     grad_divisor: float | None = None
     log_clip: tuple[float, float] | None = None
+    drift_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         require(isinstance(self.name, str) and self.name != "", "name", "a name", repr(self.name))
@@ -124,7 +127,7 @@ class PolicyLoss:
         require(self.kl_estimator in estimators, "kl_estimator", f"one of {estimators}", repr(self.kl_estimator))
         good = isinstance(self.kl_unbiased, bool) and not (self.kl_unbiased and self.kl_estimator == "k2")
         require(good, "kl_unbiased", "a bool, and False for kl_estimator 'k2'", repr(self.kl_unbiased))
-        for name in ("kl_coefficient", "z_loss_coefficient"):
+        for name in ("kl_coefficient", "z_loss_coefficient", "drift_coefficient"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0.0, name, "a finite number of at least 0", value)
         known = ENTROPY_WEIGHTS
@@ -187,6 +190,7 @@ class PolicyLoss:
         "advantages",
         "ref_log_probs",
         "sampler_log_probs",
+        "penalized",
         "mask",
         "weights",
         "entropy_weights",
@@ -206,6 +210,7 @@ class LossTokens:
         ref_log_probs: [tokens], log-probs under the reference in nats, or None for a loss without KL.
         sampler_log_probs: [tokens], log-probs under the sampler in nats, for a loss with an unbiased KL; or None, when they
             are the old ones.
+        penalized: bool [tokens], True for labels whose drift is penalized, or None for a loss without that.
         mask: bool [tokens], True where the target is a label that was not rejected.
         weights: [tokens], weight of each label in the sum; NaN for a label whose document id is out of range.
         entropy_weights: [tokens], weight of each entropy if it differs from `weights`, or None.
@@ -217,6 +222,7 @@ class LossTokens:
     advantages: Float[AnyArray, " tokens"]
     ref_log_probs: Float[AnyArray, " tokens"] | None
     sampler_log_probs: Float[AnyArray, " tokens"] | None
+    penalized: Bool[AnyArray, " tokens"] | None
     mask: Bool[AnyArray, " tokens"]
     weights: Float[AnyArray, " tokens"]
     entropy_weights: Float[AnyArray, " tokens"] | None
@@ -235,6 +241,7 @@ def policy_loss(
     entropy: Float[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
@@ -263,6 +270,8 @@ def policy_loss(
             coefficient. The lse of :func:`jaxlogp.linear_log_probs` is a constant and does not serve here; use
             :func:`jaxlogp.linear_policy_loss`, which needs none.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats; needed with a KL coefficient.
+        penalized: bool [*tokens], True for labels whose drift is penalized, anything where masked; needed with a drift
+            coefficient.
         document_ids: [*tokens], document index of each token, of any integer dtype; anything for tokens without a label.
             None for the rows of [B, T], including those without a label; inputs of other shapes need ids unless ratio is
             "token" and reduction "labels".
@@ -309,6 +318,7 @@ def policy_loss(
         sampler_log_probs=sampler_log_probs,
         log_probs=read_by_rules,
         ref_log_probs=ref_log_probs,
+        penalized=penalized,
         document_ids=document_ids,
         num_documents=num_documents,
         document_axis_name=document_axis_name,
@@ -373,6 +383,7 @@ def loss_tokens(
     sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     log_probs: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
     document_ids: Integer[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
@@ -389,6 +400,7 @@ def loss_tokens(
             rejection and unbiased KL.
         log_probs: [*tokens], log-probs under the policy in training, in nats, for a rejection that reads them; constants.
         ref_log_probs: [*tokens], log-probs under the reference, in nats; ignored by a loss without KL.
+        penalized: bool [*tokens], labels whose drift is penalized; ignored by a loss without drift coefficient.
         document_ids: [*tokens], document index of each token, as in :func:`jaxlogp.policy_loss`.
         num_documents: number of documents, as in :func:`jaxlogp.policy_loss`.
         document_axis_name: mesh axis (or axes) over which documents are split.
@@ -416,6 +428,13 @@ def loss_tokens(
     with_kl = loss.kl_coefficient != 0.0
     why = f"log-probs under the reference for kl_coefficient {loss.kl_coefficient}"
     require(not with_kl or ref_log_probs is not None, "ref_log_probs", why, None)
+    drifts = loss.drift_coefficient != 0.0
+    if drifts:
+        expected = (
+            f"labels to penalize, a bool array of shape {mask.shape}, for drift_coefficient {loss.drift_coefficient}"
+        )
+        good = getattr(penalized, "dtype", None) == np.bool_ and penalized.shape == mask.shape
+        require(good, "penalized", expected, describe(penalized))
     if sampler_log_probs is not None:
         expected = (
             "log-probs of the old policy along with sampler_log_probs (on policy, jax.lax.stop_gradient(log_probs))"
@@ -447,6 +466,7 @@ def loss_tokens(
         constants["advantages"],
         constants["ref_log_probs"] if with_kl else None,
         constants.get("sampler_log_probs") if loss.weighs_kl else None,
+        flat(penalized) if drifts else None,
         kept,
         weights,
         _entropy_weights(loss, weights, labels_per_document),
@@ -584,6 +604,11 @@ def _parts(
     if loss.z_loss_coefficient != 0.0:
         require(lse is not None, "lse", f"log-sum-exps for z_loss_coefficient {loss.z_loss_coefficient}", None)
         parts["z"] = loss.z_loss_coefficient * jnp.square(selected(lse, tokens.mask, dtype))
+    if loss.drift_coefficient != 0.0:
+        drift = new - old
+        # Not jnp.abs, whose gradient at 0 is 1: on policy it would push every penalized label down.
+        drift = jnp.sign(lax.stop_gradient(drift)) * drift
+        parts["drift"] = jnp.where(tokens.penalized, loss.drift_coefficient * drift, 0.0)
     return parts
 
 

@@ -304,6 +304,23 @@ def gpg(**shared: Any) -> PolicyLoss:
 
 
 @_preset
+def kl_cov(*, drift_coefficient: float = 1.0, **shared: Any) -> PolicyLoss:
+    """Returns KL-Cov's loss: no clip, and a penalty on the drift of the labels of the largest covariance.
+
+    L = -(1 / D) Σ_t m_t (r_t A_t - drift_coefficient p_t |log r_t|), p_t = 1 for the labels `penalized` of `policy_loss`:
+    those of `high_covariance_labels`. It is not in `PRESETS`, because `linear_policy_loss` does not take them.
+
+    Args:
+        drift_coefficient: weight of |log r_t|, at least 0 (`ppo_kl_coef` in verl).
+        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
+
+    References:
+        The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv:2505.22617.
+    """
+    return PolicyLoss("kl_cov", objective=Unclipped(), drift_coefficient=drift_coefficient, **shared)
+
+
+@_preset
 def rloo(**shared: Any) -> PolicyLoss:
     """Returns RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
 

@@ -197,6 +197,7 @@ def policy_metrics(
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
@@ -240,6 +241,7 @@ def policy_metrics(
         loss=loss,
         entropy=entropy,
         ref_log_probs=ref_log_probs,
+        penalized=penalized,
         lse=lse,
         labels_per_document=labels_per_document,
         level=level,
@@ -260,6 +262,7 @@ def policy_metric_terms(
     loss: PolicyLoss = grpo(),
     entropy: Float[AnyArray, "*tokens"] | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
@@ -281,9 +284,9 @@ def policy_metric_terms(
       over documents with a label ("sequence");
     - max_ratio_new_old, min_ratio_new_old, max_advantage, min_advantage: over labels, r as above and A before any
       averaging; -inf and inf where there are no labels;
-    - loss_objective, loss_kl, loss_entropy, loss_z: the parts that add up to the loss, coefficients and signs included,
-      with the weights of its reduction and divided by loss_count, its count; a part is omitted if its coefficient is 0 or
-      its input is not given;
+    - loss_objective, loss_kl, loss_entropy, loss_z, loss_drift: the parts that add up to the loss, coefficients and signs
+      included, with the weights of its reduction and divided by loss_count, its count; a part is omitted if its coefficient
+      is 0 or its input is not given;
     - mismatch_k1, mismatch_k3: Σ_t m_t of the estimates -x and exp(x) - x - 1 of KL(μ ‖ π_old) for x = log π_old - log μ,
       divided by the labels; x is bounded by ±`MAX_LOG_WEIGHT` in both;
     - correction_weight, correction_weight_squared, max_correction_weight: mean, mean square and maximum over labels of the
@@ -315,6 +318,7 @@ def policy_metric_terms(
         loss: the loss of the step.
         entropy: [*tokens], entropy of the distribution of each target, in nats; needed at level "with_entropy".
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
+        penalized: bool [*tokens], labels whose drift is penalized, for loss_drift; or None.
         lse: [*tokens], log Σ e^z of each token, for loss_z; or None.
         labels_per_document: labels of the whole step divided by its documents, as in `policy_loss`.
         level: "none" (no term at all), "basic" or "with_entropy".
@@ -353,7 +357,7 @@ def policy_metric_terms(
         _averages(loss, tokens, layout, flat_mask)
         | (_sampler_terms(loss, tokens, layout, flat_mask) if of_sampler else {})
         | _extremes("advantage", tokens["advantages"], flat_mask)
-        | _loss_terms(loss, given, mask, options)
+        | _loss_terms(loss, given | ({} if penalized is None else {"penalized": penalized}), mask, options)
         | _counts(loss, layout, flat_mask)
     )
 
@@ -512,11 +516,11 @@ def _loss_terms(
     loss: PolicyLoss, given: dict[str, AnyArray], mask: Bool[AnyArray, "*tokens"], options: dict[str, Any]
 ) -> dict[str, Array]:
     """Computes the sum of each part of the loss whose inputs are given, and the loss's count."""
-    inputs = {"kl": "ref_log_probs", "entropy": "entropy", "z_loss": "lse"}
+    inputs = {"kl": "ref_log_probs", "entropy": "entropy", "z_loss": "lse", "drift": "penalized"}
     absent = {f"{part}_coefficient": 0.0 for part, name in inputs.items() if name not in given}
     loss = dataclasses.replace(loss, **absent)
     values = {name: flat(lax.stop_gradient(given[name])) for name in ("log_probs", "entropy", "lse") if name in given}
-    names = ("old_log_probs", "advantages", "ref_log_probs", "sampler_log_probs", "log_probs")
+    names = ("old_log_probs", "advantages", "ref_log_probs", "penalized", "sampler_log_probs", "log_probs")
     rest = {name: given[name] for name in names if name in given}
     tokens, count = loss_tokens(loss, mask=mask, **rest, **options)
     parts = loss_parts(loss, values.pop("log_probs"), tokens, **values)

@@ -173,6 +173,37 @@ def clip_cov_advantages(
     return _kept(advantages_of_tokens(advantages, mask), mask & ~drawn)
 
 
+def high_covariance_labels(
+    log_probs: Float[AnyArray, "*tokens"],
+    advantages: Float[AnyArray, "*rows"],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
+    *,
+    share: float = 2e-4,
+) -> Bool[Array, "*tokens"]:
+    """Returns True for the labels of the largest covariance, max(share · D, 1) of all D labels, rounded down.
+
+    They are those that KL-Cov penalizes: `penalized` of :func:`jaxlogp.policy_loss` along with `kl_cov`.
+
+    Args:
+        log_probs: [*tokens], log-probs of the targets of all labels of the step under the old policy, in nats.
+        advantages: [*tokens], advantage of each token; or [B] or [B, 1], one per row of [B, T].
+        mask: [*tokens], True for labels; None for all tokens.
+        share: share of all labels, in (0, 1] (`kl_cov_ratio` in verl).
+
+    Returns:
+        bool [*tokens], False where masked; the earlier of equal labels.
+
+    Raises:
+        ValueError: if a shape or dtype is wrong, the share is out of range, or a known value at a label is not finite.
+
+    References:
+        The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv:2505.22617.
+    """
+    _check_share(share)
+    mask = labels_of(mask, shape_of(log_probs, "log_probs"))
+    return _first(-label_covariances(log_probs, advantages, mask), jnp.asarray(mask), _number(mask, share))
+
+
 def _check_share(share: float) -> None:
     require(is_number(share) and 0.0 < share <= 1.0, "share", "a number in (0, 1]", describe(share))
 
