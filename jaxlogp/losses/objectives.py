@@ -21,7 +21,8 @@ class Objective(Protocol):
     """The part of a policy loss that reads ratios and advantages.
 
     For a loss with ratio "sequence" the arrays hold one entry per document: its mean log-ratio, mean log-prob and mean
-    advantage. Otherwise they hold one per token, whose log-ratio is its document's for "sequence_token" and "product". Entries without a label are 0 in all three and count nowhere.
+    advantage. Otherwise they hold one per token, whose log-ratio is its document's for "sequence_token" and "product".
+    Entries without a label are 0 in all three and count nowhere.
     """
 
     def value(
