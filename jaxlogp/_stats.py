@@ -142,7 +142,7 @@ def combine_segments(stats: TileStats, token: Int[Array, " places"], tokens: int
     parts = [local.sum_exp, local.target, local.owners]
     if local.sum_exp_shifted is not None:
         parts.append(local.sum_exp_shifted)
-    sums = jax.ops.segment_sum(jnp.stack(parts, axis=1), token, tokens, indices_are_sorted=True).T
+    sums = [jax.ops.segment_sum(part, token, tokens, indices_are_sorted=True) for part in parts]
     return TileStats(maximum, sums[0], sums[3] if len(parts) == 4 else None, sums[1], sums[2])
 
 

@@ -54,6 +54,16 @@ def test_blocks_of_ids_and_columns_change_nothing(small_blocks, layout):
     check(seen if layout == "vh" else seen._replace(weight=seen.weight.T), expected(data, **ALL_OPTIONS))
 
 
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_nothing_of_uninitialised_gradients_is_left(monkeypatch, layout):
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    # A size of its own, for which nothing has been traced before.
+    monkeypatch.setattr(registry, "AUTOMATIC_ON_SUPPORT", (SupportEngine(block_columns=7),))
+    data = case()
+    seen = gradients(data if layout == "vh" else {**data, "weight": data["weight"].T}, weight_layout=layout)
+    assert np.isfinite(np.asarray(seen.hidden)).all() and np.isfinite(np.asarray(seen.weight)).all()
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_narrow_operands_have_exact_products(dtypes):
     """Hidden states are rounded to the weight's dtype; values are those of float64 on these operands."""
@@ -444,9 +454,13 @@ def has_logits(program):
 
 def test_nothing_of_the_size_of_the_logits():
     assert not has_logits(compiled(True, jnp.float32)) and has_logits(compiled(False, jnp.float32))
-    # Two arrays of the weight's size, for its gradient and its fp32 sums, and blocks of [capacity, H].
-    bytes_needed = 4 * (2 * VOCAB * WIDTH + 4 * CAPACITY * WIDTH)
-    assert compiled(True, jnp.float32).memory_analysis().temp_size_in_bytes < bytes_needed
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nothing_of_the_size_of_the_weight_but_its_gradient(dtype):
+    """The gradient, a result and no temporary, is summed for the rows alone that are named."""
+    blocks_of_ids = 4 * 4 * CAPACITY * WIDTH
+    assert compiled(True, dtype).memory_analysis().temp_size_in_bytes < blocks_of_ids < 4 * VOCAB * WIDTH
 
 
 def test_no_fp32_copy_of_a_bf16_weight():
