@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # A timed run, and the untimed one before it, last at least this long; a program that took more than PATIENCE_SECONDS in
 # total gets no further turns.
@@ -87,3 +88,17 @@ def time_in_turns(
         name: Timing(statistics.median(values), len(values)) for name, values in samples.items() if name not in failed
     }
     return medians, failed
+
+
+def copy_bandwidth() -> float:
+    """Measures how many bytes per second a copy reads and writes."""
+    size = 2**30 if jax.default_backend() == "gpu" else 2**26
+    add = jax.jit(lambda x: x + 1)
+    x = jnp.zeros(size, jnp.float32)
+    jax.block_until_ready(add(x))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        jax.block_until_ready([add(x) for _ in range(4)])
+        seconds.append((time.perf_counter() - started) / 4)
+    return 2 * x.nbytes / statistics.median(seconds)

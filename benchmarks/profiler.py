@@ -33,3 +33,18 @@ def gpu_events(call: Callable[[], Any], repeats: int) -> list[dict[str, Any]]:
     if not found:
         raise RuntimeError(f"no kernel of a GPU among {len(complete)} events of {sorted(set(processes.values()))}")
     return found
+
+
+def print_slowest(events: list[dict[str, Any]], most: int, steps: int) -> None:
+    """Prints microseconds and calls a step of the kernels that take the longest.
+
+    Args:
+        events: events of :func:`gpu_events`.
+        most: number of kernels to print.
+        steps: number of steps during which the events were recorded.
+    """
+    durations: dict[str, list[float]] = {}
+    for event in events:
+        durations.setdefault(event["name"], []).append(event["dur"])
+    for name, taken in sorted(durations.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"    {sum(taken) / steps:8.1f} us a step  {len(taken) / steps:6.1f} x  {name[:90]}")

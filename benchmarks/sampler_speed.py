@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.profiler import gpu_events
+from benchmarks.clock import copy_bandwidth
+from benchmarks.profiler import gpu_events, print_slowest
 from experiments.command_line import run_command
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
@@ -97,20 +98,6 @@ def bytes_of_step(shape: DecoderConfig, config: SamplerSpeedConfig, rows: int, t
     return width * (matrices + per_token / of_heads * tokens)
 
 
-def bandwidth() -> float:
-    """Bytes per second that a copy reads and writes."""
-    size = 2**30 if jax.default_backend() == "gpu" else 2**26
-    add = jax.jit(lambda x: x + 1)
-    x = jnp.zeros(size, jnp.float32)
-    jax.block_until_ready(add(x))
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        jax.block_until_ready([add(x) for _ in range(4)])
-        seconds.append((time.perf_counter() - started) / 4)
-    return 2 * x.nbytes / statistics.median(seconds)
-
-
 def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_second: float) -> Measured:
     """Compiles and times one combination of model, mesh and rows."""
     name, mesh_text, rows = choice
@@ -147,7 +134,7 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     step = (whole - prefill) / (config.new_tokens - 1)
     bound = bytes_of_step(shape, config, rows, spec.tensor) / bytes_per_second
     if config.profile:
-        _print_kernels(gpu_events(lambda: run(33), 1), config.profile, 32 * spec.num_devices)
+        print_slowest(gpu_events(lambda: run(33), 1), config.profile, 32 * spec.num_devices)
     return Measured(
         name,
         mesh_text,
@@ -163,14 +150,6 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     )
 
 
-def _print_kernels(events: list, most: int, steps: int) -> None:
-    totals: dict[str, list[float]] = {}
-    for event in events:
-        totals.setdefault(event["name"], []).append(event["dur"])
-    for name, taken in sorted(totals.items(), key=lambda item: -sum(item[1]))[:most]:
-        print(f"    {sum(taken) / steps:8.1f} us a step  {len(taken) / steps:6.1f} x  {name[:90]}")
-
-
 def main(config: SamplerSpeedConfig) -> list[Measured]:
     """Prints the table, a line as soon as it is measured.
 
@@ -179,7 +158,7 @@ def main(config: SamplerSpeedConfig) -> list[Measured]:
     """
     for name in config.model:
         require(name in NAMED_SHAPES, "--model", f"one of {', '.join(NAMED_SHAPES)}", name)
-    bytes_per_second = bandwidth()
+    bytes_per_second = copy_bandwidth()
     device = jax.devices()[0].device_kind
     print(f"{device}, JAX {jax.__version__}, {bytes_per_second / 1e12:.2f} TB/s measured", flush=True)
     print(
