@@ -168,6 +168,7 @@ def find_parts(
         ValueError: if one cannot be used, or differs between the processes of a run.
     """
     rewards = given_rewards(config, user.reward)
+    require(rewards is None or not config.supervised, "reward", "none in supervised learning", "your own")
     config = dataclasses.replace(config, task=task.name)
     require_same_run(config, task)
     origin = origin_of(config, task, user.model, restored=restored)

@@ -183,6 +183,12 @@ def test_options_that_would_do_nothing_are_refused(tmp_path, path, changes, word
 
 
 @pytest.mark.bad_input
+def test_a_reward_of_ones_own_is_refused(tmp_path, path):
+    with pytest.raises(ValueError, match="^reward: expected none in supervised learning, got your own$"):
+        train(options(tmp_path, "refused", path), reward=lambda example, completion: 1.0)
+
+
+@pytest.mark.bad_input
 def test_what_cannot_be_learnt_from_is_refused_in_one_line(tmp_path, capsys):
     few = tmp_path / "few.jsonl"
     few.write_text('{"prompt": "1+1=", "completion": "2"}\n')
