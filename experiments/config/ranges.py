@@ -8,7 +8,7 @@ from experiments.config.data import RewardConfig
 from experiments.config.invariance import ENGINES as INVARIANT_ENGINES
 from experiments.config.invariance import InvarianceConfig
 from experiments.config.rollout import RolloutConfig
-from experiments.config.run import Config
+from experiments.config.run import STORED, Config
 from experiments.models.attention import NAMES
 from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
@@ -98,7 +98,7 @@ def _validate_source(config: Config) -> None:
         return
     require(schedule.row_length is not None, "--schedule.row-length", "the longest document, with --source", None)
     expected = "no value with --source, which draws by itself"
-    stored = config.source.startswith("stored:")
+    stored = config.source.startswith(STORED)
     require(stored or schedule.epochs is None, "--schedule.epochs", expected, schedule.epochs)
     # Already resolved, it is that of the loss.
     of_loss = replace(config.loss, advantages=None).resolved().advantages

@@ -19,6 +19,8 @@ from jaxlogp.losses import PolicyLoss
 
 SUPERVISED = "sft:"
 """Before the path of a file, in the place of a task: a run that learns from its documents."""
+STORED = "stored:"
+"""Before the path of a file of documents, in the place of the module:name of a source."""
 COMPLETION_OF_LOADED_MODEL = 256
 """Default longest completion of a model from disk, in tokens, as in TRL."""
 

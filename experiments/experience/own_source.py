@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from experiments.config.run import STORED
 from experiments.experience.experience import Experience, Policy
 from jaxlogp import Document
 from jaxlogp.errors import describe, require
 
 OWN = "own:"
 """Before the name of a source that was passed from Python, in the options that a run keeps."""
-
-
-STORED = "stored:"
-"""Before the path of a file of documents, in the place of module:name."""
 
 
 class SourceFailed(Exception):
@@ -118,8 +115,8 @@ def find_source(name: str) -> Any:
 
 
 def resolve_source(option: str | None, source: Any) -> tuple[str | None, Any]:
-    """Returns the option that a run keeps, and the source: by name, or the caller's own; both None for the built-in one, the
-    source alone for stored documents.
+    """Returns the option that a run keeps, and the source: by name, or the caller's own; both None for the built-in
+    one, and no source for stored documents, which are read later.
 
     Raises:
         ValueError: if an option and a source are given, no such source exists, or the run began with one from Python that is

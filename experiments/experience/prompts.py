@@ -55,12 +55,22 @@ def sizes_for(
     require(seen <= prompt, "--rollout.max-prompt-tokens", f"at least {seen}, for the prompts of this task", prompt)
     completion = longest_completion(task, rollout)
     longest = prompt + completion
+    row = row_length_for(longest, schedule, mesh, "this task")
+    step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
+    return Sizes(prompt, completion, row, schedule.rows or leaf_rows or rows_for(row, -(-step // mesh.ranks)))
+
+
+def row_length_for(longest: int, schedule: ScheduleConfig, mesh: MeshSpec, whose: str) -> int:
+    """Returns the tokens of a row: those of the options, or of the longest document with padding for the mesh.
+
+    Raises:
+        ValueError: if the longest document, of what `whose` says, does not fit, or the mesh does not divide the row.
+    """
     row = schedule.row_length or -(-longest // mesh.sequence) * mesh.sequence
     expected = f"a number that {mesh.sequence} sequence ranks divide"
     require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
-    require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of this task", row)
-    step = schedule.docs_per_step or rollout.prompts_per_rollout * rollout.num_generations
-    return Sizes(prompt, completion, row, schedule.rows or leaf_rows or rows_for(row, -(-step // mesh.ranks)))
+    require(longest <= row, "--schedule.row-length", f"at least {longest}, the longest document of {whose}", row)
+    return row
 
 
 def rows_for(row_length: int, documents: int) -> int:
@@ -132,20 +142,19 @@ class PromptOrder:
     """
 
     def __init__(self, task: Task, seed: int, epochs: int | None) -> None:
-        self._task, self._seed, self.cursor = task, seed, 0
-        self._count = count = task.num_examples("train")
+        self._task, self.cursor = task, 0
+        count = task.num_examples("train")
         finite = "a task with a finite number of training prompts, such as jsonl:PATH"
         require(epochs is None or count is not None, "--schedule.epochs", f"None, or {finite}", epochs)
-        self._order = range(0) if count is None else EpochOrder(count, seed)
+        self._order = None if count is None else EpochOrder(count, seed)
         self._end = None if epochs is None else count * epochs
 
     def take(self, number: int) -> list[Example]:
         """The next examples; fewer, then none, when the data ends."""
         stop = self.cursor + number if self._end is None else min(self.cursor + number, self._end)
-        taken = [
-            self._task.example(position if self._count is None else self._order[position], "train")
-            for position in range(self.cursor, stop)
-        ]
+        positions, order = range(self.cursor, stop), self._order
+        indices = positions if order is None else [order[position] for position in positions]
+        taken = [self._task.example(index, "train") for index in indices]
         self.cursor = stop
         return taken
 

@@ -9,10 +9,11 @@ import jax
 from flax import nnx
 
 from experiments.config import Config
+from experiments.config.run import STORED
 from experiments.experience.document_list import DocumentList
 from experiments.experience.experience import ExperienceSource
 from experiments.experience.limits import Limits
-from experiments.experience.own_source import STORED, OwnSource
+from experiments.experience.own_source import OwnSource
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
@@ -76,14 +77,12 @@ class Setup(Inference):
         """Returns a policy that draws and scores by these parameters, if present by the learner's program."""
         if params is not self.params:
             return super().policy_of(params)
-        key = jax.random.key(self.config.seed)
-        return SamplerPolicy(self.generator, params, self.learner.version, self.learner.log_probs, key)
+        return SamplerPolicy(self.generator, params, self.learner.version, self.learner.log_probs, self.key)
 
     def policy(self) -> SamplerPolicy:
         """Returns the policy of the present parameters, from which a source draws."""
-        learner, key = self.learner, jax.random.key(self.config.seed)
-        key = key if self.config.source is None else jax.random.fold_in(key, OWN_SOURCE)
-        return SamplerPolicy(self.generator, self.params, learner.version, learner.log_probs, key)
+        key = self.key if self.config.source is None else jax.random.fold_in(self.key, OWN_SOURCE)
+        return SamplerPolicy(self.generator, self.params, self.learner.version, self.learner.log_probs, key)
 
     def feed(self) -> DocumentFeed:
         """Returns what gives the documents of each step."""
@@ -113,7 +112,6 @@ def assemble(
     config: Config,
     task: Task | None = None,
     rewards: Rewards | None = None,
-    model: nnx.Module | None = None,
     *,
     origin: Origin | None = None,
     restored: bool = False,
@@ -125,7 +123,6 @@ def assemble(
         config: the options.
         task: see `make_inference`.
         rewards: likewise.
-        model: likewise.
         origin: likewise.
         restored: likewise.
         source: your own source, which ``config.source`` names.
@@ -133,7 +130,7 @@ def assemble(
     Raises:
         ValueError: as `make_inference`, and if an engine cannot run here.
     """
-    base = make_inference(config, task, rewards, model, origin=origin, restored=restored)
+    base = make_inference(config, task, rewards, origin=origin, restored=restored)
     ranks, sizes = base.packing.ranks, base.sizes
     return Setup(
         **vars(base),

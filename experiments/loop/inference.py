@@ -56,6 +56,11 @@ class Inference:
         """The device mesh of the training."""
         return self.backend.mesh
 
+    @property
+    def key(self) -> jax.Array:
+        """The key of the run's random numbers."""
+        return jax.random.key(self.config.seed)
+
     def policy_of(self, params: nnx.State) -> SamplerPolicy:
         """Returns a policy that draws and scores by these parameters."""
 
@@ -63,14 +68,13 @@ class Inference:
             gradients = self.backend.gradients(CrossEntropy(), self.config.rollout.temperature)
             return log_probs_of(documents, gradients, params, self.packing)
 
-        return SamplerPolicy(self.generator, params, 0, log_probs, jax.random.key(self.config.seed))
+        return SamplerPolicy(self.generator, params, 0, log_probs, self.key)
 
 
 def make_inference(
     config: Config,
     task: Task | SupervisedFile | None = None,
     rewards: Rewards | None = None,
-    model: nnx.Module | None = None,
     *,
     origin: Origin | None = None,
     restored: bool = False,
@@ -81,8 +85,7 @@ def make_inference(
         config: the options.
         task: your own task instead of the one that ``config.task`` names.
         rewards: your own rewards instead of those that ``config.reward`` names.
-        model: your own model instead of the decoder that ``config.model`` describes.
-        origin: the model, where the caller has made it of the same options.
+        origin: the model, where the caller has made it of the same options, or brings one.
         restored: whether a checkpoint will bring the parameters: none are drawn or read.
 
     Raises:
@@ -91,7 +94,7 @@ def make_inference(
     mesh = validate(config)
     config = config.resolved()
     task = find_task(config) if task is None else task
-    origin = origin or origin_of(config, task, model, restored=restored)
+    origin = origin or origin_of(config, task, None, restored=restored)
     tokenizer = origin.tokenizer
     backend = (InvariantMode if config.invariant else PlainMode)(config, origin)
     if isinstance(task, SupervisedFile):

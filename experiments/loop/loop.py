@@ -243,7 +243,7 @@ class Loop:
             self._require(step, "copies differ", self._learner.mismatch())
 
     def _evaluate(self, *, log: bool = True) -> Scores:
-        """Exact match on the held-out prompts with the present parameters; the same random numbers every time."""
+        """Scores on what is held out with the present parameters; the same random numbers every time."""
         started, setup, step = time.perf_counter(), self._setup, self.progress.step
         evaluated = self._with_rewards(lambda: setup.evaluation.of(setup.policy_of(setup.params)))
         if log:

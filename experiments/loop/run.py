@@ -81,7 +81,7 @@ class Result:
     @property
     def params(self) -> nnx.State:
         """The trained parameters."""
-        return self.setup.learner.state.params
+        return self.setup.params
 
     @property
     def held_out(self) -> dict[str, HeldOut]:

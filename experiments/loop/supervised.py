@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import numpy as np
 
 from experiments.config import Config, ScheduleConfig
@@ -13,14 +12,13 @@ from experiments.config.run import SUPERVISED
 from experiments.experience.conversations import Conversations, load_conversations
 from experiments.experience.experience import Policy
 from experiments.experience.limits import Limits
-from experiments.experience.prompts import Sizes, rows_for
+from experiments.experience.prompts import Sizes, row_length_for, rows_for
 from experiments.loop.evaluation import HeldOutLoss
 from experiments.models.mesh import MeshSpec
 from experiments.runs.folder import Sample
 from experiments.tasks import Task
 from experiments.tasks.configured import task_for
 from experiments.tasks.json_lines import digest_of
-from experiments.tasks.protocol import Split
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 from jaxlogp.errors import require
@@ -40,7 +38,6 @@ class SupervisedFile:
         ValueError: if the file cannot be read.
     """
 
-    family: ClassVar[str] = "sft"
     alphabet: ClassVar[None] = None
 
     def __init__(self, path: str) -> None:
@@ -50,7 +47,7 @@ class SupervisedFile:
     @property
     def name(self) -> str:
         """The task of a run."""
-        return f"{self.family}:{self.path}"
+        return f"{SUPERVISED}{self.path}"
 
     def load(self, tokenizer: Tokenizer) -> Conversations:
         """Returns the documents, which are read once for each tokenizer.
@@ -69,9 +66,6 @@ class SupervisedFile:
             self._loaded = tokenizer, found
         return self._loaded[1]
 
-    def num_examples(self, split: Split) -> None:
-        """Not known without a tokenizer."""
-
     def sizes(self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None) -> Sizes:
         """Returns the sizes of a run.
 
@@ -80,11 +74,7 @@ class SupervisedFile:
         """
         documents = self.load(tokenizer).documents
         longest = max(document.tokens.size for split in documents.values() for document in split)
-        row = schedule.row_length or -(-longest // mesh.sequence) * mesh.sequence
-        expected = f"a number that {mesh.sequence} sequence ranks divide"
-        require(row % mesh.sequence == 0, "--schedule.row-length", expected, row)
-        expected = f"at least {longest}, the longest document of {self.path}"
-        require(longest <= row, "--schedule.row-length", expected, row)
+        row = row_length_for(longest, schedule, mesh, self.path)
         step = -(-(schedule.docs_per_step or 1) // mesh.ranks)
         return Sizes(longest - 1, 1, row, schedule.rows or leaf_rows or rows_for(row, step))
 
@@ -135,5 +125,5 @@ class LossEvaluation:
     def of(self, policy: Policy) -> EvaluatedLoss:
         """Evaluates a policy."""
         log_probs = policy.log_probs(self._documents)
-        nats = -math.fsum(value for each in log_probs for value in jax.device_get(each).tolist())
+        nats = -math.fsum(value for each in log_probs for value in each.tolist())
         return EvaluatedLoss(nats, sum(document.num_labels for document in self._documents), self._documents)

@@ -141,15 +141,12 @@ class Generator:
             (ids[:end], scored[:end]) for ids, scored, end in zip(drawn.tokens, drawn.log_probs, ends, strict=False)
         ]
         stops = self._stops([ids for ids, _ in rows], options.stop)
-        eos_ids = self.tokenizer.eos_ids
-        reasons = (
-            "stop" if stop is not None or int(ids[-1]) in eos_ids else "length"
-            for (ids, _), stop in zip(rows, stops, strict=True)
-        )
-        return [
-            Generation(ids[:stop], scored[:stop], reason)
-            for (ids, scored), stop, reason in zip(rows, stops, reasons, strict=True)
-        ]
+        return [self._generation(*row, stop) for row, stop in zip(rows, stops, strict=True)]
+
+    def _generation(self, ids: np.ndarray, log_probs: np.ndarray, stop: int | None) -> Generation:
+        """What was drawn, up to the token that completes a stop text."""
+        ended = stop is not None or int(ids[-1]) in self.tokenizer.eos_ids
+        return Generation(ids[:stop], log_probs[:stop], "stop" if ended else "length")
 
     def _draw_for(self, prompt_tokens: int, options: SamplingOptions) -> Draw:
         temperature = self._temperature if options.temperature is None else options.temperature

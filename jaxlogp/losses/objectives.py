@@ -49,6 +49,14 @@ class Objective(Protocol):
         ...
 
 
+class _Unbounded:
+    """What an objective without a bound on the ratio says of its clipping."""
+
+    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
+        """Returns False everywhere: nothing limits the ratio."""
+        return jnp.zeros_like(ratio, dtype=bool)
+
+
 @dataclass(frozen=True)
 class Clipped:
     """min(r A, clip(r) A) with clip(r) = min(max(r, 1 - epsilon), 1 + epsilon_high), the objective of PPO.
@@ -167,7 +175,7 @@ class StopGradientWeight:
 
 
 @dataclass(frozen=True)
-class SoftGate:
+class SoftGate(_Unbounded):
     """(4 / τ) σ(τ (r - 1)) A, a smooth gate in place of the clip.
 
     Its slope in r is A at r = 1 and falls on both sides.
@@ -206,13 +214,9 @@ class SoftGate:
         # r - 1, without rounding r first.
         return 4.0 / temperature * jax.nn.sigmoid(temperature * jnp.expm1(log_ratio)) * advantages
 
-    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Returns False everywhere: the gate has no bound."""
-        return jnp.zeros_like(ratio, dtype=bool)
-
 
 @dataclass(frozen=True)
-class GammaWeight:
+class GammaWeight(_Unbounded):
     """sg(φ(r)) A log π with φ(r) = r^k exp(λ (1 - r)): a smooth importance weight that falls on both sides of k / λ.
 
     φ(1) = 1. For the ratio "product", where r is the ratio of the whole document.
@@ -256,13 +260,9 @@ class GammaWeight:
         log_ratio = lax.stop_gradient(log_ratio)
         return _weighted(jnp.exp(power * log_ratio - decay * jnp.expm1(log_ratio)) * advantages, log_prob)
 
-    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Returns False everywhere: the weight has no bound."""
-        return jnp.zeros_like(ratio, dtype=bool)
-
 
 @dataclass(frozen=True)
-class Unclipped:
+class Unclipped(_Unbounded):
     """r A, the importance-weighted objective without a bound."""
 
     def value(
@@ -275,13 +275,9 @@ class Unclipped:
         del log_prob
         return jnp.exp(log_ratio) * advantages
 
-    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Returns False everywhere."""
-        return jnp.zeros_like(ratio, dtype=bool)
-
 
 @dataclass(frozen=True)
-class LogLikelihood:
+class LogLikelihood(_Unbounded):
     """A log π, the objective of REINFORCE.
 
     It ignores the sampler's log-probs, so it is for samples of the policy itself.
@@ -300,10 +296,6 @@ class LogLikelihood:
         """Computes A log π, infinite where π is 0 and A is not."""
         del log_ratio
         return _weighted(advantages, log_prob)
-
-    def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
-        """Returns False everywhere."""
-        return jnp.zeros_like(ratio, dtype=bool)
 
 
 def _weighted(weight: Float[Array, "*shape"], log_prob: Float[AnyArray, "*shape"]) -> Float[Array, "*shape"]:

@@ -25,13 +25,12 @@ def of_own_rank(self, rank):
     assert jax.process_count() == 1 or rank == jax.process_index(), "a process packs for its own devices"
     return micro_batch(self, rank)
 Round.micro_batch = of_own_rank
-from experiments.experience.prompts import PromptOrder
 from experiments.tasks.rewards import RewardNotFinite, Rewards
 from experiments.experience.rollouts import Rollouts
 parts, make = Rewards.parts, Rollouts.__init__
 def begin(rollouts, prompts, *given):
     make(rollouts, prompts, *given)
-    first = PromptOrder(prompts._task, prompts._seed, 1).take(1)[0].prompt
+    first = prompts._task.example(prompts._order[0], "train").prompt
     def of_one_process(rewards, examples, completions, numbers):
         # Of a rollout, by whichever process scores its second completion.
         if len(examples) == {DOCUMENTS} and 1 in numbers and examples[1].prompt == first:
