@@ -16,8 +16,8 @@ class LossConfig:
     """Policy loss: a preset of jaxlogp.losses, and changes to it. None keeps the preset's own value."""
 
     name: str = "grpo"
-    """bnpo, cispo, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, reinforce, rloo, sapo, vespo, or your own
-    (register_loss)."""
+    """bnpo, cispo, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, reinforce, rloo, sapo, vespo.
+    Or your own (register_loss)."""
     epsilon: float | None = None
     """Lower clip range: ratios below 1 - --loss.epsilon are clipped."""
     epsilon_high: float | None = None
