@@ -21,7 +21,7 @@ import tyro
 
 from experiments.compilation_cache import OPTION, VARIABLE, take_cache_option, use_compilation_cache
 from experiments.options import names_as_typed
-from experiments.runs.processes import processes
+from experiments.processes import processes
 from experiments.runs.stops import ExitCode, Stopped
 from experiments.terminal import printable
 

@@ -40,7 +40,7 @@ def run_module(name: str) -> NoReturn:
         if interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         command.run_cli()
-        importlib.import_module("experiments.runs.processes").processes().finish()
+        importlib.import_module("experiments.processes").processes().finish()
     except KeyboardInterrupt:
         _end(signal.SIGINT, None)
     finally:

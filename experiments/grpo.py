@@ -28,7 +28,7 @@ from experiments.loop.resume import set_up_resume
 from experiments.loop.run import Result, set_up
 from experiments.options import typed_options, value_of
 from experiments.presets import defaults_for
-from experiments.runs.processes import processes, start
+from experiments.processes import processes, start
 from jaxlogp.errors import require
 
 

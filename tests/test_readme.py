@@ -229,7 +229,7 @@ def test_the_second_one_trains(monkeypatch, tmp_path, capsys):
 def test_the_python_about_several_processes_names_what_exists(monkeypatch):
     """In one process, whose start is not made."""
     calls = []
-    monkeypatch.setattr("experiments.runs.processes.start", lambda *given: calls.append(given))
+    monkeypatch.setattr("experiments.processes.start", lambda *given: calls.append(given))
     given = {"config": "config", "MyTask": lambda: "task", "my_function": "reward"}
     given["train"] = lambda config, **parts: calls.append((config, parts))
     begin, reduction = python_blocks("docs/scaling.md")

@@ -4,14 +4,13 @@ A reward function may be slow, or answer differently when it is asked twice: wit
 scored by two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
-from experiments.runs.folder import Sample
-from experiments.runs.processes import processes
+from experiments.processes import processes
 from experiments.sampling.policy import Generation
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.protocol import prompt_text
@@ -78,6 +77,19 @@ def _judge(
         # The others wait for this process, and are to end, or to refuse the step, as it does.
         return (type(error).__name__, str(error)), []
     return None, list(zip([not completions[number] for number in numbers], *parts, strict=True))
+
+
+class Sample(NamedTuple):
+    """One completion: the prompt, the sampled text, the expected answer, the reward (the sum and its parts by function),
+    the number of sampled tokens, and whether an end token ended them."""
+
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    rewards: Mapping[str, float]
+    num_tokens: int
+    ended: bool
 
 
 def to_samples(

@@ -10,8 +10,8 @@ from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import SourceFailed
 from experiments.learner.packing import Packing
 from experiments.loop.queue import DocumentQueue
+from experiments.processes import processes
 from experiments.refusal import NotFinite, Refusal
-from experiments.runs.processes import processes
 from experiments.tasks.rewards import RewardFailed
 from jaxlogp import Document, DocumentSchedule
 

@@ -14,11 +14,11 @@ from experiments.loop.alerts import StepMonitor, over_median, with_norm
 from experiments.loop.assemble import Setup
 from experiments.loop.evaluation import Scores
 from experiments.loop.feed import DocumentFeed, Taken
+from experiments.processes import processes
 from experiments.refusal import NotFinite
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder
-from experiments.runs.processes import processes
 from experiments.runs.signals import Signals
 from experiments.runs.stops import GuardAbort, Interrupted
 from experiments.runs.store import FollowedStore, RunStore
@@ -252,7 +252,7 @@ class Loop:
                 values["kl_reference"] = self._learner.kl_to_reference(evaluated.documents)
             values["seconds"] = time.perf_counter() - started
             self._store.metrics.write(step, "eval", values)
-            self._store.metrics.write_samples(step, "held_out", evaluated.samples)
+            self._store.metrics.write_samples(step, "held_out", [each._asdict() for each in evaluated.samples])
             self.progress.evaluated = step
         return evaluated.scores
 

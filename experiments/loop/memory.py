@@ -14,8 +14,8 @@ from experiments.loop.loop import Progress
 from experiments.loop.warm_start import warm_start_optimizer
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, total_bytes
+from experiments.processes import processes
 from experiments.runs.console import RunConsole
-from experiments.runs.processes import processes
 
 ACCURACY = 1.1
 """The need is within a tenth of the peak: a run is refused if it is further above what there is, or its state is above."""

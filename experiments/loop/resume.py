@@ -17,13 +17,13 @@ from experiments.loop.memory import say_memory
 from experiments.loop.run import Result, Run, find_parts, given_task
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, require_own_task, require_same_parts
 from experiments.models.dtype_choice import DtypeChoice
+from experiments.processes import processes
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config, read_object, save_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
-from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.registry import full_name

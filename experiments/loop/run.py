@@ -29,6 +29,7 @@ from experiments.models.huggingface.export import write_files
 from experiments.models.mesh import parse_mesh
 from experiments.models.pretrained import small_files
 from experiments.options import flat_fields, option_name, value_of
+from experiments.processes import processes
 from experiments.runs.config_file import save_config, to_json
 from experiments.runs.console import STEP_COLUMNS, SUPERVISED_COLUMNS, HeldOut, RunConsole
 from experiments.runs.environment import versions_text
@@ -37,7 +38,6 @@ from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_nam
 from experiments.runs.identity import RunParts, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
-from experiments.runs.processes import processes
 from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task

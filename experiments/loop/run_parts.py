@@ -13,8 +13,8 @@ from flax import nnx
 
 from experiments.experience.own_source import source_name
 from experiments.models.pretrained import Pretrained, small_files
+from experiments.processes import processes
 from experiments.runs.identity import RunParts
-from experiments.runs.processes import processes
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.protocol import data_digest
 from jaxlogp.errors import require

@@ -8,11 +8,11 @@ from experiments.config.changes import fixed_values
 from experiments.loop.assemble import Setup
 from experiments.loop.loop import Loop, Outcome, Progress, resume_hint
 from experiments.models.mesh import parse_mesh
+from experiments.processes import processes
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, RunParts, identity_of
-from experiments.runs.processes import processes
 from experiments.runs.signals import caught_signals
 from experiments.runs.stops import Interrupted
 from experiments.runs.store import open_store

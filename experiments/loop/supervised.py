@@ -13,9 +13,9 @@ from experiments.experience.conversations import Conversations, load_conversatio
 from experiments.experience.experience import Policy
 from experiments.experience.limits import Limits
 from experiments.experience.prompts import Sizes, row_length_for, rows_for
+from experiments.experience.scoring import Sample
 from experiments.loop.evaluation import HeldOutLoss
 from experiments.models.mesh import MeshSpec
-from experiments.runs.folder import Sample
 from experiments.tasks import Task
 from experiments.tasks.configured import task_for
 from experiments.tasks.json_lines import digest_of

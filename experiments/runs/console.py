@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column as Cell
 
-from experiments.runs.processes import processes
+from experiments.processes import processes
 from experiments.terminal import printable
 
 HEADER_EVERY = 20

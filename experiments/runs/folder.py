@@ -193,19 +193,6 @@ def run_and_step(run: str | Path) -> tuple[Path, int | None]:
     return (Path(run), None) if named is None else (Path(named[1]), int(named[2]))
 
 
-class Sample(NamedTuple):
-    """One completion: the prompt, the sampled text, the expected answer, the reward (the sum and its parts by function),
-    the number of sampled tokens, and whether an end token ended them."""
-
-    prompt: str
-    completion: str
-    answer: str
-    reward: float
-    rewards: Mapping[str, float]
-    num_tokens: int
-    ended: bool
-
-
 class MetricsLog(NamedTuple):
     """The records of metrics.jsonl; `torn` describes a last line that a crash cut short, or is None."""
 
@@ -272,11 +259,10 @@ class MetricsWriter:
         numbers = (int, float)
         board.add(step, {name: value for name, value in scalars.items() if type(value) in numbers})
 
-    def write_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
-        """Adds completions of one step."""
+    def write_samples(self, step: int, phase: str, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Adds completions of one step, with JSON values by name."""
         for sample in samples:
-            reward = float(sample.reward)
-            self._samples.append({"step": int(step), "phase": phase, **sample._asdict(), "reward": reward})
+            self._samples.append({"step": int(step), "phase": phase, **sample})
 
     def marks(self) -> Marks:
         """What a checkpoint remembers of the logs, whose lines are durable from here on."""

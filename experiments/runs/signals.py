@@ -9,7 +9,7 @@ from types import FrameType
 
 import jax
 
-from experiments.runs.processes import processes
+from experiments.processes import processes
 from experiments.runs.stops import Interrupted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)

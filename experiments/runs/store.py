@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments.models.placement import whole_on_host
+from experiments.processes import processes
 from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, leaves_to_save, numbered
-from experiments.runs.folder import MetricsWriter, RunFolder, Sample
+from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
 from experiments.runs.log_file import Mark
-from experiments.runs.processes import processes
 from jaxlogp.errors import require
 
 OWN = "run"
@@ -175,7 +175,7 @@ class NoMetrics:
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Nothing."""
 
-    def write_samples(self, step: int, phase: str, samples: Iterable[Sample]) -> None:
+    def write_samples(self, step: int, phase: str, samples: Iterable[Mapping[str, Any]]) -> None:
         """Nothing."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from experiments.runs.processes import processes
+from experiments.processes import processes
 from experiments.sampling.pick import DrawOptions
 from experiments.sampling.sampler import Samples
 from experiments.tasks.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ PROGRAM = """
 import json, sys
 import numpy as np
 from jax.experimental import multihost_utils
-from experiments.runs.processes import start
+from experiments.processes import start
 from jaxlogp import Document, DocumentSchedule, pack_documents
 
 _, arguments = sys.argv[0], sys.argv[1:]

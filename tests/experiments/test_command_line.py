@@ -17,8 +17,8 @@ from experiments import chat, evaluate, export, grpo, plot
 from experiments.command_line import run_command
 from experiments.config import CheckpointConfig, Config
 from experiments.options import flat_fields, option_name
+from experiments.processes import Processes
 from experiments.runs.console import RunConsole
-from experiments.runs.processes import Processes
 from experiments.runs.signals import caught_signals
 from experiments.runs.stops import GuardAbort, Interrupted, NothingToDo
 from tests.experiments.tiny_directory import write_tiny_directory

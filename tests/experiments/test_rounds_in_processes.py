@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from experiments.models.mesh import make_mesh, num_ranks, parse_mesh
-from experiments.runs.processes import start
+from experiments.processes import start
 from experiments.learner.packing import Packing
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.objectives import CrossEntropy

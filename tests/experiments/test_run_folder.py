@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from experiments.experience.scoring import Sample
 from experiments.runs import environment
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import describe_git
-from experiments.runs.folder import MetricsWriter, RunFolder, Sample, read_metrics
+from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
 from experiments.runs.lock import RunLock
 
 
@@ -191,7 +192,7 @@ ODD = Sample("inf", "nan", "\ud800", 1.0, {"a": float("inf"), "b": 1.0}, 5, Fals
 def write_steps(writer, steps, kind="train"):
     for step in steps:
         writer.write(step, kind, {"reward": step / 10})
-        samples = [Sample("1+1=", str(step), "2", 0.0, {"correct": 0.0}, 2, True), ODD]
+        samples = [Sample("1+1=", str(step), "2", 0.0, {"correct": 0.0}, 2, True)._asdict(), ODD._asdict()]
         writer.write_samples(step, kind, samples)
 
 
@@ -316,7 +317,7 @@ def test_lines_before_the_checkpoint_must_be_those_that_were_written(run, log, c
     with MetricsWriter(run) as writer:
         for step in (1, 2, 3, 4):
             writer.write(step, "train", {"reward": step / 10})
-            writer.write_samples(step, "train", [Sample(str(step / 10), "", "", 0.0, {}, 1, True)])
+            writer.write_samples(step, "train", [Sample(str(step / 10), "", "", 0.0, {}, 1, True)._asdict()])
         marks = writer.marks()
         writer.write(5, "train", {})
     path = getattr(run, log)

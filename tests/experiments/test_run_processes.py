@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import processes as module
 from experiments.experience.scoring import score
-from experiments.runs import processes as module
-from experiments.runs.processes import FAILURE, Processes, processes, start
+from experiments.processes import FAILURE, Processes, processes, start
 from experiments.sampling.policy import Generation, Generator, SamplingOptions
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Completion, Example, Rewards

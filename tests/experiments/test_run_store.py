@@ -16,17 +16,18 @@ import pytest
 
 from experiments.config import Config
 from experiments.config.changes import fixed_values
+from experiments.experience.scoring import Sample
 from experiments.loop.load import load_run
 from experiments.runs import files, identity
 from experiments.runs.checkpoint import Checkpoints, complete_steps
 from experiments.runs.config_file import load_config, save_config
-from experiments.runs.folder import RunFolder, Sample, read_metrics, run_and_step
+from experiments.runs.folder import RunFolder, read_metrics, run_and_step
 from experiments.runs.identity import RunParts, identity_of, require_settings
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore, SavedRun
 from tests.experiments.tiny import contents, tiny
 
-LINE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)
+LINE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)._asdict()
 
 
 def state(step):

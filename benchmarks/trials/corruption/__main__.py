@@ -32,7 +32,7 @@ from experiments.loop.run import train
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import versions_text
-from experiments.runs.folder import RunFolder, Sample
+from experiments.runs.folder import RunFolder
 from experiments.runs.lock import RunLock
 from experiments.runs.step_files import read_manifest
 from experiments.runs.store import RunStore, SavedRun
@@ -79,7 +79,7 @@ def small(parent: Path) -> Subject:
         for step in (10, 20):
             for each in range(step - 9, step + 1):
                 store.metrics.write(each, "train", {"loss": 1.0 / each})
-            store.metrics.write_samples(step, "held_out", [Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)])
+            store.metrics.write_samples(step, "held_out", [trial.SAMPLE])
             state = jax.tree.map(lambda leaf: leaf + 1, state)
             store.save(step, state, {"step": step})
     return _subject(folder, restore_template(state, jax.make_mesh((1,), ("data",))))

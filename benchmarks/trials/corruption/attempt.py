@@ -14,11 +14,12 @@ import numpy as np
 
 from experiments.command_line import exit_code
 from experiments.config import Config
+from experiments.experience.scoring import Sample
 from experiments.loop.session import identity_of_run
 from experiments.runs.checkpoint import Restored
 from experiments.runs.config_file import load_config
 from experiments.runs.files import replace_file, write_json
-from experiments.runs.folder import RunFolder, Sample
+from experiments.runs.folder import RunFolder
 from experiments.runs.identity import Identity
 from experiments.runs.lock import RunLock
 from experiments.runs.store import RunStore
@@ -28,6 +29,7 @@ UNTOUCHED = "goes on, of no importance"
 REFUSED = "refused"
 SILENT = "SILENT"
 TRACEBACK = "TRACEBACK"
+SAMPLE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)._asdict()
 VERDICTS = (SENTENCE, REFUSED, UNTOUCHED, SILENT, TRACEBACK)
 
 
@@ -86,7 +88,7 @@ def _go_on(folder: RunFolder, store: RunStore, restored: Restored) -> None:
     step = restored.step + 1
     folder.record_resume(restored.step)
     store.metrics.write(step, "train", {"loss": 0.5})
-    store.metrics.write_samples(step, "train", [Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)])
+    store.metrics.write_samples(step, "train", [SAMPLE])
     store.save(step, restored.arrays, {})
     write_json(folder.summary, {"step": step})
     replace_file(folder.curves, b"PNG")
