@@ -6,19 +6,16 @@ import jax
 
 
 class Ahead(NamedTuple):
-    """A program that was compiled before its first call; that call compiles nothing.
-
-    Attributes:
-        compiled: the program.
-        results: shapes, dtypes and places of what it returns.
-    """
+    """A program that was compiled before its first call, with the shapes, dtypes and places of what it returns."""
 
     compiled: jax.stages.Compiled
     results: Any
 
     def bytes_beside(self, held: int) -> int | None:
-        """Most bytes of a device that it takes beside arguments of `held` bytes, which are there anyway; None where the
-        compiler does not say."""
+        """Returns the most bytes it takes per device beside arguments of `held` bytes, which are there anyway.
+
+        None where the compiler does not say.
+        """
         needs = self.compiled.memory_analysis()
         if needs is None:
             return None
@@ -27,7 +24,7 @@ class Ahead(NamedTuple):
 
 
 def largest(*needs: int | None) -> int | None:
-    """The largest need; None where one of them is not known."""
+    """Returns the largest need; None if one of them is not known."""
     known = [need for need in needs if need is not None]
     return max(known) if len(known) == len(needs) else None
 

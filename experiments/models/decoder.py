@@ -55,10 +55,8 @@ of the time of a step."""
 class Decoder(nnx.Module):
     """The model body: token ids to final hidden states, for packed rows and with a key-value cache.
 
-    Args:
-        config: sizes and options.
-        rngs: stream `params` draws the initial weights.
-        mesh: device mesh; over its "tensor" axis the embedding lookup runs sharded, by rows or by features.
+    Stream `params` of `rngs` draws the initial weights. Over the mesh's "tensor" axis the embedding lookup is sharded, by
+    rows or by features.
 
     Example:
         >>> model = Decoder(DecoderConfig.qwen3(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2,
@@ -92,19 +90,17 @@ class Decoder(nnx.Module):
     def hidden_states(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T H"]:
-        """Hidden states after the final norm, each token reading its own document up to itself.
+        """Computes the hidden states after the final norm, each token reading its own document up to itself.
+
+        They are in the activations' dtype, and finite everywhere.
 
         Args:
-            tokens: int32 [B, T], all in [0, V), padding too.
-            positions: int32 [B, T], counted from the start of each document.
-            segment_ids: int32 [B, T]; a run of equal ids is one document. Padding has an id of its own or the last
-                document's.
-
-        Returns:
-            [B, T, H] in the activations' dtype, finite everywhere.
+            tokens: int32, all in [0, V), padding too.
+            positions: int32, counted from the start of each document.
+            segment_ids: int32; a run of equal ids is one document. Padding has an id of its own or the last document's.
 
         Raises:
-            ValueError: the shapes differ, or a token id is outside the vocabulary (where the values are known).
+            ValueError: if the shapes differ, or a known token id is outside the vocabulary.
         """
         require(tokens.ndim == 2, "tokens", "shape [B, T]", tokens.shape)
         require(positions.shape == tokens.shape, "positions", f"shape {tokens.shape}", positions.shape)
@@ -113,7 +109,7 @@ class Decoder(nnx.Module):
         return hidden
 
     def head(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
-        """The head's arithmetic at temperature 1, and its weight [V, H] in the activations' dtype.
+        """Returns the head's arithmetic at temperature 1, and its weight in the activations' dtype.
 
         With tied embeddings the weight is the embedding table.
         """
@@ -124,15 +120,10 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], slots: int
     ) -> tuple[Float[Array, "Q P H"], KVCache]:
-        """Reads right-padded prompts into a new cache.
+        """Reads right-padded prompts of `lengths` tokens, in [1, P], into a new cache of one row per prompt.
 
-        Args:
-            tokens: int32 [Q, P], all in [0, V), padding too.
-            lengths: int32 [Q], tokens of each prompt, in [1, P].
-            slots: room for generated tokens, at least 1.
-
-        Returns:
-            hidden [Q, P, H] after the final norm (meaningful at [q, :lengths[q]]), and a cache of one row a prompt.
+        The cache has room for `slots` generated tokens, at least 1. The hidden states after the final norm are meaningful at
+        [q, :lengths[q]]; ids are in [0, V), padding too.
         """
         rows, width = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
@@ -142,11 +133,11 @@ class Decoder(nnx.Module):
         return hidden, empty_cache(keys, values, lengths, slots, implementation, self.mesh)
 
     def cached_attention_run(self) -> AttentionRun:
-        """How the cache is attended to, and why."""
+        """Returns how the cache is attended to, and why."""
         return self.config.cached_attention_run(self.mesh)
 
     def layers_apart(self) -> tuple[DecoderLayer, ...]:
-        """The layers one by one, their matrices in the activations' dtype: made once, before a loop of `decode_step`.
+        """Returns the layers one by one, their matrices in the activations' dtype; to be called once before a loop of steps.
 
         On GPUs, products of the same features are joined. On a CPU nothing is gained.
         """
@@ -166,7 +157,7 @@ class Decoder(nnx.Module):
         return layers
 
     def head_apart(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
-        """The head for a loop of `decode_step`: a table that tensor ranks split by features is put together once."""
+        """Returns the head for a loop of `decode_step`: a table that tensor ranks split by features is gathered once."""
         spec, weight = self.head()
         if self.config.vocab_size % size_of(self.mesh, TENSOR_AXIS):
             weight = lax.with_sharding_constraint(weight, NamedSharding(self.mesh, P()))
@@ -175,15 +166,10 @@ class Decoder(nnx.Module):
     def decode_step(
         self, tokens: Int[Array, " B"], cache: KVCache, layers: tuple[DecoderLayer, ...] | None = None
     ) -> tuple[Float[Array, "B H"], KVCache]:
-        """Appends one token to every row.
+        """Appends one token to every row of a cache that has a free slot.
 
-        Args:
-            tokens: int32 [B], in [0, V).
-            cache: what `prefill` and earlier steps returned, with a free slot.
-            layers: what `layers_apart` returned; made here if None.
-
-        Returns:
-            hidden [B, H] after the final norm, and the cache with these tokens.
+        Returns hidden states after the final norm, and the cache with these tokens. `layers` are those of `layers_apart`,
+        which is called here if it is None.
         """
         positions = cache.prompt_lengths + cache.filled
         full, sliding = self._rotations(positions[:, None])
@@ -197,7 +183,7 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def _allowed(positions: Int[Array, "B C"], slots: int, window: int | None) -> Array:
-        """Bias [B, C, S] of the scores: a query reads the slots up to its own."""
+        """Returns the bias of the scores, [B, C, S]: a query reads the slots up to its own."""
         slot = jnp.arange(slots, dtype=jnp.int32)
         allowed = slot <= positions[:, :, None]
         return mask_bias(allowed if window is None else allowed & (slot > positions[:, :, None] - window))
@@ -209,16 +195,10 @@ class Decoder(nnx.Module):
         cache: tuple[RowCache, ...],
         layers: Sequence[DecoderLayer],
     ) -> tuple[Float[Array, "B C H"], tuple[RowCache, ...]]:
-        """Hidden states of a block of every row, each token reading its row up to itself, by einsum attention.
+        """Computes hidden states of a block of every row, each token reading its row up to itself, by einsum attention.
 
-        Args:
-            tokens: int32 [B, C], in [0, V).
-            starts: int32 [B], where in its row each block begins.
-            cache: of the tokens before, a layer each; what it holds in later slots is not read.
-            layers: what `layers_apart` returned.
-
-        Returns:
-            hidden [B, C, H] after the final norm, and the cache with this block.
+        Each row's block begins at its slot `starts`. `cache` has the tokens before, one item per layer; what it holds in
+        later slots is not read. `layers` are those of `layers_apart`. Returns the cache with this block as well.
         """
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         full, sliding = self._rotations(positions)
@@ -258,7 +238,7 @@ class Decoder(nnx.Module):
         return self._final_norm(x), keys, values
 
     def _views(self, positions: Array, reads: Callable[[int | None], AllowedKeys]) -> tuple[View, ...]:
-        """One view where all layers are alike; else that of the full layers and that of the sliding ones."""
+        """Returns one view if all layers are alike; otherwise that of the full layers and that of the sliding ones."""
         full, own = self._rotations(positions)
         sliding = self.config.sliding
         views = []
@@ -269,7 +249,7 @@ class Decoder(nnx.Module):
         return tuple(views)
 
     def _rotations(self, positions: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Rotary tables of the full layers, and those of the sliding ones."""
+        """Returns rotary tables of the full layers, and those of the sliding ones."""
         config, sliding = self.config, self.config.sliding
         full = rope_tables(positions, rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
         if sliding is None or sliding.rope_theta is None:
@@ -277,7 +257,7 @@ class Decoder(nnx.Module):
         return full, rope_tables(positions, rope_frequencies(config.head_dim, sliding.rope_theta))
 
     def _is_sliding(self) -> Array | None:
-        """Which layers are sliding, where there are both kinds."""
+        """Returns which layers are sliding, if there are both kinds."""
         sliding = self.config.sliding
         return None if sliding is None or all(sliding.layers) else jnp.asarray(sliding.layers)
 
@@ -305,7 +285,6 @@ class Decoder(nnx.Module):
 
 
 def _view_of(views: tuple[View, ...], is_sliding: Array | None) -> View:
-    """The view of one layer of a scan."""
     if is_sliding is None:
         (view,) = views
         return view

@@ -21,13 +21,8 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 class SlidingLayers:
     """Layers whose tokens read the last `window` tokens of their document only, themselves included.
 
-    Args:
-        window: tokens, at least 1.
-        layers: for every layer of the model, whether it is one of these.
-        rope_theta: base of these layers' rotary frequencies, which nothing stretches; None takes the model's own.
-
-    Raises:
-        ValueError: names the field, what was expected and what was seen.
+    `layers` says of every layer of the model whether it is one of these. `rope_theta` is the base of their rotary
+    frequencies, which nothing stretches; None takes the model's own.
     """
 
     window: int
@@ -51,12 +46,9 @@ class DecoderConfig:
         vocab_size: rows of the embedding and of the head.
         hidden_size: features of the residual stream.
         intermediate_size: features inside the gated products.
-        num_layers: number of layers.
-        num_heads: query heads.
-        num_kv_heads: key-value heads, a divisor of `num_heads`.
+        num_kv_heads: key-value heads, a divisor of the query heads `num_heads`.
         head_dim: features of one head, even; need not be hidden_size / num_heads.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: a stretch of the rotary frequencies, or None.
         sliding: layers with a window (Mistral, Gemma), or None.
         query_scale: multiplier of the products of queries and keys; None takes 1 / √head_dim.
         attention_softcap: soft cap of the scores, cap · tanh(scores / cap), or None (Gemma 2).
@@ -68,7 +60,6 @@ class DecoderConfig:
         post_norms: RMSNorms of what attention and gated products add to the residual stream as well (Gemma 2 and 3).
         embed_scale: multiplier of the embeddings (√hidden_size in Gemma), not of a tied head.
         tie_embeddings: the head is the embedding table.
-        logit_scale: multiplier of the logits.
         logit_softcap: the head's soft cap, cap · tanh(logits / cap), or None.
         fp32_head: multiply hidden states and head as fp32 whatever their dtype.
         dtype: of the activations, "float32" or "bfloat16".
@@ -76,7 +67,6 @@ class DecoderConfig:
         residual_dtype: of the residual stream, "float32" or "auto": that of the activations.
         remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: one of `experiments.models.attention.NAMES`.
-        lora: adapters of the projections.
 
     Raises:
         ValueError: names the field, what was expected and what was seen.
@@ -163,21 +153,21 @@ class DecoderConfig:
         return self.dtype if self.residual_dtype == "auto" else self.residual_dtype
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a query of this layer reads at most, itself included, or None."""
+        """Returns how many tokens a query of this layer reads at most, itself included, or None."""
         return self.sliding.window if self.sliding is not None and self.sliding.layers[layer] else None
 
     def attention_run(self, rows: int, length: int, mesh: Mesh | None = None) -> AttentionRun:
-        """Which implementation attends over packed rows of this shape here, and why.
+        """Returns the implementation that attends over packed rows of this shape here, and why.
 
         Raises:
-            ValueError: the one that `attention` names cannot.
+            ValueError: if the one that `attention` names cannot.
         """
         sizes = (rows, length, self.num_heads, self.num_kv_heads, self.head_dim)
         call = AttentionCall(*sizes, dtype=self.dtype, softcap=self.attention_softcap, mesh=mesh)
         return choose_attention(self.attention, call)
 
     def cached_attention_run(self, mesh: Mesh | None = None) -> AttentionRun:
-        """How the sampler's cache is attended to here, and why."""
+        """Returns how the sampler's cache is attended to here, and why."""
         return choose_cached(self.attention, self.num_kv_heads, self.head_dim, self.dtype, mesh)
 
     @property
@@ -192,7 +182,7 @@ class DecoderConfig:
 
     @classmethod
     def qwen3(cls, **changes) -> "DecoderConfig":
-        """Qwen3-0.6B, with any field replaced."""
+        """Returns Qwen3-0.6B, with any field replaced."""
         published = dict(
             vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
             head_dim=128, rope_theta=1_000_000.0, rms_norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
@@ -201,7 +191,7 @@ class DecoderConfig:
 
     @classmethod
     def llama3(cls, **changes) -> "DecoderConfig":
-        """Llama-3.2-1B, with any field replaced."""
+        """Returns Llama-3.2-1B, with any field replaced."""
         published = dict(
             vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8,
             head_dim=64, rope_theta=500_000.0, rope_scaling=Llama3Scaling(factor=32.0), rms_norm_eps=1e-5,

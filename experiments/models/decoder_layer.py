@@ -82,14 +82,14 @@ class DecoderLayer(nnx.Module):
                     delattr(self, part)
 
     def products(self, name: str, x: Float[Array, "B T H"]) -> tuple[Array, ...]:
-        """Those of the projections that `name` joins."""
+        """Returns those of the projections that `name` joins."""
         if hasattr(self, name):
             return getattr(self, name)(x)
         return tuple(getattr(self, part)(x) for part in JOINED[name])
 
     @jax.named_scope("projections")
     def queries_keys_values(self, x: Float[Array, "B T H"], tables: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
+        """Returns rotated queries [B, T, N, D], rotated keys and values [B, T, K, D] of the normed residual stream."""
         x = self.input_layernorm(x)
         queries, keys, values = map(named, ("queries", "keys", "values"), self.products("qkv_proj", x))
         if self.config.qk_norm:
@@ -97,7 +97,7 @@ class DecoderLayer(nnx.Module):
         return rotate(queries, tables), rotate(keys, tables), values
 
     def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
-        """What the queries [B, T, N, D] read of the keys and values [B, T, K, D]."""
+        """Returns what the queries [B, T, N, D] read of the keys and values [B, T, K, D]."""
         return attend_packed(queries, keys, values, view.keys, **self.attention_options)
 
     def attend_new(
@@ -108,7 +108,7 @@ class DecoderLayer(nnx.Module):
         index: int,
         mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B 1 N D"], LayerCache]:
-        """What the new token of every row reads of the cache and itself, and the cache of this layer with it.
+        """Attends from each row's new token to its cache and itself; returns the result and this layer's updated cache.
 
         The kernel takes joined projections and norms and rotates them itself, without `queries_keys_values`.
         """
@@ -124,7 +124,7 @@ class DecoderLayer(nnx.Module):
 
     @jax.named_scope("projections")
     def _projections(self, x: Float[Array, "B 1 H"]) -> Float[Array, "B shards heads D"]:
-        """Each tensor rank's queries, keys and values of the normed residual stream; neither normed nor rotated."""
+        """Returns each tensor rank's queries, keys and values of the normed residual stream; neither normed nor rotated."""
         joined = self.qkv_proj.concatenated(self.input_layernorm(x)[:, 0])
         return joined.reshape(*joined.shape[:2], -1, self.config.head_dim)
 
@@ -141,7 +141,7 @@ class DecoderLayer(nnx.Module):
 
     @jax.named_scope("feed_forward")
     def finish(self, x: Float[Array, "B T H"], attended: Float[Array, "B T N D"]) -> Float[Array, "B T H"]:
-        """The residual stream, in its own dtype, after the attention's output projection and the gated products."""
+        """Returns the residual stream, in its own dtype, after the attention's output projection and the gated products."""
         added = self.o_proj(attended)
         # Checkpoints give one name to two norms: the one before the gated products, or the one after the attention.
         before = self.post_attention_layernorm

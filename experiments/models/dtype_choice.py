@@ -20,7 +20,7 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(platform: str, capability: tuple[int, int] | None) -> DtypeChoice:
-    """What "auto" means on a device.
+    """Returns what "auto" means on a device.
 
     Example:
         >>> print(choose_dtype("gpu", (7, 5)))
@@ -39,7 +39,7 @@ def choose_dtype(platform: str, capability: tuple[int, int] | None) -> DtypeChoi
 
 
 def dtype_here(name: str) -> DtypeChoice:
-    """A dtype of the command line, with "auto" decided by the first device."""
+    """Returns a dtype of the command line, with "auto" decided by the first device."""
     if name != "auto":
         return DtypeChoice(name, "named")
     return choose_dtype(jax.default_backend(), capability_of(jax.devices()[0]))

@@ -32,11 +32,7 @@ class GgufFile:
     tensors: dict[str, Any]
 
     def value(self, key: str) -> Any:
-        """The metadata of that key.
-
-        Raises:
-            ValueError: the file has none.
-        """
+        """Returns the metadata of a key, and raises ValueError if the file has none."""
         require(key in self.metadata, "gguf", f"a file with the metadata {key}", f"{len(self.metadata)} other keys")
         return self.metadata[key]
 
@@ -46,7 +42,7 @@ class GgufFile:
         return {name: tuple(int(size) for size in reversed(each.shape)) for name, each in self.tensors.items()}
 
     def read(self, name: str) -> Float[np.ndarray, "..."]:
-        """A tensor as fp32, whatever it is quantised to; of queries and keys with the rows in the order of checkpoints."""
+        """Returns a tensor as fp32, however it is quantized; of queries and keys with the rows in checkpoint order."""
         import gguf
 
         stored = self.tensors[name]
@@ -61,7 +57,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Opens a GGUF file.
 
     Raises:
-        ValueError: no such file, not a GGUF, damaged, or the extra is not installed.
+        ValueError: if there is no such file, it is not a GGUF, it is damaged, or the extra is not installed.
     """
     try:
         import gguf
@@ -100,10 +96,10 @@ def _bounded_reader(reader: Any) -> Any:
 
 
 def decoder_config(file: GgufFile) -> DecoderConfig:
-    """Sizes and options of the model in a file; fp32 activations and parameters.
+    """Returns sizes and options of the model in a file; fp32 activations and parameters.
 
     Raises:
-        ValueError: another architecture than Llama's, or an option of it that `Decoder` does not have.
+        ValueError: if the architecture is not Llama's, or has an option that `Decoder` does not have.
     """
     seen = file.value("general.architecture")
     require(seen == ARCHITECTURE, "gguf, general.architecture", repr(ARCHITECTURE), repr(seen))
@@ -144,11 +140,7 @@ _SIZES = {
 
 
 def paired_rows(matrix: Float[np.ndarray, "rows H"], heads: int) -> Float[np.ndarray, "rows H"]:
-    """Rows of a query or key matrix from pairs (2i, 2i + 1) of each head to pairs (i, i + D / 2).
-
-    Args:
-        matrix: [N · D, H].
-        heads: N.
+    """Reorders rows of a query or key matrix from pairs (2i, 2i + 1) of each head to pairs (i, i + D / 2).
 
     Example:
         >>> paired_rows(np.arange(4)[:, None], heads=1)[:, 0].tolist()

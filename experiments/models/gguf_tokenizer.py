@@ -15,10 +15,10 @@ CONTROL = 3
 
 
 def load_gguf_tokenizer(file: GgufFile, *, chat_template: bool | None = True) -> PretrainedTokenizer:
-    """The tokenizer in a file.
+    """Returns the tokenizer in a file.
 
     Raises:
-        ValueError: a tokenizer of another kind, no chat template where there has to be one, or the extra is not installed.
+        ValueError: if it is of another kind or lacks a chat template that has to be there, or the extra is not installed.
     """
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

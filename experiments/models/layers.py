@@ -20,12 +20,12 @@ from experiments.models.decoder_config import DecoderConfig
 
 
 def named_axes(*names: str) -> dict[str, Any]:
-    """Metadata of a parameter with these axes. Flax places nothing by it: parameters are placed when all are known."""
+    """Returns metadata of a parameter with these axes. Flax places nothing by it: parameters are placed together later."""
     return {"out_sharding": names, "eager_sharding": False}
 
 
 def matrix_init(fan_in: int, scale: float = 1.0) -> Callable[..., Array]:
-    """Truncated normal of variance scale² / fan_in, so that every product keeps the scale of its input."""
+    """Returns a truncated normal of variance scale² / fan_in, so that every product keeps the scale of its input."""
     return nnx.initializers.truncated_normal(stddev=scale / math.sqrt(fan_in))
 
 
@@ -63,7 +63,6 @@ class Projection(nnx.Module):
         self.lora_scale = scale
 
     def __call__(self, x: Float[Array, "*tokens_and_inputs"]) -> Float[Array, "*tokens_and_outputs"]:
-        """The product."""
         matrix = self.matrix
         # Merged into one axis with their rows, tokens that a mesh splits would have to be gathered. One product of two
         # matrices has much the faster gradient on a CPU.
@@ -78,7 +77,7 @@ class Projection(nnx.Module):
         return self.kernel[...].reshape(-1, math.prod(self.out_shape))
 
     def with_adapters(self, product: Float[Array, "*N O"], rows: Float[Array, "*N I"]) -> Float[Array, "*N O"]:
-        """A product of rows and kernel, with what LoRA and the bias add to it."""
+        """Adds what LoRA and the bias add to a product of rows and kernel."""
         if hasattr(self, "lora"):
             product = product + self.lora_scale * _product(_product(rows, self.lora.lora_a[...]), self.lora.lora_b[...])
         return product + self.bias[...].reshape(-1).astype(rows.dtype) if hasattr(self, "bias") else product
@@ -103,18 +102,18 @@ class JoinedProjections(nnx.Module):
 
     @staticmethod
     def can_join(modules: Sequence[Projection], shards: int) -> bool:
-        """Whether so many ranks divide the heads, or features, of every module."""
+        """Returns True if so many ranks divide the heads, or features, of every module."""
         return all(module.out_shape[0] % shards == 0 for module in modules)
 
     def __call__(self, x: Float[Array, "*tokens I"]) -> tuple[Float[Array, "*tokens_and_outputs"], ...]:
-        """What each of the modules gives."""
+        """Returns what each of the modules gives."""
         leading = x.shape[:-1]
         return tuple(
             part.reshape(*leading, *module.out_shape) for part, module in zip(self._parts(x), self.modules, strict=True)
         )
 
     def concatenated(self, x: Float[Array, "*tokens I"]) -> Float[Array, "*tokens shards O"]:
-        """The same, each rank's outputs of all modules along one axis."""
+        """Returns the same, each rank's outputs of all modules along one axis."""
         # A compiler may cut a product and concatenate its parts again.
         plain = not any(hasattr(module, name) for module in self.modules for name in ("lora", "bias"))
         return _product(x, self.kernel[...]) if plain else self._side_by_side(self._parts(x))
@@ -146,7 +145,6 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(neutral, **named_axes(axis))
 
     def __call__(self, x: Float[Array, "*tokens F"]) -> Float[Array, "*tokens F"]:
-        """The normed features."""
         wide = x.astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (normed * self.multiplier).astype(self.dtype)

@@ -34,7 +34,7 @@ class LoraConfig:
 
 
 def merged(adapters: nnx.State, base: nnx.State, scale: float) -> nnx.State:
-    """The base with W + scale · A · B in the place of every adapted kernel W.
+    """Returns the base with W + scale · A · B in the place of every adapted kernel W.
 
     The sum is computed in fp32 and rounded once, to the kernel's dtype.
     """

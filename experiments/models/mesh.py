@@ -37,16 +37,11 @@ REST = -1
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of the mesh axes.
+    """Sizes of the mesh axes, at least 1 each.
 
-    Args:
-        data: number of copies of the parameters.
-        fsdp: number of shards of each copy, which are put together layer by layer where they are used.
-        sequence: number of parts of every row; the parameters are split over them too.
-        tensor: number of shards of the vocabulary and of the hidden features inside one group.
-
-    Raises:
-        ValueError: a size is not a positive integer.
+    `data` copies of the parameters each have `fsdp` shards, which are gathered layer by layer where they are used.
+    `sequence` parts of every row split the parameters too. `tensor` splits the vocabulary and the hidden features inside one
+    group.
 
     Example:
         >>> MeshSpec(data=2, tensor=4).num_devices
@@ -119,43 +114,43 @@ def _with_rest(sizes: dict[str, int], text: str) -> dict[str, int]:
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of the mesh that split documents."""
+    """Returns the axes of the mesh that split documents."""
     return tuple(axis for axis in ROW_AXES if axis in mesh.shape)
 
 
 def axes_of_rows(rows: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """What so many rows are split over: the axes that split documents, or none where their ranks do not divide the rows."""
+    """Returns what so many rows are split over: the axes that split documents, or none if their ranks do not divide them."""
     return () if mesh is None or rows % num_ranks(mesh) else row_axes(mesh)
 
 
 def num_ranks(mesh: Mesh) -> int:
-    """How many groups of devices hold different documents."""
+    """Returns how many groups of devices hold different documents."""
     return size_of(mesh, *ROW_AXES)
 
 
 def token_axes(mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of the mesh that split rows, and those that split the tokens of each row."""
+    """Returns the axes of the mesh that split rows, and those that split the tokens of each row."""
     sequence = document_axis(mesh)
     return row_axes(mesh), () if sequence is None else (sequence,)
 
 
 def document_axis(mesh: Mesh) -> str | None:
-    """The axis over which the tokens of a document may be split, or None."""
+    """Returns the axis over which the tokens of a document may be split, or None."""
     return SEQUENCE_AXIS if size_of(mesh, SEQUENCE_AXIS) > 1 else None
 
 
 def size_of(mesh: Mesh | None, *axes: str) -> int:
-    """Ranks along these axes together; 1 along one that the mesh does not have, and without a mesh."""
+    """Returns the ranks along these axes together; 1 along one that the mesh does not have, and without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def devices_by_rank(mesh: Mesh) -> np.ndarray:
-    """Devices [ranks, sequence x tensor], in the order in which documents are dealt."""
+    """Returns devices [ranks, sequence x tensor], in the order in which documents are dealt."""
     return mesh.devices.reshape(num_ranks(mesh), -1)
 
 
 def ranks_here(mesh: Mesh) -> tuple[int, ...]:
-    """Numbers of the ranks that have a device in this process."""
+    """Returns the numbers of the ranks that have a device in this process."""
     here = jax.process_index()
     return tuple(
         number for number, row in enumerate(devices_by_rank(mesh)) if any(each.process_index == here for each in row)
@@ -163,8 +158,7 @@ def ranks_here(mesh: Mesh) -> tuple[int, ...]:
 
 
 def split_rows(arrays: Any, mesh: Mesh) -> Any:
-    """Host arrays, placed with their rows split over the ranks; the last row once more, or several times, until these divide
-    them."""
+    """Shards host arrays by row over the ranks, repeating the last row until the ranks divide them."""
     (rows,) = {len(array) for array in jax.tree.leaves(arrays)}
     more = -rows % num_ranks(mesh)
     padded = jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, axis=0)]), arrays)
@@ -172,7 +166,7 @@ def split_rows(arrays: Any, mesh: Mesh) -> Any:
 
 
 def settled(result: Any, mesh: Mesh) -> Any:
-    """The results of a program with collectives over a mesh; waited for where its devices are simulated.
+    """Waits for the results of a program with collectives over a mesh if its devices are simulated.
 
     Those share one pool of threads: the collectives of several programs in flight can wait for each other's threads until
     XLA aborts the process.
@@ -187,8 +181,8 @@ def make_mesh(spec: MeshSpec) -> jax.sharding.Mesh:
     The axes are of type Auto: the compiler places what the caller has not placed.
 
     Raises:
-        ValueError: fewer devices than the mesh takes; on the CPU the message says how to simulate them. With several
-            processes, more devices than it takes: each of them has to have a part of it.
+        ValueError: if there are fewer devices than the mesh takes; on the CPU the message says how to simulate them. With
+            several processes, also if there are more: each of them has to have a part of it.
     """
     require_devices(spec)
     devices = jax.devices()[: spec.num_devices]

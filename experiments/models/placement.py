@@ -13,11 +13,10 @@ from jax.sharding import Sharding
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-    """The arrays of a tree where `shardings`, one or a tree of them, say; as `jax.device_put` with one process.
+    """Puts the arrays of a tree where `shardings`, one or a tree of them, say; as `jax.device_put` with one process.
 
-    Args:
-        tree: host arrays, arrays of this process that are the same in every process, or arrays over all processes.
-        shardings: of all processes' devices.
+    The arrays are host arrays or those of one process, the same in every process, or arrays over all processes; the
+    shardings are of all processes' devices.
     """
     # With several processes device_put compares every host array with those of the other processes, by a broadcast.
     if jax.process_count() == 1:
@@ -37,7 +36,7 @@ def _placed(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def on_device(tree: Any, device: jax.Device) -> Any:
-    """Whole arrays on a device of this process; those over all processes have to be whole on one of its devices."""
+    """Puts whole arrays on a device of this process; those over all processes have to be whole on one of its devices."""
     return jax.device_put(jax.tree.map(_of_this_process, tree), device)
 
 
@@ -46,7 +45,7 @@ def _of_this_process(x: Any) -> Any:
 
 
 def whole_on_host(tree: Any) -> Any:
-    """Whole NumPy arrays, in every process; all of them have to call it."""
+    """Returns whole NumPy arrays, in every process; all of them have to call it."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(_whole, tree)
@@ -59,15 +58,14 @@ def _whole(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def bytes_a_device(tree: Any) -> int:
-    """Bytes of the shards of a tree's arrays on one device that has a shard of each.
+    """Returns the bytes of the shards of a tree on one device that has a shard of each array.
 
-    Args:
-        tree: of arrays, or of their shapes, dtypes and places.
+    Shapes, dtypes and places of the arrays are enough.
     """
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def total_bytes(tree: Any) -> int:
-    """Bytes of a tree's arrays, each counted once, of which the shapes and dtypes are enough."""
+    """Returns the bytes of a tree's arrays, each counted once, of which the shapes and dtypes are enough."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -28,11 +28,7 @@ from jaxlogp.errors import require
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors that are a decoder's parameters, every one of them accounted for.
-
-    Raises:
-        ValueError: a tensor is missing, has another shape, or is left over.
-    """
+    """Tensors that are a decoder's parameters; raises ValueError if one is missing, has another shape, or is left over."""
 
     config: DecoderConfig
     source: parameters.TensorSource
@@ -42,15 +38,15 @@ class Weights:
         parameters.check_tensors(self.config, self.source, self.column)
 
     def load(self, config: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
-        """The parameters, in the dtype that `config`, this one with other dtypes, says, on the devices of the shardings.
+        """Reads the parameters into the shardings, in the dtype of `config`, which is this one but for dtypes.
 
         Raises:
-            ValueError: a tensor that cannot be read, or that holds NaN or an infinity.
+            ValueError: if a tensor cannot be read, or holds NaN or an infinity.
         """
         return parameters.load_parameters(config, self.source, self.column, shardings)
 
     def decoder(self) -> Decoder:
-        """The whole model on one device."""
+        """Returns the whole model on one device."""
         graph, _ = parameters.abstract_decoder(self.config)
         return nnx.merge(graph, self.load(self.config, on_one_device(jax.devices()[0])))
 
@@ -68,7 +64,7 @@ class Pretrained:
         """Opens the weights; none is read yet.
 
         Raises:
-            ValueError: files that are missing or damaged, or whose tensors are not the model's.
+            ValueError: if files are missing or damaged, or their tensors are not the model's.
         """
         if self.file is not None:
             return Weights(self.config, self.file, parameters.GGUF)
@@ -79,7 +75,7 @@ class Pretrained:
 
 
 def small_files(pretrained: Pretrained) -> dict[str, bytes]:
-    """All of a checkpoint directory but the weights: as they are, or made of what a GGUF file says."""
+    """Returns all of a checkpoint directory but the weights: as they are, or made of what a GGUF file says."""
     if pretrained.path.is_dir():
         return {
             name: (pretrained.path / name).read_bytes() for name in SMALL_FILES if (pretrained.path / name).is_file()
@@ -93,7 +89,8 @@ def open_pretrained(path: str | Path, *, chat_template: bool | None = True) -> P
     Prompts go through the chat template, which then has to be there; with None they do where there is one.
 
     Raises:
-        ValueError: no such path, a model that cannot be expressed, or a tokenizer with more ids than the embedding has.
+        ValueError: if there is no such path, the model cannot be expressed, or the tokenizer has more ids than the
+            embedding.
     """
     path = located(path)
     require(path.exists(), "model", "a Hugging Face directory or a GGUF file", f"{path}, which does not exist")

@@ -27,23 +27,23 @@ class Model(Protocol):
     def hidden_states(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> Float[Array, "B T H"]:
-        """What the head reads. A token depends on its own document alone, up to itself.
+        """Computes what the head reads. A token depends on its own document alone, up to itself.
 
         Args:
-            tokens: int32 [B, T], all in [0, V), padding too.
-            positions: int32 [B, T], counted from the start of each document.
-            segment_ids: int32 [B, T]; a run of equal ids is one document.
+            tokens: int32, all in [0, V), padding too.
+            positions: int32, counted from the start of each document.
+            segment_ids: int32; a run of equal ids is one document.
         """
 
     def head(self) -> tuple[HeadSpec, Float[Array, "V H"]]:
-        """The head's arithmetic at temperature 1, and its weight; V is the size of the vocabulary."""
+        """Returns the head's arithmetic at temperature 1, and its weight; V is the size of the vocabulary."""
 
 
 def check_model(model: nnx.Module, vocab_size: int) -> None:
     """Traces both methods on a row of two tokens.
 
     Raises:
-        ValueError: something of `Model` that it does not have, or shapes that do not belong together.
+        ValueError: if the model lacks something of `Model`, or shapes do not belong together.
     """
     expected = "an nnx.Module with hidden_states(tokens, positions, segment_ids) and head()"
     has_both = all(callable(getattr(model, name, None)) for name in ("hidden_states", "head"))

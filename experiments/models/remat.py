@@ -19,17 +19,14 @@ its forward pass is not run again (hopper and chunked; the others' gradients nee
 
 
 def named(name: str, x: Array) -> Array:
-    """`x`, kept for the backward pass by the policies that list the name."""
+    """Returns `x`, kept for the backward pass by the policies that list the name."""
     return checkpoint_name(x, name)
 
 
 def rematerialised(layer: Callable, policy: str, *, unrolled: bool) -> Callable:
-    """The layer under a policy of POLICIES.
+    """Returns a layer, a function of arrays, under a policy of POLICIES.
 
-    Args:
-        layer: a function of arrays.
-        policy: its name.
-        unrolled: the layers are compiled one by one; then the compiler could find what is computed again to be what it
-            has, and keep it, unless it is told not to look. In a loop it cannot.
+    If layers are compiled one by one (`unrolled`), the compiler could find what is computed again to be what it has, and
+    keep it, unless it is told not to look. In a loop it cannot.
     """
     return layer if policy == "none" else jax.checkpoint(layer, policy=POLICIES[policy], prevent_cse=unrolled)

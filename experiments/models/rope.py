@@ -14,18 +14,9 @@ from jaxlogp.errors import require
 class Llama3Scaling:
     """Llama-3's stretch of the slow frequencies, with the names and defaults of its configuration.
 
-    Frequencies whose wavelength is longer than `original_max_position_embeddings / low_freq_factor` are divided by
-    `factor`, those shorter than `original_max_position_embeddings / high_freq_factor` stay, and between the two the
-    divisor is interpolated.
-
-    Args:
-        factor: divisor of the slow frequencies, at least 1.
-        low_freq_factor: where the full stretch begins, in wavelengths per original context.
-        high_freq_factor: where the stretch ends, larger than `low_freq_factor`.
-        original_max_position_embeddings: context length, in tokens, before the stretch.
-
-    Raises:
-        ValueError: a value outside these ranges.
+    Frequencies whose wavelength is longer than `original_max_position_embeddings / low_freq_factor` are divided by `factor`,
+    at least 1, those shorter than `original_max_position_embeddings / high_freq_factor` stay, and between the two the
+    divisor is interpolated. Lengths are in tokens, and `high_freq_factor` is larger than `low_freq_factor`.
     """
 
     factor: float = 8.0
@@ -42,7 +33,7 @@ class Llama3Scaling:
         require(context >= 1, "rope_scaling.original_max_position_embeddings", "at least 1", context)
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
-        """The stretched frequencies, radians per position."""
+        """Returns the stretched frequencies, radians per position."""
         turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -51,11 +42,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every frequency divided by the same factor, so that positions count less.
-
-    Raises:
-        ValueError: a factor outside this range.
-    """
+    """Every frequency divided by the same factor, at least 1, so that positions count less."""
 
     factor: float
 
@@ -63,7 +50,7 @@ class LinearScaling:
         require(1.0 <= self.factor < math.inf, "rope_scaling.factor", "a finite number of at least 1", self.factor)
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
-        """The stretched frequencies, radians per position."""
+        """Returns the stretched frequencies, radians per position."""
         return frequencies / self.factor
 
 
@@ -71,15 +58,9 @@ RopeScaling = Llama3Scaling | LinearScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Angle per position of each pair of features: f_i = theta^(-2i / head_dim), stretched by `scaling`.
+    """Returns each pair's angle per position, float64 [head_dim / 2] in radians: f_i = theta^(-2i / head_dim), stretched.
 
-    Args:
-        head_dim: features of one head, even.
-        theta: base of the geometric series.
-        scaling: a stretch of the frequencies, or None.
-
-    Returns:
-        float64 [head_dim / 2], radians per position.
+    `head_dim` is even.
 
     Example:
         >>> rope_frequencies(4, 10000.0).tolist()
@@ -92,7 +73,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 def rope_tables(
     positions: Int[Array, "*tokens"], frequencies: np.ndarray
 ) -> tuple[Float[Array, "*tokens 1 half"], Float[Array, "*tokens 1 half"]]:
-    """Cosine and sine of position times frequency, in fp32, with an axis of size 1 in the place of the heads."""
+    """Returns cosine and sine of position times frequency, in fp32, with an axis of size 1 in the place of the heads."""
     angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles), jnp.sin(angles)
 

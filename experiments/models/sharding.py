@@ -41,23 +41,18 @@ def place_parameters(tree: Any, mesh: Mesh) -> Any:
 
 
 def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
-    """Splits the axes of parameters as `RULES` says, where the mesh axis divides them.
+    """Returns a `NamedSharding` for every array: axes of parameters are split as `RULES` says if the mesh axis divides them.
 
     Vocabulary rows, query heads, key-value heads and the features inside the gated products are split over "tensor",
     features of the residual stream over "fsdp" and "sequence"; an axis that they do not divide, and a parameter that does
     not name its axes, is whole on every device. A table of vocabulary rows that "tensor" does not divide is split over it
-    by features. The mesh axes have to be of type Auto.
+    by features. The mesh axes have to be of type Auto; without "tensor", "fsdp" and "sequence" all is replicated.
 
-    Args:
-        state: a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
-            optimizer; other leaves are replicated.
-        mesh: may have axes "tensor", "fsdp" and "sequence"; without them all is replicated.
-
-    Returns:
-        The tree's structure with a `NamedSharding` for every array, fit for `jax.device_put` and `jax.jit`.
+    `state` is a model, its `nnx.state`, or a tree that repeats the parameters with their metadata, such as the state of an
+    optimizer; other leaves are replicated. The shardings have the tree's structure, fit for `jax.device_put` and `jax.jit`.
 
     Raises:
-        ValueError: a mesh axis is not of type Auto, an axis of a parameter has a name without a rule, or "tensor" divides
+        ValueError: if a mesh axis is not of type Auto, an axis of a parameter has a name without a rule, or "tensor" divides
             neither the rows nor the features of a table.
     """
     if isinstance(state, nnx.Module):
@@ -99,10 +94,9 @@ def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], me
 
 
 def _feature_axes(where: str, sizes: dict[str | None, int], mesh: Mesh) -> tuple[str, ...] | str:
-    """The axes that split the features of a table whose rows tensor ranks do not divide.
+    """Returns the axes that split the features of a table whose rows tensor ranks do not divide.
 
-    Raises:
-        ValueError: they do not divide the features either, and every device would hold all of the table.
+    Raises ValueError if they do not divide the features either: every device would hold all of the table.
     """
     rows, features = sizes["vocab"], sizes["embed"]
     # Tensor ranks first: what the others then give to each of them lies side by side.
@@ -115,7 +109,7 @@ def _feature_axes(where: str, sizes: dict[str | None, int], mesh: Mesh) -> tuple
 
 
 def _split(size: int, wanted: str | tuple[str, ...] | None, mesh: Mesh) -> tuple[str, ...] | str | None:
-    """Those of the wanted mesh axes that have ranks, where these divide the size."""
+    """Returns those of the wanted mesh axes that have ranks, if these divide the size."""
     axes = tuple(axis for axis in _as_tuple(wanted) if size_of(mesh, axis) > 1)
     if not axes or size % size_of(mesh, *axes):
         return None
@@ -127,8 +121,7 @@ def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
-    """The module with parameters that are whole along "fsdp" and "sequence" and split as before over "tensor": what is
-    computed with.
+    """Returns the module to compute with: parameters whole along "fsdp" and "sequence", and split as before over "tensor".
 
     Their gradient is summed over the ranks along these axes and split again in one step, a reduce-scatter, so that no
     device keeps more than its shard.
@@ -153,7 +146,7 @@ def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def resharded(x: Array, forward: NamedSharding, backward: NamedSharding) -> Array:
-    """`x` split as `forward` says, and its gradient as `backward` says.
+    """Returns `x` split as `forward` says, and its gradient as `backward` says.
 
     The transpose of a constraint alone would put the gradient where x has been put, and a gradient that ranks have to add
     up would be whole on each of them before it is split again.
@@ -173,6 +166,6 @@ resharded.defvjp(_resharded_forward, _resharded_backward)
 
 
 def on_one_device(device: jax.Device) -> Callable[[nnx.State], Any]:
-    """What places every array of a state whole on that device."""
+    """Returns a function that places every array of a state whole on that device."""
     place = SingleDeviceSharding(device)
     return lambda state: jax.tree.map(lambda _: place, state)

@@ -17,18 +17,12 @@ from experiments.models.attention.hopper.bounds import Bounds
 
 
 def first_keys(segment_ids: Int[Array, "B T"], window: int | Int[Array, ""] | None = None) -> Int[Array, "B T"]:
-    """The first key slot that each query may read: where its document begins, or window - 1 slots before the query.
+    """Returns the first key slot that each query may read: where its document begins, or window - 1 slots before the query.
 
-    A document is a run of equal ids, padding too: ids that touch and are equal are one document. A token always reads
-    itself, so no query is left without a key, not even in a row of padding.
-
-    Args:
-        segment_ids: int [B, T].
-        window: how many keys a query reads at most, itself included, at least 1; it may be traced, such as the window of
-            a layer inside of a scan. None for no bound.
-
-    Returns:
-        int32 [B, T], in [0, t] for the query in slot t.
+    It is int32, in [0, t] for the query in slot t. A document is a run of equal ids, padding too: ids that touch and are
+    equal are one document. A token always reads itself, so no query is left without a key, not even in a row of padding.
+    `window` is how many keys a query reads at most, itself included, at least 1; it may be traced, such as the window of a
+    layer inside of a scan. None for no bound.
 
     Example:
         >>> first_keys(jnp.array([[4, 4, 4, 7, 7, -1]])).tolist()
@@ -45,7 +39,7 @@ def first_keys(segment_ids: Int[Array, "B T"], window: int | Int[Array, ""] | No
 
 
 def packed_mask(first: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """True where the query of slot t may read the key of slot s: first[b, t] ≤ s ≤ t."""
+    """Returns True where the query of slot t may read the key of slot s: first[b, t] ≤ s ≤ t."""
     slots = jnp.arange(first.shape[1], dtype=jnp.int32)
     return (first[:, :, None] <= slots) & (slots <= slots[:, None])
 
@@ -55,11 +49,8 @@ def packed_mask(first: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 class AllowedKeys:
     """`first_keys`, what the implementation wants made of them once, and which implementation that is.
 
-    Attributes:
-        first: int32 [B, T].
-        prepared: for "einsum" the bias, fp32 [B, T, T]; for "hopper" its `Bounds`; else None.
-        implementation: name of the implementation.
-        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor", "sequence") are split over, or None.
+    `prepared` is the bias, fp32 [B, T, T], for "einsum", `Bounds` for "hopper", and None for others. Rows ("data", "fsdp")
+    and heads ("tensor", "sequence") are split over the mesh.
     """
 
     first: Int[Array, "B T"]
@@ -69,7 +60,6 @@ class AllowedKeys:
 
     @classmethod
     def of(cls, first: Int[Array, "B T"], implementation: str, mesh: Mesh | None = None) -> "AllowedKeys":
-        """Makes what `implementation` reads."""
         prepared = None
         if implementation == "einsum":
             prepared = mask_bias(packed_mask(first))

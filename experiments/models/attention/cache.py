@@ -16,14 +16,7 @@ from experiments.models.mesh import TENSOR_AXIS, axes_of_rows, size_of
 
 
 class LayerCache(NamedTuple):
-    """Keys (already rotated) and values of one layer, in the activations' dtype.
-
-    Attributes:
-        prompt_keys: [Q, K, P, D].
-        prompt_values: [Q, K, P, D].
-        keys: [B, K, S, D].
-        values: [B, K, S, D].
-    """
+    """Keys (already rotated) and values of one layer, in the activations' dtype."""
 
     prompt_keys: Float[Array, "Q K P D"]
     prompt_values: Float[Array, "Q K P D"]
@@ -32,13 +25,13 @@ class LayerCache(NamedTuple):
 
 
 def cache_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How rows and heads, the first two axes of this shape, are split: where the mesh divides them."""
+    """Returns how rows and heads, the first two axes of this shape, are split: where the mesh divides them."""
     tensor = size_of(mesh, TENSOR_AXIS)
     return P(axes_of_rows(shape[0], mesh), TENSOR_AXIS if tensor > 1 and shape[1] % tensor == 0 else None)
 
 
 def rows_of_ranks(x: Shaped[Array, "B ..."], kept: Int[Array, "ranks C"]) -> Shaped[Array, "ranks*C ..."]:
-    """The rows with these indices among those of each rank, in this order; nothing is sent between ranks."""
+    """Returns the rows with these indices among those of each rank, in this order; nothing is sent between ranks."""
     ranks = len(kept)
     taken = jax.vmap(lambda own, indices: own[indices])(x.reshape(ranks, -1, *x.shape[1:]), kept)
     return taken.reshape(-1, *x.shape[1:])
@@ -54,7 +47,7 @@ class RowCache(NamedTuple):
     values: Float[Array, "B K S D"]
 
     def put(self, keys: Array, values: Array, starts: Int[Array, " B"]) -> "RowCache":
-        """The same with a block of keys and values [B, C, K, D] from each row's slot `starts` on."""
+        """Returns the cache with a block of keys and values [B, C, K, D] from each row's slot `starts` on."""
         put = jax.vmap(lambda x, new, start: lax.dynamic_update_slice_in_dim(x, new, start, axis=1))
         return RowCache(*(put(x, new.swapaxes(1, 2), starts) for x, new in zip(self, (keys, values), strict=True)))
 
@@ -69,10 +62,10 @@ class KVCache:
 
     Attributes:
         layers: one for each layer.
-        prompt_lengths: int32 [B], tokens of each row's prompt; the slots after them are empty.
-        prompt_of_row: int32 [B] in [0, Q) where rows share prompts, counted on each device among those that it has; else
-            None: row b continues prompt b.
-        filled: int32 scalar, slots of generated tokens that hold one.
+        prompt_lengths: int32, tokens of each row's prompt; the slots after them are empty.
+        prompt_of_row: int32 in [0, Q) where rows share prompts, counted on each device among those that it has; else None:
+            row b continues prompt b.
+        filled: int32, slots of generated tokens that hold one.
         implementation: how these are attended to, of `experiments.models.attention.cached.IMPLEMENTATIONS`.
         copies: the rows of each run of this many, counted from a device's first row, are known to continue one prompt.
     """
@@ -90,11 +83,11 @@ class KVCache:
         return self.prompt_of_row is not None
 
     def repeat_rows(self, copies: int) -> "KVCache":
-        """Every row `copies` times, side by side."""
+        """Returns the cache with every row `copies` times, side by side."""
         return replace(self._of_rows(lambda x: jnp.repeat(x, copies, axis=0)), copies=copies * self.copies)
 
     def take_rows(self, kept: Int[Array, "ranks C"]) -> "KVCache":
-        """See `rows_of_ranks`. Prompts that are shared stay where they are."""
+        """Returns the rows of `rows_of_ranks`. Prompts that are shared stay where they are."""
         return replace(self._of_rows(lambda x: rows_of_ranks(x, kept)), copies=1)
 
     def _of_rows(self, moved: Callable[[Array], Array]) -> "KVCache":

@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("einsum", "triton")
 
 
 def choose_cached(packed: str, kv_heads: int, head_dim: int, dtype: str, mesh: Mesh | None = None) -> AttentionRun:
-    """How the cache is attended to here, and why."""
+    """Returns how the cache is attended to here, and why."""
     refusal = _why_not_triton(packed, kv_heads, head_dim, dtype, mesh)
     if refusal is None:
         return AttentionRun("triton", "the kernel for caches can run here")
@@ -49,15 +49,10 @@ def empty_cache(
     implementation: str,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """A cache of Q rows, each with its prompt and room for `slots` generated tokens; zeros, never a source of NaN.
+    """Returns a cache of Q rows, each with its prompt and room for `slots` generated tokens; zeros, never a source of NaN.
 
-    Args:
-        keys: of the prompts, rotated, layer by layer.
-        values: likewise.
-        lengths: int32 [Q], tokens of each prompt.
-        slots: at least 1.
-        implementation: one of IMPLEMENTATIONS; the kernel's blocks are whole, so it may get some slots more.
-        mesh: rows and heads are split over it where it divides them; None for one device.
+    The keys are rotated, and `slots` is at least 1. The kernel's blocks are whole, so that it may get some slots more. Rows
+    and heads are split over the mesh where it divides them.
     """
     kernel = implementation == "triton"
     multiple = BLOCK if kernel else 1
@@ -79,7 +74,7 @@ def empty_cache(
 
 
 def first_readable(cache: KVCache, window: int | None) -> Int[Array, " B"]:
-    """The first position that the new token of each row reads; a window counts the token itself."""
+    """Returns the first position that the new token of each row reads; a window counts the token itself."""
     positions = cache.prompt_lengths + cache.filled
     return jnp.zeros_like(positions) if window is None else jnp.maximum(positions + 1 - window, 0)
 
@@ -98,17 +93,9 @@ def attend_cached(
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
     """softmax of cap(scale · q·k) over prompt, generated tokens and the new one, times v; and the layer with the new token.
 
-    By einsum. The kernel, `attend_triton`, begins with what is not yet normed or rotated.
-
-    Args:
-        queries: [B, N, D], of the new tokens, rotated.
-        new_keys: [B, K, D], likewise; query head n reads key-value head n // (N / K).
-        new_values: [B, K, D].
-        cache: before this token, each row with its own prompt.
-        layer: which one.
-        window: how many tokens a query reads at most, itself included, or None.
-        scale: multiplier of the products.
-        softcap: c of cap(x) = c · tanh(x / c), or None.
+    By einsum. The kernel, `attend_triton`, begins with what is not yet normed or rotated. Queries and keys are rotated, and
+    query head n reads key-value head n // (N / K). `window` is how many tokens a query reads at most, itself included;
+    cap(x) = softcap · tanh(x / softcap).
     """
     held = cache.layers[layer]
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, :, None], cache.filled, axis=2)  # noqa: E731
@@ -121,7 +108,7 @@ def attend_cached(
 
 
 def _biases(cache: KVCache, held: LayerCache, first: Int[Array, " B"]) -> tuple[Array, Array]:
-    """What to add to the scores of the prompt's slots [B, P], and to those of generated tokens [B, S]."""
+    """Returns what to add to the scores of the prompt's slots [B, P], and to those of generated tokens [B, S]."""
     prompt, own = (jnp.arange(x.shape[2], dtype=jnp.int32) for x in (held.prompt_keys, held.keys))
     lengths = cache.prompt_lengths[:, None]
     in_prompt = (prompt < lengths) & (prompt >= first[:, None])

@@ -16,17 +16,10 @@ from experiments.models.sharding import resharded
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Shapes and options of the attention over whole rows.
+    """Shapes and options of the attention over whole rows: B `rows` of T tokens, N `heads`, K `kv_heads`, a divisor of N.
 
-    Attributes:
-        rows: B.
-        length: T.
-        heads: N.
-        kv_heads: K, a divisor of `heads`.
-        head_dim: D.
-        dtype: of queries, keys and values.
-        softcap: bound of the scaled products, or None.
-        mesh: the mesh that rows ("data", "fsdp") and heads ("tensor", "sequence") are split over, or None.
+    `softcap` is the bound of the scaled products. Rows ("data", "fsdp") and heads ("tensor", "sequence") are split over the
+    mesh.
     """
 
     rows: int
@@ -43,8 +36,10 @@ NARROW_DTYPES = ("bfloat16", "float16")
 
 
 def why_not_by_head(call: AttentionCall) -> str | None:
-    """Why kernels that are not split by the compiler cannot take the call, or None: each device is given its rows and its
-    heads, and features in halves of 64."""
+    """Returns why kernels that are not split by the compiler cannot take the call, or None.
+
+    Each device is given its rows and its heads, and features in halves of 64.
+    """
     if call.dtype not in NARROW_DTYPES:
         return f"it takes bfloat16 and float16, not {call.dtype}"
     if call.head_dim not in (64, 128):
@@ -60,7 +55,7 @@ def why_not_by_head(call: AttentionCall) -> str | None:
 
 
 def over_heads(attend: Callable[..., Array], mesh: Mesh | None, *operands: Array) -> Array:
-    """`attend(*operands)` on a mesh whose "sequence" ranks hold different tokens: each gets all tokens of some heads.
+    """Computes `attend` on a mesh whose "sequence" ranks hold different tokens: each gets all tokens of some heads.
 
     Attention reads other tokens and no other heads, so the ranks exchange one split for the other, and back (Jacobs et
     al., DeepSpeed Ulysses, 2023).
@@ -80,7 +75,7 @@ def over_heads(attend: Callable[..., Array], mesh: Mesh | None, *operands: Array
 
 
 def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, values, per_row) -> Array:
-    """`attend(queries, keys, values, per_row)` on each device's own rows and heads."""
+    """Computes `attend(queries, keys, values, per_row)` on each device's own rows and heads."""
     if mesh is None or mesh.size == 1:
         return attend(queries, keys, values, per_row)
     rows = row_axes(mesh)
@@ -90,7 +85,7 @@ def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, valu
 
 
 def needs_nvidia_gpu(generation: int) -> str | None:
-    """Why there is no NVIDIA GPU of at least this compute capability (its first number), or None."""
+    """Returns why there is no NVIDIA GPU of at least this compute capability (its first number), or None."""
     if jax.default_backend() != "gpu":
         return "it needs an NVIDIA GPU"
     capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
@@ -102,7 +97,7 @@ def needs_nvidia_gpu(generation: int) -> str | None:
 
 
 def padded_first(first: Int[Array, "B T"], multiple: int) -> Int[Array, "B padded"]:
-    """First keys of rows whose length is rounded up to a multiple; a query of the padding reads itself."""
+    """Returns first keys of rows whose length is rounded up to a multiple; a query of the padding reads itself."""
     rows, length = first.shape
     padding = -length % multiple
     slots = jnp.broadcast_to(jnp.arange(length, length + padding, dtype=jnp.int32), (rows, padding))

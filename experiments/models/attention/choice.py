@@ -45,15 +45,15 @@ class AttentionRun:
     mesh: Mesh | None = None
 
     def allow(self, first: Int[Array, "B T"]) -> AllowedKeys:
-        """What `attend_packed` wants to know of the keys: make it once for all layers that read the same keys."""
+        """Returns what `attend_packed` wants to know of the keys: make it once for all layers that read the same keys."""
         return AllowedKeys.of(first, self.implementation, self.mesh)
 
 
 def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
-    """The implementation to run and the reason.
+    """Returns the implementation to run and the reason.
 
     Raises:
-        ValueError: an unknown name, or one that cannot take the call here; the sentence says why not.
+        ValueError: if the name is unknown, or its implementation cannot take the call here; the sentence says why not.
     """
     require(name in NAMES, "attention", f"one of {', '.join(NAMES)}", repr(name))
     if name == "auto":
@@ -97,18 +97,8 @@ def attend_packed(
 ) -> Float[Array, "B T N D"]:
     """softmax over the allowed keys of cap(scale · q·k), times v; query head n reads key-value head n // G.
 
-    cap(x) = softcap · tanh(x / softcap). Scores and softmax are fp32 whatever the dtype.
-
-    Args:
-        queries: [B, T, N, D], rotated where the model rotates.
-        keys: [B, T, K, D] with K a divisor of N.
-        values: [B, T, K, D].
-        allowed: from `AttentionRun.allow`.
-        scale: multiplier of the products, D^-½ in most models.
-        softcap: bound of the scaled products, or None.
-
-    Returns:
-        [B, T, N, D] in the values' dtype.
+    cap(x) = softcap · tanh(x / softcap), and `scale` is D^-½ in most models. Queries and keys are rotated where the model
+    rotates. Scores and softmax are fp32 whatever the dtype; the result is in the values' dtype.
     """
     options = {"scale": scale, "softcap": softcap}
     return over_heads(functools.partial(_attend_whole, allowed=allowed, **options), allowed.mesh, queries, keys, values)

@@ -40,7 +40,7 @@ def attend_chunked(
     softcap: float | None = None,
     block: int = BLOCK,
 ) -> Float[Array, "B T N D"]:
-    """What `attend_packed` computes, block by block."""
+    """Computes `attend_packed`, block by block."""
     rows, length, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
     block = min(block, length)
@@ -130,7 +130,7 @@ _attend.defvjp(_forward_rule, _backward_rule)
 
 
 def _scores(options: Options, q, keys, first, index, key_index):
-    """Capped scores [B, K, G, t, s] of a pair of blocks, which of them count, the keys, and d score / d (scale · q·k)."""
+    """Returns capped scores [B, K, G, t, s] of two blocks, which of them count, the keys, and d score / d (scale · q·k)."""
     k = _slice(keys, key_index, options.block, axis=2)
     scores = capped(_product("bkgtd,bksd->bkgts", q, k) * options.scale, options.softcap)
     slope = 1.0 if options.softcap is None else 1.0 - jnp.square(scores / options.softcap)
@@ -142,7 +142,7 @@ def _scores(options: Options, q, keys, first, index, key_index):
 
 
 def _lowest_key_blocks(options: Options, first: Int[Array, "B T"]) -> Int[Array, " blocks"]:
-    """The first key block that any query of each query block may read, over all rows."""
+    """Returns the first key block that any query of each query block may read, over all rows."""
     return first.min(0).reshape(-1, options.block).min(1) // options.block
 
 
@@ -160,6 +160,6 @@ def _add(x: Array, part: Array, start: Array) -> Array:
 
 
 def _joined(blocks: Array, axis: int) -> Array:
-    """[blocks, ..., block, ...] to [..., blocks · block, ...], the blocks' slots at `axis` of what results."""
+    """Returns [blocks, ..., block, ...] as [..., blocks · block, ...], the blocks' slots at `axis` of what results."""
     moved = jnp.moveaxis(blocks, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

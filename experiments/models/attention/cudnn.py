@@ -9,7 +9,7 @@ from experiments.models.attention.call import NARROW_DTYPES, AttentionCall, need
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why cuDNN cannot take the call here, or None."""
+    """Returns why cuDNN cannot take the call here, or None."""
     missing = needs_nvidia_gpu(8)
     if missing is not None:
         return missing
@@ -30,7 +30,7 @@ def attend_cudnn(
     *,
     scale: float,
 ) -> Float[Array, "B T N D"]:
-    """What `attend_packed` computes without a soft cap; the mask is one for all heads."""
+    """Computes `attend_packed` without a soft cap; the mask is one for all heads."""
     length = queries.shape[1]
     # cuDNN wants an even number of slots when there is a mask.
     odd = length % 2

@@ -10,12 +10,12 @@ MASKED_SCORE = -1e30
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
-    """fp32 operands are multiplied as fp32 (never TF32); narrower ones go to the matrix units as they are."""
+    """Returns the precision of products: fp32 operands as fp32 (never TF32), narrower ones as the matrix units take them."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def mask_bias(mask: Bool[Array, "B T S"]) -> Float[Array, "B T S"]:
-    """What to add to the scores: 0 where the mask allows, and elsewhere so little that the probability is exactly 0.
+    """Returns what to add to the scores: 0 where the mask allows, elsewhere so little that the probability is exactly 0.
 
     One array for all layers; adding it is several times faster on a CPU than selecting in every layer.
     """
@@ -23,7 +23,7 @@ def mask_bias(mask: Bool[Array, "B T S"]) -> Float[Array, "B T S"]:
 
 
 def capped(scores: Float[Array, "*shape"], softcap: float | None) -> Float[Array, "*shape"]:
-    """softcap · tanh(scores / softcap), or the scores as they are."""
+    """Returns softcap · tanh(scores / softcap), or the scores as they are."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
@@ -37,21 +37,11 @@ def attend(
     softcap: float | None = None,
     by_head: bool = False,
 ) -> Float[Array, "B T N D"]:
-    """softmax(cap(scale · q·k) + bias) · v, query head n reading key-value head n // G; cap(x) = c · tanh(x / c).
+    """softmax(cap(scale · q·k) + bias) · v, query head n reading key-value head n // G; cap(x) = softcap · tanh(x / softcap)
 
-    Scores and softmax are fp32; the probabilities are rounded to the values' dtype before the second product.
-
-    Args:
-        queries: [B, T, N, D].
-        keys: [B, S, K, D] with K a divisor of N.
-        values: [B, S, K, D].
-        bias: fp32 [B, T, S] from `mask_bias`, with at least one allowed key for every query.
-        scale: multiplier of the products, D^-½ in most models.
-        softcap: bound c of the scaled products, or None.
-        by_head: keys and values are [B, K, S, D].
-
-    Returns:
-        [B, T, N, D] in the values' dtype.
+    Scores and softmax are fp32; the probabilities are rounded to the values' dtype, that of the result, before the second
+    product. `bias` is that of `mask_bias`, with at least one allowed key for every query; `scale` is D^-½ in most models.
+    With `by_head`, keys and values are [B, K, S, D].
     """
     rows, length, heads, head_dim = queries.shape
     kv_heads, slots = keys.shape[1 if by_head else 2], "bksd" if by_head else "bskd"

@@ -12,7 +12,7 @@ OLDEST_JAX = (0, 11, 1)
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why tokamax cannot take the call here, or None."""
+    """Returns why tokamax cannot take the call here, or None."""
     missing = needs_nvidia_gpu(9)
     if missing is not None:
         return missing
@@ -33,7 +33,7 @@ def attend_tokamax(
     softcap: float | None,
     mesh: jax.sharding.Mesh | None,
 ) -> Float[Array, "B T N D"]:
-    """What `attend_packed` computes; on a mesh, each device its own rows and heads."""
+    """Computes `attend_packed`; on a mesh, each device its own rows and heads."""
     attend = functools.partial(_attend, scale=scale, softcap=softcap)
     return by_head(attend, mesh, queries, keys, values, first)
 

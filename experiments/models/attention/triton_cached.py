@@ -38,12 +38,8 @@ LOG2_E = 1.4426950408889634
 class NormAndRotation(NamedTuple):
     """What becomes of a projection before it is a query or a key: the norm of each head, if there is one, then the rotation.
 
-    Attributes:
-        cos: fp32 [B, D / 2], of the new tokens' angles.
-        sin: likewise.
-        query_norm: fp32 [D], multiplier of a query of mean square 1, or None where queries are not normed.
-        key_norm: the same of keys; None where `query_norm` is.
-        epsilon: added to the mean square.
+    cos and sin are those of the new tokens' angles. The norms are multipliers of a query and of a key of mean square 1, to
+    which `epsilon` is added, all in fp32; both are None where nothing is normed.
     """
 
     cos: Float[Array, "B half"]
@@ -73,18 +69,15 @@ def attend_triton(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
-    """What `experiments.models.attention.cached.attend_cached` computes, of queries and keys that it norms and rotates.
+    """Computes `experiments.models.attention.cached.attend_cached`, of queries and keys that it norms and rotates.
 
     Args:
         projections: [B, shards, (N + 2 K) / shards, D] of the new tokens: for each tensor rank its queries, then its keys,
             then its values.
         preparation: of queries and keys; each of its two steps rounds to the dtype of `projections`, as the trainer's do.
         cache: before this token, its slots multiples of BLOCK.
-        layer: which one.
-        first: int32 [B], the first position that each row may read.
+        first: the first position that each row may read.
         mesh: what rows and heads are split over, or None; each device runs the kernel on its own.
-        scale: multiplier of the products.
-        softcap: bound of the scaled products, or None.
         interpret: run the kernel in Pallas' interpreter.
     """
     held = cache.layers[layer]
@@ -104,7 +97,7 @@ def attend_triton(
 def _on_one_device(
     arithmetic: _Arithmetic, copies: int, interpret: bool, held: LayerCache, projections, own_rows, shared
 ):
-    """The kernel on the rows and heads that one device has."""
+    """Runs the kernel on the rows and heads that one device has."""
     rows, _, heads, head_dim = projections.shape
     kv_heads = held.keys.shape[1]
     operands = (*held, projections[:, 0], *own_rows, *shared)
@@ -127,12 +120,10 @@ def _on_one_device(
 
 
 def rows_of_program(copies: int, group: int, pairs: int) -> int:
-    """How many rows that share a prompt a program takes.
+    """Returns how many rows that share a prompt a program takes.
 
-    Args:
-        copies: adjacent rows that surely share one.
-        group: query heads of a key-value head.
-        pairs: rows times key-value heads.
+    `copies` adjacent rows surely share one; `group` query heads share a key-value head; `pairs` is rows times key-value
+    heads.
     """
     rows = 1
     while copies % (2 * rows) == 0 and 2 * rows * group <= SMALLEST_PRODUCT and pairs // (2 * rows) >= FEWEST_PROGRAMS:
@@ -141,22 +132,20 @@ def rows_of_program(copies: int, group: int, pairs: int) -> int:
 
 
 def _queries(together: int, group: int, kv_head) -> tuple[Array, Array]:
-    """Rows of the batch and heads, int32 [M], of a program's queries: one row after the other, and the last query again
-    where the matrix is larger."""
+    """Returns rows of the batch and heads, int32 [M], of a program's queries: one row after the other.
+
+    The last query comes again where the matrix is larger.
+    """
     number = together * group
     place = jnp.minimum(lax.iota(jnp.int32, max(SMALLEST_PRODUCT, pl.next_power_of_2(number))), number - 1)
     return pl.program_id(0) * together + place // group, kv_head * group + place % group
 
 
 def _rotated(load, norm_ref, cos, sin, epsilon):
-    """Queries or keys [M, D] after norm and rotation; fp32 inside, each step rounded to the dtype of what is loaded.
+    """Returns queries or keys [M, D] after norm and rotation; fp32 inside, each step rounded to the dtype of what is loaded.
 
-    Args:
-        load: from indices of features [D] to the projections'.
-        norm_ref: [D], or None.
-        cos: [D], of both features of each pair.
-        sin: likewise, negative for the first of each pair.
-        epsilon: of the norm.
+    `load` maps indices of features [D] to the projections'. `cos` and `sin`, [D], are of both features of each pair; `sin`
+    is negative for the first. `norm_ref` is [D], or None.
     """
     size = cos.shape[0]
     features = lax.iota(jnp.int32, size)

@@ -38,7 +38,7 @@ class ChatTemplate:
     No date is given to it (`strftime_now` is undefined), so that a prompt is the same text on every day.
 
     Raises:
-        ValueError: a program with an error of syntax, or the extra hf is not installed.
+        ValueError: if the program has an error of syntax, or the extra hf is not installed.
     """
 
     source: str
@@ -51,12 +51,9 @@ class ChatTemplate:
         self._ask("a Jinja program", None)
 
     def render(self, messages: Sequence[Message], *, to_answer: bool = True, marks: tuple[str, str] = ("", "")) -> str:
-        """Renders a conversation.
+        """Renders a conversation: with `to_answer` up to where the model is to speak (`add_generation_prompt`).
 
-        Args:
-            messages: the conversation.
-            to_answer: whether the text goes on to where the model is to speak (`add_generation_prompt`).
-            marks: texts to write where the template's {% generation %} blocks begin and end.
+        `marks` are written where the template's {% generation %} blocks begin and end.
 
         Raises:
             ValueError: if the template refuses the messages, fails, or takes more time or memory, or writes a longer text,

@@ -22,14 +22,11 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class Family:
-    """What a model type decides that config.json does not say, or need not say.
+    """What a model type, by its class in transformers, decides that config.json does not say, or need not say.
 
-    Attributes:
-        architecture: its class in transformers.
-        tied: whether head and embedding are one, by default.
-        head_dim: features of a head by default; None is hidden_size / num_attention_heads.
-        activation_key: where the activation is named.
-        decoder: fields of `DecoderConfig` that follow from the type.
+    `tied` (head and embedding are one) and `head_dim` are defaults; a `head_dim` of None is hidden_size /
+    num_attention_heads. `activation_key` is where the activation is named, and `decoder` has the fields of `DecoderConfig`
+    that follow from the type.
     """
 
     architecture: str
@@ -68,10 +65,10 @@ REFUSED = {
 
 
 def decoder_config(file: JsonObject) -> DecoderConfig:
-    """Sizes and options of the model that config.json describes; fp32 activations and parameters.
+    """Returns sizes and options of the model that config.json describes; fp32 activations and parameters.
 
     Raises:
-        ValueError: another model type, a field that cannot be expressed, or a value out of range; names the field.
+        ValueError: if the model type is another, a field cannot be expressed, or a value is out of range; names the field.
 
     Example:
         >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -125,7 +122,7 @@ def _gemma(file: JsonObject, model_type: str, hidden: int) -> dict[str, Any]:
 
 
 def _rope(file: JsonObject, model_type: str) -> tuple[float, RopeScaling | None, float | None]:
-    """Base and stretch of the rotary frequencies, and the base of sliding layers where it is another."""
+    """Returns base and stretch of the rotary frequencies, and the base of sliding layers if it is another."""
     rotated = file.values.get("partial_rotary_factor")
     require(rotated in (None, 1, 1.0), f"{file.place}, partial_rotary_factor", "whole heads that are rotated", rotated)
     if model_type != "gemma3_text":
@@ -175,7 +172,7 @@ def _sliding(file: JsonObject, model_type: str, layers: int, theta: float | None
 
 
 def _layer_types(file: JsonObject, model_type: str, layers: int) -> list[str]:
-    """The kind of every layer, as written or by the rule of the type."""
+    """Returns the kind of every layer, as written or by the rule of the type."""
     kinds = file.values.get("layer_types")
     if kinds is not None:
         fits = isinstance(kinds, list) and len(kinds) == layers and all(kind in (SLIDING, FULL) for kind in kinds)
@@ -193,10 +190,10 @@ def _layer_types(file: JsonObject, model_type: str, layers: int) -> list[str]:
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
-    """What config.json says of a model: the first model type whose config.json reads back as the same model.
+    """Returns what config.json says of a model: the first model type whose config.json reads back as the same model.
 
     Raises:
-        ValueError: no model type of `FAMILIES` has this combination of options.
+        ValueError: if no model type of `FAMILIES` has this combination of options.
     """
     plain = _plain(config)
     for model_type in FAMILIES:
@@ -215,13 +212,13 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
-    """Without what is not the model's: dtypes and how it is computed."""
+    """Returns it without what is not the model's: dtypes and how it is computed."""
     computed = {"dtype": "float32", "param_dtype": "float32", "fp32_head": False, "remat": "none", "attention": "auto"}
     return dataclasses.replace(config, **computed)
 
 
 def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:
-    """config.json in the spelling of transformers 5, of what the type can say about the model."""
+    """Returns config.json in the spelling of transformers 5, of what the type can say about the model."""
     family = FAMILIES[model_type]
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     values: dict[str, Any] = {

@@ -28,10 +28,10 @@ MAX_SHARD_BYTES = 2 * 2**30
 
 
 def made_files(config: DecoderConfig, tokenizer: PretrainedTokenizer) -> dict[str, bytes]:
-    """The files, other than the weights, of a model that did not come from such a directory.
+    """Returns the files, other than the weights, of a model that did not come from such a directory.
 
     Raises:
-        ValueError: an architecture that transformers does not have.
+        ValueError: if transformers does not have the architecture.
     """
     text_of = tokenizer.inner.id_to_token
     ends = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
@@ -51,24 +51,18 @@ def made_files(config: DecoderConfig, tokenizer: PretrainedTokenizer) -> dict[st
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Makes a folder of files."""
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
 
 def export(params: nnx.State, config: DecoderConfig, files: Mapping[str, bytes], out: Path, dtype: str) -> None:
-    """Writes a checkpoint directory; under its name there is the whole one or none.
+    """Writes a decoder as a checkpoint directory, its weights in `dtype`; under its name there is the whole one or none.
 
-    Args:
-        params: of a decoder.
-        config: its sizes and options.
-        files: those other than the weights, with a config.json of the same model.
-        out: the directory, which must not exist.
-        dtype: of the stored weights.
+    `files` are those other than the weights, with a config.json of the same model.
 
     Raises:
-        ValueError: the directory exists.
+        ValueError: if the directory exists.
     """
     require(not out.exists(), "export", "a directory that does not exist yet", out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +96,7 @@ def _write_weights(params: nnx.State, config: DecoderConfig, folder: Path, dtype
 
 
 def _shards(config: DecoderConfig, itemsize: int) -> list[list[str]]:
-    """Names of tensors, file by file, each of at most MAX_SHARD_BYTES or one tensor."""
+    """Returns names of tensors, file by file, each of at most MAX_SHARD_BYTES or one tensor."""
     shards, size = [[]], 0
     for parameter in parameters_of(config):
         for name in parameter.tensors(HUGGING_FACE):
@@ -120,7 +114,7 @@ def _size(parameter: Parameter) -> int:
 
 
 def _tensors(params: nnx.State, config: DecoderConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor in the order of `_shards`, one parameter on the host at a time."""
+    """Yields every tensor in the order of `_shards`, one parameter on the host at a time."""
     tree = nnx.to_pure_dict(params)
     for parameter in parameters_of(config):
         values: Any = tree

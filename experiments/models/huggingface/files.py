@@ -14,11 +14,7 @@ MAX_BYTES = 2**28
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        ValueError: no such file, too large a one, or not UTF-8.
-    """
+    """Reads a file, and raises ValueError if there is none, it is too large, or it is not UTF-8."""
     require(path.is_file(), "model directory", f"one with {path.name}", f"none in {path.parent}")
     size = path.stat().st_size
     require(size <= MAX_BYTES, path.name, f"at most {MAX_BYTES} bytes", size)
@@ -29,11 +25,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> "JsonObject":
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: no such file, or something else in it.
-    """
+    """Reads the JSON object in a file, and raises ValueError if there is none."""
     try:
         values = json.loads(read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -54,33 +46,31 @@ class JsonObject:
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; the default stands in for a missing one, and None for no default."""
+        """Returns a positive integer; the default stands in for a missing one, and None for no default."""
         value = self._value(key, default)
         is_integer = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
         require(is_integer, f"{self.place}, {key}", "a positive integer", repr(value))
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0, likewise."""
+        """Returns a finite number above 0, likewise."""
         value = self._value(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
         require(is_number, f"{self.place}, {key}", "a finite number above 0", repr(value))
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or False."""
         value = self._value(key, default)
         require(isinstance(value, bool), f"{self.place}, {key}", "true or false", repr(value))
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._value(key, default)
         require(isinstance(value, str), f"{self.place}, {key}", "a string", repr(value))
         return value
 
     def object(self, key: str) -> "JsonObject":
-        """An object; a missing one is empty."""
+        """Returns an object; a missing one is empty."""
         value = self._value(key, {})
         require(isinstance(value, dict), f"{self.place}, {key}", "an object", repr(value))
         return JsonObject(f"{self.place}, {key}", value)

@@ -8,10 +8,10 @@ SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
 
 
 def pretrained_form(tokenizer: CharTokenizer | ByteTokenizer) -> PretrainedTokenizer:
-    """A byte-pair tokenizer without any merges: its symbols stay single, and prompts begin with the start token.
+    """Returns a byte-pair tokenizer without any merges: its symbols stay single, and prompts begin with the start token.
 
     Raises:
-        ValueError: the extra hf is not installed.
+        ValueError: if the extra hf is not installed.
     """
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -31,7 +31,7 @@ def pretrained_form(tokenizer: CharTokenizer | ByteTokenizer) -> PretrainedToken
 
 
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself where it is printable."""
+    """Returns the character that stands for each byte in byte-level vocabularies: itself where it is printable."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

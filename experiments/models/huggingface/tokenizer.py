@@ -37,20 +37,20 @@ class PretrainedTokenizer:
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens spelled out in it become their ids, none is added."""
+        """Returns ids of a text; special tokens spelled out in it become their ids, none is added."""
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a question as the user's only message; without a template, of its text after the start token."""
+        """Returns ids of a question as the user's only message; without a template, of its text after the start token."""
         if self.template is None:
             return self.inner.encode(text, add_special_tokens=True).ids
         return self.encode_messages([{"role": "user", "content": text}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation, up to where the model is to speak.
+        """Returns ids of a conversation, up to where the model is to speak.
 
         Raises:
-            ValueError: no template, or one that refuses the messages.
+            ValueError: if there is no template, or it refuses the messages.
         """
         return self.encode(self._required_template.render(messages))
 
@@ -62,7 +62,7 @@ class PretrainedTokenizer:
         none, because the policy, asked to speak, would not draw it; one that runs over the turn's end is.
 
         Raises:
-            ValueError: no template, or as `experiments.models.huggingface.turn_spans.render_turns`.
+            ValueError: if there is no template, or as `experiments.models.huggingface.turn_spans.render_turns`.
         """
         text, spans = render_turns(self._required_template, messages, turns)
         encoding = self._without_post_processor.encode(text, add_special_tokens=False)
@@ -81,7 +81,7 @@ class PretrainedTokenizer:
         return len(self.encode_prompt("")) + text_tokens
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids up to the first of `eos_ids`, special tokens left out; ids without a token read as U+FFFD."""
+        """Returns the text of ids up to the first of `eos_ids`, without special tokens; unknown ids read as U+FFFD."""
         answer = list(ids)
         answer = answer[: min((answer.index(end) for end in self.eos_ids if end in answer), default=None)]
         if self._ids.issuperset(answer):
@@ -109,10 +109,10 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> PretrainedTokenizer:
-    """The tokenizer of a directory.
+    """Returns the tokenizer of a directory.
 
     Raises:
-        ValueError: a file that is missing or damaged, no chat template where there has to be one, no end token, or the
+        ValueError: if a file is missing or damaged, there is no end token or no chat template although one is needed, or the
             extra hf is not installed.
     """
     inner = _inner(path)

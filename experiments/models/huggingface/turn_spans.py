@@ -25,16 +25,10 @@ class Span(NamedTuple):
 
 
 def render_turns(template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, list[Span]]:
-    """Renders a whole conversation and finds some of its turns in the text.
+    """Renders a whole conversation, and finds the messages with the indices `turns` in the text.
 
-    Args:
-        template: the chat template.
-        messages: the conversation.
-        turns: indices of the wanted messages. A turn of another role than assistant begins with the content of its message,
-            because no prompt ends with the header of that role.
-
-    Returns:
-        The text, and the span of each wanted turn.
+    A turn of another role than assistant begins with the content of its message, because no prompt ends with the header of
+    that role.
 
     Raises:
         ValueError: if the template refuses the messages or a prefix of them; if it writes a wanted turn differently without

@@ -21,8 +21,8 @@ class SafetensorsDirectory:
     """A `TensorSource` of one directory. A file is opened for one tensor at a time: what has been read leaves memory.
 
     Raises:
-        ValueError: no weights, a shard that is missing or outside of the directory, a file that is damaged or cut short,
-            a tensor of another dtype, or the extra hf is not installed.
+        ValueError: if there are no weights, a shard is missing or outside of the directory, a file is damaged or cut short,
+            a tensor has another dtype, or the extra hf is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,11 +48,7 @@ class SafetensorsDirectory:
             return tensors.get_tensor(name)
 
     def drop_copy(self, name: str, original: str) -> None:
-        """Leaves a tensor out that is stored a second time, such as a tied head.
-
-        Raises:
-            ValueError: it is another one.
-        """
+        """Omits a tensor that is stored a second time, such as a tied head, and raises ValueError if it differs."""
         if name in self._shapes and original in self._shapes:
             same = np.array_equal(self.read(name), self.read(original))
             require(
@@ -76,7 +72,7 @@ class SafetensorsDirectory:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor to file name, as the index says."""
+    """Returns tensor to file name, as the index says."""
     files = read_object(path / INDEX).object("weight_map").values
     require(bool(files), f"{INDEX}, weight_map", "a file for every tensor", "nothing")
     for name, file in files.items():
@@ -88,11 +84,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def opened_safetensors(file: Path, place: str) -> Generator[Any, None, None]:
-    """Opens a file for reading its tensors as NumPy arrays.
-
-    Args:
-        file: path of the file.
-        place: name of the file in messages.
+    """Opens a file for reading its tensors as NumPy arrays; messages call it `place`.
 
     Raises:
         ValueError: if the file is damaged or cut short, or the extra hf is not installed.

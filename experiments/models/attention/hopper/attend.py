@@ -16,7 +16,7 @@ from jaxlogp._mosaic_gpu import why_not_available
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why the kernels cannot take the call here, or None."""
+    """Returns why the kernels cannot take the call here, or None."""
     capability = needs_nvidia_gpu(9) or _not_hopper()
     return capability or why_not_available() or why_not_by_head(call)
 
@@ -34,7 +34,7 @@ def attend_hopper(
     settings: Settings,
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T N D"]:
-    """What `attend_packed` computes, for 16-bit operands; `bounds` may be of a longer, padded row."""
+    """Computes `attend_packed` for 16-bit operands; `bounds` may be of a longer, padded row."""
     length = queries.shape[1]
     padding = bounds.first.shape[1] - length
     padded = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (queries, keys, values))
@@ -53,7 +53,7 @@ def _attend(settings: Settings, queries: Array, keys: Array, values: Array, boun
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient(settings, queries, keys, values, bounds, out, sums):
-    """`out`, with the gradient of attention."""
+    """Returns `out`, with the gradient of attention."""
     return out
 
 

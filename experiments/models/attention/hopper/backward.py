@@ -29,7 +29,7 @@ from jaxlogp._mosaic_gpu import kernel, plgpu
 
 
 def backward(queries: Any, keys: Any, values: Any, out: Any, sums: Any, d_out: Any, bounds: Bounds, settings: Settings):
-    """Gradients of queries, keys and values; `sums` is `forward`'s second result."""
+    """Returns gradients of queries, keys and values; `sums` is `forward`'s second result."""
     # Σ_s p · dp of every query, which the gradient of a softmax subtracts.
     centres = jnp.einsum("btnd,btnd->bnt", out, d_out, preferred_element_type=jnp.float32)
     operands = (queries, keys, values, d_out, sums, centres)

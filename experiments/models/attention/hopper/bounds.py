@@ -14,13 +14,10 @@ TILE = 2 * BLOCK
 
 
 class Bounds(NamedTuple):
-    """First keys, and what follows from them for tiles. Lengths are multiples of TILE.
+    """First keys, and what follows from them for tiles; all int32. Lengths are multiples of TILE.
 
-    Attributes:
-        first: int32 [B, T].
-        lowest: int32 [B, tiles], the first key that any query of a tile may read.
-        highest: int32 [B, tiles], the largest first key of its queries: from there on all may read.
-        last: int32 [B, tiles], the last query that may read any key of a tile.
+    `lowest` is the first key that any query of a tile may read, `highest` the largest first key of its queries: from there
+    on all may read. `last` is the last query that may read any key of a tile.
     """
 
     first: Int[Array, "B T"]
@@ -30,7 +27,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, first: Int[Array, "B T"]) -> "Bounds":
-        """Pads the rows and looks at their tiles."""
+        """Pads the rows, and finds the bounds of their tiles."""
         first = padded_first(first, TILE)
         rows, padded = first.shape
         slots = jnp.arange(padded, dtype=jnp.int32)

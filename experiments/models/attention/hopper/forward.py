@@ -27,7 +27,7 @@ LOWEST = -1e30
 
 
 def forward(queries: Any, keys: Any, values: Any, bounds: Bounds, settings: Settings) -> tuple[Any, Any]:
-    """Out [B, T, N, D], and the log2 of the sum of 2^scores, fp32 [B, N, T]. T is a multiple of TILE."""
+    """Returns the result [B, T, N, D], and log2 of the sum of 2^scores, fp32 [B, N, T]. T is a multiple of TILE."""
     rows, length, heads, features = queries.shape
     group, dtype = heads // keys.shape[2], queries.dtype
     step_keys, stages = settings.forward
@@ -123,5 +123,5 @@ def forward(queries: Any, keys: Any, values: Any, bounds: Bounds, settings: Sett
 
 
 def queries_like(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of an output shaped like an operand."""
+    """Returns the type of an output shaped like an operand."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

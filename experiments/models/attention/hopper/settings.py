@@ -15,15 +15,11 @@ MEMORY_REGISTERS = 40
 
 
 class Settings(NamedTuple):
-    """Options of a call.
+    """Options of a call: multiplier and bound (`softcap`) of the products, and the sizes of the three kernels' steps.
 
-    Attributes:
-        scale: multiplier of the products.
-        softcap: bound of the scaled products, or None.
-        forward: (keys of a step, steps whose operands are in shared memory at a time) of the forward kernel.
-        d_queries: the same of the kernel for the queries' gradient.
-        d_keys: (queries of a step, steps in shared memory) of the kernel for the keys' and values' gradients.
-        interpret: what `plgpu.kernel` takes to run on the CPU, or None.
+    The sizes are keys (of `d_keys`, queries) of a step, and steps whose operands are in shared memory at a time. `d_queries`
+    is for the queries' gradient, `d_keys` for the keys' and values'. `interpret` is what `plgpu.kernel` takes to run on the
+    CPU.
     """
 
     scale: float
@@ -35,23 +31,23 @@ class Settings(NamedTuple):
 
 
 def transforms(features: int) -> tuple:
-    """How rows of 16-bit features lie in shared memory: as the matrix units and the copy engine like it."""
+    """Returns how rows of 16-bit features lie in shared memory: as the matrix units and the copy engine like it."""
     swizzle = plgpu.find_swizzle(features * 16)
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
 def tile_buffer(rows: int, features: int, dtype: Any) -> Any:
-    """Shared memory of each compute warpgroup for [rows, features]."""
+    """Returns shared memory of each compute warpgroup for [rows, features]."""
     return plgpu.SMEM((WARPGROUPS, rows, features), dtype, transforms=transforms(features))
 
 
 def block_spec(shape: tuple, index_map: Any) -> Any:
-    """Blocks of rows of features for a pipeline."""
+    """Returns blocks of rows of features for a pipeline."""
     return plgpu.BlockSpec(shape, index_map, transforms=transforms(shape[-1]))
 
 
 def scores_in_bits(products: Any, settings: Settings) -> tuple[Any, Any]:
-    """log2(e) · cap(scale · products), and the slope of the cap, or None."""
+    """Returns log2(e) · cap(scale · products), and the slope of the cap, or None."""
     if settings.softcap is None:
         return products * (settings.scale * LOG2_E), None
     bent = jnp.tanh(products * (settings.scale / settings.softcap))
@@ -61,7 +57,7 @@ def scores_in_bits(products: Any, settings: Settings) -> tuple[Any, Any]:
 def pipelined(
     step: Callable[..., Any], compute: Callable[..., None], *, grid: tuple, stages: int, in_specs: list
 ) -> Any:
-    """The pipeline of a kernel's body: one warpgroup copies blocks, WARPGROUPS of them run `compute` around the steps."""
+    """Returns a kernel body's pipeline: one warpgroup copies blocks, WARPGROUPS of them run `compute` around the steps."""
     return plgpu.emit_pipeline_warp_specialized(
         step,
         grid=grid,
@@ -76,7 +72,7 @@ def pipelined(
 
 
 def launch(settings: Settings, grid: tuple[int, int, int]) -> dict[str, Any]:
-    """How `plgpu.kernel` launches a kernel over (heads, tiles, rows)."""
+    """Returns how `plgpu.kernel` launches a kernel over (heads, tiles, rows)."""
     return {
         "compiler_params": plgpu.CompilerParams(approx_math=True),
         "grid": grid,
@@ -88,20 +84,20 @@ def launch(settings: Settings, grid: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def iota(shape: tuple[int, int], dimension: int) -> Any:
-    """Row or column numbers of an accumulator."""
+    """Returns row or column numbers of an accumulator."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
 def along_rows(x: Any, shape: tuple[int, int]) -> Any:
-    """A number for each row of an accumulator."""
+    """Returns a number for each row of an accumulator."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def along_columns(x: Any, shape: tuple[int, int]) -> Any:
-    """A number for each column of an accumulator."""
+    """Returns a number for each column of an accumulator."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def grouped(body: Callable[..., None], operands: int, outputs: int) -> Callable[..., None]:
-    """A kernel's body that takes its operands, and its outputs, as one argument each."""
+    """Returns a kernel's body that takes its operands, and its outputs, as one argument each."""
     return lambda *refs: body(refs[:operands], refs[operands : operands + outputs], *refs[operands + outputs :])
