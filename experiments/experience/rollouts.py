@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.config import RolloutConfig
 from experiments.experience.counts import RolloutCounts
-from experiments.experience.experience import Experience, Policy
+from experiments.experience.experience import Experience, ExperienceSource, Policy
 from experiments.experience.prompts import PromptOrder, encode_prompt, fits_completion
 from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite
@@ -44,7 +44,7 @@ class Rollout(NamedTuple):
     counts: RolloutCounts
 
 
-class Rollouts:
+class Rollouts(ExperienceSource):
     """The built-in source: prompts of the task, completed by the policy and rewarded; the number of a rollout is its seed.
 
     Args:
@@ -70,11 +70,9 @@ class Rollouts:
         self.shape = Shape(options.prompts_per_rollout, prompt_tokens, options.num_generations, sampling)
 
     def state(self) -> dict[str, Any]:
-        """See `ExperienceSource`."""
         return {"rollouts": self._made, "cursor": self._prompts.cursor}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `ExperienceSource`."""
         self._made, self._prompts.cursor = state["rollouts"], state["cursor"]
 
     def next(self, policy: Policy) -> Experience | None:

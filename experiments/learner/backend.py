@@ -27,26 +27,32 @@ class StepGradient(NamedTuple):
 class GradientBackend(Protocol):
     """Sums over the rounds of a step for one objective; of a round, a process makes the arrays of its own ranks."""
 
-    head_run: HeadRun | None
-    compiler_options: dict[str, Any] | None
-    """What XLA is told when the sums, and the update made of them, are compiled."""
+    @property
+    def head_run(self) -> HeadRun | None:
+        """The head call; None before it is traced."""
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What XLA is told when the sums, and the update made of them, are compiled."""
 
     @property
     def num_compilations(self) -> int:
-        """How many shapes of micro-batch have been compiled."""
+        """Number of shapes of micro-batch that have been compiled; 1, whatever the number of micro-batches."""
 
     def trace(self, params: nnx.State, padding: Round) -> None:
-        """Raises EngineUnavailable for a head that cannot run here, before training starts."""
+        """Makes `head_run` known without compiling, and raises EngineUnavailable for a head that cannot run here."""
 
     def ahead(self, params: nnx.State, padding: Round) -> Ahead | None:
-        """The program of one round, compiled before its first call; None where it is not a single one."""
+        """Compiles the program of one round before its first call; None if it is not a single one."""
 
     def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
-        """Sums of a step, nothing divided; None without rounds. `version` is that of the parameters."""
+        """Returns the sums of a step, nothing divided; None without rounds. `version` is that of the parameters."""
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
-        """Log-probs of the labels of one round, 0 elsewhere, by the forward pass that the gradients start from; the same in
-        every process."""
+        """Returns log-probs of the labels of one round, 0 elsewhere, by the forward pass that the gradients start from.
+
+        They are the same in every process.
+        """
 
 
 class Backend(Protocol):
@@ -66,12 +72,11 @@ class Backend(Protocol):
         """Gives away the first parameters, once: a second reference would keep them in memory next to the state."""
 
     def place(self, tree: Any) -> Any:
-        """Parameters, or an optimizer's state for them, where the sums need them."""
+        """Puts parameters, or an optimizer's state for them, where the sums need them."""
 
-    def gradients(self, objective: Objective, temperature: float) -> GradientBackend:
-        """Gradient sums of an objective."""
+    def gradients(self, objective: Objective, temperature: float) -> GradientBackend: ...
 
 
 def add_gradients(left: StepGradient, right: StepGradient) -> StepGradient:
-    """Sums of two disjoint parts of a step, added."""
+    """Adds the sums of two disjoint parts of a step."""
     return StepGradient(left.sums + right.sums, jnp.maximum(left.drift, right.drift))

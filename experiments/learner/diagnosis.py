@@ -36,7 +36,7 @@ def check_documents(documents: Sequence[Document]) -> None:
 def explain_refusal(
     sound: FiniteReport, state: TrainState, rounds: list[Round], update: Update, gradients: GradientBackend
 ) -> Refusal:
-    """What of a refused step is not finite, in the order in which a step computes."""
+    """Returns what of a refused step is not finite, in the order in which a step computes."""
     # Before the scores: of parameters that are not finite no log-prob is.
     unsound = update.first_non_finite(state)
     if unsound is not None:

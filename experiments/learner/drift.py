@@ -124,17 +124,8 @@ def measure_drift(
 ) -> StepDrift | None:
     """Compares what `gradients` computes as the trainer with the sampler, before the update of `params`.
 
-    Args:
-        gradients: the trainer's forward pass.
-        params: the parameters that are about to be updated.
-        rounds: of the step.
-        version: of the parameters.
-        vocab: the shards of the head's vocabulary.
-        reduction: names the order of the head's sums, for the report.
-        dtype: of both sides; None where it is not known.
-
-    Returns:
-        The report; None where no token tells the difference.
+    `version` is that of the parameters, `reduction` names the order of the head's sums for the report, and `dtype` is that
+    of both sides, None if it is not known. Returns None if no token tells the difference.
     """
     started = time.perf_counter()
     compared = [each for each in _compared(gradients, params, rounds, version) if each.trainer.size]
@@ -160,7 +151,7 @@ def measure_drift(
 def _compared(
     gradients: GradientBackend, params: nnx.State, rounds: Sequence[Round], version: int
 ) -> Iterator[_Compared]:
-    """The documents of which both sides are known under the same parameters."""
+    """Yields the documents of which both sides are known under the same parameters."""
     first = 0
     for each in rounds:
         numbered = list(enumerate(each.documents, start=first))
@@ -178,7 +169,7 @@ def _compared(
 
 
 def _locate(compared: list[_Compared], index: int) -> TokenLocation:
-    """Of a label, by its number among those of all of them."""
+    """Locates a label, by its number among those of all of them."""
     ends = np.cumsum([each.trainer.size for each in compared])
     found = int(np.searchsorted(ends, index, side="right"))
     number, document, positions = compared[found][:3]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from experiments.learner.backend import StepGradient, add_gradients
+from experiments.learner.backend import GradientBackend, StepGradient, add_gradients
 from experiments.learner.objectives import HeadPlacement, LossTerms, Objective
 from experiments.learner.packing import Round
 from experiments.models.ahead import Ahead, compiled_ahead
@@ -32,10 +32,11 @@ from jaxlogp.head import HeadRun, record_head_runs
 from jaxlogp.head.registry import EngineChoice, default_shards
 
 
-class GspmdGradients:
-    """Compiled sums for one model, mesh and objective; see `experiments.learner.backend.GradientBackend`."""
+class GspmdGradients(GradientBackend):
+    """Compiled sums for one model, mesh and objective."""
 
     compiler_options = None
+    head_run: HeadRun | None = None
 
     def __init__(
         self,
@@ -59,28 +60,19 @@ class GspmdGradients:
         self._sums = jax.jit(self._of_micro_batch)
         self._score = jax.jit(self._of_scoring)
         self._add = jax.jit(add_gradients, donate_argnums=0)
-        self.head_run: HeadRun | None = None
 
     @property
     def num_compilations(self) -> int:
-        """How many shapes of micro-batch have been compiled; 1, whatever the number of micro-batches."""
         compiled: Any = self._sums
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: Round) -> None:
-        """Traces the program without compiling it, so that `head_run` is known and a call that cannot run raises.
-
-        Raises:
-            EngineUnavailable: a head call that no engine, or not the named one, takes.
-        """
         jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
 
     def ahead(self, params: nnx.State, padding: Round) -> Ahead:
-        """See `GradientBackend`."""
         return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
 
     def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
-        """See `GradientBackend`."""
         total = None
         for each in rounds:
             part = settled(self._sums(params, self._frozen, self._placed(each), np.int32(version)), self._mesh)
@@ -88,7 +80,6 @@ class GspmdGradients:
         return total
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
-        """See `GradientBackend`."""
         batch = self._placed(scored, with_columns=False)
         log_probs = settled(self._score(params, self._frozen, batch), self._mesh)
         return whole_on_host(log_probs).reshape(scored.shape)
@@ -102,7 +93,7 @@ class GspmdGradients:
         return jax.tree.map(lambda *pieces: self._over_ranks(given.packing.ranks, pieces), *here)
 
     def _over_ranks(self, ranks: int, pieces: tuple[np.ndarray, ...]) -> Array:
-        """One array, from those of the ranks that have a device in this process; a number becomes one number a rank."""
+        """Joins the arrays of the ranks that have a device in this process; a number becomes one number per rank."""
         here = dict(zip(self._ranks_here, map(np.atleast_1d, pieces), strict=True))
         rows, *rest = here[self._ranks_here[0]].shape
         sharding = NamedSharding(self._mesh, self._spec_of(pieces[0]))
@@ -113,7 +104,7 @@ class GspmdGradients:
         return jax.make_array_from_callback((ranks * rows, *rest), sharding, part)
 
     def _spec_of(self, x: Array) -> P:
-        """Of what there is for each token, or for each document."""
+        """Returns the placement of what there is for each token, or for each document."""
         return self._token_spec if x.ndim > 1 else self._row_spec
 
     def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> StepGradient:
@@ -131,7 +122,7 @@ class GspmdGradients:
         return self._with_head(self._local_scores, (params, frozen), batch, self._token_spec)
 
     def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
-        """``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
+        """Runs ``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
         model = nnx.merge(self._graph, *states)
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.segment_ids)
         spec, weight = model.head()

@@ -51,7 +51,7 @@ class HeadPlacement(NamedTuple):
     frozen: bool = False
 
     def keywords(self) -> dict[str, Any]:
-        """Returns those of `jaxlogp.linear_log_probs`."""
+        """Returns the keywords of `jaxlogp.linear_log_probs`."""
         place = {"axis_name": self.axis_name, "vocab": self.vocab, "engine": self.engine, "frozen_head": self.frozen}
         return {**self.spec.keywords(), **place}
 
@@ -72,14 +72,14 @@ class Objective(Protocol):
     def from_hidden(
         self, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array, head: HeadPlacement
     ) -> LossTerms:
-        """From hidden states and the head's weight."""
+        """Computes the terms from hidden states and the head's weight."""
 
     def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array) -> LossTerms:
-        """From log-probs and entropies, differentiable in both."""
+        """Computes the terms from log-probs and entropies, differentiable in both."""
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Objective):
     """-Σ_t m_t log π(target_t), divided by the number of labels: supervised learning."""
 
     with_entropy = False
@@ -93,12 +93,10 @@ class CrossEntropy:
         documents_seen: Int[Array, ""],
         head: HeadPlacement,
     ) -> LossTerms:
-        """See `Objective`."""
         values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords())
         return self.from_log_probs(values, batch, documents_seen)
 
     def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossTerms:
-        """See `Objective`."""
         del documents_seen
         loss = weighted_sum(-values.log_probs, batch.mask)
         # No label has log-probs of a sampler to differ from.
@@ -107,7 +105,7 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """A policy loss of `jaxlogp.losses`, with its metrics."""
 
     loss: PolicyLoss
@@ -116,12 +114,10 @@ class PolicyObjective:
 
     @property
     def with_entropy(self) -> bool:
-        """See `Objective`."""
         return self.metrics == "with_entropy" or self.loss.entropy_coefficient != 0.0
 
     @property
     def needs_reference(self) -> bool:
-        """See `Objective`."""
         return self.loss.kl_coefficient != 0.0
 
     def from_hidden(
@@ -132,7 +128,6 @@ class PolicyObjective:
         documents_seen: Int[Array, ""],
         head: HeadPlacement,
     ) -> LossTerms:
-        """See `Objective`."""
         columns = batch.per_token
         loss, values = linear_policy_loss(
             hidden,
@@ -150,7 +145,6 @@ class PolicyObjective:
         return self._with_metrics(loss, values.log_probs, values.entropy, batch, documents_seen)
 
     def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossTerms:
-        """See `Objective`."""
         columns = batch.per_token
         inputs = (columns["old_log_probs"], columns["advantages"], batch.mask)
         loss = policy_loss(values.log_probs, *inputs, entropy=values.entropy, **self._documents(batch))
@@ -185,7 +179,7 @@ class PolicyObjective:
 
 
 def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: Int[Array, ""]) -> Float[Array, ""]:
-    """Largest |trainer - sampler| where both are known under the same parameters: later ones are another policy."""
+    """Returns the largest |trainer - sampler| where both are under the same parameters: later ones are another policy."""
     columns = batch.per_token
     if SAMPLER_COLUMN in columns:
         # The trainer's own are from the time of sampling, whatever has been updated since.

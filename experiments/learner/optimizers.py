@@ -26,12 +26,12 @@ MUON_RMS = 0.2
 
 
 def adamw(*, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """AdamW at learning rate 1; `weight_decay` is decoupled, a share of each parameter per unit of learning rate."""
+    """Returns AdamW at learning rate 1; `weight_decay` is decoupled, a share of each parameter per unit of learning rate."""
     return optax.adamw(1.0, b1=b1, b2=b2, weight_decay=weight_decay)
 
 
 def adafactor(*, momentum: float | None = None, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """Adafactor at learning rate 1, which is absolute like AdamW's rather than a share of the parameter's scale.
+    """Returns Adafactor at learning rate 1, which is absolute like AdamW's rather than a share of the parameter's scale.
 
     The second moment of a matrix of at least 128 × 128 is kept as its row and column means. A direction's root mean
     square is clipped to 1 over each parameter, which here holds all layers. Momentum costs another fp32 copy.
@@ -44,7 +44,7 @@ def adafactor(*, momentum: float | None = None, weight_decay: float = 0.0) -> op
 def muon(
     *, momentum: float = 0.95, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, AdamW (with Nesterov's momentum, as optax has it) for all else.
+    """Returns Muon for the matrices of the layers, AdamW (with Nesterov's momentum, as optax has it) for all else.
 
     Every layer's matrix is orthogonalised by itself, a projection to or from heads as the matrix between the residual
     stream and all heads' features; see `matrix_axes`. On GPUs those products are in TF32, XLA's default.
@@ -76,10 +76,9 @@ ELEMENTWISE = ("adamw",)
 
 
 def matrix_axes(params: Any) -> Any:
-    """Input and output axes of the layers' stacked matrices; None for embeddings, head, norms and biases.
+    """Returns input and output axes of the layers' stacked matrices; None for embeddings, head, norms and biases.
 
-    Raises:
-        ValueError: no matrix among the parameters.
+    Raises ValueError if there is no matrix among the parameters.
     """
 
     def axes(path, leaf):
@@ -149,7 +148,7 @@ class Optimizer:
         self._schedule = schedule
 
     def init(self, params: nnx.State) -> OptimizerState:
-        """The state before the first update."""
+        """Returns the state before the first update."""
         narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(params))
         # Copies, also of what is fp32: a step takes over the memory of both.
         exact = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params) if narrow else None
@@ -158,7 +157,7 @@ class Optimizer:
     def update(
         self, gradients: nnx.State, state: OptimizerState, params: nnx.State
     ) -> tuple[nnx.State, OptimizerState, Float[Array, ""]]:
-        """New parameters, in the dtypes of the old ones, the new state, and the learning rate that was applied."""
+        """Returns new parameters, in the dtypes of the old ones, the new state, and the learning rate that was applied."""
         exact = params if state.exact is None else state.exact
         directions, inner = self._transformation.update(gradients, state.inner, exact)
         rate = jnp.asarray(self._schedule(state.count), jnp.float32)

@@ -18,14 +18,9 @@ from jaxlogp.policy.documents import SAMPLER_COLUMN, row_starts
 class Packing:
     """How documents become rounds. A round is one micro-batch of every data rank.
 
-    Args:
-        ranks: data ranks.
-        rows: rows per micro-batch.
-        row_length: tokens per row.
-        vocab_size: token ids are in [0, vocab_size).
-        pad_id: padding token.
-        share_rows: whether documents may share a row. If not, a rank gets `rows` successive documents.
-        columns: names of the documents' further columns.
+    A micro-batch has `rows` rows of `row_length` tokens, and token ids are in [0, vocab_size). Without `share_rows`,
+    documents do not share rows: a rank gets `rows` successive documents. `columns` are names of the documents' further
+    columns.
     """
 
     ranks: int
@@ -66,7 +61,7 @@ class Packing:
         return self.round_of([])
 
     def _deal(self, documents: Sequence[Document]) -> list[list[int]]:
-        """Numbers of documents for each rank, more of them than fit if there are more."""
+        """Returns numbers of documents for each rank, more of them than fit if there are more."""
         if not self.share_rows:
             ends = [min(rank * self.rows, len(documents)) for rank in range(self.ranks + 1)]
             return [list(range(*pair)) for pair in itertools.pairwise(ends)]
@@ -82,12 +77,12 @@ class Packing:
         return dealt
 
     def _starts(self, documents: Sequence[Document], numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """Row and position of the first token of each document of one rank, as many as fit."""
+        """Returns row and position of the first token of each document of one rank, as many as fit."""
         lengths = (documents[number].tokens.size for number in numbers)
         return row_starts(lengths, self.rows, self.row_length, share_rows=self.share_rows)
 
     def _check(self, number: int, document: Document) -> None:
-        """Of every rank's documents, because all processes have to refuse the same; under jit an id could only give NaN."""
+        """Validates a document of any rank, so that all processes raise alike; under jit a bad id could only give NaN."""
         if document.columns.keys() != set(self.columns) - {SAMPLER_COLUMN}:
             found = f"{sorted(document.columns)} of document {number}"
             require(False, "documents", f"columns {sorted(self.columns)}", found)
@@ -135,7 +130,7 @@ class Round:
         return self._made[rank]
 
     def at_labels(self, values: Shaped[np.ndarray, "ranks rows row_length"]) -> list[Shaped[np.ndarray, " labels"]]:
-        """The values at the labels of each document, in the order of `documents`."""
+        """Returns the values at the labels of each document, in the order of `documents`."""
         return [values[place] for place in self._labels]
 
     @cached_property

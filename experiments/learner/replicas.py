@@ -24,9 +24,7 @@ from experiments.learner.soundness import path_name
 class Replicas:
     """Compares the copies of trees of one structure, in one compiled program.
 
-    Args:
-        mesh: where the trees are; leaves that are not sharded over it are not compared.
-        over_mesh: makes such a tree of what every process has by itself.
+    Leaves that are not sharded over the mesh are not compared. `over_mesh` makes such a tree of what every process has.
     """
 
     def __init__(self, mesh: Mesh, over_mesh: Callable[[PyTree], PyTree] = lambda tree: tree) -> None:
@@ -34,7 +32,7 @@ class Replicas:
         self._sums = None
 
     def first_mismatch(self, tree: PyTree) -> str | None:
-        """A phrase that names a leaf and the devices whose copy of it differs from the most; None where all are equal."""
+        """Returns a phrase that names a leaf and the devices whose copy differs from the most; None if all are equal."""
         named = [
             (path_name(path), leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(self._over_mesh(tree))
@@ -59,7 +57,7 @@ class Replicas:
         return list(self._mesh.devices.flat)
 
     def _program(self, specs: list[P]) -> Any:
-        """Fingerprints [devices, leaves] of what each device of the mesh holds, known to all of them."""
+        """Returns a program that tells every device the fingerprints [devices, leaves] of what each of them holds."""
         axes = self._mesh.axis_names
 
         def local(leaves: list[Array]) -> UInt32[Array, "devices leaves"]:
@@ -71,7 +69,7 @@ class Replicas:
 
 
 def sum_of_bits(x: Array) -> UInt32[Array, ""]:
-    """The sum of the bits of all elements as integers, modulo 2^32.
+    """Returns the sum of the bits of all elements as integers, modulo 2^32.
 
     Example:
         >>> int(sum_of_bits(jnp.array([1.0, -0.0], jnp.float32))) == 0x3F800000 + 0x80000000
@@ -84,7 +82,7 @@ def sum_of_bits(x: Array) -> UInt32[Array, ""]:
 
 
 def fingerprint(frozen: Any) -> list[int]:
-    """The sum of every array's bits as integers: the same on every mesh, and other weights have others."""
+    """Returns the sum of every array's bits as integers: the same on every mesh, and other weights have others."""
     return [int(total) for total in jax.device_get(_sums_of_bits(frozen))]
 
 
@@ -103,7 +101,7 @@ def _sums_of_bits(state: Any) -> list[jax.Array]:
 
 
 def _odd_ones(places: dict[jax.Device, Any], sums: dict[jax.Device, int]) -> str | None:
-    """Of the devices that hold one part, those with another sum than most; all of them where there is no majority."""
+    """Names the devices whose sum differs from the majority of those that hold the same part, or all if there is none."""
     parts: dict[str, list[jax.Device]] = {}
     for device, place in places.items():
         parts.setdefault(str(place), []).append(device)

@@ -28,12 +28,11 @@ class FiniteReport(NamedTuple):
     opt_state: Bool[Array, " leaves"]
 
     def all(self) -> Bool[Array, ""]:
-        """Whether everything is."""
         return jnp.stack([jnp.all(part) for part in self]).all()
 
 
 def finite_leaves(tree: PyTree) -> Bool[Array, " leaves"]:
-    """Whether each leaf is sound."""
+    """Returns whether each leaf is sound."""
     return jnp.stack([_is_sound(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)])
 
 
@@ -47,7 +46,7 @@ def _is_sound(path: tuple, leaf: Array) -> Bool[Array, ""]:
 
 
 def name_non_finite(what: str, tree: PyTree, sound: Any) -> str | None:
-    """A phrase that names the leaves of `tree` which are not sound; None where all are.
+    """Returns a phrase that names the leaves of `tree` which are not sound; None if all are.
 
     Example:
         >>> import numpy as np
@@ -63,5 +62,5 @@ def name_non_finite(what: str, tree: PyTree, sound: Any) -> str | None:
 
 
 def path_name(path: tuple) -> str:
-    """The path of a leaf; whether a Flax variable is a node of its own above its value makes no difference."""
+    """Returns the path of a leaf, with or without a node for a Flax variable above its value."""
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")

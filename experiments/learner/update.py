@@ -39,10 +39,7 @@ class UpdateOutcome(NamedTuple):
 class Update:
     """Applies sums to a state.
 
-    Args:
-        optimizer: turns gradients into updates.
-        place: puts parameters, or optimizer state for them, where gradients and parameters live.
-        compiler_options: of XLA.
+    `place` puts parameters, or optimizer state for them, where gradients and parameters live.
     """
 
     def __init__(
@@ -57,19 +54,18 @@ class Update:
         return self.place(TrainState(params, self._optimizer.init(params)))
 
     def place(self, state: TrainState) -> TrainState:
-        """Puts both parts of a state where they are needed."""
         return TrainState(*map(self._place, state))
 
     def __call__(self, state: TrainState, step: StepGradient) -> tuple[TrainState, UpdateOutcome]:
-        """Divides by the step's totals and updates. Where anything is not finite (loss, gradient, the new parameters or
-        the new optimizer state) every bit of the state stays as it was.
+        """Divides by the step's totals and updates.
 
-        The memory of ``state`` goes to the new one: nobody may read the old one afterwards.
+        Where anything is not finite (loss, gradient, the new parameters or the new optimizer state) every bit of the state
+        stays as it was. The memory of ``state`` goes to the new one: nothing may read the old one afterwards.
         """
         return self._program(state)(state, step)
 
     def ahead(self, state: TrainState, step: StepGradient) -> Ahead:
-        """The program, compiled before its first call; of `step` types and places matter."""
+        """Compiles the program before its first call; of `step` types and places matter."""
         return compiled_ahead(self._program(state), state, step)
 
     def _program(self, state: TrainState) -> Callable[[TrainState, StepGradient], tuple[TrainState, UpdateOutcome]]:
@@ -92,7 +88,7 @@ class Update:
         return state, UpdateOutcome(finished.loss, norm, step.drift, rate, applied, sound, finished.metrics)
 
     def _checked(self, operands, params: nnx.State, opt_state: OptimizerState) -> tuple[nnx.State, OptimizerState]:
-        """What is looked at before the new parameters and state are taken.
+        """Returns what is looked at before the new parameters and state are taken.
 
         They are computed twice where that is one pass that stores nothing: kept until all of them have been checked, they
         would take as much memory as the old ones again. The barriers keep the arithmetic of the update as it would be
@@ -106,7 +102,7 @@ class Update:
         return FiniteReport(jnp.isfinite(loss), jnp.isfinite(norm), *map(finite_leaves, trees))
 
     def first_non_finite(self, state: TrainState) -> str | None:
-        """A phrase that names what of a state is not finite, parameters first; None where all is."""
+        """Returns a phrase that names what of a state is not finite, parameters first; None if all is."""
         sound = jax.device_get(self._sound(state))
         parts = zip(("parameters", OPTIMIZER_STATE), state, sound, strict=True)
         return next((found for part in parts if (found := name_non_finite(*part)) is not None), None)

@@ -10,11 +10,12 @@ from jax.sharding import Mesh
 from experiments.models.mesh import split_rows
 from experiments.models.placement import whole_on_host
 from experiments.sampling.pick import DrawOptions
+from experiments.sampling.policy import Draw
 from experiments.sampling.sampler import SamplerOptions, Samples, bytes_beside_parameters, make_sampler
 from experiments.tasks.tokenizer import Tokenizer
 
 
-class CachedDraw:
+class CachedDraw(Draw):
     """A `Draw` with one static shape per shape of prompts and number of copies."""
 
     def __init__(
@@ -26,13 +27,11 @@ class CachedDraw:
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        """See `Draw`."""
         draw = make_sampler(self._graph, replace(self._options, copies=copies))
         drawn = whole_on_host(draw(params, *split_rows((prompts, lengths), self._mesh), key))
         return Samples(*(x[: len(prompts) * copies] for x in drawn))
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        """See `Draw`."""
         given = np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32)
         options = replace(self._options, copies=copies)
         return bytes_beside_parameters(self._graph, options, params, *split_rows(given, self._mesh))

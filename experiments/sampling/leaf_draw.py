@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.models.attention import RowCache
+from experiments.sampling.policy import Draw
 from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
 from experiments.tasks.tokenizer import Tokenizer
 from experiments.training.leaf_programs import LeafPrograms, Loaded
@@ -23,13 +24,9 @@ from experiments.training.leaf_programs import LeafPrograms, Loaded
 class _Rows(NamedTuple):
     """Rows of one rank that are being completed; all on its device, so that no step waits for the host.
 
-    Attributes:
-        tokens: whole rows, S slots.
-        lengths: tokens so far.
-        starts: first slot of the block that holds each row's newest token.
-        done: rows that have ended, or hold no prompt.
-        drawn: the tokens drawn, N a row, 0 after the end.
-        hidden: the states that they were drawn from.
+    `tokens` are whole rows of S slots, and `lengths` the tokens so far. `starts` is the first slot of the block that holds
+    each row's newest token. A row is `done` that has ended, or holds no prompt. `drawn` are the tokens drawn, 0 after the
+    end, and `hidden` the states that they were drawn from.
     """
 
     tokens: Int[Array, "B S"]
@@ -40,7 +37,7 @@ class _Rows(NamedTuple):
     hidden: Float[Array, "B N H"]
 
 
-class LeafDraw:
+class LeafDraw(Draw):
     """A `Draw`, leaf by leaf; the same draws on every mesh."""
 
     def __init__(
@@ -63,7 +60,6 @@ class LeafDraw:
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        """See `Draw`."""
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         loaded, count = self._programs.load(params), len(prompts)
         groups = [self._complete_group(loaded, prompts, lengths, start, key) for start in range(0, count, self._group)]
@@ -71,12 +67,12 @@ class LeafDraw:
         return Samples(drawn, log_probs, log_probs, ends - lengths)
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> None:
-        """See `Draw`."""
+        return None
 
     def _complete_group(
         self, loaded: Loaded, prompts: np.ndarray, lengths: np.ndarray, start: int, key: jax.Array
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
+        """Returns tokens drawn [B, N], their log-probs, and the lengths of the rows with them."""
         tokens, begin, done = self._start(prompts[start : start + self._group], lengths[start : start + self._group])
         caches = self._read_prompts(loaded, tokens, begin)
         ranks = [self._rows(*each) for each in self._deal(tokens, begin, done)]
@@ -95,7 +91,7 @@ class LeafDraw:
         return drawn, self._log_probs(loaded, ranks, ends - begin), ends
 
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens [B, S], lengths and whether done; rows without a prompt are."""
+        """Returns tokens [B, S], lengths and whether done; rows without a prompt are."""
         slots = self._programs.reader.slots(self._row_length)
         tokens = np.full((self._group, slots), self._tokenizer.pad_id, np.int32)
         lengths = np.ones(self._group, np.int32)
@@ -103,7 +99,7 @@ class LeafDraw:
         return tokens, lengths, np.arange(self._group) >= len(prompts)
 
     def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
-        """Rows of which nothing is drawn yet."""
+        """Returns rows of which nothing is drawn yet."""
         config, block = self._programs.config, self._programs.reader.block
         shape, (device,) = (len(lengths), self._max_new_tokens), tokens.devices()
         drawn = jnp.zeros(shape, jnp.int32, device=device)
@@ -111,7 +107,7 @@ class LeafDraw:
         return _Rows(tokens, lengths, (lengths - 1) // block * block, done, drawn, hidden)
 
     def _read_prompts(self, loaded: Loaded, tokens: np.ndarray, lengths: np.ndarray) -> list[tuple[RowCache, ...]]:
-        """Each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
+        """Returns each rank's cache with all blocks of its prompts but the last, which the first draw reads."""
         reader, size = self._programs.reader, self._leaf_rows
         caches = [reader.empty_cache(size, self._row_length, device) for device in self._programs.ranks.devices]
         last = (lengths - 1) // reader.block
@@ -122,7 +118,7 @@ class LeafDraw:
     def _read(
         self, loaded: Loaded, rows: list[tuple[jax.Array, ...]], caches: list[tuple[RowCache, ...]]
     ) -> list[jax.Array]:
-        """Hidden states of one block of every row, of (tokens, starts) on each rank; replaces the caches."""
+        """Returns hidden states of one block of every row, of (tokens, starts) on each rank; replaces the caches."""
         hidden = []
         for rank, (weights, each) in enumerate(zip(loaded.weights, rows, strict=True)):
             block, caches[rank] = self._programs.reader.step(weights, *each, caches[rank])
@@ -130,13 +126,13 @@ class LeafDraw:
         return hidden
 
     def _log_probs(self, loaded: Loaded, ranks: tuple[_Rows, ...], counts: np.ndarray) -> np.ndarray:
-        """Log-probs [B, N] of the tokens drawn, 0 after the end."""
+        """Returns log-probs [B, N] of the tokens drawn, 0 after the end."""
         live = [mask for (mask,) in self._deal(np.arange(self._max_new_tokens) < counts[:, None])]
         results = self._programs.head(loaded, [rows.hidden for rows in ranks], [rows.drawn for rows in ranks], live)
         return self._programs.ranks.on_host([result.log_probs for result in results])
 
     def _deal(self, *arrays: np.ndarray) -> list[tuple[jax.Array, ...]]:
-        """Each data rank's rows of the arrays, of which there are those of all ranks, on the rank's device."""
+        """Splits arrays of all ranks' rows by data rank, and puts each part that is of this process on its rank's device."""
         ranks = self._programs.ranks
         by_rank = [array.reshape(ranks.count, self._leaf_rows, *array.shape[1:]) for array in arrays]
         return [
@@ -145,7 +141,7 @@ class LeafDraw:
         ]
 
     def _one_token(self, weight, block, rows: _Rows, row_ids, key, step) -> tuple[_Rows, Array]:
-        """The rows with one token more, and which are done, drawn from the hidden states of each row's block."""
+        """Returns the rows with one token more, and which are done, drawn from the hidden states of each row's block."""
         size, spec = self._programs.reader.block, self._programs.spec
         hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
         logits = logits_of(hidden, spec, weight)

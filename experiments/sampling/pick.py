@@ -33,9 +33,6 @@ class DrawOptions:
         top_p: of these, draw among the fewest likeliest whose probabilities (renormalised after top_k) sum to at least
             this, and those as likely as the last of them; 1.0 for all.
         min_p: draw among tokens at least this many times as likely as the likeliest; 0.0 for all.
-
-    Raises:
-        ValueError: an option out of range.
     """
 
     temperature: float = 1.0
@@ -57,13 +54,12 @@ class DrawOptions:
 
 
 class Picked(NamedTuple):
-    """One token a row.
+    """One token per row.
 
     Attributes:
-        tokens: int32 [B].
-        log_probs: fp32 [B], nats, under softmax(logits / temperature) over the whole vocabulary: what a trainer computes.
-        drawn_log_probs: fp32 [B], nats, under the distribution that the token was drawn from, renormalised over what
-            top_k, top_p and min_p leave; equal to `log_probs` without them.
+        log_probs: in nats, under softmax(logits / temperature) over the whole vocabulary: what a trainer computes.
+        drawn_log_probs: in nats, under the distribution that the token was drawn from, renormalised over what top_k, top_p
+            and min_p leave; equal to `log_probs` without them.
     """
 
     tokens: Int[Array, " B"]
@@ -72,13 +68,7 @@ class Picked(NamedTuple):
 
 
 def pick(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: DrawOptions) -> Picked:
-    """Draws one token for every row.
-
-    Args:
-        logits: fp32 [B, V], before the temperature.
-        row_keys: a random key for each row.
-        options: how.
-    """
+    """Draws one token for every row, by its own random key, from fp32 logits before the temperature."""
     scaled = logits.astype(jnp.float32) / options.temperature
     largest = scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(scaled - largest)
@@ -97,7 +87,7 @@ def pick(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: DrawO
 
 
 def _invert(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first entry at which the cumulative sum of the weights exceeds uniform · their sum."""
+    """Returns the first entry at which the cumulative sum of the weights exceeds uniform · their sum."""
     rows, vocab = weights.shape
     block = min(BLOCK, vocab)
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % block)))
@@ -115,14 +105,16 @@ def _invert(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Ar
 
 
 def _first_beyond(cumulative: Float[Array, "B n"], goal: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first index beyond the goal. Where rounding put the goal at the end, the last that added anything; it is also
-    the last where the goal is below 0: never an entry of weight 0."""
+    """Returns the first index beyond the goal; never an entry of weight 0.
+
+    Where rounding put the goal at the end, it is the last that added anything; also where the goal is below 0.
+    """
     beyond = (cumulative > goal[:, None]) & (cumulative > 0.0)
     return jnp.argmax(beyond | (cumulative == cumulative[:, -1:]), axis=-1).astype(jnp.int32)
 
 
 def _threshold(scaled, largest, weights, options: DrawOptions) -> Float[Array, "B 1"]:
-    """The smallest scaled logit of each row that is drawn."""
+    """Returns the smallest scaled logit of each row that is drawn."""
     lowest = jnp.full_like(largest, -jnp.inf)
     if options.top_k is not None and options.top_k < scaled.shape[-1]:
         lowest = lax.top_k(scaled, options.top_k)[0][:, -1:]
@@ -135,7 +127,7 @@ def _threshold(scaled, largest, weights, options: DrawOptions) -> Float[Array, "
 
 
 def _nucleus(scaled, weights, mass) -> Float[Array, "B 1"]:
-    """The largest threshold at which the weights of the entries not below it sum to at least `mass`.
+    """Returns the largest threshold at which the weights of the entries not below it sum to at least `mass`.
 
     By bisection over all fp32 numbers in their order: 32 sums, and no sorting.
     """
@@ -154,5 +146,5 @@ def _nucleus(scaled, weights, mass) -> Float[Array, "B 1"]:
 
 
 def _in_order(bits: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """The bits of fp32 numbers as integers in the numbers' order; its own inverse."""
+    """Returns the bits of fp32 numbers as integers in the numbers' order; its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

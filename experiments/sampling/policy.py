@@ -28,25 +28,16 @@ class Draw(Protocol):
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        """`copies` completions of every prompt in adjacent rows, as NumPy arrays.
+        """Draws `copies` completions of every prompt, in adjacent rows, as NumPy arrays.
 
-        Args:
-            params: parameters of the decoder.
-            prompts: int32 [B, P], right-padded.
-            lengths: int32 [B].
-            copies: completions per prompt.
-            key: a JAX random key.
+        Prompts are int32 [B, P], right-padded, and `lengths` int32 [B].
         """
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        """Most bytes of a device that it takes beside the parameters, from its programs, which are compiled for it before
-        their first call; None where they are many small ones.
+        """Returns the most bytes it takes per device beside the parameters, of which shapes, dtypes and places are enough.
 
-        Args:
-            params: arrays, or their shapes, dtypes and places.
-            prompts: B.
-            tokens: P.
-            copies: completions per prompt.
+        Its programs for [`prompts`, `tokens`] are compiled for that before their first call; None if they are many small
+        ones.
         """
 
 
@@ -94,11 +85,8 @@ class Shape(NamedTuple):
 class Generator:
     """Draws completions of free prompts; programs are kept by their shapes and options.
 
-    Args:
-        make_draw: makes a draw for a largest number of new tokens, the tokens of a row, and options.
-        tokenizer: text to ids and back.
-        temperature: of the run.
-        row_length: tokens of the trainer's rows, the least of a row here.
+    `make_draw` makes a draw for a largest number of new tokens, the tokens of a row, and options. `temperature` is that of
+    the run, and `row_length` the tokens of the trainer's rows, the least of a row here.
     """
 
     def __init__(
@@ -113,7 +101,7 @@ class Generator:
         self._draws: dict[tuple[int, int, DrawOptions], Draw] = {}
 
     def memory(self, params: nnx.State, shape: Shape) -> int | None:
-        """Returns most bytes of a device that a draw takes beside the parameters; see `Draw.memory`."""
+        """Returns `Draw.memory` of the draw for a shape."""
         prompts, tokens, copies, options = shape
         return self._draw_for(tokens, options).memory(params, prompts, tokens, copies)
 
@@ -144,7 +132,7 @@ class Generator:
         return [self._generation(*row, stop) for row, stop in zip(rows, stops, strict=True)]
 
     def _generation(self, ids: np.ndarray, log_probs: np.ndarray, stop: int | None) -> Generation:
-        """What was drawn, up to the token that completes a stop text."""
+        """Returns what was drawn, up to the token that completes a stop text."""
         ended = stop is not None or int(ids[-1]) in self.tokenizer.eos_ids
         return Generation(ids[:stop], log_probs[:stop], "stop" if ended else "length")
 
@@ -158,7 +146,7 @@ class Generator:
         return self._draws[key]
 
     def _stops(self, rows: list[np.ndarray], stop: tuple[str, ...]) -> list[int | None]:
-        """Numbers of tokens up to the one that completes a stop text, each worked out by one of the processes."""
+        """Returns numbers of tokens up to the one that completes a stop text, each worked out by one of the processes."""
         if not stop:
             return [None] * len(rows)
 
@@ -169,14 +157,10 @@ class Generator:
 
 
 class SamplerPolicy:
-    """See `experiments.experience.experience.Policy`.
+    """The `Policy` of the built-in sampler.
 
-    Args:
-        generator: draws.
-        params: trained parameters.
-        version: documents that they have been trained on.
-        log_probs: computes those of documents by the trainer's forward pass.
-        key: into which seeds are folded, one number after the other.
+    `version` is the number of documents that `params` have been trained on. `log_probs` computes those of documents by the
+    trainer's forward pass. Seeds are folded into `key`, one number after the other.
     """
 
     def __init__(
@@ -234,7 +218,7 @@ def stopped_at(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -
 def _padded(
     prompts: Sequence[Sequence[int]], pad_to: tuple[int, int] | None, pad_id: int
 ) -> tuple[Int[np.ndarray, "rows width"], Int[np.ndarray, " rows"]]:
-    """The prompts, right-padded, and their lengths; rows behind the last are its prompt again."""
+    """Returns the prompts, right-padded, and their lengths; rows behind the last are its prompt again."""
     lengths = [len(prompt) for prompt in prompts]
     rows, width = pad_to or (_power_of_two(len(prompts)), _power_of_two(max(*lengths, SHORTEST)))
     require(len(prompts) <= rows, "pad_to", f"at least {len(prompts)} prompts", rows)

@@ -64,15 +64,8 @@ class Samples(NamedTuple):
 class SamplerOptions:
     """The options compiled into a sampler.
 
-    Args:
-        max_new_tokens: N, at least 1.
-        eos_ids: tokens each of which ends a completion.
-        pad_id: token after the end; may be one of `eos_ids`.
-        draw: how a token is drawn.
-        copies: completions of every prompt, in adjacent rows; each prompt is read once.
-
-    Raises:
-        ValueError: an option out of range.
+    `max_new_tokens` (N) and `copies` are at least 1. Any of `eos_ids` ends a completion; `pad_id` after it may be one of
+    them. `copies` completions of every prompt are in adjacent rows; each prompt is read once.
     """
 
     max_new_tokens: int
@@ -101,20 +94,14 @@ def sample(
     any batch (up to the rounding of the products, which may depend on the batch size).
 
     Args:
-        model: the decoder.
-        prompts: int32 [B, P], right-padded with any id of the vocabulary.
-        prompt_lengths: int32 [B], tokens of each prompt, in [1, P].
-        key: a JAX random key.
-        options: how to draw.
-        row_ids: int32 [B], ids of the rows for the random numbers; default 0, 1, 2 … With global ids, a batch drawn in
-            several parts equals the whole batch.
-
-    Returns:
-        Samples with log-probs in nats.
+        prompts: int32, right-padded with any id of the vocabulary.
+        prompt_lengths: int32, tokens of each prompt, in [1, P].
+        row_ids: int32, ids of the rows for the random numbers; default 0, 1, 2 … With global ids, a batch drawn in several
+            parts equals the whole batch.
 
     Raises:
-        ValueError: an empty batch, lengths or ids out of range, shapes that do not match. Values are checked where they
-            are known, that is, outside JAX transformations.
+        ValueError: if the batch is empty, lengths or ids are out of range, or shapes do not match. Values are checked where
+            they are known, that is, outside JAX transformations.
     """
     graph, state = nnx.split(model)
     return make_sampler(graph, options)(state, prompts, prompt_lengths, key, row_ids)
@@ -145,7 +132,7 @@ def make_sampler(graph: nnx.GraphDef[Decoder], options: SamplerOptions) -> Calla
 
 
 def bytes_beside_parameters(graph, options: SamplerOptions, state, prompts, prompt_lengths) -> int | None:
-    """Most bytes of a device that `draw` takes beside the parameters; None where the compiler does not say.
+    """Returns the most bytes that `draw` takes per device beside the parameters; None if the compiler does not say.
 
     Its programs are compiled for it, and found again by `draw`: all but those for the rows that are left when others have
     ended, which take less.
@@ -201,8 +188,10 @@ def _complete(graph, options, state, rows: _Rows) -> Samples:
 
 
 def _sizes(rows: int, max_new_tokens: int) -> list[int]:
-    """How many unfinished ones of a rank's `rows` end each call of `_advance`: the batch is narrowed to them. Each is a
-    program to compile: a few, and none but the last, 0, where completions are short."""
+    """Returns how many unfinished ones of a rank's `rows` end each call of `_advance`: the batch is narrowed to them.
+
+    Each is a program to compile: a few, and none but the last, 0, where completions are short.
+    """
     narrower = [rows >> halvings for halvings in range(1, 4)] if max_new_tokens >= SHORTEST_NARROWED else []
     return [*(size for size in narrower if size >= FEWEST_ROWS), 0]
 
@@ -247,14 +236,14 @@ def _advance(graph, options, state, rows: _Rows, size, ranks) -> _Rows:
 
 @jax.jit
 def _kept(rows: _Rows, kept) -> _Rows:
-    """The rows with these indices, int32 [ranks, C], among those of each rank."""
+    """Returns the rows with these indices, int32 [ranks, C], among those of each rank."""
     samples = Samples(*(rows_of_ranks(x, kept) for x in rows.samples))
     own = {name: rows_of_ranks(getattr(rows, name), kept) for name in ("tokens", "done", "keys")}
     return replace(rows, samples=samples, cache=rows.cache.take_rows(kept), **own)
 
 
 def _drawn(options: SamplerOptions, rows: _Rows, hidden, head) -> _Rows:
-    """One token more in every row that is not done."""
+    """Adds a token to every row that is not done."""
     picked, done = next_tokens(options, hidden, head, rows.keys, rows.step, rows.done)
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], rows.step, axis=1)  # noqa: E731
     *held, lengths = rows.samples
@@ -263,12 +252,12 @@ def _drawn(options: SamplerOptions, rows: _Rows, hidden, head) -> _Rows:
 
 
 def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, " B"]:
-    """A random key for each row, by its id."""
+    """Returns a random key for each row, by its id."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
 
 
 def next_tokens(options: SamplerOptions, hidden, head, row_keys, step, done) -> tuple[Picked, Bool[Array, " B"]]:
-    """One token a row, padding and log-probs of 0.0 where the row is done; and which rows are done after it."""
+    """Returns one token per row, padding and log-probs of 0.0 where the row is done, and which rows are done after it."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
     picked = pick(logits_of(hidden, *head), keys, options.draw)
     empty = Picked(jnp.int32(options.pad_id), jnp.float32(0.0), jnp.float32(0.0))
@@ -278,18 +267,14 @@ def next_tokens(options: SamplerOptions, hidden, head, row_keys, step, done) -> 
 
 
 def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:
-    """Logits before the temperature, with the arithmetic of the trainer's head."""
+    """Returns logits before the temperature, with the arithmetic of the trainer's head."""
     return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
 
 
 def check_prompts(
     prompts: Int[Array | np.ndarray, "B P"], prompt_lengths: Int[Array | np.ndarray, " B"], vocab_size: int
 ) -> None:
-    """Checks shapes and dtypes always, and values where they are known: not under a JAX transformation.
-
-    Raises:
-        ValueError: names the argument, what was expected, what was seen and where.
-    """
+    """Checks shapes and dtypes always, and values where they are known: not under a JAX transformation."""
     require(prompts.ndim == 2 and prompts.size > 0, "prompts", "shape [B, P] with B, P ≥ 1", prompts.shape)
     rows, width = prompts.shape
     require(prompt_lengths.shape == (rows,), "prompt_lengths", f"shape ({rows},)", prompt_lengths.shape)

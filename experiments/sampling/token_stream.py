@@ -23,12 +23,6 @@ SMALLEST = 64
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How tokens are drawn.
-
-    Raises:
-        ValueError: an option out of range.
-    """
-
     max_new_tokens: int
     temperature: float
 

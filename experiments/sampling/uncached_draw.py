@@ -11,11 +11,12 @@ from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
 from experiments.sampling.pick import DrawOptions
+from experiments.sampling.policy import Draw
 from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
 from experiments.tasks.tokenizer import Tokenizer
 
 
-class UncachedDraw:
+class UncachedDraw(Draw):
     """A `Draw` whose work grows with the square of a row's tokens."""
 
     def __init__(
@@ -28,18 +29,16 @@ class UncachedDraw:
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        """See `Draw`."""
         rows = self._placed(prompts, lengths, copies)
         return Samples(*(x[: len(prompts) * copies] for x in whole_on_host(self._run(params, *rows, key))))
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        """See `Draw`."""
         rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
         program = compiled_ahead(self._run, params, *rows, jax.random.key(0))
         return program.bytes_beside(bytes_a_device(params))
 
     def _placed(self, prompts: np.ndarray, lengths: np.ndarray, copies: int) -> tuple[jax.Array, jax.Array]:
-        """Rows with room for completions, and their lengths without."""
+        """Returns rows with room for completions, and their lengths without."""
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
         room = np.full((len(prompts), self._options.max_new_tokens), self._options.pad_id, np.int32)
         return split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)

@@ -43,7 +43,7 @@ class BlockReader:
         return self._load(params)
 
     def empty_cache(self, rows: int, length: int, device: jax.Device) -> tuple[RowCache, ...]:
-        """A cache for rows of `length` tokens; zeros, never a source of NaN."""
+        """Returns a cache for rows of `length` tokens; zeros, never a source of NaN."""
         config, slots = self._config, self.slots(length)
         shape = (rows, config.num_kv_heads, slots, config.head_dim)
         place = SingleDeviceSharding(device)
@@ -51,24 +51,21 @@ class BlockReader:
         return tuple(RowCache(zeros(), zeros()) for _ in range(config.num_layers))
 
     def slots(self, length: int) -> int:
-        """`length`, filled up to whole blocks."""
+        """Returns `length`, rounded up to whole blocks."""
         return length + -length % self.block
 
     def step(
         self, weights: Weights, tokens: Int[Array, "B S"], starts: Int[Array, " B"], cache: tuple[RowCache, ...]
     ) -> tuple[Float[Array, "B C H"], tuple[RowCache, ...]]:
-        """Hidden states of one block of every row, and the cache with it; the memory of `cache` goes to the new one.
+        """Computes hidden states of one block of every row; the memory of `cache` goes to the updated one.
 
-        Args:
-            weights: from `load`.
-            tokens: whole rows, S slots.
-            starts: first slot of each row's block, a multiple of the block. Earlier blocks of the row have been read.
-            cache: from `empty_cache` and earlier steps.
+        `tokens` are whole rows, S slots. `starts` is the first slot of each row's block, a multiple of the block, and
+        earlier blocks of the row have been read.
         """
         return self._step(weights, tokens, starts, cache)
 
     def rows(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        """Hidden states of whole rows."""
+        """Computes the hidden states of whole rows."""
         rows, length = tokens.shape
         (device,), slots = tokens.devices(), self.slots(length)
         cache = self.empty_cache(rows, length, device)

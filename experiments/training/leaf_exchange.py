@@ -38,10 +38,9 @@ class LeafExchange:
         self._gather = jax.jit(self._gathered, out_shardings=NamedSharding(ranks.mesh, P()))
 
     def deal(self, trees: Sequence[Any]) -> list[Any]:
-        """The trees of all ranks, in their order, each rank with its part of the elements of every one.
+        """Returns the trees of all ranks, in their order, each rank with its part of the elements of every one.
 
-        Args:
-            trees: of the ranks of this process; every array has a first dimension of 1.
+        `trees` are those of the ranks of this process; every array has a first dimension of 1.
         """
         if self._ranks.count == 1:
             return list(trees)
@@ -52,7 +51,7 @@ class LeafExchange:
         return [jax.tree.unflatten(jax.tree.structure(trees[0]), each) for each in dealt]
 
     def whole(self, tree: Any) -> Any:
-        """The tree that was made of dealt ones, whole, on the home device of every process."""
+        """Returns the tree that was made of dealt ones, whole, on the home device of every process."""
         if self._ranks.count == 1:
             return self._only(tree)
         arrays = settled(self._gather(jax.tree.leaves(tree)), self._ranks.mesh)
@@ -65,7 +64,7 @@ class LeafExchange:
         return mapped(arrays)
 
     def _parts(self, arrays: list[Shaped[Array, "1 ..."]]) -> list[list[Shaped[Array, " part"]]]:
-        """This rank's part of every rank's arrays."""
+        """Returns this rank's part of every rank's arrays."""
         count = self._ranks.count
 
         def received(x: Array) -> Array:

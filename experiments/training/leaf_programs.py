@@ -28,7 +28,7 @@ LeafEngine = FixedOrderEngine | FixedOrderHopperEngine
 
 
 def compiler_options(platform: str) -> dict[str, Any] | None:
-    """What XLA needs to be told so that a program gives the same bits in every run, and compiled again.
+    """Returns what XLA needs to be told so that a program gives the same bits in every run, and compiled again.
 
     On a GPU it would add up scatters by atomic operations, in the order in which they happen to come, and choose products
     by their times, which differ from one compilation to the next.
@@ -49,22 +49,9 @@ class Loaded(NamedTuple):
 class LeafPrograms:
     """The compiled programs of one leaf on every rank; trainer and sampler share them.
 
-    Lists are those of `LeafRanks`.
-
-    Args:
-        graph: graph definition of a decoder without a mesh.
-        config: sizes and options of the decoder.
-        mesh: axes "data", "fsdp" and "tensor", of type Auto.
-        engine: of the head.
-        block: tokens of a row that the body reads at a time.
-        temperature: divisor of the logits.
-
-    Attributes:
-        ranks: where leaves are computed.
-        reader: the body.
-        compiler_options: of every program here.
-        spec: the head's arithmetic.
-        head_run: the head call; None before it is traced.
+    Lists are those of `LeafRanks`, `ranks`, where leaves are computed. `graph` is of a decoder without a mesh, and the mesh
+    has axes "data", "fsdp" and "tensor", of type Auto. `reader` is the body, which reads `block` tokens of a row at a time.
+    `spec` is the head's arithmetic, and `head_run` the head call, None before it is traced.
     """
 
     def __init__(
@@ -110,15 +97,15 @@ class LeafPrograms:
             require(False, "--invariance.engine", "an engine that can run here", str(error))
 
     def weight_of(self, params: nnx.State) -> Float[Array, "V H"]:
-        """The head in the activations' dtype."""
+        """Returns the head in the activations' dtype."""
         return nnx.merge(self.graph, params).head()[1]
 
     def body(self, loaded: Loaded, tokens: list[Int[Array, "rows T"]]) -> list[Float[Array, "rows T H"]]:
-        """Hidden states of each rank's rows, one document from the first slot on in each."""
+        """Computes hidden states of each rank's rows, one document from the first slot on in each."""
         return [self.reader.rows(weights, each) for weights, each in zip(loaded.weights, tokens, strict=True)]
 
     def head(self, loaded: Loaded, hidden: list, targets: list, mask: list) -> list[TokenLogProbs]:
-        """Log-probs and entropies of each rank's tokens."""
+        """Computes log-probs and entropies of each rank's tokens."""
         join = self.ranks.join
         operands = (join(hidden), loaded.rows, join(targets), join(mask))
         # Only one program with collectives in flight at a time, as in GspmdGradients.
@@ -126,7 +113,7 @@ class LeafPrograms:
         return [TokenLogProbs(*each) for each in zip(*map(self.ranks.pieces, result[:2]), strict=True)]
 
     def head_vjp(self, loaded: Loaded, hidden: list, targets: list, mask: list, cotangents: list) -> list[tuple]:
-        """Gradients of each rank's hidden states, and of the head [1, V, H] from that rank alone.
+        """Computes gradients of each rank's hidden states, and of the head [1, V, H] from that rank alone.
 
         Cotangents are those of log-probs and entropies.
         """
@@ -137,7 +124,7 @@ class LeafPrograms:
         return list(zip(pieces(d_hidden), pieces(d_weight), strict=True))
 
     def body_vjp(self, params, inputs: tuple, d_hidden):
-        """Gradients of the parameters for one rank's (tokens, positions, segment_ids); to be compiled by the caller.
+        """Computes gradients of the parameters for one rank's (tokens, positions, segment_ids); the caller compiles it.
 
         They start from hidden states computed again for whole rows, equal to those of `body` up to rounding.
         """

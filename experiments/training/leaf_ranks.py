@@ -21,13 +21,10 @@ from experiments.models.placement import whole_on_host
 class LeafRanks:
     """Where leaves are computed, and how they become arrays over the mesh; copies only.
 
-    Args:
-        mesh: axes "data", "fsdp" and "tensor", of type Auto.
+    The mesh has axes "data", "fsdp" and "tensor", of type Auto; `axes` are those that split documents.
 
     Attributes:
-        mesh: the mesh.
-        axes: its axes that split documents.
-        count: how many ranks there are in all processes.
+        count: number of ranks in all processes.
         here: numbers of the ranks that this process computes.
         devices: where it computes them.
         homes: one device of each process, with its copy of the parameters and of the optimizer's state.
@@ -44,7 +41,7 @@ class LeafRanks:
         self.split = NamedSharding(mesh, P(self.axes))
 
     def join(self, pieces: Sequence[Array]) -> Array:
-        """One array over the mesh, split over the ranks and replicated on the tensor ranks."""
+        """Returns one array over the mesh, split over the ranks and replicated on the tensor ranks."""
         ranks = zip(pieces, self._devices, strict=True)
         copies = [jax.device_put(piece, device) for piece, devices in ranks for device in devices]
         shape = (self.count * copies[0].shape[0], *copies[0].shape[1:])
@@ -56,16 +53,16 @@ class LeafRanks:
         return [parts[device] for device in self.devices]
 
     def on_host(self, pieces: Sequence[Array]) -> np.ndarray:
-        """The pieces of all ranks, joined, in every process; all of them have to call it."""
+        """Returns the pieces of all ranks, joined, in every process; all of them have to call it."""
         return whole_on_host(self.join(pieces))
 
     def over_homes(self, tree: Any) -> Any:
-        """Arrays of the home device, as copies of one array over those of all processes; nothing is compared or sent."""
+        """Makes arrays of the home device copies of one array over all processes' homes; nothing is compared or sent."""
         place = NamedSharding(self.homes, P())
         return jax.tree.map(lambda x: jax.make_array_from_single_device_arrays(x.shape, place, [x]), tree)
 
     def over_tensor(self, rows: Float[Array, "blocks H"]) -> Float[Array, "blocks H"]:
-        """An array of this process, the same in all of them, split over the tensor ranks."""
+        """Returns an array of this process, the same in all of them, split over the tensor ranks."""
         place = NamedSharding(self.mesh, P(TENSOR_AXIS))
         parts = place.addressable_devices_indices_map(rows.shape).items()
         copies = [jax.device_put(rows[index], device) for device, index in parts]

@@ -62,7 +62,7 @@ class LeafSums:
         """See `GradientBackend`; several programs a leaf."""
 
     def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
-        """Every round's leaves in the order of their documents, folded neighbours first."""
+        """Adds every round's leaves in the order of their documents, neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
         for each in rounds:
             for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), version)):
@@ -76,20 +76,20 @@ class LeafSums:
         return self._programs.ranks.on_host([value.log_probs for value in values]).reshape(scored.shape)
 
     def _placed(self, leaves: Round) -> list[MicroBatch]:
-        """The leaf of each data rank that this process computes, on its device."""
+        """Returns the leaf of each data rank that this process computes, on its device."""
         ranks = self._programs.ranks
         made = [jax.tree.map(np.atleast_1d, leaves.micro_batch(rank)) for rank in ranks.here]
         return [jax.device_put(leaf, device) for leaf, device in zip(made, ranks.devices, strict=True)]
 
     def _values_of_leaves(self, loaded: Loaded, batches: list[MicroBatch]) -> tuple[list, list, list[TokenLogProbs]]:
-        """Inputs of the body, hidden states and head values of each rank's leaf."""
+        """Returns inputs of the body, hidden states and head values of each rank's leaf."""
         inputs = [(batch.tokens, batch.positions, batch.segment_ids) for batch in batches]
         hidden = self._programs.body(loaded, [batch.tokens for batch in batches])
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 
     def _sums_of_leaves(self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int) -> list[StepGradient]:
-        """The sums of one leaf of each data rank; every array has a first dimension of 1."""
+        """Returns the sums of one leaf of each data rank; every array has a first dimension of 1."""
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
         seen = np.int32(documents_seen)
         parts, cotangents = zip(
@@ -101,7 +101,7 @@ class LeafSums:
         return [self._leaf(*each, *pair) for *each, pair in operands]
 
     def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen):
-        """Loss, metric terms and drift of one leaf, and the loss sum's gradient with respect to log-probs and entropies."""
+        """Returns loss, metric terms and drift of one leaf, and the loss sum's gradient for log-probs and entropies."""
 
         def total(log_probs, entropy):
             parts = self._objective.from_log_probs(TokenLogProbs(log_probs, entropy), batch, documents_seen)
@@ -111,7 +111,7 @@ class LeafSums:
         return parts, cotangents
 
     def _one_leaf(self, params, inputs, parts, d_hidden, d_weight) -> StepGradient:
-        """The gradient of one leaf, including the head's, with the leaf's other sums."""
+        """Returns the gradient of one leaf, including the head's, with the leaf's other sums."""
         loss, terms, drift = parts
         d_params = self._programs.body_vjp(params, inputs, d_hidden)
         d_params = add_to(d_params, self._programs.config.head_name, d_weight[0])
@@ -125,7 +125,7 @@ def _no_negative_zero(x: Array) -> Array:
 
 
 def add_to(state: nnx.State, name: str, extra: Array) -> nnx.State:
-    """`state` with `extra` added to the one parameter of the module `name`."""
+    """Returns `state` with `extra` added to the one parameter of the module `name`."""
 
     def leaf(path, x):
         key = path[0]
@@ -152,7 +152,6 @@ class TreeFold:
         self._nodes: list[tuple[int, Any]] = []
 
     def push(self, part: Any) -> None:
-        """The next part."""
         level = 0
         while self._nodes and self._nodes[-1][0] == level:
             part = self._add(self._nodes.pop()[1], part)
@@ -160,7 +159,7 @@ class TreeFold:
         self._nodes.append((level, part))
 
     def total(self) -> Any | None:
-        """The sum of all parts, or None without parts."""
+        """Returns the sum of all parts, or None without parts."""
         if not self._nodes:
             return None
         _, total = self._nodes.pop()

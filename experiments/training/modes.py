@@ -51,13 +51,12 @@ class Mode(Backend, Protocol):
         """Makes a way to draw completions of up to so many tokens, in rows of so many."""
 
 
-class _GivesParams:
-    """The half of a `Backend` that gives its first parameters away."""
+class _GivesParams(Mode):
+    """A mode that gives its first parameters away."""
 
     _params: nnx.State | None
 
     def take_params(self) -> nnx.State:
-        """See `Backend`."""
         params, self._params = self._params, None
         assert params is not None, "they are given away once"
         return params
@@ -92,17 +91,14 @@ class PlainMode(_GivesParams):
         self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
 
     def place(self, tree: Any) -> Any:
-        """See `Backend`."""
         return place_parameters(tree, self.mesh)
 
     def gradients(self, objective: Objective, temperature: float) -> GspmdGradients:
-        """See `Backend`."""
         options = {"engine": self._engine, "accumulate": self._accumulate, "frozen": self.frozen}
         options["frozen_head"] = self._frozen_head
         return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)
 
     def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Draw:
-        """See `Mode`."""
         del row_length
         kind = CachedDraw if self._cached else UncachedDraw
         draw = kind(self._sampled_graph, self._rollout_mesh, self._tokenizer, max_new_tokens, options)
@@ -110,7 +106,7 @@ class PlainMode(_GivesParams):
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """The mesh of the rollouts: that of the training where no other is named, with rows in place of parts of rows."""
+    """Returns the mesh of the rollouts: that of the training if no other is named, with rows in place of parts of rows."""
     if config.rollout.mesh is None:
         spec = parse_mesh(config.mesh)
         return mesh if spec.sequence == 1 else make_mesh(spec.of_rollouts)
@@ -118,7 +114,7 @@ def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
         return make_mesh(parse_mesh(config.rollout.mesh))
 
 
-class WholeModelDraw:
+class WholeModelDraw(Draw):
     """A `Draw` for the trained parameters alone, of one that needs all that the model consists of."""
 
     def __init__(self, draw: Draw, frozen: nnx.State, places: nnx.State | None) -> None:
@@ -127,12 +123,11 @@ class WholeModelDraw:
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        """See `Draw`."""
         here = params if self._places is None else placed(params, self._places)
         return self._draw(nnx.merge_state(here, self._frozen), prompts, lengths, copies, key)
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        """See `Draw`; with what the trained parameters take on a mesh of its own."""
+        """Includes what the trained parameters take on a mesh of their own."""
         shape = prompts, tokens, copies
         if self._places is None:
             return self._draw.memory(nnx.merge_state(params, self._frozen), *shape)
@@ -184,15 +179,13 @@ class InvariantMode(_GivesParams):
             require(False, option, expected, f"{ranks} (--invariance.engine fixed_order has smaller ones): {error}")
 
     def place(self, tree: Any) -> Any:
-        """See `Backend`; unsharded, on one device of each process."""
+        """Puts arrays unsharded on one device of each process."""
         return on_device(tree, self._home)
 
     def gradients(self, objective: Objective, temperature: float) -> LeafSums:
-        """See `Backend`."""
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> LeafDraw:
-        """See `Mode`."""
         programs, limits = self._leaf_programs(options.temperature, self._rollout_mesh), (max_new_tokens, row_length)
         return LeafDraw(programs, self._tokenizer, *limits, leaf_rows=self.leaf_rows, greedy=options.greedy)
 
