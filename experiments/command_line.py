@@ -61,21 +61,17 @@ def run_command(
     arguments: Sequence[str] | None = None,
     default: Callable[[Sequence[str]], OptionsT] | None = None,
 ) -> ResultT:
-    """Runs a command from its command line.
+    """Runs a command from its command line, and returns what `main` returns.
 
     Args:
         options: dataclass of its options.
-        main: the command.
         program: its module, as ``python -m`` takes it.
         description: shown by ``--help``.
         arguments: the command line; None takes that of the process.
         default: makes the defaults from the command line; None takes those of `options`.
 
-    Returns:
-        What `main` returns.
-
     Raises:
-        SystemExit: anything else than a result; with the code of `exit_code`, after one line on stderr.
+        SystemExit: for anything else than a result, with the code of `exit_code`, after one line on stderr.
     """
     given = arguments_of(arguments)
     with errors_in_one_line(options, debug=DEBUG in given):
@@ -101,7 +97,7 @@ def _wrapped(text: str) -> str:
 
 
 def arguments_of(arguments: Sequence[str] | None) -> list[str]:
-    """A command line, or that of the process."""
+    """Returns a command line, or that of the process."""
     return list(sys.argv[1:] if arguments is None else arguments)
 
 
@@ -125,7 +121,7 @@ def errors_in_one_line(options: type | None = None, *, debug: bool = False) -> G
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of what ended a command; see `HELP` and `experiments.runs.stops`."""
+    """Returns the exit code of what ended a command; see `HELP` and `experiments.runs.stops`."""
     if isinstance(error, Stopped):
         return int(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -136,14 +132,14 @@ def exit_code(error: BaseException) -> int:
 
 
 def _may_come_from_elsewhere(error: BaseException) -> bool:
-    """Whether it may follow from what happened to another process."""
+    """Returns True if it may follow from what happened to another process."""
     if _OF_A_COLLECTIVE.match(str(error)):
         return True
     return isinstance(error, jax.errors.JaxRuntimeError) and not _is_fault(error)
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether the environment failed, and not an option or the program."""
+    """Returns True if the environment failed, and not an option or the program."""
     if isinstance(error, MemoryError | OSError) or _ERRNO_IN_TEXT.search(str(error)):
         return True
     if _found_no_device(error):
@@ -207,7 +203,7 @@ def _refusals_in_one_line() -> Generator[None, None, None]:
 
 
 def _first_sentences(box: str) -> str:
-    """The first section of a box, and the first option that the second one proposes."""
+    """Returns the first section of a box, and the first option that the second one proposes."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines()[1:]:
         text = line.strip("│| ")

@@ -11,7 +11,7 @@ OptionsT = TypeVar("OptionsT")
 
 
 def option_name(field: str) -> str:
-    """How a field is typed.
+    """Returns how a field is typed.
 
     Example:
         >>> option_name("schedule.docs_per_step")
@@ -20,18 +20,8 @@ def option_name(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def field_of(option: str) -> str:
-    """The field of an option as it is typed.
-
-    Example:
-        >>> field_of("--schedule.docs-per-step")
-        'schedule.docs_per_step'
-    """
-    return option.removeprefix("--").replace("-", "_")
-
-
 def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
-    """Annotations by dotted name."""
+    """Returns annotations by dotted name."""
     hints = typing.get_type_hints(options, include_extras=True)
     found: dict[str, Any] = {}
     for each in dataclasses.fields(options):
@@ -44,18 +34,14 @@ def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
 
 
 def value_of(options: Any, field: str) -> Any:
-    """The value at a dotted name."""
+    """Returns the value at a dotted name."""
     for part in field.split("."):
         options = getattr(options, part)
     return options
 
 
 def replaced(options: OptionsT, values: Mapping[str, Any]) -> OptionsT:
-    """The options with other values, by dotted name.
-
-    Raises:
-        ValueError: no such field.
-    """
+    """Returns the options with other values, by dotted name; ValueError if there is no such field."""
     known = flat_fields(type(options))
     for field, value in values.items():
         if field not in known:
@@ -71,7 +57,7 @@ def _replaced(options: Any, path: list[str], value: Any) -> Any:
 
 
 def typed_options(arguments: Sequence[str], options: type) -> list[str]:
-    """The fields that a command line names, which has been parsed before: what was typed, whatever the defaults are.
+    """Returns the fields that a valid command line names: what was typed, even if it equals the default.
 
     Example:
         >>> from experiments.config import Config
@@ -92,7 +78,7 @@ def typed_options(arguments: Sequence[str], options: type) -> list[str]:
 
 
 def names_as_typed(options: type) -> dict[str, str]:
-    """How an option is typed, by the names that a sentence about it may begin with.
+    """Returns how an option is typed, by the names that a sentence about it may begin with.
 
     They are the dotted name, the name alone where no other section has it, and that of a section, which stands for its path
     if it has one.

@@ -76,12 +76,12 @@ class Processes:
         return self.index == 0
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every process's value, as JSON returns it unchanged, by their numbers; infinities and NaN are allowed.
+        """Returns every process's value, as JSON returns it unchanged, by their numbers; infinities and NaN are allowed.
 
         All of them have to call it, in the same order, with the same name for the value.
 
         Raises:
-            RuntimeError: another process gathers something else: the processes do not run the same program any more.
+            RuntimeError: if another process gathers something else: the processes do not run the same program any more.
         """
         if self.count == 1:
             return [value]
@@ -94,29 +94,28 @@ class Processes:
         return values
 
     def each_its_part(self, what: str, count: int, make: Callable[[range], list[Any]]) -> list[Any]:
-        """Values of `count` things, of which each process makes its part, as `gather` takes them, in all processes."""
+        """Returns values of `count` things in all processes, each of which makes its part, as `gather` takes them."""
         return self.in_order(self.gather(what, make(self.part_of(count))))
 
     def in_order(self, parts: Sequence[Sequence[T]]) -> list[T]:
-        """What every process made of its `part_of` some things, in the order of the things."""
+        """Returns what every process made of its `part_of` some things, in the order of the things."""
         values: list[Any] = [None] * sum(map(len, parts))
         for process, made in enumerate(parts):
             values[process :: self.count] = made
         return values
 
     def part_of(self, count: int) -> range:
-        """The numbers of those of `count` things that are this process's to make."""
+        """Returns the numbers of those of `count` things that are this process's to make."""
         return range(self.index, count, self.count)
 
     def of_first(self, what: str, make: Callable[[], T]) -> T:
-        """What process 0 makes of it, in all processes."""
+        """Calls `make` on process 0, and returns its result in all processes."""
         return self.gather(what, make() if self.first else None)[0]
 
     def require_same(self, what: str, values: Mapping[str, Any]) -> None:
         """Refuses values, by the names of arguments, that are not the same in every process.
 
-        Raises:
-            ValueError: names the first argument, and the first process with another value.
+        The ValueError names the first argument, and the first process with another value.
         """
         for process, theirs in enumerate(self.gather(what, dict(values))):
             for name in values.keys() | theirs.keys():
@@ -126,11 +125,7 @@ class Processes:
                 )
 
     def require_equal_counts(self, counts: Int[np.ndarray, " values"]) -> Int[np.ndarray, " values"]:
-        """Counts of a round, which holds the documents of all ranks in every process.
-
-        Raises:
-            RuntimeError: they are not the same in all processes.
-        """
+        """Returns counts of a round, which has the documents of all ranks in every process; RuntimeError if they differ."""
         told = self.gather("documents of a round", counts.tolist())
         different = [process for process, theirs in enumerate(told) if theirs != told[0]]
         if different:
@@ -153,7 +148,7 @@ class Processes:
         return value
 
     def _read(self, key: str) -> str | None:
-        """The value of a key, waited for a moment; None where there is none yet."""
+        """Returns the value of a key, waited for a moment; None where there is none yet."""
         try:
             return self._store.blocking_key_value_get(key, _POLL_MS)
         except jax.errors.JaxRuntimeError as error:
@@ -225,7 +220,7 @@ class Processes:
         return None
 
     def _tell(self, failure: Failure) -> Failure:
-        """The failure that the others are told: the first one."""
+        """Returns the failure that the others are told: the first one."""
         try:
             self._store.key_value_set(FAILURE, json.dumps(failure))
         except jax.errors.JaxRuntimeError as error:
@@ -267,7 +262,7 @@ _HERE: list[Processes] = []
 
 
 def processes() -> Processes:
-    """The processes that this one has been started with; itself alone where `jax.distributed` was not initialized."""
+    """Returns the processes that this one has been started with; itself alone if `jax.distributed` was not initialized."""
     state = distributed.global_state
     if state.client is None or state.num_processes == 1:
         return Processes()
@@ -283,8 +278,8 @@ def start(coordinator: str | None, num_processes: int | None, process_id: int | 
     Cloud TPU).
 
     Raises:
-        ValueError: some of the three without the others, a number out of range, or a cluster that does not say.
-        OSError: the others did not come, or process 0 is not where it was said to be.
+        ValueError: if only some of the three are given, a number is out of range, or the cluster does not say.
+        OSError: if the others did not come, or process 0 is not where it was said to be.
     """
     given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     missing = [name for name, value in given.items() if value is None]

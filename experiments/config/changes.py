@@ -27,8 +27,7 @@ def fixed_values(config: Config) -> dict[str, Any]:
 def changed(stored: Config, changes: Mapping[str, Any]) -> Config:
     """Returns the options of a run with the changes of a resume by dotted name; equal values are no change.
 
-    Raises:
-        ValueError: if options that may not change have values other than the run's; one sentence names them all.
+    One ValueError names all options that may not change and have values other than the run's.
 
     Example:
         >>> changed(Config(), {"schedule.steps": 2000, "loss.name": "grpo"}).schedule.steps

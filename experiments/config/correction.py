@@ -21,11 +21,7 @@ class CorrectionConfig:
     """Largest weight."""
 
     def correction(self) -> Correction | None:
-        """Returns the correction of the loss.
-
-        Raises:
-            ValueError: if an option is out of range.
-        """
+        """Returns the correction of the loss; ValueError if an option is out of range."""
         if self.level is None:
             return None
         with refused_as("correction"):
@@ -64,11 +60,7 @@ class RejectionConfig:
         return any(rule is not None for rule in rules)
 
     def rejection(self) -> Rejection | None:
-        """Returns the rejection of the loss.
-
-        Raises:
-            ValueError: if an option is out of range.
-        """
+        """Returns the rejection of the loss; ValueError if an option is out of range."""
         if self == RejectionConfig():
             return None
         with refused_as("rejection"):

@@ -74,8 +74,7 @@ class InvarianceConfig:
     def order(self, vocab_size: int, dtype: str) -> ReductionOrder:
         """Returns the numeric identity of the head for a vocabulary of at least 8 tokens; the engine must be resolved.
 
-        Raises:
-            ValueError: if engine hopper is chosen for a dtype other than bfloat16.
+        ValueError if engine hopper is chosen for a dtype other than bfloat16.
         """
         if self.engine == "hopper":
             expected = "fixed_order for operands of another dtype than bfloat16"

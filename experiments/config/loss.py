@@ -69,10 +69,7 @@ class LossConfig:
         return tuple(engines.values()) if self.engine == "auto" else engines[self.engine]
 
     def policy_loss(self, longest_completion: int) -> PolicyLoss:
-        """Returns the loss object.
-
-        Args:
-            longest_completion: tokens of the longest completion, the default of `length`.
+        """Returns the loss object; `length` is by default `longest_completion`, in tokens.
 
         Raises:
             ValueError: if the preset is unknown, lacks a given option, or a value is out of range.
@@ -85,12 +82,8 @@ class LossConfig:
         given = {name: getattr(self, name) for name in _LOSS_OPTIONS if getattr(self, name) is not None}
         length = given.pop("length", longest_completion)
         for name, value in given.items():
-            require(
-                name in known,
-                option_name(f"loss.{name}"),
-                f"None for loss {self.name!r}, which has no such option",
-                value,
-            )
+            expected = f"None for loss {self.name!r}, which has no such option"
+            require(name in known, option_name(f"loss.{name}"), expected, value)
         if self.length is not None and "length" not in parameters:
             expected = f"None for loss {self.name!r} without --loss.reduction constant_length"
             require(self.reduction == "constant_length", "--loss.length", expected, self.length)

@@ -78,8 +78,7 @@ class ModelConfig:
     def of_pretrained(self, config: DecoderConfig, invariant: bool = False) -> DecoderConfig:
         """Returns the configuration of a model from disk, with the dtypes, attention and recomputation of these options.
 
-        Raises:
-            ValueError: if an option is set that the model on disk decides.
+        ValueError if an option is set that the model on disk decides.
         """
         self._leave_to("path")
         options = vars(self.resolved(invariant))

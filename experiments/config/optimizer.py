@@ -46,10 +46,7 @@ class OptimizerConfig:
         return dataclasses.replace(self, learning_rate=default)
 
     def optimizer(self, steps: int) -> Optimizer:
-        """Returns the optimizer object.
-
-        Args:
-            steps: optimizer steps of the whole run, at which a schedule ends.
+        """Returns the optimizer object; a schedule ends at `steps`, the optimizer steps of the whole run.
 
         Raises:
             ValueError: if a name is unknown, the optimizer or schedule lacks a given option, or a value is out of range.

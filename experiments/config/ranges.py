@@ -21,8 +21,7 @@ from jaxlogp.errors import require
 def validate(config: Config) -> MeshSpec:
     """Checks every option that has a range, and returns the mesh that ``config.mesh`` describes.
 
-    Raises:
-        ValueError: if an option is out of range; names it as typed on the command line, with expected and given value.
+    The ValueError for an option out of range names it as typed on the command line, with expected and given value.
     """
     _validate_values(config)
     mesh = parse_mesh(config.mesh)
@@ -42,7 +41,7 @@ def validate(config: Config) -> MeshSpec:
     for option, choices in _CHOICES.items():
         value = value_of(config, option)
         require(value is None or value in choices, option_name(option), f"one of {', '.join(choices)}", value)
-    _validate_unused(config, mesh)
+    _validate_unused(config)
     config.policy_loss(1)
     _validate_source(config)
     _validate_supervised(config)
@@ -71,7 +70,7 @@ def _validate_values(config: Config) -> None:
             require(not isinstance(text, str) or "\0" not in text, option, "text without a null character", repr(text))
 
 
-def _validate_unused(config: Config, mesh: MeshSpec) -> None:
+def _validate_unused(config: Config) -> None:
     """Refuses options that would do nothing."""
     model, rollout = config.model, config.rollout
     same = config.invariant or config.invariance == InvarianceConfig()
@@ -106,12 +105,8 @@ def _validate_source(config: Config) -> None:
     for name in _OF_ROLLOUTS:
         value = getattr(rollout, name)
         require(value == getattr(RolloutConfig(), name), option_name(f"rollout.{name}"), expected, value)
-    require(
-        config.reward == RewardConfig(),
-        "--reward",
-        "no options with --source, which rewards by itself",
-        "other options",
-    )
+    expected = "no options with --source, which rewards by itself"
+    require(config.reward == RewardConfig(), "--reward", expected, "other options")
 
 
 def _validate_supervised(config: Config) -> None:
@@ -218,12 +213,7 @@ _WITHIN = {
     # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
     "rollout.temperature": (0.01, 100.0),
 }
-_POSITIVE = (
-    "warm_start.learning_rate",
-    "lora.alpha",
-    "optimizer.learning_rate",
-    "optimizer.max_grad_norm",
-)
+_POSITIVE = ("warm_start.learning_rate", "lora.alpha", "optimizer.learning_rate", "optimizer.max_grad_norm")
 _CHOICES = {
     "invariance.engine": ("auto", *INVARIANT_ENGINES),
     "loss.advantages": ("group", "centred", "leave_one_out"),

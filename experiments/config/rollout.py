@@ -46,10 +46,6 @@ class RolloutConfig:
     """With --rollout.resample-degenerate: further attempts per rollout, after which groups of equal rewards complete it."""
 
     def draw_options(self) -> DrawOptions:
-        """Returns the options of sampling a token.
-
-        Raises:
-            ValueError: if an option is out of range.
-        """
+        """Returns the options of sampling a token; ValueError if one is out of range."""
         with refused_as("rollout"):
             return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)

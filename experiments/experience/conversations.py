@@ -37,15 +37,11 @@ class Conversations:
 
 
 def load_conversations(path: str, tokenizer: Tokenizer, limits: Limits = NO_LIMITS) -> Conversations:
-    """Reads a file of prompts with completions and of conversations, all of it, into memory.
+    """Reads a UTF-8 file of prompts with completions and of conversations, all of it, into memory.
 
     A line is held out if a task of its prompt would hold it out: a hash decides, of the prompt, or of the turns of a
     conversation that are not trained on. So a prompt is in the same split here and in jsonl:PATH, with any completion.
-
-    Args:
-        path: path of the file, UTF-8.
-        tokenizer: tokenizer of the model. Conversations need one with a chat template.
-        limits: largest documents. None is cut short.
+    Conversations need a tokenizer with a chat template. No document is cut short to fit the limits.
 
     Raises:
         ValueError: if the file cannot be read or is too large or empty; or, with its number, if a line is not what it must

@@ -19,8 +19,7 @@ class RolloutCounts:
         degenerate: groups whose rewards are all equal.
         empty: completions without text.
         unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
-        lowest: reward.
-        highest: reward.
+        lowest: reward, as `highest`.
         resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
         filled: groups without a difference that were trained on for want of others.
         unused: groups with a difference beyond the number that was wanted.
@@ -67,7 +66,6 @@ class RolloutCounts:
         )
 
     def __add__(self, other: "RolloutCounts") -> "RolloutCounts":
-        """Adds the counts of other rollouts."""
         added = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, mine in added.items():
             theirs = getattr(other, name)
@@ -82,7 +80,7 @@ class RolloutCounts:
         return RolloutCounts(**added)
 
     def metrics(self) -> dict[str, float]:
-        """Shares and means by name; none without a rollout."""
+        """Returns shares and means by name; none without a rollout."""
         if not self.completions:
             return {}
         resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
@@ -96,7 +94,7 @@ class RolloutCounts:
         }
 
     def sameness(self, max_new_tokens: int) -> str:
-        """What is the same in groups without a difference."""
+        """Returns what is the same in groups without a difference."""
         reward = (
             f"every reward is {self.lowest:g}" if self.lowest == self.highest else "within each group rewards are equal"
         )

@@ -57,11 +57,7 @@ def join_documents(documents: Sequence[Document]) -> dict[str, np.ndarray]:
 
 
 def split_documents(arrays: dict[str, np.ndarray], limits: Limits) -> list[Document]:
-    """Returns the documents of arrays.
-
-    Raises:
-        ValueError: if an array or a document is not sound, or a document is beyond the limits.
-    """
+    """Returns the documents of arrays, and raises ValueError if an array or a document is not sound or beyond the limits."""
     needed = (*NEEDED, OFFSETS)
     check_names(arrays, needed, (*needed, *KEYS))
     for name, array in arrays.items():

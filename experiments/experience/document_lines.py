@@ -24,11 +24,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def parse_document(line: bytes) -> Document:
-    """Parses the document of one line.
-
-    Raises:
-        ValueError: if it is not sound; the message is the reason alone.
-    """
+    """Parses the document of one line, and raises ValueError with the reason alone if it is not sound."""
     record = parse_object(line)
     check_names(record, NEEDED, KEYS)
     values: dict[str, Any] = {name: _floats(name, record[name]) for name in LOG_PROBS if name in record}
@@ -45,11 +41,7 @@ def parse_document(line: bytes) -> Document:
 
 
 def format_document(document: Document) -> bytes:
-    """Returns the line of a document.
-
-    Raises:
-        ValueError: if fp32 does not hold a value of a label.
-    """
+    """Returns the line of a document, and raises ValueError if fp32 does not hold a value of a label."""
     record: dict[str, Any] = {"tokens": document.tokens.tolist(), "labels": document.labels.astype(int).tolist()}
     for name in LOG_PROBS:
         if (values := getattr(document, name)) is not None:

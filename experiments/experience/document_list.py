@@ -12,15 +12,9 @@ from jaxlogp.errors import require
 class DocumentList:
     """A source of documents in memory, in their order or shuffled anew in every pass.
 
-    Args:
-        documents: the documents.
-        docs_per_call: documents of one call. The last call returns fewer if there are no more.
-        epochs: passes over the documents; None for passes without end.
-        digest: name of these documents. A state of other ones is refused.
-        seed: of the order of each pass; None for that of the documents.
-
-    Raises:
-        ValueError: if there is no document, or a number is not positive.
+    The last call returns fewer than `docs_per_call` documents if there are no more. `epochs` of None are passes without end.
+    `digest` names these documents: a state of other ones is refused. `seed` is that of the order of each pass; None keeps
+    that of the documents.
     """
 
     def __init__(
@@ -53,11 +47,7 @@ class DocumentList:
         return {"taken": self._taken, "digest": self.digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state.
-
-        Raises:
-            ValueError: if the state is of other documents.
-        """
+        """Goes on from a state, and raises ValueError if it is of other documents."""
         require(state["digest"] == self.digest, "documents", f"those of digest {state['digest']}", self.digest)
         self._taken = state["taken"]
 

@@ -17,9 +17,7 @@ from jaxlogp import Document
 class Policy(Protocol):
     """The policy of one step. It ends with the step, whose update takes over the memory of its parameters.
 
-    Attributes:
-        version: documents that the parameters have been trained on, the `versions` of what it draws.
-        tokenizer: text to ids and back.
+    `version` is the number of documents that the parameters have been trained on, the `versions` of what it draws.
     """
 
     version: int
@@ -37,8 +35,6 @@ class Policy(Protocol):
         """Draws completions.
 
         Args:
-            prompts: ids of each prompt.
-            options: how to draw.
             copies: completions of each prompt, next to each other in the result.
             seed: with the seed of the run, names the random numbers: the same seed draws the same again.
             pad_to: number of prompts, and of tokens of each, that a program is compiled for. None: both are rounded up to
@@ -53,8 +49,7 @@ class Policy(Protocol):
 class Experience:
     """Documents to train on, and the counts of what was drawn for them.
 
-    Attributes:
-        refusal: why there are none, although data was used up: the step is refused.
+    A `refusal` says why there are none, although data was used up: the step is refused.
     """
 
     documents: tuple[Document, ...]

@@ -7,22 +7,13 @@ from jaxlogp import Document
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest documents that a run can train on; None for any.
-
-    Attributes:
-        row_length: most tokens of a document.
-        vocab_size: number of ids, all of which are below it.
-    """
+    """Largest documents that a run can train on, in tokens and by their ids, which are below `vocab_size`; None for any."""
 
     row_length: int | None = None
     vocab_size: int | None = None
 
     def check(self, document: Document) -> Document:
-        """Returns the document.
-
-        Raises:
-            ValueError: if it is longer than a row or has a larger id; the message is the reason alone.
-        """
+        """Returns the document; ValueError with the reason alone if it is longer than a row or has a larger id."""
         length = document.tokens.size
         if self.row_length is not None and length > self.row_length:
             raise ValueError(f"expected at most {self.row_length} tokens, the length of a row, got {length}")

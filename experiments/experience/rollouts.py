@@ -47,13 +47,7 @@ class Rollout(NamedTuple):
 class Rollouts(ExperienceSource):
     """The built-in source: prompts of the task, completed by the policy and rewarded; the number of a rollout is its seed.
 
-    Args:
-        prompts: the training prompts.
-        rewards: reward completions.
-        options: of the rollouts.
-        sampling: how completions are drawn.
-        prompt_tokens: most tokens of a prompt.
-        advantages: a name in `ADVANTAGES`.
+    `prompt_tokens` is the most tokens of a prompt, and `advantages` a name in `ADVANTAGES`.
     """
 
     def __init__(
@@ -76,13 +70,13 @@ class Rollouts(ExperienceSource):
         self._made, self._prompts.cursor = state["rollouts"], state["cursor"]
 
     def next(self, policy: Policy) -> Experience | None:
-        """The documents of the next prompts, completed by the policy; None when the data has ended.
+        """Returns the documents of the next prompts, completed by the policy; None when the data has ended.
 
         With `resample_degenerate`, groups without a difference give way to those of further prompts. The state between
         two rollouts is the same two numbers as without it: how many prompts were taken, and how many draws were made.
 
         Raises:
-            RewardFailed: a reward function raised, or returned no number.
+            RewardFailed: if a reward function raised, or returned no number.
         """
         draw = self._with_differences if self._options.resample_degenerate else self._draw
         try:
@@ -111,7 +105,7 @@ class Rollouts(ExperienceSource):
         return Rollout([*kept[: options.prompts_per_rollout], *filled], counts)
 
     def _draw(self, policy: Policy) -> Rollout:
-        """The groups of the next prompts; none when the data has ended."""
+        """Draws the groups of the next prompts; none when the data has ended."""
         number, width, copies, sampling = self.shape
         examples = self._prompts.take(number)
         if not examples:
@@ -135,7 +129,7 @@ class Rollouts(ExperienceSource):
     def _document(
         self, prompt: list[int], drawn: Generation, advantage: float, reward: float, version: int
     ) -> Document:
-        """A completion with the advantage of its group.
+        """Makes a document of a completion, with the advantage of its group.
 
         With `mask_truncated`, one without an end token is a document of its prompt alone: no token of it is a label. Its
         reward stays in the mean and deviation of its group and in the metrics, as TRL does it (mask_truncated_completions).

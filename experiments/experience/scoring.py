@@ -40,7 +40,6 @@ class _Completions(dict[int, Completion]):
 
 
 def to_completion(tokenizer: Tokenizer, generation: Generation) -> Completion:
-    """Decodes what was drawn."""
     text = tokenizer.decode(generation.ids.tolist())
     return Completion(text, num_tokens=len(generation.ids), ended=generation.finish_reason == "stop")
 
@@ -68,7 +67,7 @@ def score(
 def _judge(
     numbers: range, examples: Sequence[Example], completions: _Completions, judges: Sequence[Rewards]
 ) -> tuple[Any, Any]:
-    """What was raised, and for each number whether there is no text and what each judge's functions say."""
+    """Returns what was raised, and for each number whether there is no text and what each judge's functions say."""
     try:
         parts = [judge.parts(examples, completions, numbers) for judge in judges]
     except (RewardFailed, RewardNotFinite) as error:

@@ -18,10 +18,9 @@ COLUMNS = {"ref_log_probs": "log-probs of the reference"}
 
 
 def check_documents(documents: Sequence[Document]) -> None:
-    """Checks what documents bring. An infinite old log-prob makes a ratio of 0, and a loss that is finite.
+    """Raises NotFinite for old log-probs, advantages, rewards or another column that are not finite.
 
-    Raises:
-        NotFinite: old log-probs, advantages, rewards or another column.
+    An infinite old log-prob makes a ratio of 0, and a loss that is finite.
     """
     # Supervised documents have none.
     _require(

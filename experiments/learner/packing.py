@@ -35,8 +35,8 @@ class Packing:
         """Returns the round of the first documents, as many as fit.
 
         Raises:
-            ValueError: a document longer than a row, one with other columns, or a token id outside of the vocabulary,
-              with its document and position.
+            ValueError: if a document is longer than a row or has other columns, or a token id is outside of the vocabulary;
+                with its document and position.
         """
         dealt = self._deal(documents)
         # The round ends with the first document that its rank has no room for, so that no later one overtakes it.

@@ -28,8 +28,10 @@ def require_finite_scores(whose: str, documents: Sequence[Document], log_probs: 
 
 
 def kl_between(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """Returns KL(policy ‖ reference) in nats per token, from documents that the policy has sampled: the mean of
-    exp(d) - 1 - d with d = log π_reference - log π of each token (k3, never negative)."""
+    """Returns KL(policy ‖ reference) in nats per token, from documents that the policy has sampled.
+
+    The mean of exp(d) - 1 - d with d = log π_reference - log π of each token (k3, never negative).
+    """
     pairs = zip(ours, theirs, strict=True)
     log_ratios = np.concatenate([reference.astype(np.float64) - policy for policy, reference in pairs])
     return float(np.mean(np.expm1(log_ratios) - log_ratios))

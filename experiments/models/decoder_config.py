@@ -157,11 +157,7 @@ class DecoderConfig:
         return self.sliding.window if self.sliding is not None and self.sliding.layers[layer] else None
 
     def attention_run(self, rows: int, length: int, mesh: Mesh | None = None) -> AttentionRun:
-        """Returns the implementation that attends over packed rows of this shape here, and why.
-
-        Raises:
-            ValueError: if the one that `attention` names cannot.
-        """
+        """Returns the implementation that attends over packed rows of this shape here, and why; ValueError if none can."""
         sizes = (rows, length, self.num_heads, self.num_kv_heads, self.head_dim)
         call = AttentionCall(*sizes, dtype=self.dtype, softcap=self.attention_softcap, mesh=mesh)
         return choose_attention(self.attention, call)

@@ -98,8 +98,7 @@ def _bounded_reader(reader: Any) -> Any:
 def decoder_config(file: GgufFile) -> DecoderConfig:
     """Returns sizes and options of the model in a file; fp32 activations and parameters.
 
-    Raises:
-        ValueError: if the architecture is not Llama's, or has an option that `Decoder` does not have.
+    ValueError if the architecture is not Llama's, or has an option that `Decoder` does not have.
     """
     seen = file.value("general.architecture")
     require(seen == ARCHITECTURE, "gguf, general.architecture", repr(ARCHITECTURE), repr(seen))

@@ -17,8 +17,7 @@ CONTROL = 3
 def load_gguf_tokenizer(file: GgufFile, *, chat_template: bool | None = True) -> PretrainedTokenizer:
     """Returns the tokenizer in a file.
 
-    Raises:
-        ValueError: if it is of another kind or lacks a chat template that has to be there, or the extra is not installed.
+    ValueError if it is of another kind or lacks a chat template that has to be there, or the extra is not installed.
     """
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -82,8 +82,8 @@ def parse_mesh(text: str) -> MeshSpec:
     """Reads `axis=size` pairs, separated by commas; an axis that is not named has size 1, and -1 is the rest of the devices.
 
     Raises:
-        ValueError: unknown or repeated axis, a size that is neither a positive integer nor -1, more than one -1, or
-            devices that the other axes do not divide.
+        ValueError: if an axis is unknown or repeated, a size is neither a positive integer nor -1, more than one is -1, or
+            the other axes do not divide the devices.
 
     Example:
         >>> parse_mesh("data=2,tensor=4")

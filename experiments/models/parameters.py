@@ -63,8 +63,11 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a decoder: its path in `Decoder` or `DecoderLayer`, a key of `NAMES`; its path in the parameters'
-    tree; its shape here, of one layer; and L where the tree has all layers stacked, or None."""
+    """One parameter of a decoder.
+
+    `name` is its path in `Decoder` or `DecoderLayer`, a key of `NAMES`, and `path` that in the parameters' tree; `shape` is
+    of one layer; `layers` is L where the tree has all layers stacked.
+    """
 
     name: str
     path: tuple[str, ...]
@@ -121,11 +124,7 @@ def _traced_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None) -> tu
 
 
 def check_tensors(config: DecoderConfig, source: TensorSource, column: int) -> None:
-    """Accounts for every tensor before the first one is read.
-
-    Raises:
-        ValueError: if a tensor is missing, has another shape, or is left over.
-    """
+    """Raises ValueError, before the first tensor is read, if one is missing, has another shape, or is left over."""
     wanted = {name: parameter.stored_shape for parameter in parameters_of(config) for name in parameter.tensors(column)}
     missing = [name for name in wanted if name not in source.shapes]
     require(not missing, "model weights", "every tensor of the model", f"no {_some(missing)}")
@@ -145,8 +144,7 @@ def load_parameters(
 ) -> nnx.State:
     """Reads all parameters straight into their shardings, in the dtype of `config.param_dtype`.
 
-    Raises:
-        ValueError: if a tensor cannot be read, or holds NaN or an infinity.
+    ValueError if a tensor cannot be read, or holds NaN or an infinity.
     """
     _, state = abstract_decoder(config)
     places = nnx.to_pure_dict(shardings(state))

@@ -38,11 +38,7 @@ class Weights:
         parameters.check_tensors(self.config, self.source, self.column)
 
     def load(self, config: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
-        """Reads the parameters into the shardings, in the dtype of `config`, which is this one but for dtypes.
-
-        Raises:
-            ValueError: if a tensor cannot be read, or holds NaN or an infinity.
-        """
+        """Reads the parameters into the shardings, in the dtype of `config`, which is this one but for dtypes."""
         return parameters.load_parameters(config, self.source, self.column, shardings)
 
     def decoder(self) -> Decoder:
@@ -61,11 +57,7 @@ class Pretrained:
     file: gguf.GgufFile | None = None
 
     def weights(self) -> Weights:
-        """Opens the weights; none is read yet.
-
-        Raises:
-            ValueError: if files are missing or damaged, or their tensors are not the model's.
-        """
+        """Opens the weights, and reads none yet; ValueError if files are missing or damaged, or have other tensors."""
         if self.file is not None:
             return Weights(self.config, self.file, parameters.GGUF)
         source = SafetensorsDirectory(self.path)

@@ -23,17 +23,15 @@ ConfigT = typing.TypeVar("ConfigT")
 
 
 def config_hash(config: Any) -> str:
-    """sha256 of the configuration's values, as `save_config` writes it."""
+    """Returns the sha256 of the configuration's values, as `save_config` writes it."""
     return digest_of_json(_plain_values(config))
 
 
 def save_config(path: Path, config: Any) -> None:
     """Writes nested dataclasses as config.json, with the sha256 that `load_config` checks.
 
-    Fields may be bool, int, float, str, None, Path, Literal, tuples, unions and dataclasses of these.
-
-    Raises:
-        ValueError: a configuration that `load_config` could not return unchanged.
+    Fields may be bool, int, float, str, None, Path, Literal, tuples, unions and dataclasses of these. Raises ValueError for
+    a configuration that `load_config` could not return unchanged.
     """
     values = _plain_values(config)
     write_json(path, {"config": values, "sha256": digest_of_json(values)})
@@ -42,14 +40,13 @@ def save_config(path: Path, config: Any) -> None:
 def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
     """Rebuilds the configuration that `save_config` wrote; lists come back as tuples where the field says so.
 
-    Raises:
-        ValueError: a damaged file, a key that is unknown or missing, or a value of another type.
+    ValueError if the file is damaged, a key is unknown or missing, or a value has another type.
     """
     return _build(read_config(path), config_type, f"{path}: config")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError naming the path where there is none."""
+    """Reads the JSON object in a file; ValueError naming the path where there is none."""
     try:
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -59,7 +56,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes) -> Any:
-    """A JSON value; ValueError where there is none, or one so deep that a walk through it would fail later."""
+    """Parses a JSON value; ValueError where there is none, or one so deep that a walk through it would fail later."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -78,7 +75,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The values of config.json; ValueError where they do not match its hash."""
+    """Returns the values of config.json; ValueError where they do not match its hash."""
     stored = read_object(path)
     require(stored.keys() == {"config", "sha256"}, str(path), "the keys config and sha256", sorted(stored))
     seen = digest_of_json(stored["config"])
@@ -95,7 +92,7 @@ def _plain_values(config: Any) -> dict[str, Any]:
 
 
 def to_json(value: Any, place: str = "config") -> Any:
-    """JSON values, paths and tuples as plain JSON values; ValueError that names the place of anything else."""
+    """Returns JSON values, paths and tuples as plain JSON values; ValueError that names the place of anything else."""
     if isinstance(value, Mapping):
         return {name: to_json(item, f"{place}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):

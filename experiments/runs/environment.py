@@ -17,7 +17,7 @@ GIT_TIMEOUT_SECONDS = 10
 
 
 def describe_environment() -> dict[str, Any]:
-    """What a reader needs to repeat the run; of the environment variables, only XLA_FLAGS."""
+    """Returns what a reader needs to repeat the run; of the environment variables, only XLA_FLAGS."""
     devices = jax.devices()
     kinds = Counter(device.device_kind for device in devices)
     return {
@@ -32,7 +32,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_git(root: Path) -> dict[str, Any]:
-    """Revision of the code in `root` and whether files differ from it; None with a reason where git cannot tell."""
+    """Returns the revision of the code in `root` and whether files differ from it; None with a reason if git cannot tell."""
     try:
         revision, changes = _git(root, "rev-parse", "--verify", "HEAD"), _git(root, "status", "--porcelain")
         return {"revision": revision, "dirty": bool(changes), "reason": None}
@@ -44,12 +44,12 @@ def describe_git(root: Path) -> dict[str, Any]:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Installed versions of what computes numbers; None where one is not installed."""
+    """Returns installed versions of what computes numbers; None for one that is not installed."""
     return {name: _version(name) for name in LIBRARIES}
 
 
 def versions_text() -> str:
-    """Python's version and those of the libraries, in one line."""
+    """Returns Python's version and those of the libraries, in one line."""
     return ", ".join(
         [f"Python {platform.python_version()}", *(f"{name} {v}" for name, v in library_versions().items())]
     )

@@ -40,12 +40,10 @@ class EventFile:
             raise
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds the scalars of one step."""
         values = [_summary.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(step=step, summary=_summary.Summary(value=values))
 
     def close(self) -> None:
-        """Closes the file."""
         self._stream.close()
 
     def _write(self, **fields: Any) -> None:

@@ -24,25 +24,20 @@ _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def unfinished(path: Path) -> Path:
-    """A name beside `path` that nobody can have taken before."""
+    """Returns a name beside `path` that nobody can have taken before."""
     return path.with_name(f"{path.name}.unfinished-{secrets.token_hex(8)}")
 
 
 def create_file(path: Path) -> FileIO:
-    """A new file, unbuffered, so that a full disk is an OSError of the write and not of a later flush.
+    """Creates a file, unbuffered, so that a full disk is an OSError of the write and not of a later flush.
 
-    Raises:
-        FileExistsError: a file, folder or link has that name.
+    Raises FileExistsError if a file, folder or link has that name.
     """
     return FileIO(path, "xb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o666))
 
 
 def open_file(path: Path) -> FileIO:
-    """An existing file, unbuffered, for reading and writing.
-
-    Raises:
-        ValueError: no file, or something else under its name.
-    """
+    """Opens an existing file, unbuffered, for reading and writing; ValueError for anything but a file."""
     require_file(path)
     return FileIO(path, "r+b", opener=lambda name, flags: os.open(name, flags | _NO_LINK))
 
@@ -74,11 +69,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder if nothing has its name.
-
-    Raises:
-        ValueError: something else has, a link to a folder included.
-    """
+    """Makes a folder if nothing has its name; ValueError if something else has, a link to a folder included."""
     if kind_of(path) == "nothing":
         path.mkdir()
     require_folder(path)
@@ -91,7 +82,7 @@ def require_readable_path(folder: Path) -> None:
 
 
 def digest_of_json(value: Any) -> str:
-    """sha256 of JSON values, whatever the order of keys."""
+    """Returns the sha256 of JSON values, whatever the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -105,7 +96,7 @@ def sync_folder(path: Path) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """What has this name, itself and not where it leads to: "file", "folder", "link", "device" or "nothing"."""
+    """Returns what has this name, itself and not where it leads to: "file", "folder", "link", "device" or "nothing"."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):

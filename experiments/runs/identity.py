@@ -51,7 +51,6 @@ class Identity:
     numerics: dict[str, Any]
 
     def as_record(self) -> dict[str, Any]:
-        """As JSON values."""
         return asdict(self)
 
     @classmethod
@@ -64,7 +63,7 @@ class Identity:
 
 
 def identity_of(options: Mapping[str, Any], mesh: str, parts: RunParts) -> Identity:
-    """The identity of a run, in this process, with a mesh as on the command line."""
+    """Returns the identity of a run, in this process, with a mesh as on the command line."""
     device = jax.devices()[0]
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG))
     numerics = {
@@ -79,11 +78,7 @@ def identity_of(options: Mapping[str, Any], mesh: str, parts: RunParts) -> Ident
 
 
 def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, ...]:
-    """One warning that lists the differences that break bitwise equality, or none.
-
-    Raises:
-        ValueError: differences that make another run.
-    """
+    """Returns one warning that lists the differences that break bitwise equality, or none; ValueError for another run."""
     then = Identity.of_record(saved)
     for what, old, new in (
         ("options", then.options, now.options),
@@ -100,11 +95,7 @@ def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, .
 
 
 def require_settings() -> None:
-    """Refuses settings of JAX that the trainer does not run with.
-
-    Raises:
-        ValueError: 64-bit numbers, or a random generator other than threefry.
-    """
+    """Raises ValueError for settings of JAX that the trainer does not run with: 64 bits, or a generator but threefry."""
     require(not _setting("jax_enable_x64"), "JAX_ENABLE_X64", "off: the trainer computes in 32 bits", "on")
     generator = _setting("jax_default_prng_impl")
     require(generator == "threefry2x32", "JAX_DEFAULT_PRNG_IMPL", "threefry2x32", generator)

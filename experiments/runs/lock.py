@@ -16,14 +16,12 @@ HOLDER_BYTES = 200
 class RunLock:
     """Held from construction to `release`, the end of a ``with`` block, or the end of the process, kill -9 included.
 
-    Readers (evaluation, export, curves) need none.
-
-    Args:
-        path: the lock file, created if missing and never removed: a new one could be locked beside the old.
+    Readers (evaluation, export, curves) need none. The file is created if missing and never removed: a new one could be
+    locked beside the old.
 
     Raises:
-        ValueError: another process, or this one, has the lock; or something other than a file has its name.
-        OSError: a folder that cannot be written.
+        ValueError: if another process, or this one, has the lock; or something other than a file has its name.
+        OSError: if the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -81,7 +81,6 @@ class LogFile:
         self.kept, self._ends_here = [], True
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a line, at once."""
         assert self._ends_here, "cut comes first"
         plain = {name: to_json(value, name) for name, value in record.items()}
         line = json.dumps(plain, allow_nan=False).encode() + b"\n"
@@ -90,12 +89,11 @@ class LogFile:
         self._checksums.append(zlib.crc32(line))
 
     def mark(self) -> Mark:
-        """What a checkpoint remembers of the log, whose lines are durable from here on."""
+        """Returns what a checkpoint remembers of the log, whose lines are durable from here on."""
         os.fsync(self._stream.fileno())
         return Mark(len(self._checksums), self._sha256.hexdigest(), "".join(map(_hexadecimal, self._checksums)))
 
     def close(self) -> None:
-        """Closes the file."""
         self._stream.close()
 
 

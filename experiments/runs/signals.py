@@ -16,11 +16,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """What has been received.
-
-    Attributes:
-        received: the first signal, or None.
-    """
+    """The first signal that has been received, or None."""
 
     received: signal.Signals | None = None
 

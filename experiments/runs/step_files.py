@@ -40,7 +40,7 @@ class DamagedStep(Exception):
 
 
 def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Copies in the memory of this process; nothing on a device shares them. All processes have to call it."""
+    """Copies arrays to the memory of this process; nothing on a device shares them. All processes have to call it."""
     for leaf in leaves.values():
         if leaf.is_fully_addressable:
             leaf.copy_to_host_async()
@@ -51,11 +51,7 @@ def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes everything; it is durable when this returns.
-
-    Raises:
-        OSError: the disk is full, or cannot be written to.
-    """
+    """Writes everything; it is durable when this returns. OSError if the disk is full, or cannot be written to."""
     _require_room(folder, sum(array.nbytes for array in arrays.values()) + ROOM_BESIDE_ARRAYS)
     try:
         with _orbax() as checkpointer:
@@ -79,11 +75,7 @@ def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.n
 
 
 def read_manifest(folder: Path, step: int) -> Record:
-    """The content of a step's manifest.
-
-    Raises:
-        DamagedStep: none that is whole and of this step.
-    """
+    """Returns the content of a step's manifest; DamagedStep if there is none that is whole and of this step."""
     if kind_of(folder) != "folder":
         raise DamagedStep(f"it is a {kind_of(folder)}, not a folder")
     path = folder / MANIFEST
@@ -107,15 +99,10 @@ def read_manifest(folder: Path, step: int) -> Record:
 
 
 def read_arrays(folder: Path, content: Record, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Some arrays of a step, checked; of the others nothing comes into memory.
+    """Reads the arrays with the `wanted` paths, checked; of the others nothing comes into memory.
 
-    Args:
-        folder: of the step.
-        content: of its manifest.
-        wanted: paths of the arrays.
-
-    Raises:
-        DamagedStep: files that are not those that were written, or arrays that are not those that were saved.
+    `content` is that of the manifest. Raises DamagedStep for files that are not those that were written, or arrays that are
+    not those that were saved.
     """
     _check_files(folder / ARRAYS, content["files"])
     as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
@@ -135,7 +122,7 @@ def read_arrays(folder: Path, content: Record, wanted: Collection[str]) -> dict[
 
 @contextlib.contextmanager
 def _orbax() -> Generator[ocp.Checkpointer, None, None]:
-    """Orbax, without the tracebacks that it logs from each of its threads beside the exception that it raises."""
+    """Yields Orbax, without the tracebacks that it logs from each of its threads beside the exception that it raises."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -163,7 +150,7 @@ def _require_room(folder: Path, size: int) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of everything in a folder that is not a folder, links included, relative to it."""
+    """Returns names of everything in a folder that is not a folder, links included, relative to it."""
     found = []
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if kind_of(Path(parent, name)) != "folder"]
@@ -172,7 +159,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _sealed(path: Path) -> str:
-    """The sha256 of a file, which is durable when this returns."""
+    """Returns the sha256 of a file, which is durable when this returns."""
     with open_file(path) as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())

@@ -84,8 +84,7 @@ class LeafPrograms:
     def trace(self, rows: int, length: int) -> None:
         """Traces the head for leaves of a shape without compiling it, so that `head_run` is known.
 
-        Raises:
-            ValueError: operands that the engine does not take.
+        ValueError for operands that the engine does not take.
         """
         config, shards, tokens = self.config, self._shards(), (self.ranks.count * rows, length)
         blocks = shards.num_shards * shards.max_width

@@ -50,11 +50,7 @@ class AttentionRun:
 
 
 def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
-    """Returns the implementation to run and the reason.
-
-    Raises:
-        ValueError: if the name is unknown, or its implementation cannot take the call here; the sentence says why not.
-    """
+    """Returns the implementation to run and the reason; ValueError for an unknown name or one that cannot run here."""
     require(name in NAMES, "attention", f"one of {', '.join(NAMES)}", repr(name))
     if name == "auto":
         return _automatic(call)

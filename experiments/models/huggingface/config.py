@@ -192,8 +192,7 @@ def _layer_types(file: JsonObject, model_type: str, layers: int) -> list[str]:
 def config_json(config: DecoderConfig) -> dict[str, Any]:
     """Returns what config.json says of a model: the first model type whose config.json reads back as the same model.
 
-    Raises:
-        ValueError: if no model type of `FAMILIES` has this combination of options.
+    ValueError if no model type of `FAMILIES` has this combination of options.
     """
     plain = _plain(config)
     for model_type in FAMILIES:

@@ -28,10 +28,9 @@ MAX_SHARD_BYTES = 2 * 2**30
 
 
 def made_files(config: DecoderConfig, tokenizer: PretrainedTokenizer) -> dict[str, bytes]:
-    """Returns the files, other than the weights, of a model that did not come from such a directory.
+    """Makes the files, other than the weights, of a model that did not come from such a directory.
 
-    Raises:
-        ValueError: if transformers does not have the architecture.
+    ValueError if transformers does not have the architecture.
     """
     text_of = tokenizer.inner.id_to_token
     ends = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.pad_id}
@@ -57,12 +56,9 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def export(params: nnx.State, config: DecoderConfig, files: Mapping[str, bytes], out: Path, dtype: str) -> None:
-    """Writes a decoder as a checkpoint directory, its weights in `dtype`; under its name there is the whole one or none.
+    """Writes a decoder as a new checkpoint directory, its weights in `dtype`; under its name there is the whole one or none.
 
-    `files` are those other than the weights, with a config.json of the same model.
-
-    Raises:
-        ValueError: if the directory exists.
+    `files` are those other than the weights, with a config.json of the same model. ValueError if the directory exists.
     """
     require(not out.exists(), "export", "a directory that does not exist yet", out)
     out.parent.mkdir(parents=True, exist_ok=True)

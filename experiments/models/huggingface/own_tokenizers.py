@@ -8,11 +8,7 @@ SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
 
 
 def pretrained_form(tokenizer: CharTokenizer | ByteTokenizer) -> PretrainedTokenizer:
-    """Returns a byte-pair tokenizer without any merges: its symbols stay single, and prompts begin with the start token.
-
-    Raises:
-        ValueError: if the extra hf is not installed.
-    """
+    """Returns a byte-pair tokenizer without any merges: its symbols stay single, and prompts begin with the start token."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     except ImportError:

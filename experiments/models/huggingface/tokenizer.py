@@ -47,11 +47,7 @@ class PretrainedTokenizer:
         return self.encode_messages([{"role": "user", "content": text}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Returns ids of a conversation, up to where the model is to speak.
-
-        Raises:
-            ValueError: if there is no template, or it refuses the messages.
-        """
+        """Returns ids of a conversation, up to where the model is to speak; ValueError without a template that takes it."""
         return self.encode(self._required_template.render(messages))
 
     def encode_turns(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:

@@ -51,12 +51,8 @@ class SafetensorsDirectory:
         """Omits a tensor that is stored a second time, such as a tied head, and raises ValueError if it differs."""
         if name in self._shapes and original in self._shapes:
             same = np.array_equal(self.read(name), self.read(original))
-            require(
-                same,
-                f"weights, tensor {name}",
-                f"a copy of {original}, as tie_word_embeddings says",
-                "different values",
-            )
+            expected = f"a copy of {original}, as tie_word_embeddings says"
+            require(same, f"weights, tensor {name}", expected, "different values")
             del self._shapes[name]
 
     def _read_header(self, file: Path) -> None:
