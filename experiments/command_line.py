@@ -64,7 +64,6 @@ def run_command(
     """Runs a command from its command line, and returns what `main` returns.
 
     Args:
-        options: dataclass of its options.
         program: its module, as ``python -m`` takes it.
         description: shown by ``--help``.
         arguments: the command line; None takes that of the process.
@@ -97,7 +96,6 @@ def _wrapped(text: str) -> str:
 
 
 def arguments_of(arguments: Sequence[str] | None) -> list[str]:
-    """Returns a command line, or that of the process."""
     return list(sys.argv[1:] if arguments is None else arguments)
 
 

@@ -19,7 +19,8 @@ class RolloutCounts:
         degenerate: groups whose rewards are all equal.
         empty: completions without text.
         unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
-        lowest: reward, as `highest`.
+        lowest: smallest reward of a completion.
+        highest: largest reward of a completion.
         resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
         filled: groups without a difference that were trained on for want of others.
         unused: groups with a difference beyond the number that was wanted.

@@ -78,5 +78,4 @@ class Backend(Protocol):
 
 
 def add_gradients(left: StepGradient, right: StepGradient) -> StepGradient:
-    """Adds the sums of two disjoint parts of a step."""
     return StepGradient(left.sums + right.sums, jnp.maximum(left.drift, right.drift))

@@ -75,6 +75,5 @@ def _in_scores(rounds: list[Round], state: TrainState, gradients: GradientBacken
 
 
 def _require(what: str, values: Sequence[float] | Sequence[np.ndarray], documents: Sequence[Document]) -> None:
-    """Raises NotFinite with the documents whose values are not."""
     arrays = [np.atleast_1d(value) for value in values]
     require_finite(what, arrays, lambda number: prompt_of(documents[number]))

@@ -54,7 +54,6 @@ class TokenLocation(NamedTuple):
         return token, repr(tokenizer.decode(context))
 
     def sentence(self, tokenizer: Tokenizer) -> str:
-        """Returns where the token is."""
         token, context = self.texts(tokenizer)
         return f"{token} after {context}, position {self.position} of document {self.document}"
 

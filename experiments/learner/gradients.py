@@ -104,7 +104,6 @@ class GspmdGradients(GradientBackend):
         return jax.make_array_from_callback((ranks * rows, *rest), sharding, part)
 
     def _spec_of(self, x: Array) -> P:
-        """Returns the placement of what there is for each token, or for each document."""
         return self._token_spec if x.ndim > 1 else self._row_spec
 
     def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> StepGradient:

@@ -148,7 +148,6 @@ class Optimizer:
         self._schedule = schedule
 
     def init(self, params: nnx.State) -> OptimizerState:
-        """Returns the state before the first update."""
         narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(params))
         # Copies, also of what is fp32: a step takes over the memory of both.
         exact = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params) if narrow else None

@@ -49,7 +49,6 @@ class Packing:
         return Round(tuple(documents[:end]), tuple(by_rank), self)
 
     def rounds(self, documents: Sequence[Document]) -> list["Round"]:
-        """Returns all rounds of the documents."""
         rounds = []
         while documents:
             rounds.append(self.round_of(documents))
@@ -106,7 +105,6 @@ class Round:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents of all ranks."""
         return len(self.documents)
 
     @property

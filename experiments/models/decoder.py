@@ -133,7 +133,6 @@ class Decoder(nnx.Module):
         return hidden, empty_cache(keys, values, lengths, slots, implementation, self.mesh)
 
     def cached_attention_run(self) -> AttentionRun:
-        """Returns how the cache is attended to, and why."""
         return self.config.cached_attention_run(self.mesh)
 
     def layers_apart(self) -> tuple[DecoderLayer, ...]:

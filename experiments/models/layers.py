@@ -106,7 +106,6 @@ class JoinedProjections(nnx.Module):
         return all(module.out_shape[0] % shards == 0 for module in modules)
 
     def __call__(self, x: Float[Array, "*tokens I"]) -> tuple[Float[Array, "*tokens_and_outputs"], ...]:
-        """Returns what each of the modules gives."""
         leading = x.shape[:-1]
         return tuple(
             part.reshape(*leading, *module.out_shape) for part, module in zip(self._parts(x), self.modules, strict=True)

@@ -61,7 +61,6 @@ class MeshSpec:
 
     @property
     def num_devices(self) -> int:
-        """Devices that the mesh takes."""
         return self.ranks * self.sequence * self.tensor
 
     @property
@@ -124,7 +123,6 @@ def axes_of_rows(rows: int, mesh: Mesh | None) -> tuple[str, ...]:
 
 
 def num_ranks(mesh: Mesh) -> int:
-    """Returns how many groups of devices hold different documents."""
     return size_of(mesh, *ROW_AXES)
 
 

@@ -49,7 +49,6 @@ def library_versions() -> dict[str, str | None]:
 
 
 def versions_text() -> str:
-    """Returns Python's version and those of the libraries, in one line."""
     return ", ".join(
         [f"Python {platform.python_version()}", *(f"{name} {v}" for name, v in library_versions().items())]
     )

@@ -99,7 +99,6 @@ class LeafDraw(Draw):
         return tokens, lengths, np.arange(self._group) >= len(prompts)
 
     def _rows(self, tokens: jax.Array, lengths: jax.Array, done: jax.Array) -> _Rows:
-        """Returns rows of which nothing is drawn yet."""
         config, block = self._programs.config, self._programs.reader.block
         shape, (device,) = (len(lengths), self._max_new_tokens), tokens.devices()
         drawn = jnp.zeros(shape, jnp.int32, device=device)

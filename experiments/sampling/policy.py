@@ -101,7 +101,6 @@ class Generator:
         self._draws: dict[tuple[int, int, DrawOptions], Draw] = {}
 
     def memory(self, params: nnx.State, shape: Shape) -> int | None:
-        """Returns `Draw.memory` of the draw for a shape."""
         prompts, tokens, copies, options = shape
         return self._draw_for(tokens, options).memory(params, prompts, tokens, copies)
 
@@ -114,7 +113,7 @@ class Generator:
         copies: int,
         pad_to: tuple[int, int] | None,
     ) -> list[Generation]:
-        """Draws completions; see `Policy.generate`."""
+        """Draws completions, as `Policy.generate` describes."""
         require(len(prompts) > 0, "prompts", "at least one", len(prompts))
         require(copies >= 1, "copies", "at least 1", copies)
         for number, prompt in enumerate(prompts):

@@ -47,11 +47,11 @@ class Samples(NamedTuple):
     """Completions, right-padded.
 
     Attributes:
-        tokens: int32 [B, N]; `pad_id` after the end of a completion.
-        log_probs: fp32 [B, N], nats, each token given the prompt and the tokens before it under softmax(logits /
-            temperature) over the whole vocabulary, which a trainer recomputes; 0.0 after the end.
+        tokens: int32; `pad_id` after the end of a completion.
+        log_probs: fp32, nats, each token given the prompt and the tokens before it under softmax(logits / temperature) over
+            the whole vocabulary, which a trainer recomputes; 0.0 after the end.
         drawn_log_probs: the same under the distribution drawn from, which top_k, top_p and min_p may narrow.
-        lengths: int32 [B], in [1, N], tokens of each completion, including its end token.
+        lengths: int32, in [1, N], tokens of each completion, including its end token.
     """
 
     tokens: Int[Array, "B N"]

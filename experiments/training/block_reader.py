@@ -39,7 +39,6 @@ class BlockReader:
         self._put = jax.jit(put, donate_argnums=0)
 
     def load(self, params: nnx.State) -> Weights:
-        """Makes the weights of the parameters, on their device."""
         return self._load(params)
 
     def empty_cache(self, rows: int, length: int, device: jax.Device) -> tuple[RowCache, ...]:
@@ -65,7 +64,6 @@ class BlockReader:
         return self._step(weights, tokens, starts, cache)
 
     def rows(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        """Computes the hidden states of whole rows."""
         rows, length = tokens.shape
         (device,), slots = tokens.devices(), self.slots(length)
         cache = self.empty_cache(rows, length, device)

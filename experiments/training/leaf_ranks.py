@@ -21,14 +21,10 @@ from experiments.models.placement import whole_on_host
 class LeafRanks:
     """Where leaves are computed, and how they become arrays over the mesh; copies only.
 
-    The mesh has axes "data", "fsdp" and "tensor", of type Auto; `axes` are those that split documents.
-
-    Attributes:
-        count: number of ranks in all processes.
-        here: numbers of the ranks that this process computes.
-        devices: where it computes them.
-        homes: one device of each process, with its copy of the parameters and of the optimizer's state.
-        home: that of this process.
+    The mesh has axes "data", "fsdp" and "tensor", of type Auto; `axes` are those that split documents. `count` is the number
+    of ranks in all processes, `here` the numbers of those that this process computes, and `devices` where it computes them.
+    `homes` is one device of each process, with its copy of the parameters and of the optimizer's state; `home` is that of
+    this process.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -159,7 +159,6 @@ class TreeFold:
         self._nodes.append((level, part))
 
     def total(self) -> Any | None:
-        """Returns the sum of all parts, or None without parts."""
         if not self._nodes:
             return None
         _, total = self._nodes.pop()

@@ -33,10 +33,9 @@ from jaxlogp.head.registry import default_shards
 
 
 class Mode(Backend, Protocol):
-    """A way to compute the same run.
+    """A way to compute the same run, on the device `mesh` of the training.
 
     Attributes:
-        mesh: the device mesh of the training.
         sampled_frozen: what is not trained, where rollouts are drawn, a copy on a mesh of their own.
         leaf_rows: rows of a micro-batch, each with a document of its own; None where documents share rows.
         sampler: how completions are drawn, and why so.

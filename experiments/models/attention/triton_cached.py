@@ -71,14 +71,10 @@ def attend_triton(
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
     """Computes `experiments.models.attention.cached.attend_cached`, of queries and keys that it norms and rotates.
 
-    Args:
-        projections: [B, shards, (N + 2 K) / shards, D] of the new tokens: for each tensor rank its queries, then its keys,
-            then its values.
-        preparation: of queries and keys; each of its two steps rounds to the dtype of `projections`, as the trainer's do.
-        cache: before this token, its slots multiples of BLOCK.
-        first: the first position that each row may read.
-        mesh: what rows and heads are split over, or None; each device runs the kernel on its own.
-        interpret: run the kernel in Pallas' interpreter.
+    `projections` are [B, shards, (N + 2 K) / shards, D] of the new tokens: for each tensor rank its queries, then its keys,
+    then its values. Each step of `preparation` rounds to their dtype, as the trainer's do. The slots of the cache are
+    multiples of BLOCK, and `first` is the first position that each row may read. Rows and heads are split over the mesh:
+    each device runs the kernel on its own. `interpret` runs the kernel in Pallas' interpreter.
     """
     held = cache.layers[layer]
     assert cache.prompt_of_row is not None

@@ -211,7 +211,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _plain(config: DecoderConfig) -> DecoderConfig:
-    """Returns it without what is not the model's: dtypes and how it is computed."""
+    """Drops what is not the model's: dtypes and how it is computed."""
     computed = {"dtype": "float32", "param_dtype": "float32", "fp32_head": False, "remat": "none", "attention": "auto"}
     return dataclasses.replace(config, **computed)
 
