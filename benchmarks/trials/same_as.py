@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ def values_of(run: Path) -> dict[str, Any]:
     """All that is compared of a run, by name: values of metrics and samples as JSON, arrays as dtype, shape and bytes."""
     values: dict[str, Any] = {}
     for log in ("metrics.jsonl", "samples.jsonl"):
-        for number, line in enumerate((run / log).read_text().splitlines(), start=1):
-            record = json.loads(line)
-            place = f"{log} line {number} ({record.get('kind', record.get('phase'))}, step {record['step']})"
+        seen: Counter[tuple[str, int]] = Counter()
+        for record in map(json.loads, (run / log).read_text().splitlines()):
+            kind, step = record.get("kind", record.get("phase")), record["step"]
+            seen[kind, step] += 1
+            place = f"{log} ({kind}, step {step}, number {seen[kind, step]})"
             values |= {
                 f"{place}: {name}": json.dumps(value) for name, value in record.items() if not name.endswith(TIMES)
             }

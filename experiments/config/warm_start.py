@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
+import optax
+
+from experiments.learner.optimizers import Optimizer, adamw
+
 WARM_START_STEPS = 400
 """Default warm-start steps of a new model."""
+WARM_UP_STEPS = 50
+"""Maximum number of steps in which the learning rate rises."""
 
 
 @dataclass(frozen=True)
@@ -20,3 +26,8 @@ class WarmStartConfig:
     """Stop when this share of sampled answers (temperature 1, training prompts) is right."""
     check_every: int = 5
     """Optimizer steps between checks of the target."""
+
+    def optimizer(self) -> Optimizer:
+        """Returns AdamW at a rate that rises to its peak and stays there."""
+        steps = max(1, min(WARM_UP_STEPS, (self.max_steps or 0) // 4))
+        return Optimizer(adamw(), optax.linear_schedule(0.0, self.learning_rate, steps), elementwise=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ class Learner:
         objective: what a step minimises.
         optimizer: turns gradients into updates.
         packing: how documents become micro-batches, with the columns that they bring.
+        params: the first parameters, whose memory it takes over.
         temperature: of the policy, that of the sampler.
         keeps_reference: whether the first parameters are kept for `kl_to_reference`, although the objective has no KL.
         labels: of drift reports: `reduction` and `dtype`.
@@ -69,10 +71,11 @@ class Learner:
         objective: Objective,
         optimizer: Optimizer,
         packing: Packing,
+        params: nnx.State,
         *,
-        temperature: float,
-        keeps_reference: bool,
-        labels: Mapping[str, Any],
+        temperature: float = 1.0,
+        keeps_reference: bool = False,
+        labels: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._backend, self._objective, self._temperature, self._labels = backend, objective, temperature, labels
         self.packing, self.keeps_reference = packing, keeps_reference or objective.needs_reference
@@ -80,7 +83,7 @@ class Learner:
         self._step_packing, self._scored_packing = replace(packing, columns=columns), replace(packing, columns=())
         self.gradients = backend.gradients(objective, temperature)
         self._update = Update(optimizer, backend.place, self.gradients.compiler_options)
-        self.state = self._update.init(backend.take_params())
+        self.state = self._update.init(params)
         self.reference: nnx.State | None = None
         self.version = 0
         self.gradients.trace(self.state.params, self._step_packing.padding())

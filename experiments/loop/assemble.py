@@ -1,6 +1,5 @@
 """Everything that a run consists of, made from its options."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -17,19 +16,19 @@ from experiments.experience.own_source import OwnSource
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
+from experiments.experience.worked_examples import WorkedExamples
 from experiments.learner.learner import Learner
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.inference import Inference, make_inference
 from experiments.loop.model_source import Origin
+from experiments.loop.phase import Measured, Phase
 from experiments.loop.supervised import SupervisedFile
-from experiments.loop.warm_start import WarmStart, WorkedExamples
 from experiments.models.attention import AttentionRun
 from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
-from experiments.runs.console import RunConsole
-from experiments.runs.folder import MetricsWriter
+from experiments.runs.console import SUPERVISED_COLUMNS
 from experiments.sampling.policy import SamplerPolicy, SamplingOptions, Shape
 from experiments.tasks import Rewards, Task
 from jaxlogp.errors import EngineUnavailable, require
@@ -90,22 +89,42 @@ class Setup(Inference):
         options = {"exact": config.invariant, "rescore": bool(config.rollout.rescore)}
         return DocumentFeed(self.source, self.learner.packing, config.schedule.docs_per_step, **options)
 
-    def warm_start(self, console: RunConsole, metrics: MetricsWriter, between: Callable[[], None]) -> None:
-        """Trains on answers until sampled exact match reaches the target, or for the largest number of steps; `between` is
-        called after each and may raise."""
-        seed, task, evaluation = self.config.seed, self.task, self.evaluation
-        if isinstance(task, SupervisedFile) or not isinstance(evaluation, AnswerEvaluation):
-            self.learner.begin(self.learner.release())
-            return
+    @property
+    def warms_up(self) -> bool:
+        """Whether the run begins with worked examples."""
+        return bool(self.config.warm_start.max_steps)
+
+    def warm_start(self) -> Phase:
+        """Returns the phase that learns worked examples until enough of sampled answers are right.
+
+        It has an optimizer of its own. The learner gives its parameters away to it; `Learner.begin` takes them back.
+        """
+        options, seed, task, evaluation = self.config.warm_start, self.config.seed, self.task, self.evaluation
+        assert not isinstance(task, SupervisedFile) and isinstance(evaluation, AnswerEvaluation), "answers are rewarded"
+        packing = replace(self.learner.packing, columns=())
+        params = self.learner.release()
+        learner = Learner(self.backend, CrossEntropy(), options.optimizer(), packing, params)
+        examples = WorkedExamples(PromptOrder(task, seed + 1, None), self.sizes.prompt, options.batch_size)
+        setup = replace(self, learner=learner, source=examples)
         checks = PromptOrder(task, seed + 2, None).take(CHECK_PROMPTS)
-        phase = WarmStart(
-            self.config.warm_start,
-            self.backend,
-            WorkedExamples(PromptOrder(task, seed + 1, None), self.tokenizer, self.sizes.prompt),
-            replace(self.learner.packing, columns=()),
-            lambda params, step: evaluation.exact_match_on(checks, self.policy_of(params), step),
+
+        def evaluate(step: int) -> Measured:
+            right = evaluation.exact_match_on(checks, setup.policy_of(setup.params), step)
+            return Measured(right, {"exact_match": right}, [])
+
+        return Phase(
+            "warm_start",
+            "warm start",
+            setup,
+            DocumentFeed(examples, packing, 0, exact=self.config.invariant, rescore=False),
+            options.max_steps or 0,
+            evaluate,
+            options.check_every,
+            evaluates_ends=False,
+            is_reached=lambda right: right >= options.target,
+            columns=SUPERVISED_COLUMNS,
+            rows=10,
         )
-        self.learner.begin(phase.run(self.learner.release(), console, metrics, between))
 
 
 def assemble(
@@ -150,6 +169,7 @@ def _learner(base: Inference) -> Learner:
             CrossEntropy() if config.supervised else _policy_objective(base),
             config.optimizer.optimizer(config.schedule.steps),
             replace(base.packing, columns=columns),
+            backend.take_params(),
             temperature=config.rollout.temperature,
             keeps_reference=config.evaluation.kl,
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},

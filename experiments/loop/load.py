@@ -71,7 +71,7 @@ def load_run(
     console = RunConsole()
     for warning in changed_since(began_with, now):
         console.warn(warning)
-    params, found = _restore(inference, SavedRun(folder, identity_of_run(folder, stored)), step)
+    params, found = _restore(inference, SavedRun(folder.checkpoints, identity_of_run(folder, stored)), step)
     fault = name_non_finite("parameters", params, jax.device_get(jax.jit(finite_leaves)(params)))
     warnings = [] if fault is None else [f"checkpoint step {found.step}: {fault} (an older one: RUN@STEP)"]
     for warning in (*found.warnings, *warnings):

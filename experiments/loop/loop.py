@@ -1,4 +1,4 @@
-"""The loop of a run: warm start, steps, evaluations, checkpoints, and its end, whatever ends it."""
+"""The loop of a phase: steps, evaluations, checkpoints, and its end, whatever ends it."""
 
 import shlex
 import signal
@@ -14,6 +14,7 @@ from experiments.loop.alerts import StepMonitor, over_median, with_norm
 from experiments.loop.assemble import Setup
 from experiments.loop.evaluation import Scores
 from experiments.loop.feed import DocumentFeed, Taken
+from experiments.loop.phase import Phase
 from experiments.processes import processes
 from experiments.refusal import NotFinite
 from experiments.runs.checkpoint import complete_steps, restore_template
@@ -29,22 +30,23 @@ from jaxlogp.errors import require
 def resume_hint(folder: RunFolder, config: Config, *, finished: bool = False) -> str:
     """Returns the last saved step of a run, and the command that resumes it."""
     program = "sft" if config.supervised else "grpo"
-    steps = complete_steps(folder.checkpoints)
-    saved = f"step {steps[-1]} is saved" if steps else "nothing is saved before the warm start has ended"
+    steps, warm = complete_steps(folder.checkpoints), complete_steps(folder.warm_start)
+    saved = f"step {steps[-1]}" if steps else f"step {warm[-1]} of the warm start" if warm else "nothing"
     command = f"python -m experiments.{program} --resume {shlex.quote(str(folder.path))}"
     if finished:
-        return f"{saved}; to train up to step N: {command} --schedule.steps N"
-    return f"{saved}; to {'continue' if steps else 'repeat it'}: {command}"
+        return f"{saved} is saved; to train up to step N: {command} --schedule.steps N"
+    return f"{saved} is saved; to {'continue' if steps or warm else 'begin again'}: {command}"
 
 
 @dataclass
 class Progress:
-    """The counters of a run, saved with every checkpoint as JSON.
+    """The counters of a phase, saved with every checkpoint as JSON.
 
     Attributes:
         refused: steps in a row, up to the newest, whose update was refused.
         drift_step: step of the newest drift report.
         evaluated: step of the newest evaluation in the log; -1 before the first.
+        reached: whether scores have ended the phase.
         norms: the newest gradient norms.
     """
 
@@ -52,14 +54,15 @@ class Progress:
     refused: int = 0
     drift_step: int = 0
     evaluated: int = -1
+    reached: bool = False
     norms: list[float] = field(default_factory=list)
 
 
 class Outcome(NamedTuple):
-    """What a run came to: held-out scores before the first step and after the last, and whether the data has ended."""
+    """What a phase came to: held-out scores before the first step and after the last, and whether the data has ended."""
 
-    before: Scores
-    after: Scores
+    before: Scores | None
+    after: Scores | None
     steps: int
     exhausted: bool
 
@@ -85,31 +88,32 @@ def take_step(setup: Setup, feed: DocumentFeed, *, report_drift: bool = False) -
 
 
 class Loop:
-    """A run between its first and its last step.
+    """A phase of a run between its first and its last step.
 
     Args:
-        setup: what the run consists of.
-        folder: where it is kept.
+        phase: what it runs.
+        folder: where the run is kept.
         console: what it prints.
         store: its checkpoints and logs.
         signals: that have been received.
 
     Attributes:
         progress: where it is.
-        before: held-out scores from before the first step; None until the warm start has ended.
+        before: held-out scores from before the first step; None until they are known, and in a warm start.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        phase: Phase,
         folder: RunFolder,
         console: RunConsole,
         store: RunStore | FollowedStore,
         signals: Signals,
     ) -> None:
-        self._setup, self._config, self._learner = setup, setup.config, setup.learner
+        self._phase, self._setup, self._feed = phase, phase.setup, phase.feed
+        setup = phase.setup
+        self._config, self._learner = setup.config, setup.learner
         self._folder, self._console, self._store, self._signals = folder, console, store, signals
-        self._feed = setup.feed()
         self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
         self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
@@ -130,35 +134,22 @@ class Loop:
         extra = restored.extra
         learner.restore(restored.arrays, extra["learner"])
         self._feed.restore(extra["feed"])
-        self.progress, self.before = Progress(**extra["progress"]), self._setup.evaluation.scores(**extra["before"])
-        fault, at = learner.fault(), f"checkpoint step {self.progress.step}"
+        self.progress, before = Progress(**extra["progress"]), extra["before"]
+        self.before = None if before is None else self._setup.evaluation.scores(**before)
+        fault, at = learner.fault(), f"checkpoint {self._phase.at(self.progress.step)}"
         require(fault is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", fault)
 
     def run(self) -> Outcome:
-        """Runs to the end, from the warm start on unless a checkpoint was restored."""
+        """Runs to the end, from the first step on unless a checkpoint was restored."""
+        phase, progress = self._phase, self.progress
         self._saved_step = self._store.latest_step()
-        before = self._warm_start() if self.before is None else self.before
-        after = self._train()
-        return Outcome(before, after, self.progress.step, self._exhausted)
-
-    def _warm_start(self) -> Scores:
-        metrics = self._store.metrics
         self._answer_signals()
-        self._with_rewards(lambda: self._setup.warm_start(self._console, metrics, self._answer_signals))
-        before = self.before = self._evaluate()
-        self._save()
-        # Nothing may be logged of a step that no checkpoint is behind: a resume could not begin the warm start again.
-        self._store.wait_until_finished()
-        self._say_scores(before)
-        return before
-
-    def _train(self) -> Scores:
-        progress, config = self.progress, self._config
-        self._answer_signals()
+        if phase.evaluates_ends and self.before is None:
+            self._evaluate_first()
+            self._answer_signals()
         # Of a run that was interrupted between a step and its evaluation.
         scores = self._evaluate_if_due()
-        label = "SFT" if config.supervised else config.loss.name.upper()
-        with self._console.progress(label, config.schedule.steps, done=progress.step):
+        with self._console.progress(phase.label, phase.steps, progress.step, phase.rows, phase.columns):
             while not self._ended and self._step():
                 self._answer_signals()
                 scores = self._evaluate_if_due() or scores
@@ -166,14 +157,23 @@ class Loop:
                     self._save()
                 self._answer_signals()
         if self._exhausted:
-            self._console.say(f"the training data ended after step {progress.step}")
-        scores = self._evaluate_if_due() or scores or self._evaluate(log=False)
+            self._console.say(f"the training data ended after {phase.at(progress.step)}")
+        if phase.evaluates_ends:
+            scores = self._evaluate_if_due() or scores or self._evaluate(log=False)
         self._save()
-        return scores
+        return Outcome(self.before, scores, progress.step, self._exhausted)
+
+    def _evaluate_first(self) -> None:
+        self.before = self._evaluate()
+        self._save()
+        # Once a step is logged, a resume can no longer begin this phase again.
+        self._store.wait_until_finished()
+        self._store.forget_warm_start()
+        self._say_scores(self.before)
 
     @property
     def _ended(self) -> bool:
-        return self._exhausted or self.progress.step >= self._config.schedule.steps
+        return self._exhausted or self.progress.reached or self.progress.step >= self._phase.steps
 
     def _step(self) -> bool:
         """One step with its records; False if the data had ended before it."""
@@ -187,7 +187,7 @@ class Loop:
 
     @property
     def _drift_is_due(self) -> bool:
-        every, last = self._config.drift.every, self.progress.drift_step
+        every, last = self._phase.drift_every, self.progress.drift_step
         return every > 0 and (last == 0 or self.progress.step + 1 >= last + every)
 
     def _record(self, result: StepResult, taken: Taken, started: float) -> None:
@@ -199,7 +199,7 @@ class Loop:
         values, step, metrics = self._values(result, taken, started), progress.step, self._store.metrics
         if refusal is not None:
             values["refused"] = refusal
-        metrics.write(step, "train", values)
+        metrics.write(step, self._phase.name, values)
         self._console.step(step, values)
         if drift is not None:
             progress.drift_step = step
@@ -207,7 +207,7 @@ class Loop:
             for line in drift.lines(tokenizer):
                 self._console.say(f"step {step}: {line}")
         if refusal is not None:
-            self._console.warn(f"step {step} is refused: {refusal}")
+            self._console.warn(f"{self._phase.at(step)} is refused: {refusal}")
         for warning in self._monitor.warnings(step, values, taken.counts):
             self._console.warn(warning)
         self._guard(step, refusal)
@@ -238,32 +238,33 @@ class Loop:
         if refused >= options.max_refused_steps:
             # A resume begins to count anew.
             progress.refused = 0
-            self._abort(f"step {step} is the last of {refused} refused in a row: {refusal}")
+            self._abort(f"{self._phase.at(step)} is the last of {refused} refused in a row: {refusal}")
         if options.replica_every and step % options.replica_every == 0:
             self._require(step, "copies differ", self._learner.mismatch())
 
-    def _evaluate(self, *, log: bool = True) -> Scores:
-        """Scores on what is held out with the present parameters; the same random numbers every time."""
-        started, setup, step = time.perf_counter(), self._setup, self.progress.step
-        evaluated = self._with_rewards(lambda: setup.evaluation.of(setup.policy_of(setup.params)))
+    def _evaluate(self, *, log: bool = True) -> Any:
+        """Scores of the present parameters."""
+        started, phase, step = time.perf_counter(), self._phase, self.progress.step
+        scores, values, samples = self._with_rewards(lambda: phase.evaluate(step))
         if log:
-            values = evaluated.metrics()
-            if self._config.evaluation.kl:
-                values["kl_reference"] = self._learner.kl_to_reference(evaluated.documents)
-            values["seconds"] = time.perf_counter() - started
-            self._store.metrics.write(step, "eval", values)
-            self._store.metrics.write_samples(step, "held_out", [each._asdict() for each in evaluated.samples])
+            values = {**values, "seconds": time.perf_counter() - started}
+            self._store.metrics.write(step, phase.evaluation_name, values)
+            self._store.metrics.write_samples(step, "held_out", [each._asdict() for each in samples])
             self.progress.evaluated = step
-        return evaluated.scores
+            self.progress.reached = phase.is_reached(scores)
+        return scores
 
-    def _evaluate_if_due(self) -> Scores | None:
-        """An evaluation where this step has one that is not made yet."""
-        progress, every = self.progress, self._config.evaluation.every
-        due = self._ended or (every and progress.step % every == 0)
-        if not due or progress.evaluated == progress.step:
+    def _evaluate_if_due(self) -> Any:
+        """Scores where this step has an evaluation that is not made yet, or None."""
+        phase, progress = self._phase, self.progress
+        due = (
+            self._ended and phase.evaluates_ends or (phase.evaluate_every and progress.step % phase.evaluate_every == 0)
+        )
+        if not due or progress.step == max(progress.evaluated, 0):
             return None
         scores = self._evaluate()
-        self._say_scores(scores)
+        if phase.evaluates_ends:
+            self._say_scores(scores)
         return scores
 
     def _say_scores(self, scores: Scores) -> None:
@@ -286,16 +287,21 @@ class Loop:
         self._require(step, "not saved", learner.fault())
         if self._config.guards.replica_every:
             self._require(step, "not saved, copies differ", learner.mismatch())
-        self._console.say(f"step {step}: saving a checkpoint")
-        assert self.before is not None, "nothing is saved before the warm start has ended"
+        self._console.say(f"{self._phase.at(step)}: saving a checkpoint")
         extra = {
             "progress": dict(vars(self.progress)),
             "learner": learner.counters(),
             "feed": self._feed.state(),
-            "before": self.before._asdict(),
+            "before": None if self.before is None else self.before._asdict(),
         }
         self._store.save(step, learner.arrays(), extra)
         self._saved_step, self._saved_at = step, time.monotonic()
+
+    def _save_now(self) -> None:
+        """A durable checkpoint of this step, if there is anything to save yet."""
+        if self.before is not None or self.progress.step > 0:
+            self._save()
+            self._store.wait_until_finished()
 
     def _with_rewards(self, function: Callable[[], Any]) -> Any:
         """The function's result; a broken reward or source ends the run, once what is done has been saved."""
@@ -306,16 +312,14 @@ class Loop:
 
     def _abort(self, reason: str, error: Exception | None = None) -> NoReturn:
         """Ends the run with a durable checkpoint of the state, which no refused step has changed."""
-        if self.before is not None:
-            self._save()
-            self._store.wait_until_finished()
+        self._save_now()
         raise GuardAbort(f"{reason}; {resume_hint(self._folder, self._config)}") from error
 
     def _require(self, step: int, what: str, found: str | None) -> None:
         """Ends the run without a checkpoint of a damaged state."""
         if found is not None:
             self._store.wait_until_finished()
-            raise GuardAbort(f"step {step}: {what}: {found}; {resume_hint(self._folder, self._config)}")
+            raise GuardAbort(f"{self._phase.at(step)}: {what}: {found}; {resume_hint(self._folder, self._config)}")
 
     def _answer_signals(self) -> None:
         """Raises `Interrupted` after a signal to any of the processes, with a durable checkpoint of this step if there is
@@ -327,7 +331,5 @@ class Loop:
             return
         received = signal.Signals(told[process])
         name = received.name if here.count == 1 else f"{received.name} to process {process}"
-        if self.before is not None:
-            self._save()
-            self._store.wait_until_finished()
+        self._save_now()
         raise Interrupted(received, f"{name}: {resume_hint(self._folder, self._config)}")

@@ -11,7 +11,6 @@ from experiments.compilation_cache import cache_report
 from experiments.config.changes import may_change
 from experiments.loop.assemble import CHECK_PROMPTS, Setup
 from experiments.loop.loop import Progress
-from experiments.loop.warm_start import warm_start_optimizer
 from experiments.models.mesh import parse_mesh
 from experiments.models.placement import bytes_a_device, total_bytes
 from experiments.processes import processes
@@ -121,7 +120,7 @@ def _state(setup: Setup, warm_start_to_come: bool) -> int:
     if not warm_start_to_come:
         return held + steps
     # It has an optimizer of its own, and no reference yet.
-    optimizer, trained = warm_start_optimizer(setup.config.warm_start), setup.learner.state.params
+    optimizer, trained = setup.config.warm_start.optimizer(), setup.learner.state.params
     moments = params * total_bytes(jax.eval_shape(optimizer.init, trained)) // total_bytes(trained)
     return held + max(steps, moments)
 

@@ -89,8 +89,8 @@ def _set_up(
     require_own_task(began_with, user.task)
     task = given_task(config, user.task)
     require(task.name == config.task, "--task", f"the task of the run, {config.task!r}", repr(task.name))
-    # A run that ended in its warm start has no parameters to restore, and draws or reads its first ones again.
-    restored = bool(complete_steps(folder.checkpoints))
+    # Without any checkpoint there are no parameters to restore: the first ones are drawn or read again.
+    restored = has_checkpoint(folder)
     _, source = resolve_source(config.source, user.source)
     found = find_parts(config, user, task, source, restored=restored)
     for warning in require_same_parts(began_with, found.parts):
@@ -108,12 +108,12 @@ class Resumption:
     stored: Config
     kept: Config
 
-    def __call__(self, setup: Setup, progress: Progress) -> None:
-        """Keeps the new options, once the run is restored and has something to do.
+    def check(self, setup: Setup, progress: Progress) -> None:
+        """Prints what the rest of the run needs of memory.
 
         Raises:
-            ValueError: a number of steps that the run has passed, or a device with too little memory.
-            NothingToDo: the run has finished.
+            ValueError: if the run has passed the number of steps, or a device has too little memory.
+            NothingToDo: if the run has finished.
         """
         step, steps = progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
@@ -127,15 +127,23 @@ class Resumption:
             )
             raise NothingToDo(f"nothing to do: {self.folder.path} {why}")
         say_memory(setup, progress, RunConsole(setup.config.quiet), resumed=True)
+
+    def keep(self) -> None:
+        """Saves the new options."""
         if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)
+
+
+def has_checkpoint(folder: RunFolder) -> bool:
+    """Returns True if a checkpoint of the training, or of the warm start, is complete."""
+    return bool(complete_steps(folder.checkpoints) or complete_steps(folder.warm_start))
 
 
 def with_own_copy(config: Config, folder: RunFolder) -> Config:
     """The options with a model from disk replaced by the run's own copy, whatever became of the original: checkpoints hold
     all of its parameters. With adapters they hold these alone, and the base is read where it was; so is a model of which no
     checkpoint has been written."""
-    if config.model.path is None or config.lora.rank or not complete_steps(folder.checkpoints):
+    if config.model.path is None or config.lora.rank or not has_checkpoint(folder):
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder.model)))
 

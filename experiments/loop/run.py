@@ -21,7 +21,7 @@ from experiments.loop.loop import Outcome, Progress, resume_hint
 from experiments.loop.memory import peak_bytes, say_memory, size
 from experiments.loop.model_source import Origin, origin_of, with_own_model
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, parts_of
-from experiments.loop.session import OnResume, run_to_end
+from experiments.loop.session import Resumption, run_to_end
 from experiments.loop.start_report import print_start_report
 from experiments.loop.supervised import SupervisedFile, find_task
 from experiments.models.dtype_choice import DtypeChoice, dtype_here
@@ -31,7 +31,7 @@ from experiments.models.pretrained import small_files
 from experiments.options import flat_fields, option_name, value_of
 from experiments.processes import processes
 from experiments.runs.config_file import save_config, to_json
-from experiments.runs.console import STEP_COLUMNS, SUPERVISED_COLUMNS, HeldOut, RunConsole
+from experiments.runs.console import HeldOut, RunConsole
 from experiments.runs.environment import versions_text
 from experiments.runs.files import write_json
 from experiments.runs.folder import LONGEST_NAME_BYTES, RunFolder, is_folder_name, read_metrics
@@ -95,7 +95,7 @@ class Run:
     """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder, in the first process.
 
     Attributes:
-        on_resume: called once a checkpoint is restored; None for a run that begins.
+        resumption: what a resume asks of it; None for a run that begins.
         step: of the checkpoint to go on from; None for the newest.
     """
 
@@ -103,7 +103,7 @@ class Run:
     folder: RunFolder
     lock: RunLock | None
     dtype: DtypeChoice
-    on_resume: OnResume | None = None
+    resumption: Resumption | None = None
     step: int | None = None
 
     def finish(self) -> Result:
@@ -117,12 +117,11 @@ class Run:
 
     def _finish(self) -> Result:
         started, setup = time.perf_counter(), self.setup
-        columns = SUPERVISED_COLUMNS if setup.config.supervised else STEP_COLUMNS
-        console = RunConsole(setup.config.quiet, setup.config.log_every, columns=columns)
+        console = RunConsole(setup.config.quiet, setup.config.log_every)
         for warning in setup.warnings:
             console.warn(warning)
         try:
-            outcome = run_to_end(setup, self.folder, console, self.on_resume, self.step)
+            outcome = run_to_end(setup, self.folder, console, self.resumption, self.step)
         except NothingToDo:
             raise
         except Stopped:

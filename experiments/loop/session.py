@@ -1,50 +1,54 @@
-"""A run from its open folder to its end: signals caught, checkpoints restored, and the loop."""
+"""A run from its open folder to its end: signals caught, checkpoints restored, and a loop for each phase."""
 
 import signal
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from experiments.config import Config
 from experiments.config.changes import fixed_values
 from experiments.loop.assemble import Setup
 from experiments.loop.loop import Loop, Outcome, Progress, resume_hint
+from experiments.loop.phase import Phase, training_phase
 from experiments.models.mesh import parse_mesh
 from experiments.processes import processes
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, RunParts, identity_of
-from experiments.runs.signals import caught_signals
+from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import Interrupted
-from experiments.runs.store import open_store
+from experiments.runs.store import FollowedStore, RunStore, open_store
 from jaxlogp.errors import require
 
-OnResume = Callable[[Setup, Progress], None]
-"""Called with the progress of a run that has been restored, before anything is written; what it raises ends the resume."""
+
+class Resumption(Protocol):
+    """What a resume does once it knows where the run is."""
+
+    def check(self, setup: Setup, progress: Progress) -> None:
+        """Refuses a training that cannot continue from this progress; changes nothing."""
+
+    def keep(self) -> None:
+        """Records the options of the resume, once nothing else can refuse it."""
 
 
 def run_to_end(
-    setup: Setup,
-    folder: RunFolder,
-    console: RunConsole,
-    on_resume: OnResume | None = None,
-    step: int | None = None,
+    setup: Setup, folder: RunFolder, console: RunConsole, resumption: Resumption | None = None, step: int | None = None
 ) -> Outcome:
-    """Runs the warm start or restores, then takes steps, evaluates and saves up to the last one.
+    """Runs the phases of a run, from the newest checkpoint of either, up to the last step.
 
-    SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. In the warm
-    start nothing is kept: a resume begins it again, and arrives at the same bits.
+    SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised.
 
     Args:
         setup: what the run consists of.
         folder: its folder.
         console: what it prints.
-        on_resume: None for a run that begins.
-        step: of the checkpoint to go on from; None for the newest.
+        resumption: None for a run that begins.
+        step: of the checkpoint of the training to continue from; None for the newest.
 
     Raises:
-        Interrupted: a signal; the message says what is kept, and the command that goes on.
-        GuardAbort: numbers that cannot be trained on, or a broken reward function; likewise.
-        ValueError: a run folder that cannot be continued.
+        Interrupted: if a signal ended it; the message says what is kept, and the command that resumes.
+        GuardAbort: if numbers cannot be trained on, or a reward function is broken; likewise.
+        ValueError: if the run folder cannot be continued.
     """
     try:
         identity = identity_of_run(folder, setup.config)
@@ -52,27 +56,75 @@ def run_to_end(
             caught_signals() as signals,
             open_store(folder, setup.config.checkpoint.keep, identity) as store,
         ):
-            loop = Loop(setup, folder, console, store, signals)
-            if on_resume is not None and store.begun:
-                loop.restore(step)
-            else:
-                _require_unbegun(folder)
-                store.begin()
-            if on_resume is not None:
-                on_resume(setup, loop.progress)
-            for line in store.take_up():
-                console.warn(line)
-            if on_resume is not None:
-                store.record_resume(loop.progress.step)
-                begins_again = ", which has no checkpoint yet: the warm start begins again"
-                at = begins_again if loop.before is None else f" at step {loop.progress.step}"
-                console.say(f"resumed {folder.path}{at}")
-            return loop.run()
+            run = _Session(setup, folder, console, store, signals, resumption)
+            return run.resume_training(step) if resumption is not None and store.begun else run.begin(step)
     except KeyboardInterrupt:
         sentence = f"SIGINT twice: stopped at once; {resume_hint(folder, setup.config)}"
         # No other process knows of it: they would wait for this one.
         processes().end(128 + signal.SIGINT, sentence, caused_here=True)
         raise Interrupted(signal.SIGINT, sentence) from None
+
+
+@dataclass(frozen=True)
+class _Session:
+    setup: Setup
+    folder: RunFolder
+    console: RunConsole
+    store: RunStore | FollowedStore
+    signals: Signals
+    resumption: Resumption | None
+
+    def resume_training(self, step: int | None) -> Outcome:
+        assert self.resumption is not None, "only a run that exists is resumed"
+        training = self._loop(training_phase(self.setup))
+        training.restore(step)
+        self.resumption.check(self.setup, training.progress)
+        self._take_up(f"at step {training.progress.step}", training.progress.step)
+        self.store.forget_warm_start()
+        return training.run()
+
+    def begin(self, step: int | None) -> Outcome:
+        """Runs from the warm start on; of a run that was stopped in it, from its newest checkpoint."""
+        _require_unbegun(self.folder)
+        require(step is None, "--resume", f"{self.folder.path}, which has no step of its training yet", f"@{step}")
+        if self.resumption is not None:
+            self.resumption.check(self.setup, Progress())
+        if self.setup.warms_up:
+            self._warm_start()
+            self.store.enter(self.folder.checkpoints)
+        else:
+            self.store.begin()
+            self._take_up("from the beginning")
+            self.setup.learner.begin(self.setup.learner.release())
+        return self._loop(training_phase(self.setup)).run()
+
+    def _warm_start(self) -> None:
+        self.store.enter(self.folder.warm_start)
+        phase = self.setup.warm_start()
+        loop = self._loop(phase)
+        if self.resumption is not None and self.store.begun:
+            loop.restore()
+        else:
+            self.store.begin()
+        steps = loop.progress.step
+        self._take_up(f"at step {steps} of the warm start" if steps else "from the beginning of the warm start")
+        self.console.say(f"warm start: at most {phase.steps} steps")
+        loop.run()
+        self.console.say(f"warm start: ended after step {loop.progress.step}")
+        self.setup.learner.begin(phase.setup.learner.release())
+
+    def _loop(self, phase: Phase) -> Loop:
+        return Loop(phase, self.folder, self.console, self.store, self.signals)
+
+    def _take_up(self, where: str, step: int = 0) -> None:
+        """Changes the folder for the first time: what comes after the checkpoint goes."""
+        if self.resumption is not None:
+            self.resumption.keep()
+        for line in self.store.take_up():
+            self.console.warn(line)
+        if self.resumption is not None:
+            self.store.record_resume(step)
+            self.console.say(f"resumed {self.folder.path} {where}")
 
 
 def identity_of_run(folder: RunFolder, config: Config) -> Identity:

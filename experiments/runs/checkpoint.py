@@ -229,8 +229,9 @@ class Checkpoints(SavedSteps):
 
 
 def numbered(folder: Path) -> list[int]:
-    """Everything under the name of a step, damaged ones included, in ascending order."""
-    return sorted(int(name) for name in os.listdir(folder) if STEP_NAME.fullmatch(name))
+    """Everything under the name of a step, damaged ones included, in ascending order; nothing where there is no folder."""
+    names = [] if kind_of(folder) == "nothing" else os.listdir(folder)
+    return sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
 
 
 def complete_steps(folder: Path) -> list[int]:

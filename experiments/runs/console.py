@@ -79,7 +79,6 @@ class RunConsole:
         quiet: print only warnings and the lines of the summary that are meant for grep.
         log_every: steps between two rows off a terminal. None: chosen by the number of rows.
         stream: where to print. None: standard output.
-        columns: of the rows; the first is in the redrawn line.
     """
 
     def __init__(
@@ -87,11 +86,10 @@ class RunConsole:
         quiet: bool = False,
         log_every: int | None = None,
         stream: TextIO | None = None,
-        columns: tuple[Column, ...] = STEP_COLUMNS,
     ) -> None:
         stream = stream or sys.stdout
         self._quiet = quiet
-        self._log_every, self._columns = log_every, columns
+        self._log_every, self._columns = log_every, STEP_COLUMNS
         # Stated rather than detected: rich would also obey environment variables that force colours into a file.
         self._console = Console(file=stream, force_terminal=stream.isatty(), force_jupyter=False, highlight=False)
         self._console.quiet = not processes().first
@@ -120,19 +118,24 @@ class RunConsole:
 
     @contextlib.contextmanager
     def progress(
-        self, label: str, total: int, done: int = 0, rows: int = ROWS
-    ) -> Generator[Callable[[str], None], None, None]:
+        self, label: str, total: int, done: int = 0, rows: int = ROWS, columns: tuple[Column, ...] = STEP_COLUMNS
+    ) -> Generator[None, None, None]:
         """Shows the progress of `total` steps while the block runs; a resumed run has `done` some of them already.
 
-        Yields a function to call after a step with a note about it. Steps with metrics call `step` instead.
+        Args:
+            label: name of the redrawn line.
+            total: number of steps.
+            done: steps before the first one that is shown.
+            rows: about so many, unless `log_every` says otherwise.
+            columns: of the rows; the first is in the redrawn line.
         """
         if self._quiet:
-            yield lambda note: None
+            yield
             return
+        self._columns, self._lines = columns, 0
         every = self._log_every or max(1, total // rows)
-        shown = self._bar(label, total, done) if self._redraws else self._rows(label, total, done, every)
-        with shown as self._advance:
-            yield lambda note: self._advance(note, "")
+        with self._bar(label, total, done) if self._redraws else self._rows(total, done, every) as self._advance:
+            yield
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the metrics of a step in the block of `progress`."""
@@ -176,13 +179,10 @@ class RunConsole:
             yield lambda note, row: bar.update(task, advance=1, note=note)
 
     @contextlib.contextmanager
-    def _rows(self, label: str, total: int, done: int, every: int) -> Generator[Callable[[str, str], None], None, None]:
-        first, latest = done + 1, ("", "")
+    def _rows(self, total: int, done: int, every: int) -> Generator[Callable[[str, str], None], None, None]:
+        first, latest = done + 1, ""
 
-        def show(note: str, row: str) -> None:
-            if not row:
-                self._print(f"{label} {done}/{total} {note}")
-                return
+        def show(row: str) -> None:
             if self._lines % HEADER_EVERY == 0:
                 titles = (f"{column.title:>{column.width}}" for column in self._columns)
                 self._print(f"{'step':>6} " + " ".join(titles), style="bold")
@@ -192,14 +192,14 @@ class RunConsole:
         def advance(note: str, row: str) -> None:
             nonlocal done, latest
             done += 1
-            latest = (note, row)
+            latest = row
             if done in (first, total) or done % every == 0:
-                show(note, row)
-                latest = ("", "")
+                show(row)
+                latest = ""
 
         try:
             yield advance
         finally:
             # The last step has a row, wherever the phase ends.
-            if any(latest):
-                show(*latest)
+            if latest:
+                show(latest)

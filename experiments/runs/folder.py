@@ -9,6 +9,7 @@
     model/         of a run that began with a model from disk: its files, without the weights
     lock           held by the process that writes here
     curves.png, checkpoints/, tb/<kind>/
+    warm_start/    checkpoints of the warm start, until the first of the training is complete
 
 Nothing in it names the folder itself, which can be moved. It may also come from somebody else: what is read or written
 here are files and folders, never links to others.
@@ -68,6 +69,7 @@ class RunFolder:
     parts = property(lambda self: self.path / "parts.json")
     curves = property(lambda self: self.path / "curves.png")
     checkpoints = property(lambda self: self.path / "checkpoints")
+    warm_start = property(lambda self: self.path / "warm_start")
     tensorboard = property(lambda self: self.path / "tb")
     model = property(lambda self: self.path / "model")
     lock = property(lambda self: self.path / "lock")
@@ -137,6 +139,8 @@ class RunFolder:
             require_file(part)
         for part in (folder.checkpoints, folder.tensorboard):
             require_folder(part)
+        if kind_of(folder.warm_start) != "nothing":
+            require_folder(folder.warm_start)
         resumes = read_object(folder.env).get("resumes")
         is_list = isinstance(resumes, list) and all(isinstance(each, dict) for each in resumes)
         require(is_list, str(folder.env), "a list of objects as resumes", repr(resumes)[:80])

@@ -1,5 +1,6 @@
 """What a run keeps on disk, as one thing: checkpoints, and the logs and the identity that belong to each of them."""
 
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -7,6 +8,7 @@ from typing import Any, Self
 from experiments.models.placement import whole_on_host
 from experiments.processes import processes
 from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, leaves_to_save, numbered
+from experiments.runs.files import kind_of
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
 from experiments.runs.log_file import Mark
@@ -17,10 +19,10 @@ OWN = "run"
 
 
 class SavedRun:
-    """The checkpoints of a run, to read; the identity is that of the run as its folder describes it."""
+    """A folder of checkpoints of a run, to read; the identity is that of the run as its folder describes it."""
 
-    def __init__(self, folder: RunFolder, identity: Identity) -> None:
-        self._steps, self._identity = SavedSteps(folder.checkpoints), identity
+    def __init__(self, checkpoints: Path, identity: Identity) -> None:
+        self._steps, self._identity = SavedSteps(checkpoints), identity
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """As `SavedSteps.restore`, of those arrays alone that the template has; without the store's own record.
@@ -42,7 +44,7 @@ class RunStore:
     """
 
     def __init__(self, folder: RunFolder, keep: int, identity: Identity) -> None:
-        self._folder, self._identity = folder, identity
+        self._folder, self._keep, self._identity = folder, keep, identity
         self._checkpoints = Checkpoints(folder.checkpoints, keep)
         self._metrics: MetricsWriter | None = None
         self._restored: Restored | None = None
@@ -64,6 +66,16 @@ class RunStore:
         assert self._metrics is not None, "begin or restore comes first"
         return self._metrics
 
+    def enter(self, checkpoints: Path) -> None:
+        """Waits for the save in progress; from now on checkpoints are those of another folder, which is made if missing."""
+        self._checkpoints.close()
+        self._checkpoints, self._restored = Checkpoints(checkpoints, self._keep), None
+
+    def forget_warm_start(self) -> None:
+        """Removes the checkpoints of the warm start, once one of the training is durable."""
+        if kind_of(self._folder.warm_start) == "folder":
+            shutil.rmtree(self._folder.warm_start)
+
     def latest_step(self) -> int | None:
         """The newest checkpoint that is complete on disk, or None."""
         return self._checkpoints.latest_step()
@@ -71,7 +83,7 @@ class RunStore:
     @property
     def begun(self) -> bool:
         """Whether there is a checkpoint, damaged or not."""
-        return bool(numbered(self._folder.checkpoints))
+        return bool(numbered(self._checkpoints.folder))
 
     def begin(self) -> None:
         """Opens the logs from the start."""
@@ -124,7 +136,7 @@ class FollowedStore:
     """The store as the other processes have it: they read the run folder, which process 0 writes."""
 
     def __init__(self, folder: RunFolder, identity: Identity) -> None:
-        self._folder, self._identity = folder, identity
+        self._folder, self._checkpoints, self._identity = folder, folder.checkpoints, identity
         self._restored: int | None = None
         self.metrics = NoMetrics()
 
@@ -134,10 +146,17 @@ class FollowedStore:
     def __exit__(self, *_: object) -> None:
         return None
 
+    def enter(self, checkpoints: Path) -> None:
+        """See `RunStore`."""
+        self._checkpoints, self._restored = checkpoints, None
+
+    def forget_warm_start(self) -> None:
+        """Nothing is removed."""
+
     @property
     def begun(self) -> bool:
         """See `RunStore`."""
-        return bool(numbered(self._folder.checkpoints))
+        return bool(numbered(self._checkpoints))
 
     def latest_step(self) -> int | None:
         """See `RunStore`."""
@@ -158,7 +177,7 @@ class FollowedStore:
         """The step that process 0 has restored."""
         del step
         self._restored = processes().gather("restored", None)[0]
-        return SavedRun(self._folder, self._identity).restore(template, self._restored)
+        return SavedRun(self._checkpoints, self._identity).restore(template, self._restored)
 
     def take_up(self) -> list[str]:
         """Process 0 waits for the others, and changes the folder."""

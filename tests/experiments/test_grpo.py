@@ -1,7 +1,9 @@
 """The trainer end to end on tiny runs: first step, meshes, resume, schedule, the run folder, and the command lines."""
 
 import json
+import os
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -9,12 +11,14 @@ import pytest
 
 from experiments import evaluate, grpo
 from experiments.config import Config
+from experiments.experience.worked_examples import WorkedExamples
 from experiments.loop import run as run_module
 from experiments.loop.loop import take_step
 from experiments.loop.resume import resume
 from experiments.loop.run import set_up, train
 from experiments.runs.config_file import load_config
 from experiments.runs.lock import RunLock
+from experiments.runs.stops import Interrupted
 from tests.experiments.tiny import tiny, train_records
 
 # Metrics that are times or depend on the number of data ranks, not on the numbers of the run.
@@ -32,6 +36,10 @@ def runs(tmp_path_factory):
 def plain(runs):
     """Four steps on one device, and the numbers that other runs must reproduce."""
     return train(tiny(runs, "plain", schedule={"steps": 4}))
+
+
+def without_times(record):
+    return {name: value for name, value in record.items() if name not in TIMES and name != "seconds"}
 
 
 def leaves(result):
@@ -67,7 +75,8 @@ def test_the_run_folder_is_complete(plain):
     summary = json.loads(run.summary.read_text())
     assert summary["after"]["sampled"] == plain.after.sampled
     assert summary["dtype"] == "float32 (auto: cpu, not a GPU)"
-    assert {record["kind"] for record in plain.metrics} == {"warm_start", "eval", "train"}
+    assert {record["kind"] for record in plain.metrics} == {"warm_start", "warm_start_eval", "eval", "train"}
+    assert not run.warm_start.exists()
 
 
 def test_a_result_is_shown_in_a_few_lines(plain):
@@ -82,13 +91,29 @@ def test_a_result_is_shown_in_a_few_lines(plain):
     ]
 
 
-def test_resume_equals_the_run_without_a_break(plain, runs, no_pictures):
-    train(tiny(runs, "broken", schedule={"steps": 2}))
+def test_resume_equals_the_run_without_a_break(plain, runs, no_pictures, monkeypatch):
+    """Stopped in the warm start, and after two steps of the training."""
+    plain_next = WorkedExamples.next
+
+    def stop(examples, policy):
+        if examples.state()["prompts"] == 4 * plain.setup.config.warm_start.batch_size:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain_next(examples, policy)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="step 5 of the warm start is saved; "):
+        patched.setattr(WorkedExamples, "next", stop)
+        train(tiny(runs, "broken", schedule={"steps": 2}))
+    with pytest.raises(ValueError, match="^--resume: expected .*, which has no step of its training yet, got @5$"):
+        resume(f"{runs / 'broken'}@5", {"quiet": True})
+    resume(str(runs / "broken"), {"quiet": True})
     resumed = resume(str(runs / "broken"), {"schedule.steps": 4, "quiet": True})
+    assert [without_times(each) for each in resumed.metrics[:12]] == [
+        without_times(each) for each in plain.metrics[:12]
+    ]
     for mine, whole in zip(leaves(resumed), leaves(plain), strict=True):
         np.testing.assert_array_equal(mine, whole)
     for mine, whole in zip(train_records(resumed), train_records(plain), strict=True):
-        assert {k: v for k, v in mine.items() if k not in TIMES} == {k: v for k, v in whole.items() if k not in TIMES}
+        assert without_times(mine) == without_times(whole)
 
 
 @pytest.mark.slow

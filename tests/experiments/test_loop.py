@@ -17,6 +17,7 @@ from experiments.learner.packing import Packing
 from experiments.loop import loop, session
 from experiments.loop.evaluation import ExactMatch
 from experiments.loop.feed import DocumentFeed
+from experiments.loop.phase import Measured, Phase
 from experiments.models.attention import AttentionRun
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.refusal import Refusal
@@ -78,15 +79,24 @@ class Learner:
         self.state = arrays["state"]
         self.run.now("restored")
 
+    def release(self):
+        return self.state
+
+    def begin(self, state):
+        """After the three steps of the warm start, and after nothing else, this is 0."""
+        self.state = state - 7
+
 
 class Run:
-    """A run that counts: its source, evaluation and learner do something at some moments."""
+    """A run that counts: its source, evaluation and learner do something at some moments. Those of its warm start, which is
+    another one, have a prefix."""
 
-    def __init__(self, out, steps=6, **changes):
+    def __init__(self, out, steps=6, at=None, prefix="", **changes):
         self.config = tiny(
             out, "run", schedule={"steps": steps, "docs_per_step": 1}, evaluation={"every": 2, "kl": False}, **changes
         )
-        self.at, self.refuse, self.damage = {}, (), {}
+        self.at, self.prefix = {} if at is None else at, prefix
+        self.refuse, self.damage, self.out = (), {}, out
         self.learner, self.calls, self.step = Learner(self), 0, 0
         self.source = self.evaluation = self
         self.mesh, self.tokenizer = make_mesh(parse_mesh("")), None
@@ -94,7 +104,7 @@ class Run:
         self.sizes = Sizes(1, 1, 2, 1)
 
     def now(self, moment):
-        self.at.pop(moment, lambda: None)()
+        self.at.pop(self.prefix + moment, lambda: None)()
 
     def feed(self):
         return DocumentFeed(self.source, self.learner.packing, 1, exact=False, rescore=False)
@@ -107,11 +117,17 @@ class Run:
     def policy_of(self, params):
         return None
 
-    def warm_start(self, console, metrics, between):
-        for step in (1, 2, 3):
-            metrics.write(step, "warm_start", {"loss": 1.0 / step})
-            self.now(f"warm start {step}")
-            between()
+    warms_up = True
+
+    def warm_start(self):
+        run = Run(self.out, at=self.at, prefix="warm start ")
+
+        def evaluate(step):
+            run.now(f"evaluation {step}")
+            return Measured(step, {"exact_match": step / 10}, [])
+
+        last = {"evaluates_ends": False, "is_reached": lambda scores: scores >= 3}
+        return Phase("warm_start", "warm start", run, run.feed(), 9, evaluate, 1, **last)
 
     # The evaluation.
 
@@ -137,8 +153,16 @@ class Run:
         self.calls = self.step = state["calls"]
 
 
-def nothing(setup, progress):
-    """Keeps no options of a resume."""
+def nothing(*_):
+    """Refuses nothing, and keeps no options of a resume."""
+
+
+def refuse(*_):
+    raise ValueError("refused")
+
+
+RESUMED = SimpleNamespace(check=nothing, keep=nothing)
+REFUSED = SimpleNamespace(check=refuse, keep=nothing)
 
 
 def start(out, at=(), **options):
@@ -150,7 +174,7 @@ def start(out, at=(), **options):
     folder = RunFolder.open(path) if resumed else RunFolder.create(out, "run")
     if not resumed:
         save_config(folder.config, run.config)
-    return run, folder, lambda: session.run_to_end(run, folder, RunConsole(), nothing if resumed else None)
+    return run, folder, lambda: session.run_to_end(run, folder, RunConsole(), RESUMED if resumed else None)
 
 
 def send(number):
@@ -176,7 +200,9 @@ def whole(tmp_path_factory):
 
 
 MOMENTS = {
-    "warm start 2": -1,
+    "warm start step 1": "1 of the warm start",
+    "warm start evaluation 2": "2 of the warm start",
+    "warm start save 3": "3 of the warm start",
     "evaluation 0": 0,
     "save 0": 0,
     "step 1": 1,
@@ -197,20 +223,15 @@ def test_a_signal_at_any_moment_saves_the_step_and_a_resume_gives_the_same_run(t
         run()
     assert raised.value.exit_code == 128 + number
     saved = MOMENTS[moment]
-    assert complete_steps(folder.checkpoints)[-1:] == ([] if saved < 0 else [saved]) and trainer.step <= 6
-    words = (
-        "nothing is saved before the warm start"
-        if saved < 0
-        else f"step {saved} is saved; to continue: python -m experiments.grpo"
-    )
+    assert complete_steps(folder.checkpoints)[-1:] == ([] if isinstance(saved, str) else [saved]) and trainer.step <= 6
+    words = f"step {saved} is saved; to continue: python -m experiments.grpo"
     assert words in str(raised.value) and f"--resume {folder.path}" in str(raised.value)
     assert "\n" not in str(raised.value)
     assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     resumed, folder, run = start(tmp_path)
     assert run()[0] == ExactMatch(0.0, 0.0)
     assert (float(resumed.learner.state), records(folder)) == whole
-    words = "the warm start begins again" if saved < 0 else f"at step {saved}"
-    assert words in capsys.readouterr().out
+    assert f"at step {saved}" in capsys.readouterr().out and not folder.warm_start.exists()
 
 
 def test_a_signal_does_not_wait_for_an_evaluation_which_a_resume_makes(tmp_path):
@@ -330,7 +351,7 @@ def test_refused_steps_in_a_row_end_the_run_with_the_good_state(tmp_path, capsys
         ("unsound 3", "step 3: not saved: parameters not finite in w; step 0 is saved; ", [0]),
         ("copies 3", "step 3: not saved, copies differ: parameters not finite in w; step 0 is saved; ", [0]),
         ("copies 2", "step 2: copies differ: parameters not finite in w; step 0 is saved; ", [0]),
-        ("unsound 0", "step 0: not saved: parameters not finite in w; nothing is saved before the warm start", []),
+        ("unsound 0", "step 0: not saved: parameters not finite in w; step 3 of the warm start is saved; ", []),
     ],
 )
 def test_a_damaged_state_is_never_saved(tmp_path, damage, words, saved):
@@ -342,7 +363,7 @@ def test_a_damaged_state_is_never_saved(tmp_path, damage, words, saved):
 
 
 @pytest.mark.parametrize(
-    ("moment", "saved"), [("step 4", 3), ("evaluation 4", 4), ("evaluation 0", None), ("warm start 2", None)]
+    ("moment", "saved"), [("step 4", 3), ("evaluation 4", 4), ("evaluation 0", None), ("warm start evaluation 2", None)]
 )
 @pytest.mark.parametrize("error", [RewardFailed, RewardNotFinite])
 def test_a_broken_reward_ends_the_run_with_a_checkpoint(tmp_path, whole, moment, saved, error):
@@ -382,10 +403,6 @@ REFUSALS = {
 }
 
 
-def refuse(*_):
-    raise ValueError("refused")
-
-
 @pytest.mark.bad_input
 @pytest.mark.parametrize("why", REFUSALS)
 def test_a_resume_that_is_refused_late_changes_nothing(tmp_path, why):
@@ -395,20 +412,20 @@ def test_a_resume_that_is_refused_late_changes_nothing(tmp_path, why):
     REFUSALS[why](trainer)
     before = contents(folder)
     with pytest.raises(ValueError, match="refused|trained on"):
-        session.run_to_end(trainer, folder, RunConsole(), refuse, 4)
+        session.run_to_end(trainer, folder, RunConsole(), REFUSED, 4)
     assert contents(folder) == before
     trainer = start(tmp_path)[0]
-    session.run_to_end(trainer, folder, RunConsole(), nothing, 4)
+    session.run_to_end(trainer, folder, RunConsole(), RESUMED, 4)
     assert float(trainer.learner.state) == 63.0 and (folder.checkpoints / "quarantine" / "6-0").is_dir()
 
 
 @pytest.mark.bad_input
-def test_a_warm_start_that_cannot_begin_again_keeps_its_lines(tmp_path):
-    _, folder, run = start(tmp_path, {"warm start 2": send(signal.SIGTERM)})
+def test_a_warm_start_that_cannot_continue_keeps_its_lines(tmp_path):
+    _, folder, run = start(tmp_path, {"warm start step 2": send(signal.SIGTERM)})
     with pytest.raises(Interrupted):
         run()
     before = contents(folder)
     assert before["metrics.jsonl"]
     with pytest.raises(ValueError, match="refused"):
-        session.run_to_end(start(tmp_path)[0], folder, RunConsole(), refuse)
+        session.run_to_end(start(tmp_path)[0], folder, RunConsole(), REFUSED)
     assert contents(folder) == before

@@ -14,7 +14,7 @@ from experiments import plot
 from experiments.config import Config
 from experiments.runs import plots
 from experiments.runs.config_file import save_config
-from experiments.runs.console import HEADER_EVERY, HeldOut, RunConsole
+from experiments.runs.console import HEADER_EVERY, SUPERVISED_COLUMNS, HeldOut, RunConsole
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.plots import plot_runs
 
@@ -209,9 +209,9 @@ STEP = {
 
 
 def print_a_run(console, tmp_path):
-    with console.progress("warm start", total=23, rows=10) as advance:
-        for _ in range(23):
-            advance("loss 1.0")
+    with console.progress("warm start", total=23, rows=10, columns=SUPERVISED_COLUMNS):
+        for step in range(1, 24):
+            console.step(step, {"loss": 1.0})
     console.warn("[red]step 20 is damaged[/red]")
     with console.progress("training", total=HEADER_EVERY + 1):
         for step in range(1, HEADER_EVERY + 2):
@@ -237,12 +237,13 @@ def test_lines_in_a_file_are_plain_aligned_and_end_with_the_scores(tmp_path, mon
     assert re.fullmatch(r"[\n\x20-\x7e]*", text)
     lines = text.splitlines()
     assert lines[-3:] == last_lines(tmp_path)
-    starts = [line for line in lines if line.startswith("warm start")]
-    assert starts == [f"warm start {step}/23 loss 1.0" for step in (1, *range(2, 23, 2), 23)]
-    assert not any(line.startswith("training") for line in lines)
+    starts = [line.split() for line in lines[: lines.index("WARNING: [red]step 20 is damaged[/red]")]]
+    assert starts[0] == ["step", "loss", "|gradient|", "rate", "docs", "tokens/s"]
+    assert starts[1:] == [[str(step), "1.0000", "-", "-", "-", "-"] for step in (1, *range(2, 23, 2), 23)]
+    assert not any("training" in line for line in lines)
     assert "WARNING: [red]step 20 is damaged[/red]" in lines
     assert any("head [x]" in line for line in lines)
-    headers = [line for line in lines if line.startswith("  step")]
+    headers = [line for line in lines if line.startswith("  step  reward")]
     first = lines.index(headers[0])
     assert len(headers) == 2 and lines[first + HEADER_EVERY + 1] == headers[1]
     rows = lines[first : first + HEADER_EVERY + 3]

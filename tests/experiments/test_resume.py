@@ -100,7 +100,9 @@ def test_what_may_change():
 
 def test_the_new_goal_is_kept_in_the_run_folder(folder):
     """A run that is resumed with another goal, and killed before it, goes on to that goal."""
-    resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True})(*at(39))
+    goes_on = resumption(folder, **{"schedule.steps": 300, "mesh": "data=2", "log_every": 7, "quiet": True})
+    goes_on.check(*at(39))
+    goes_on.keep()
     kept = load_config(folder.config, Config)
     assert (kept.schedule.steps, kept.mesh, kept.log_every) == (300, "data=2", 7)
     assert resumption(folder).kept == kept
@@ -111,7 +113,9 @@ def test_the_new_goal_is_kept_in_the_run_folder(folder):
 
 def test_a_plain_resume_leaves_the_options_alone(folder):
     before = folder.config.read_bytes(), folder.config.stat().st_mtime_ns
-    resumption(folder)(*at(39))
+    goes_on = resumption(folder)
+    goes_on.check(*at(39))
+    goes_on.keep()
     assert (folder.config.read_bytes(), folder.config.stat().st_mtime_ns) == before
 
 
@@ -128,7 +132,7 @@ def test_a_finished_run_has_nothing_to_do(folder, step, changes, exhausted, word
     finish(folder, step, exhausted=exhausted)
     before = folder.summary.read_bytes(), folder.config.read_bytes()
     with pytest.raises(NothingToDo, match=f"nothing to do: {folder.path} {words}"):
-        resumption(folder, **changes)(*at(step))
+        resumption(folder, **changes).check(*at(step))
     assert (folder.summary.read_bytes(), folder.config.read_bytes()) == before
 
 
@@ -136,7 +140,7 @@ def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
     finish(folder, 40)
     before = folder.config.read_bytes()
     with pytest.raises(ValueError, match="^--schedule.steps: expected at least 40, the step .* reached, got 30"):
-        resumption(folder, **{"schedule.steps": 30})(*at(40))
+        resumption(folder, **{"schedule.steps": 30}).check(*at(40))
     assert folder.config.read_bytes() == before
 
 
@@ -144,7 +148,7 @@ def test_a_goal_behind_the_run_is_refused_and_nothing_is_written(folder):
 def test_a_run_that_was_killed_before_its_summary_is_finished(folder, summary):
     if summary is not None:
         finish(folder, summary)
-    resumption(folder)(*at(STEPS))
+    resumption(folder).check(*at(STEPS))
 
 
 def test_nothing_to_do_is_exit_code_0_and_no_error(folder, capsys, monkeypatch):
@@ -204,7 +208,7 @@ def test_the_command_resumes_from_another_folder_and_names_changed_data(tmp_path
         assert words in said
     monkeypatch.chdir("/")
     again = resume(path, {"task": f"jsonl:{tmp_path}/questions.jsonl", "schedule.steps": 9})
-    assert again.on_resume.kept.schedule.steps == 9
+    assert again.resumption.kept.schedule.steps == 9
     again.lock.release()
     write(tmp_path / "questions.jsonl", answers=lambda b: str(b + 1))
     # Twice: a resume that is refused holds no lock, though somebody still has its exception.

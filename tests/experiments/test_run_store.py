@@ -49,7 +49,7 @@ def identity_in(folder, mesh="data=1", data=None):
 
 def saved_run(path):
     folder = RunFolder.open(path)
-    return SavedRun(folder, identity_in(folder))
+    return SavedRun(folder.checkpoints, identity_in(folder))
 
 
 def work(store, steps):
@@ -86,6 +86,7 @@ def went_on(path, **options):
         restored = store.restore(state(0))
         np.testing.assert_array_equal(restored.arrays["w"], state(restored.step)["w"])
         said = store.take_up()
+        store.forget_warm_start()
         work(store, [restored.step + 1])
     return restored.step, (*restored.warnings, *said)
 
@@ -358,7 +359,7 @@ def test_a_file_system_that_is_full_or_read_only(made, tmp_path):
 
 
 LINKED = ["metrics.jsonl", "samples.jsonl", "config.json", "env.json", "lock", "checkpoints", "tb", "tb/train"]
-LINKED += ["checkpoints/quarantine", "checkpoints/4", "checkpoints/3"]
+LINKED += ["checkpoints/quarantine", "checkpoints/4", "checkpoints/3", "warm_start"]
 REPLACED = ["summary.json", "curves.png", "metrics.jsonl.unfinished", "env.json.unfinished", "samples.jsonl.unfinished"]
 REPLACED += ["config.json.unfinished", "summary.json.unfinished", "checkpoints/4.unfinished"]
 

@@ -96,7 +96,9 @@ def _subject(folder: RunFolder, template: Any) -> Subject:
     states, logs = {}, {}
     steps = complete_steps(folder.checkpoints)
     for step in steps:
-        states[step] = trial.arrays_of(SavedRun(folder, trial.identity_here(folder)).restore(template, step).arrays)
+        states[step] = trial.arrays_of(
+            SavedRun(folder.checkpoints, trial.identity_here(folder)).restore(template, step).arrays
+        )
         marks = read_manifest(folder.checkpoints / str(step), step)["extra"]["run"]["logs"]
         logs[step] = {name: _lines(folder.path / name, mark[0]) for name, mark in marks.items()}
     return Subject(folder.path, template, trial.Saved(states, logs, steps[-1]))
