@@ -18,9 +18,6 @@ class HeadChoice(NamedTuple):
     engine: str
     reason: str
 
-    def __str__(self) -> str:
-        return f"{self.engine} ({self.reason})"
-
 
 def choose_head(
     platform: str, capability: tuple[int, int] | None, dtype: str, *, small_vocabulary: bool = False
@@ -30,8 +27,8 @@ def choose_head(
     A small vocabulary has too few of hopper's tiles for several tensor ranks, on which a run may be resumed.
 
     Example:
-        >>> print(choose_head("gpu", (9, 0), "float32"))
-        fixed_order (auto: hopper multiplies bfloat16, not float32)
+        >>> choose_head("gpu", (9, 0), "float32")
+        HeadChoice(engine='fixed_order', reason='auto: hopper multiplies bfloat16, not float32')
     """
     if platform != "gpu" or capability != (9, 0):
         seen = "unknown" if capability is None else "{}.{}".format(*capability)

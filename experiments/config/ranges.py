@@ -58,7 +58,7 @@ def validate(config: Config) -> MeshSpec:
 
 
 def _validate_values(config: Config) -> None:
-    """What holds for every number and every text."""
+    """Checks what holds for every number and every text."""
     for field in flat_fields(Config):
         option, value = option_name(field), value_of(config, field)
         if isinstance(value, int):

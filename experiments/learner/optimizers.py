@@ -103,7 +103,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 def learning_rate(
     schedule: str, peak: float, *, warmup_steps: int, steps: int, final_rate: float = 0.1
 ) -> optax.Schedule:
-    """The rate of update n = count + 1, which depends on n and these arguments alone.
+    """Returns the rate of update n = count + 1, which depends on n and these arguments alone.
 
         peak · n / W                                  up to n = W = max(warmup_steps, 1)
         peak · (final + (1 - final) · f((n - W) / (steps - W)))      from there to n = steps, constant after it

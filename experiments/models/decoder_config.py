@@ -44,11 +44,9 @@ class DecoderConfig:
 
     Args:
         vocab_size: rows of the embedding and of the head.
-        hidden_size: features of the residual stream.
         intermediate_size: features inside the gated products.
         num_kv_heads: key-value heads, a divisor of the query heads `num_heads`.
         head_dim: features of one head, even; need not be hidden_size / num_heads.
-        rope_theta: base of the rotary frequencies.
         sliding: layers with a window (Mistral, Gemma), or None.
         query_scale: multiplier of the products of queries and keys; None takes 1 / √head_dim.
         attention_softcap: soft cap of the scores, cap · tanh(scores / cap), or None (Gemma 2).
@@ -67,9 +65,6 @@ class DecoderConfig:
         residual_dtype: of the residual stream, "float32" or "auto": that of the activations.
         remat: what a layer keeps for the backward pass, a policy of `experiments.models.remat`.
         attention: how whole rows are attended to: one of `experiments.models.attention.NAMES`.
-
-    Raises:
-        ValueError: names the field, what was expected and what was seen.
 
     Example:
         >>> config = DecoderConfig.qwen3(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2,

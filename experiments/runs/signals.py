@@ -21,7 +21,7 @@ class Signals:
     received: signal.Signals | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler: notes the first signal; Ctrl-C after it interrupts at once, as it does without a handler."""
+        """Notes the first signal, as its handler; Ctrl-C after it interrupts at once, as it does without a handler."""
         if self.received is None:
             self.received = signal.Signals(number)
             # Not by print, which cannot be entered again from a handler that came in the middle of a print.

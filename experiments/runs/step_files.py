@@ -140,7 +140,7 @@ def _orbax() -> Generator[ocp.Checkpointer, None, None]:
 
 
 def _require_room(folder: Path, size: int) -> None:
-    """OSError where the disk has less room: Orbax would print a traceback for each of its threads before it raised."""
+    """Raises OSError if the disk has less room: Orbax would print a traceback for each of its threads before it raised."""
     place = unfinished(folder / "room")
     try:
         with create_file(place) as stream:
@@ -186,7 +186,7 @@ def _check_files(folder: Path, wanted: Mapping[str, str]) -> None:
 
 
 def _well_formed(content: Any) -> bool:
-    """The seal has no key, so that anybody can write a manifest."""
+    """Returns True for the content of a manifest: the seal has no key, so that anybody can write one."""
     if not isinstance(content, dict) or content.keys() != {"step", "extra", "leaves", "files"}:
         return False
     leaves, files = content["leaves"], content["files"]

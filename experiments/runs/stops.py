@@ -1,12 +1,4 @@
-"""Ways in which a run ends before its last step, each with the exit code of the command line.
-
-0         everything that was asked for is done, or was before (NothingToDo)
-1         a bug
-2         an option, a file or a run folder that cannot be used (ValueError)
-3         the environment failed, such as a full disk (OSError)
-4         a guard refused to go on (GuardAbort)
-130, 143  Ctrl-C or SIGTERM (Interrupted)
-"""
+"""Ways in which a run ends before its last step, each with its exit code; `experiments.command_line.HELP` lists all."""
 
 import signal
 from enum import IntEnum

@@ -91,7 +91,7 @@ def attend_cached(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B N D"], LayerCache]:
-    """softmax of cap(scale · q·k) over prompt, generated tokens and the new one, times v; and the layer with the new token.
+    """Computes softmax(cap(scale · q·k)) · v over prompt, generated tokens and the new one; returns it, and the new cache.
 
     By einsum. The kernel, `attend_triton`, begins with what is not yet normed or rotated. Queries and keys are rotated, and
     query head n reads key-value head n // (N / K). `window` is how many tokens a query reads at most, itself included;

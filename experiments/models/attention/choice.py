@@ -91,7 +91,7 @@ def attend_packed(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B T N D"]:
-    """softmax over the allowed keys of cap(scale · q·k), times v; query head n reads key-value head n // G.
+    """Computes softmax(cap(scale · q·k)) · v over the allowed keys; query head n reads key-value head n // G.
 
     cap(x) = softcap · tanh(x / softcap), and `scale` is D^-½ in most models. Queries and keys are rotated where the model
     rotates. Scores and softmax are fp32 whatever the dtype; the result is in the values' dtype.

@@ -37,11 +37,11 @@ def attend(
     softcap: float | None = None,
     by_head: bool = False,
 ) -> Float[Array, "B T N D"]:
-    """softmax(cap(scale · q·k) + bias) · v, query head n reading key-value head n // G; cap(x) = softcap · tanh(x / softcap)
+    """Computes softmax(cap(scale · q·k) + bias) · v with cap(x) = softcap · tanh(x / softcap), in the values' dtype.
 
-    Scores and softmax are fp32; the probabilities are rounded to the values' dtype, that of the result, before the second
-    product. `bias` is that of `mask_bias`, with at least one allowed key for every query; `scale` is D^-½ in most models.
-    With `by_head`, keys and values are [B, K, S, D].
+    Query head n reads key-value head n // G. Scores and softmax are fp32; the probabilities are rounded to the values' dtype
+    before the second product. `bias` is that of `mask_bias`, with at least one allowed key for every query; `scale` is D^-½
+    in most models. With `by_head`, keys and values are [B, K, S, D].
     """
     rows, length, heads, head_dim = queries.shape
     kv_heads, slots = keys.shape[1 if by_head else 2], "bksd" if by_head else "bskd"

@@ -42,7 +42,7 @@ class JsonObject:
     values: Mapping[str, Any]
 
     def has(self, key: str) -> bool:
-        """Whether there is a value other than null."""
+        """Returns True if there is a value other than null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, default: int | None = None) -> int:

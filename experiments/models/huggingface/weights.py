@@ -43,7 +43,7 @@ class SafetensorsDirectory:
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype in which it is stored."""
+        """Returns a tensor in the dtype in which it is stored."""
         with opened_safetensors(self._files[name], self._files[name].name) as tensors:
             return tensors.get_tensor(name)
 
