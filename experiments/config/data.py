@@ -23,7 +23,7 @@ class RewardConfig:
     """Reward of a completion, a weighted sum. Does not affect held-out scores, which are exact match."""
 
     functions: tuple[str, ...] = ("correct",)
-    """correct (the task's verdict), ended (by an end token), pattern, short, tags, or the name of your own function.
+    """correct (the task's verdict), ended (by an end token), pattern, short, tags, or module:name of your own function.
     pattern: --reward.pattern matches the whole completion. tags: it is <think>…</think><answer>…</answer>.
     short: 0 up to --reward.length tokens, 1 - tokens / length beyond."""
     weights: tuple[float, ...] | None = None

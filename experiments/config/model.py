@@ -21,7 +21,8 @@ class ModelConfig:
     It decides tokenizer, sizes and every option but dtypes, --model.fp32-head, --model.attention and --model.remat.
     It has no warm start unless --warm-start.max-steps is set."""
     own: str | None = None
-    """Class of a model passed to train(), which sets this option itself."""
+    """Your own Flax model: module:name of a function or class, called with the size of the vocabulary if it takes one
+    argument (docs/models.md). Instead of the other options of the model. For a model passed to train(): own:CLASS."""
     chat_template: bool = True
     """Apply the chat template of --model.path to prompts; otherwise prompts are plain text after its start token."""
     name: str | None = None

@@ -34,7 +34,7 @@ class Config:
     smollm2: SmolLM2-135M-Instruct (extra smollm2) on word problems."""
     task: str = "addition"
     """Task: addition, comparison, letter_counting, reversal, sorting or word_problems (each also with :SIZE).
-    Or reasoning_gym:NAME, or jsonl:PATH."""
+    Or reasoning_gym:NAME, jsonl:PATH, or module:name of your own (docs/your_data.md)."""
     source: str | None = None
     """Documents to train on: module:name of a function (policy, step) -> documents, or of a class (docs/own_rollouts.md).
     Or stored:PATH, a file of documents with log-probs. None: prompts of the task, completed and rewarded."""

@@ -1,6 +1,5 @@
 """A source of your own: a function, or an object with `next`, `state` and `restore`, found by name and checked."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ import numpy as np
 
 from experiments.config.run import STORED
 from experiments.experience.experience import Experience, Policy
+from experiments.named import OWN, call_named, import_named
 from jaxlogp import Document
 from jaxlogp.errors import describe, require
-
-OWN = "own:"
-"""Before the name of a source that was passed from Python, in the options that a run keeps."""
 
 
 class SourceFailed(Exception):
@@ -100,15 +97,9 @@ def find_source(name: str) -> Any:
     Raises:
         ValueError: if there is none.
     """
-    module, _, attribute = name.partition(":")
     expected = "module:name of a function (policy, step) -> documents, or of a class with next, state and restore"
-    require(bool(module) and bool(attribute) and module != OWN[:-1], "--source", expected, repr(name))
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ValueError(f"--source: expected {expected}, got {name!r}: {error}") from error
-    require(found is not None, "--source", expected, f"{name!r}, but module {module} has no {attribute}")
-    source = found() if isinstance(found, type) else found
+    found = import_named("--source", name, expected)
+    source = call_named("--source", name, expected, found) if isinstance(found, type) else found
     complete = all(callable(getattr(source, each, None)) for each in ("next", "state", "restore"))
     require(complete or (callable(source) and not hasattr(source, "next")), "--source", expected, describe(source))
     return source

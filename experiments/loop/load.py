@@ -66,7 +66,7 @@ def load_run(
     require_own_task(began_with, task)
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
     inference = make_inference(stored, own_task(task, stored.data) if task is not None else None, restored=True)
-    now = parts_of(inference.task, UserParts(task), None, None, inference.origin.pretrained)
+    now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.origin)
     require_same_files(began_with, now)
     console = RunConsole()
     for warning in changed_since(began_with, now):
@@ -129,7 +129,10 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
         run = load_run(given)
         origin, params = run.inference.origin, run.params
         decoder = origin.decoder
-        assert decoder is not None, "a run of another model has been refused"
+        if decoder is None:
+            raise ValueError(
+                f"model: expected a run of the project's own decoder, got {run.inference.config.model.own}"
+            )
         if decoder.lora.rank:
             params = merged(params, run.inference.backend.frozen, decoder.lora.scale)
             decoder = replace(decoder, lora=LoraConfig())

@@ -1,5 +1,6 @@
-"""Where the model of a run comes from: drawn for the task's tokenizer, read from disk, or the caller's own."""
+"""Where the model of a run comes from: drawn for the task's tokenizer, read from disk, or the user's own."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import placed
 from experiments.models.pretrained import Pretrained, open_pretrained
 from experiments.models.protocol import check_model
+from experiments.named import OWN, call_named, import_named
 from experiments.tasks import Task
 from experiments.tasks.tokenizer import Tokenizer, tokenizer_for
 from jaxlogp.errors import require
@@ -112,19 +114,17 @@ class DecoderOrigin:
 
 @dataclass(frozen=True)
 class OwnOrigin:
-    """The caller's own model. It stays as it is: what is trained is a copy of its parameters.
+    """The user's own model. It stays as it is: what is trained is a copy of its parameters.
 
-    Raises:
-        ValueError: something that the protocol asks for and it does not have.
+    Attributes:
+        found: what `--model.own` names, which makes the model; the model itself if it was passed from Python.
     """
 
     tokenizer: Tokenizer
     model: nnx.Module
+    found: Any
     decoder = None
     pretrained = None
-
-    def __post_init__(self) -> None:
-        check_model(self.model, self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -158,16 +158,18 @@ class OwnOrigin:
 def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored: bool) -> Origin:
     """The origin that the options, or the caller, name; of one that is `restored` a checkpoint brings the parameters.
 
+    Args:
+        config: the options; `with_own_model` has put a note of the caller's model into them.
+        task: its tokenizer is that of a model from nothing, and of the user's own.
+        model: passed from Python, or None.
+        restored: whether a checkpoint will bring the parameters.
+
     Raises:
         ValueError: a model that cannot be used, or a run that began with another one.
     """
     options = config.model
-    name = None if model is None else type(model).__name__
-    expected = "no model, as the run began without one" if options.own is None else f"train(model=...), a {options.own}"
-    require(options.own == name, "model", expected, "none" if name is None else f"a {name}")
-    if model is not None:
-        require(not config.invariant, "--invariant", "the project's own decoder", f"a {name}, whose bits are not known")
-        return OwnOrigin(tokenizer_for(task), model)
+    if options.own is not None or model is not None:
+        return _own_origin(config, tokenizer_for(task), model)
     if options.path is None:
         decoder = options.decoder(tokenizer_for(task).vocab_size, config.invariant)
         # A named shape has its own vocabulary, of which a model from nothing samples any token.
@@ -179,16 +181,65 @@ def origin_of(config: Config, task: Task, model: nnx.Module | None, *, restored:
 
 
 def with_own_model(config: Config, model: nnx.Module | None) -> Config:
-    """The options, with a note of the caller's own model.
+    """The options, with a note of the model that was passed from Python, if any.
 
     Raises:
-        ValueError: options of a model in addition to one.
+        ValueError: options of the decoder in addition to the user's own model, or two models.
     """
-    if model is None:
-        return config
-    expected = "no other options where train is given a model"
-    require(config.model == ModelConfig(), "--model", expected, "other options")
-    return replace(config, model=ModelConfig(own=type(model).__name__))
+    if model is not None:
+        expected = "no other options where train is given a model"
+        require(config.model == ModelConfig(), "--model", expected, "other options")
+        return replace(config, model=ModelConfig(own=OWN + type(model).__name__))
+    own = config.model.own
+    only = own is None or config.model == ModelConfig(own=own)
+    require(only, "--model", "no other options with --model.own", "other options")
+    return config
+
+
+def _own_origin(config: Config, tokenizer: Tokenizer, passed: nnx.Module | None) -> OwnOrigin:
+    own = config.model.own
+    if own is not None and not own.startswith(OWN):
+        require(passed is None, "--model.own", "None where a model is passed from Python", own)
+        model, found = _named_model(own, tokenizer.vocab_size)
+        check_model(model, tokenizer.vocab_size, "--model.own")
+    else:
+        model = found = _passed_model(own, passed)
+        check_model(model, tokenizer.vocab_size)
+    seen = f"a {type(model).__name__}, whose bits are not known"
+    require(not config.invariant, "--invariant", "the project's own decoder", seen)
+    return OwnOrigin(tokenizer, model, found)
+
+
+def _passed_model(own: str | None, model: nnx.Module | None) -> nnx.Module:
+    """Returns the model from Python, if it is the one that the run began with."""
+    name = None if model is None else type(model).__name__
+    python = "as the run began (from Python: model=)"
+    wanted = "none, as the run began" if own is None else f"your own model {own.removeprefix(OWN)}, {python}"
+    same = own == (None if name is None else OWN + name)
+    require(same, "--model.own", wanted, "none" if name is None else f"your own model {name}")
+    assert model is not None, "there is a name"
+    return model
+
+
+def _named_model(name: str, vocab_size: int) -> tuple[Any, Any]:
+    """Returns the model that `--model.own` names, and the function or class that makes it."""
+    expected = "module:name of a function or class that makes a Flax model, of no argument or of the vocabulary size"
+    found = import_named("--model.own", name, expected)
+    makes = callable(found) and not isinstance(found, nnx.Module)
+    require(makes, "--model.own", expected, f"{name!r}, which is a {type(found).__name__}")
+
+    def make() -> Any:
+        # The signature of a module's class is that of its metaclass.
+        signature = inspect.signature(found.__init__ if isinstance(found, type) else found)
+        required = [
+            each for each in signature.parameters.values() if each.default is each.empty and each.kind in _PLACES
+        ]
+        return found(vocab_size) if len(required) - isinstance(found, type) == 1 else found()
+
+    return call_named("--model.own", name, expected, make), found
+
+
+_PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:

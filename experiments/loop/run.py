@@ -42,6 +42,7 @@ from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
 from experiments.tasks.configured import own_task
 from experiments.tasks.protocol import data_digest
+from experiments.tasks.registry import names_user_task
 from experiments.tasks.rewards import rewards_of
 from jaxlogp.errors import require
 
@@ -171,7 +172,7 @@ def find_parts(
     config = dataclasses.replace(config, task=task.name)
     require_same_run(config, task)
     origin = origin_of(config, task, user.model, restored=restored)
-    parts = parts_of(task, user, rewards, source, origin.pretrained)
+    parts = parts_of(config, task, user, rewards, source, origin)
     return Found(config, task, rewards, source, origin, parts)
 
 
@@ -185,6 +186,8 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     # What a run began with it keeps, whatever device it is resumed on.
     dtype = dtype_here(config.model.dtype)
     config = _with_lasting_base(config.resolved())
+    both = user.task is not None and names_user_task(config.task)
+    require(not both, "--task", "no task of your own where train is given one", config.task)
     task = given_task(config, user.task)
     path = Path(processes().of_first("run folder", lambda: str(_new_path(config, task))))
     found = find_parts(config, user, task, source)

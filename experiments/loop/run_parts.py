@@ -1,6 +1,6 @@
 """Parts of a run that its options do not describe, recorded when it begins and compared by whatever opens it again.
 
-They are the caller's own task, rewards and model, the file of examples, and the small files of a model from disk.
+They are the user's own task, rewards, model and source, the file of examples, and the small files of a model from disk.
 """
 
 import hashlib
@@ -11,12 +11,17 @@ from typing import Any
 
 from flax import nnx
 
-from experiments.experience.own_source import source_name
-from experiments.models.pretrained import Pretrained, small_files
+from experiments.config import Config
+from experiments.loop.model_source import Origin, OwnOrigin
+from experiments.models.pretrained import small_files
+from experiments.named import OWN
 from experiments.processes import processes
 from experiments.runs.identity import RunParts
 from experiments.tasks import Reward, Rewards, Task
+from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import data_digest
+from experiments.tasks.registry import NamedTask
+from experiments.tasks.rewards import CORRECT, REWARDS, find_reward
 from jaxlogp.errors import require
 
 RewardPairs = Sequence[tuple[Reward, float]]
@@ -37,22 +42,29 @@ NOTHING_OWN = UserParts()
 
 
 def parts_of(
-    task: Task, user: UserParts, rewards: Rewards | None, source: Any, pretrained: Pretrained | None
+    config: Config, task: Task, user: UserParts, rewards: Rewards | None, source: Any, origin: Origin
 ) -> RunParts:
-    """The parts of a run; `rewards` and `source` are the caller's, as they have been found.
+    """Returns the parts of a run.
+
+    Args:
+        config: the options, with the names of what the user brings.
+        task: as it is asked.
+        user: what was passed from Python.
+        rewards: those of `user`, as they have been found; None for those of the options.
+        source: the user's, from Python or by name; None for the built-in one, or where it is not asked.
+        origin: the model.
 
     Raises:
         ValueError: if the processes of a run have different parts.
     """
-    own: dict[str, Any] = {} if user.task is None else {f"task {type(user.task).__name__}": type(user.task)}
-    if rewards is not None:
-        own |= {f"reward {term.name}": term.function for term in rewards.terms}
-    if user.model is not None:
-        own[f"model {type(user.model).__name__}"] = type(user.model)
+    code = {**_task_code(task, user.task), **_reward_code(config.reward.functions, rewards)}
+    if isinstance(origin, OwnOrigin):
+        code[f"model {_without_own(config.model.own)}"] = (origin.found, type(origin.model))
     if source is not None:
-        own[f"source {source_name(source)}"] = source
-    sources = {name: _source_digest(value) for name, value in own.items()}
-    files = {} if pretrained is None else {name: _sha256(data) for name, data in small_files(pretrained).items()}
+        code[f"source {_without_own(config.source)}"] = (source,)
+    sources = {name: _source_digest(values) for name, values in code.items()}
+    small = {} if origin.pretrained is None else small_files(origin.pretrained)
+    files = {name: _sha256(data) for name, data in small.items()}
     parts = RunParts(
         examples=data_digest(task),
         task=None if user.task is None else type(user.task).__name__,
@@ -64,8 +76,27 @@ def parts_of(
     return parts
 
 
+def _task_code(task: Task, own_task: Task | None) -> dict[str, tuple[Any, ...]]:
+    if own_task is not None:
+        return {f"task {type(own_task).__name__}": (type(own_task),)}
+    # --data puts other words around it.
+    named = task.task if type(task) is PromptedTask else task
+    return {f"task {named.name}": (named.found, type(named.task))} if isinstance(named, NamedTask) else {}
+
+
+def _reward_code(names: Sequence[str], rewards: Rewards | None) -> dict[str, tuple[Any, ...]]:
+    if rewards is not None:
+        return {f"reward {term.name}": (term.function,) for term in rewards.terms}
+    return {f"reward {name}": (find_reward(name),) for name in names if name not in (CORRECT, *REWARDS)}
+
+
+def _without_own(name: str | None) -> str:
+    return (name or "").removeprefix(OWN)
+
+
 def require_own_task(saved: RunParts, own_task: Task | None) -> None:
-    """Refuses to take a built-in task for the caller's own, or the other way round; comes before the task is looked up.
+    """Refuses to take the options' task for one passed from Python, or the other way round; comes before the task is
+    looked up.
 
     Raises:
         ValueError: if the run began with another kind of task.
@@ -134,12 +165,18 @@ def _listed(rewards: tuple[tuple[str, float], ...]) -> str:
     return ", ".join(f"{name} (weight {str(weight).removesuffix('.0')})" for name, weight in rewards)
 
 
-def _source_digest(value: Any) -> str | None:
-    """The sha256 of the source code; None where it cannot be read, and of a lambda, whose source is the lines around it."""
+def _source_digest(values: Sequence[Any]) -> str | None:
+    """The sha256 of the source code of functions, classes and objects of these; None where none can be read."""
+    texts = [text for value in values if (text := _source_code(value)) is not None]
+    return _sha256("\n".join(texts).encode()) if texts else None
+
+
+def _source_code(value: Any) -> str | None:
+    """None where it cannot be read, and of a lambda, whose source is the lines around it."""
     if getattr(value, "__name__", None) == "<lambda>":
         return None
     try:
-        return _sha256(inspect.getsource(value if hasattr(value, "__name__") else type(value)).encode())
+        return inspect.getsource(value if hasattr(value, "__name__") else type(value))
     except (OSError, TypeError):
         return None
 

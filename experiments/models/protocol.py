@@ -39,15 +39,15 @@ class Model(Protocol):
         """Returns the head's arithmetic at temperature 1, and its weight; V is the size of the vocabulary."""
 
 
-def check_model(model: nnx.Module, vocab_size: int) -> None:
-    """Traces both methods on a row of two tokens.
+def check_model(model: Any, vocab_size: int, argument: str = "model") -> None:
+    """Traces both methods on a row of two tokens; `argument` names the model in messages.
 
     Raises:
         ValueError: if the model lacks something of `Model`, or shapes do not belong together.
     """
     expected = "an nnx.Module with hidden_states(tokens, positions, segment_ids) and head()"
     has_both = all(callable(getattr(model, name, None)) for name in ("hidden_states", "head"))
-    require(isinstance(model, nnx.Module) and has_both, "model", expected, f"a {type(model).__name__}")
+    require(isinstance(model, nnx.Module) and has_both, argument, expected, f"a {type(model).__name__}")
     graph, state = nnx.split(model)
     row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
 
@@ -63,8 +63,10 @@ def check_model(model: nnx.Module, vocab_size: int) -> None:
         return weight
 
     weight = jax.eval_shape(weight_of, state)
-    require(isinstance(spec_seen[0], HeadSpec), "model, head", "a HeadSpec and a weight", type(spec_seen[0]).__name__)
+    seen = type(spec_seen[0]).__name__
+    require(isinstance(spec_seen[0], HeadSpec), f"{argument}, head", "a HeadSpec and a weight", seen)
     rows = f"a weight [{vocab_size}, H], one row for each id of the tokenizer"
-    require(weight.ndim == 2 and weight.shape[0] == vocab_size, "model, head", rows, list(weight.shape))
+    require(weight.ndim == 2 and weight.shape[0] == vocab_size, f"{argument}, head", rows, list(weight.shape))
     wanted = [1, 2, weight.shape[1]]
-    require(list(hidden.shape) == wanted, "model, hidden_states of 1 row of 2 tokens", wanted, list(hidden.shape))
+    of_row = f"{argument}, hidden_states of 1 row of 2 tokens"
+    require(list(hidden.shape) == wanted, of_row, wanted, list(hidden.shape))

@@ -27,13 +27,13 @@ class RunParts:
     examples: str | None = None
     """sha256 of the task's file; None for a task that makes its examples."""
     task: str | None = None
-    """Class of the caller's own task; None for a built-in one."""
+    """Class of a task passed from Python; None for the one of the options."""
     rewards: tuple[tuple[str, float], ...] | None = None
-    """Name and weight of each of the caller's own rewards; None for those of the options."""
+    """Name and weight of each reward passed from Python; None for those of the options."""
     files: tuple[tuple[str, str], ...] = ()
     """Name and sha256 of each file of a model from disk, other than its weights."""
     sources: tuple[tuple[str, str], ...] = ()
-    """Name and sha256 of the source code of the caller's own task, rewards and model, where it can be read."""
+    """Name and sha256 of the source code of the user's own task, rewards, model and source, where it can be read."""
 
     def fixed(self) -> dict[str, Any]:
         """Returns the parts that may not change, as JSON values."""

@@ -9,7 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Split = Literal["train", "held_out"]
 
@@ -57,6 +57,7 @@ def prompt_text(prompt: Prompt) -> str:
     return "\n\n".join(f"{message.role}: {message.content}" for message in prompt)
 
 
+@runtime_checkable
 class Task(Protocol):
     """A source of examples with a reward that a program can check."""
 

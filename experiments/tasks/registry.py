@@ -1,26 +1,55 @@
 """Tasks by name: the text of a command line option becomes a task."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from experiments.named import call_named, import_named, is_module_name
 from experiments.tasks.addition import Addition
 from experiments.tasks.comparison import Comparison
 from experiments.tasks.jsonl import DEFAULT_FORMAT, JsonlFormat, load_jsonl
 from experiments.tasks.letter_counting import LetterCounting
+from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import SPLITS, SizedTask, Task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
 from experiments.tasks.rewriting import Reversal, Sorting
 from experiments.tasks.word_problems import WordProblems
+from jaxlogp.errors import describe, require
 
 SIZED_TASKS: dict[str, type[SizedTask]] = {
     task.family: task for task in (Addition, Comparison, LetterCounting, Reversal, Sorting, WordProblems)
 }
-TASK_FORMS = (*(f"{family}[:SIZE]" for family in SIZED_TASKS), "reasoning_gym:NAME", "jsonl:PATH")
+TASK_FORMS = (
+    *(f"{family}[:SIZE]" for family in SIZED_TASKS),
+    "reasoning_gym:NAME",
+    "jsonl:PATH",
+    "module:name of your own",
+)
+
+
+@dataclass(frozen=True)
+class NamedTask(PromptedTask):
+    """A user's task under the text that names it.
+
+    Attributes:
+        text: module:name.
+        found: the object of that name: the task, or what made it.
+    """
+
+    text: str = ""
+    found: Any = None
+
+    @property
+    def name(self) -> str:
+        """The text, by which a resume finds the task again."""
+        return self.text
 
 
 def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -> Task:
     """Makes the task that a text names, one of `TASK_FORMS`: a task of our own with its size if another than its default is
-    wanted ("addition:3"), a data set of reasoning-gym ("reasoning_gym:chain_sum"), or a file ("jsonl:questions.jsonl").
+    wanted ("addition:3"), a data set of reasoning-gym ("reasoning_gym:chain_sum"), a file ("jsonl:questions.jsonl"), or
+    an object of a module ("package.module:name"): a `Task`, or a class or function without arguments that makes one.
 
     The seed says which examples are drawn, in which order. It moves no prompt from one split to the other, and has no
     effect on a file, whose order is that of its lines. There is an example in either split.
@@ -41,12 +70,17 @@ def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -
     elif family == "jsonl" and argument:
         task = load_jsonl(argument, form)
     else:
-        raise ValueError(f"task: expected one of {', '.join(TASK_FORMS)}; got {spec!r}")
+        task = _named_task(spec)
     if family != "jsonl":
         form.require_default()
     for split in SPLITS:
         task.example(0, split)
     return task
+
+
+def names_user_task(spec: str) -> bool:
+    """Returns True if a text is module:name, and no family is called like the module."""
+    return is_module_name(spec) and spec.partition(":")[0] not in (*SIZED_TASKS, "reasoning_gym", "jsonl")
 
 
 def full_name(spec: str) -> str:
@@ -60,6 +94,19 @@ def full_name(spec: str) -> str:
     if family == "jsonl":
         return f"jsonl:{Path(argument).resolve()}"
     return make_task(spec).name if family in SIZED_TASKS else spec
+
+
+def _named_task(spec: str) -> NamedTask:
+    expected = f"one of {', '.join(TASK_FORMS)}"
+    found = import_named("--task", spec, expected)
+    task = call_named("--task", spec, expected, found) if callable(found) and not _is_task(found) else found
+    require(_is_task(task), "--task", expected, f"{spec!r}, which is no task but {describe(task)}")
+    return NamedTask(task, text=spec, found=found)
+
+
+def _is_task(value: Any) -> bool:
+    # A class has the attributes of its objects.
+    return isinstance(value, Task) and not isinstance(value, type)
 
 
 def _size(spec: str, argument: str, largest: int) -> int:

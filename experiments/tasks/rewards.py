@@ -2,7 +2,7 @@
 
 A function takes (example, completion) and returns a finite number. The completion is a `Completion`: text that also knows
 how many tokens it has and whether an end token ended it. `REWARDS` holds those that the command line knows by name, in
-addition to "correct", the verdict of the task.
+addition to "correct", the verdict of the task; a function of your own is module:name there.
 """
 
 import math
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Float
 
+from experiments.named import import_named
 from experiments.tasks.protocol import Example, Task, prompt_text
-from jaxlogp.errors import require
+from jaxlogp.errors import describe, require
 
 CORRECT = "correct"
 _LARGEST = float(np.finfo(np.float32).max)
@@ -135,23 +136,42 @@ class Rewards:
 
 
 def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | None, options: "RewardOptions") -> Rewards:
-    """Rewards by their names, each of weight 1.0 unless `weights` says another; "correct" is the task's verdict.
+    """Rewards by their names, each of weight 1.0 unless `weights` says another; "correct" is the task's verdict, and
+    module:name a function of the user's.
 
     Raises:
-        ValueError: an unknown name, another number of weights, or an option that a function lacks.
+        ValueError: an unknown name, a module without such a function, another number of weights, or an option
+            that a function lacks.
     """
     weights = [1.0] * len(names) if weights is None else weights
     require(len(weights) == len(names), "--reward.weights", f"{len(names)} weights, one per function", len(weights))
-    known = (CORRECT, *REWARDS)
     for option, function in (("pattern", "pattern"), ("length", "short")):
         expected = f"no value without the reward {function}, which alone has it"
         value = getattr(options, option)
         require(value is None or function in names, f"--reward.{option}", expected, value)
     terms = []
     for name, weight in zip(names, weights, strict=True):
-        require(name in known, "--reward.functions", f"some of {', '.join(known)}", repr(name))
-        terms.append(RewardTerm(name, task.verify if name == CORRECT else REWARDS[name](options), weight))
+        if name == CORRECT:
+            terms.append(RewardTerm(name, task.verify, weight))
+        elif name in REWARDS:
+            terms.append(RewardTerm(name, REWARDS[name](options), weight))
+        else:
+            terms.append(RewardTerm(name.partition(":")[2], find_reward(name), weight))
     return Rewards(tuple(terms))
+
+
+def find_reward(name: str) -> Reward:
+    """Returns the function that `--reward.functions` names as module:name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    known = ", ".join((CORRECT, *REWARDS))
+    expected = f"some of {known}, or module:name of a function of an example and a completion"
+    found = import_named("--reward.functions", name, expected)
+    is_function = callable(found) and not isinstance(found, type)
+    require(is_function, "--reward.functions", expected, f"{name!r}, which is {describe(found)}")
+    return found
 
 
 def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> Rewards:
@@ -201,7 +221,7 @@ REWARDS: dict[str, Callable[[RewardOptions], Reward]] = {
 }
 """Functions by name: 1.0 where the whole completion is <think>…</think><answer>…</answer>, each tag once; where it matches
 --reward.pattern as a whole; where an end token ended it; and 1 - tokens / length where it is longer than --reward.length,
-else 0.0. Add one of your own to use it by name."""
+else 0.0."""
 
 
 def _name(function: Any) -> str:

@@ -137,7 +137,7 @@ def test_the_example_trains_and_is_left_as_it_is(tmp_path, capsys):
     assert all((mine != other).any() for mine, other in zip(leaves(result.params), first, strict=True))
     nnx.update(model, result.params)
     np.testing.assert_array_equal(model.head()[1], result.params["head_weight"][...])
-    with pytest.raises(ValueError, match=r"^model: expected train\(model=...\), a Gru, got none"):
+    with pytest.raises(ValueError, match="^--model.own: expected your own model Gru, as the run began .*, got none"):
         load_model(result.run.path)
 
 
@@ -190,5 +190,5 @@ def test_a_model_that_is_not_one_is_named(tmp_path):
         train(dataclasses.replace(short(tmp_path, "a"), model=tiny(tmp_path, "a").model), model=model)
     with pytest.raises(ValueError, match="^--invariant: expected the project's own decoder, got a Gru"):
         train(short(tmp_path, "b", invariant=True, schedule={"row_length": None}), model=model)
-    with pytest.raises(ValueError, match="^model: expected train"):
-        train(dataclasses.replace(tiny(tmp_path, "c"), model=dataclasses.replace(Config().model, own="Gru")))
+    with pytest.raises(ValueError, match="^--model.own: expected your own model Gru, as the run began .*, got none"):
+        train(dataclasses.replace(tiny(tmp_path, "c"), model=dataclasses.replace(Config().model, own="own:Gru")))
