@@ -24,31 +24,21 @@ from dataclasses import dataclass, fields
 
 from experiments.command_line import arguments_of, run_command
 from experiments.config import Config
+from experiments.distributed import ProcessOptions
 from experiments.loop.resume import set_up_resume
 from experiments.loop.run import Result, set_up
 from experiments.options import typed_options, value_of
 from experiments.presets import defaults_for
-from experiments.processes import processes, start
-from jaxlogp.errors import require
 
 
 @dataclass(frozen=True)
-class GrpoConfig(Config):
+class GrpoConfig(ProcessOptions, Config):
     """Options of a run or of a run to resume, and its processes."""
 
     resume: str | None = None
     """Run folder to resume, with its saved options.
     These may change, and are saved: --schedule.steps, --optimizer.learning-rate, --mesh, --rollout.mesh, --log-every.
     So may the sections checkpoint, drift, evaluation (all but --evaluation.kl) and guards. --quiet is not saved."""
-    distributed: bool = False
-    """Join the other processes of the run, all started with the same options (docs/scaling.md).
-    SLURM and Open MPI start one per GPU and number them; elsewhere start one per host and set the three options below."""
-    coordinator: str | None = None
-    """host:port of process 0, with a free port."""
-    num_processes: int | None = None
-    """Number of processes."""
-    process_id: int | None = None
-    """Number of this process, from 0."""
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> Result:
@@ -56,11 +46,11 @@ def run_cli(arguments: Sequence[str] | None = None) -> Result:
     given = arguments_of(arguments)
 
     def run(config: GrpoConfig) -> Result:
-        _join(config)
-        typed = {field: value_of(config, field) for field in typed_options(given, Config)}
+        config.join(config.resume)
+        typed = {name: value_of(config, name) for name in typed_options(given, Config)}
         if config.resume is not None:
             return set_up_resume(config.resume, typed).finish()
-        return set_up(Config(**{field.name: getattr(config, field.name) for field in fields(Config)})).finish()
+        return set_up(Config(**{each.name: getattr(config, each.name) for each in fields(Config)})).finish()
 
     return run_command(
         GrpoConfig,
@@ -70,14 +60,3 @@ def run_cli(arguments: Sequence[str] | None = None) -> Result:
         arguments=given,
         default=lambda typed: GrpoConfig(**vars(defaults_for(typed))),
     )
-
-
-def _join(config: GrpoConfig) -> None:
-    """Joins the other processes, where there are any."""
-    place = {"coordinator": config.coordinator, "num_processes": config.num_processes, "process_id": config.process_id}
-    if config.distributed:
-        start(**place)
-        processes().require_same("command line", {"--resume": config.resume})
-    for name, value in place.items():
-        expected = "no value without --distributed"
-        require(config.distributed or value is None, f"--{name.replace('_', '-')}", expected, value)

@@ -3,6 +3,7 @@
     python -m experiments.sft --data.path F.jsonl --model.path DIRECTORY
     python -m experiments.sft --data.path F.jsonl --model.path DIRECTORY --lora.rank 16 --schedule.epochs 3
     python -m experiments.sft --resume runs/NAME
+    srun python -m experiments.sft --distributed --mesh data=-1,fsdp=8 --data.path F.jsonl --model.path DIRECTORY
 
 A line of the file is {"prompt": ..., "completion": ...}, or {"messages": [...]}, whose assistant turns are trained on. The
 loss is the cross-entropy of all labels of a step, divided once by their number. About one document in ten is held out.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from experiments.command_line import arguments_of, run_command
 from experiments.config import CheckpointConfig, Config, GuardsConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from experiments.config.run import SUPERVISED
+from experiments.distributed import ProcessOptions
 from experiments.loop.resume import set_up_resume
 from experiments.loop.run import Result, set_up
 from experiments.models.lora import LoraConfig
@@ -47,7 +49,7 @@ class SftEvaluationConfig:
 
 
 @dataclass(frozen=True)
-class SftConfig:
+class SftOptions:
     """Options of a supervised run."""
 
     data: SftDataConfig = field(default_factory=SftDataConfig)
@@ -77,14 +79,19 @@ class SftConfig:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
 
 
-def config_of(options: SftConfig) -> Config:
+@dataclass(frozen=True)
+class SftConfig(ProcessOptions, SftOptions):
+    """Options of a supervised run, and its processes."""
+
+
+def config_of(options: SftOptions) -> Config:
     """Returns the options as those of a run.
 
     Raises:
         ValueError: if there is no file.
     """
     require(options.data.path is not None, "--data.path", "a file, or --resume", "none")
-    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(SftOptions)}
     del given["data"], given["resume"]
     evaluation = dataclasses.replace(Config().evaluation, **vars(options.evaluation))
     return Config(**{**given, "task": f"{SUPERVISED}{options.data.path}", "evaluation": evaluation})
@@ -95,12 +102,13 @@ def run_cli(arguments: Sequence[str] | None = None) -> Result:
     given = arguments_of(arguments)
 
     def run(options: SftConfig) -> Result:
+        options.join(options.resume)
         if options.resume is None:
             return set_up(config_of(options)).finish()
         require(
             options.data.path is None, "--data.path", "no value with --resume, whose run has its own", options.data.path
         )
-        typed = {name: value_of(options, name) for name in typed_options(given, SftConfig) if name != "resume"}
+        typed = {name: value_of(options, name) for name in typed_options(given, SftOptions) if name != "resume"}
         return set_up_resume(options.resume, typed).finish()
 
     return run_command(SftConfig, run, program="experiments.sft", description=__doc__, arguments=given)

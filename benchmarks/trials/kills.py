@@ -2,6 +2,7 @@
 
     python -m benchmarks.trials.kills --kills 40 --terms 4
     python -m benchmarks.trials.kills --kills 10 --terms 2 --processes 2
+    python -m benchmarks.trials.kills --kills 10 --terms 1 --supervised
 
 A tiny run is started as a process of its own and stopped by SIGKILL at random moments of three kinds (in the warm start,
 while a checkpoint is being written, at any time), resumed by the command line, killed again, until it has had its share
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.trials.processes import TINY, Ended, start, start_together, stop_when, wait
+from benchmarks.trials.processes import SUPERVISED, TINY, Ended, main_of, start, start_together, stop_when, wait
 from experiments.loop.load import load_run
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.environment import versions_text
@@ -70,19 +71,31 @@ class Trial:
 class Run:
     """A run folder that is trained by one process after the other, or by several at a time."""
 
-    def __init__(self, out: Path, name: str, steps: int, cache: Path, processes: int = 1) -> None:
+    def __init__(
+        self, out: Path, name: str, steps: int, cache: Path, processes: int = 1, *, supervised: bool = False
+    ) -> None:
         self.path, self._out, self._steps, self._cache = out / name, out, steps, cache
-        self._processes = processes
+        self._processes, self._supervised = processes, supervised
 
     def start(self) -> list[subprocess.Popen]:
         """The command that begins the run, or goes on with it, as one process or several."""
         options = ["--schedule.steps", str(self._steps), "--out", str(self._out), "--name", self.path.name]
-        arguments = [*TINY, *options, "--mesh", f"data={self._processes}"]
+        own = [*SUPERVISED, "--data.path", str(self._sums())] if self._supervised else TINY
+        arguments = [*own, *options, "--mesh", f"data={self._processes}"]
         if self.checkpoints.exists() and (self.path / "config.json").exists():
             arguments = ["--resume", str(self.path), "--quiet"]
+        main = main_of("experiments.sft" if self._supervised else "experiments.grpo")
         if self._processes == 1:
-            return [start(arguments, self._cache)]
-        return start_together(arguments, self._cache, self._processes)
+            return [start(arguments, self._cache, main=main)]
+        return start_together(arguments, self._cache, self._processes, main=main)
+
+    def _sums(self) -> Path:
+        """A file to learn from."""
+        path = self._out / "sums.jsonl"
+        if not path.exists():
+            lines = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
+            path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return path
 
     @property
     def checkpoints(self) -> Path:
@@ -205,7 +218,15 @@ def compare(trial: Trial, run: Run, whole: Run) -> None:
 
 
 def trials(
-    out: Path, kills: int, terms: int, steps: int, seed: int, processes: int = 1, per_run: int = 5
+    out: Path,
+    kills: int,
+    terms: int,
+    steps: int,
+    seed: int,
+    processes: int = 1,
+    per_run: int = 5,
+    *,
+    supervised: bool = False,
 ) -> list[Trial]:
     """Runs that are stopped, each compared with one that is not.
 
@@ -217,12 +238,17 @@ def trials(
         seed: of the moments.
         processes: of every run.
         per_run: signals that a run gets at most.
+        supervised: whether they are runs of `experiments.sft`.
 
     Raises:
         RuntimeError: signals that stop no run.
     """
     chance, cache = random.Random(seed), out / "cache"
-    whole = Run(out, "whole", steps, cache, processes)
+
+    def run_of(name: str) -> Run:
+        return Run(out, name, steps, cache, processes, supervised=supervised)
+
+    whole = run_of("whole")
 
     def to_end(run: Run) -> float:
         started = time.monotonic()
@@ -232,13 +258,13 @@ def trials(
 
     to_end(whole)
     # The second has compiled programs. It is run where its time is asked for.
-    usual = functools.cache(lambda: to_end(Run(out, "again", steps, cache, processes)))
+    usual = functools.cache(lambda: to_end(run_of("again")))
     done = []
     unstopped = 0
     for number, wanted in ((signal.SIGKILL, kills), (signal.SIGTERM, terms), (signal.SIGINT, terms)):
         while wanted > 0:
             trial = Trial(f"{len(done) + 1}", number)
-            run = Run(out, f"run-{trial.name}", steps, cache, processes)
+            run = run_of(f"run-{trial.name}")
             while len(trial.moments) < min(wanted, per_run) and stop(trial, run, chance, usual).code != 0:
                 pass
             if run.saved() < steps or not (run.path / "summary.json").exists():
@@ -261,6 +287,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--supervised", action="store_true", help="runs of experiments.sft")
     options = parser.parse_args()
     # To read what a mesh of so many devices has saved.
     jax.config.update("jax_num_cpu_devices", options.processes)
@@ -269,8 +296,9 @@ def main() -> None:
         "| run | signal | stops | moments | in flight | newest step after each (w: warm start) | against the whole run |"
     )
     print("|---|---|---|---|---|---|---|", flush=True)
+    given = {name: getattr(options, name) for name in ("kills", "terms", "steps", "seed", "processes")}
     with tempfile.TemporaryDirectory() as folder:
-        done = trials(Path(folder), options.kills, options.terms, options.steps, options.seed, options.processes)
+        done = trials(Path(folder), supervised=options.supervised, **given)
     good = sum(not trial.faults for trial in done)
     print(
         f"\n{good} of {len(done)} runs end bitwise equal, after {sum(len(trial.moments) for trial in done)} stops, ",

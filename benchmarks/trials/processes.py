@@ -23,11 +23,23 @@ TINY = (
 ).split()
 """Half a rollout a step, so that checkpoints hold queued documents; every step is saved."""
 TIMEOUT_SECONDS = 600
-MAIN = (
-    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "runpy.run_module('experiments.grpo', run_name='__main__', alter_sys=True)"
-)
-"""`python -m experiments.grpo`, also where this process ignores SIGINT, as in a shell's background."""
+SUPERVISED = (
+    "--quiet --model.hidden-size 32 --model.intermediate-size 64 --model.num-layers 1 --model.num-heads 2 "
+    "--model.num-kv-heads 2 --schedule.docs-per-step 8 --schedule.rows 2 --schedule.epochs 4 --evaluation.every 4 "
+    "--evaluation.num-prompts 16 --checkpoint.every 1"
+).split()
+"""Options of `experiments.sft`, without a file."""
+
+
+def main_of(program: str) -> str:
+    """Returns `python -m program` as a program text, also where this process ignores SIGINT, as in a shell's background."""
+    return (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"runpy.run_module('{program}', run_name='__main__', alter_sys=True)"
+    )
+
+
+MAIN = main_of("experiments.grpo")
 
 
 def tiny_config(*options: str) -> Config:

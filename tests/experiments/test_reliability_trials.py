@@ -17,6 +17,13 @@ def test_runs_that_are_stopped_end_as_if_they_had_not_been(tmp_path, cheap_proce
 
 
 @pytest.mark.slow
+def test_supervised_runs_of_two_processes_too(tmp_path, cheap_processes):
+    done = trials(tmp_path, kills=1, terms=0, steps=3, seed=1, processes=2, supervised=True)
+    assert sum(len(trial.moments) for trial in done) == 1
+    assert [trial.faults for trial in done] == [[]] * len(done)
+
+
+@pytest.mark.slow
 def test_an_invariant_run_goes_from_mesh_to_mesh_without_a_bit_of_difference(tmp_path):
     whole = train(config_of(tmp_path, "whole", "data=1,tensor=1", 4, invariant=True))
     path = ("data=2,tensor=1", "data=1,tensor=2")
