@@ -5,7 +5,6 @@ from experiments.config.correction import RejectionConfig as RejectionConfig
 from experiments.config.data import DataConfig as DataConfig
 from experiments.config.data import RewardConfig as RewardConfig
 from experiments.config.guards import GuardsConfig as GuardsConfig
-from experiments.config.invariance import InvarianceConfig as InvarianceConfig
 from experiments.config.loss import LossConfig as LossConfig
 from experiments.config.model import ModelConfig as ModelConfig
 from experiments.config.optimizer import OptimizerConfig as OptimizerConfig
@@ -17,3 +16,4 @@ from experiments.config.rollout import RolloutConfig as RolloutConfig
 from experiments.config.run import Config as Config
 from experiments.config.schedule import ScheduleConfig as ScheduleConfig
 from experiments.config.warm_start import WarmStartConfig as WarmStartConfig
+from experiments.invariant.options import InvarianceConfig as InvarianceConfig

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from experiments.config.correction import CorrectionConfig, RejectionConfig
 from experiments.config.data import RewardConfig
-from experiments.config.invariance import ENGINES as INVARIANT_ENGINES
-from experiments.config.invariance import InvarianceConfig
 from experiments.config.rollout import RolloutConfig
 from experiments.config.run import STORED, Config
+from experiments.invariant.options import ENGINES as INVARIANT_ENGINES
+from experiments.invariant.options import InvarianceConfig
 from experiments.models.attention import NAMES
 from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from experiments.config.correction import CorrectionConfig, RejectionConfig
 from experiments.config.data import DataConfig, RewardConfig
 from experiments.config.guards import GuardsConfig
-from experiments.config.invariance import InvarianceConfig
 from experiments.config.loss import LossConfig
 from experiments.config.model import ModelConfig
 from experiments.config.optimizer import OptimizerConfig
@@ -14,6 +13,7 @@ from experiments.config.reports import CheckpointConfig, DriftConfig, Evaluation
 from experiments.config.rollout import RolloutConfig
 from experiments.config.schedule import ScheduleConfig
 from experiments.config.warm_start import WARM_START_STEPS, WarmStartConfig
+from experiments.invariant.options import InvarianceConfig
 from experiments.models.lora import LoraConfig
 from jaxlogp.losses import PolicyLoss
 

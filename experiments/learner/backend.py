@@ -77,5 +77,16 @@ class Backend(Protocol):
     def gradients(self, objective: Objective, temperature: float) -> GradientBackend: ...
 
 
+class GivesParams(Backend):
+    """A backend that gives its first parameters away."""
+
+    _params: nnx.State | None
+
+    def take_params(self) -> nnx.State:
+        params, self._params = self._params, None
+        assert params is not None, "they are given away once"
+        return params
+
+
 def add_gradients(left: StepGradient, right: StepGradient) -> StepGradient:
     return StepGradient(left.sums + right.sums, jnp.maximum(left.drift, right.drift))

@@ -18,11 +18,11 @@ from experiments.experience.rollouts import Rollouts
 from experiments.experience.stored import read_documents
 from experiments.experience.worked_examples import WorkedExamples
 from experiments.learner.learner import Learner
+from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.loop.evaluation import AnswerEvaluation
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.inference import Inference, make_inference
-from experiments.loop.model_source import Origin
 from experiments.loop.phase import Measured, Phase
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.attention import AttentionRun
@@ -68,8 +68,8 @@ class Setup(Inference):
     @property
     def warnings(self) -> list[str]:
         """What the console should say before the run."""
-        dtype = None if self.origin.decoder is None else self.origin.decoder.dtype
-        found = self.origin.warning, slower_head(self.learner.gradients.head_run, dtype)
+        dtype = None if self.model.decoder is None else self.model.decoder.dtype
+        found = self.model.warning, slower_head(self.learner.gradients.head_run, dtype)
         return [text for text in found if text is not None]
 
     def policy_of(self, params: nnx.State) -> SamplerPolicy:
@@ -132,7 +132,7 @@ def assemble(
     task: Task | None = None,
     rewards: Rewards | None = None,
     *,
-    origin: Origin | None = None,
+    model: ModelSource | None = None,
     restored: bool = False,
     source: Any = None,
 ) -> Setup:
@@ -142,27 +142,27 @@ def assemble(
         config: the options.
         task: see `make_inference`.
         rewards: likewise.
-        origin: likewise.
+        model: likewise.
         restored: likewise.
         source: your own source, which ``config.source`` names.
 
     Raises:
         ValueError: as `make_inference`, and if an engine cannot run here.
     """
-    base = make_inference(config, task, rewards, origin=origin, restored=restored)
+    base = make_inference(config, task, rewards, model=model, restored=restored)
     ranks, sizes = base.packing.ranks, base.sizes
     return Setup(
         **vars(base),
-        attention=base.origin.attention_run(ranks * sizes.rows, sizes.row, base.mesh),
+        attention=base.model.attention_run(ranks * sizes.rows, sizes.row, base.mesh),
         learner=_learner(base),
         source=_built_in_source(base) if base.config.source is None else _own_source(base, source),
     )
 
 
 def _learner(base: Inference) -> Learner:
-    config, origin, backend = base.config, base.origin, base.backend
+    config, model, backend = base.config, base.model, base.backend
     columns = (SAMPLER_COLUMN,) if config.rollout.rescore else ()
-    dtype = None if origin.decoder is None else origin.decoder.dtype
+    dtype = None if model.decoder is None else model.decoder.dtype
     try:
         return Learner(
             backend,
@@ -198,7 +198,7 @@ def _built_in_source(base: Inference) -> ExperienceSource:
 def _own_source(base: Inference, source: Any) -> OwnSource:
     name, schedule = base.config.source, base.config.schedule
     assert name is not None, "the options name it"
-    limits = {"vocab_size": base.origin.vocab_size, "row_length": base.sizes.row}
+    limits = {"vocab_size": base.model.vocab_size, "row_length": base.sizes.row}
     if name.startswith(STORED):
         stored, digest = read_documents(name.removeprefix(STORED), Limits(**limits))
         # Their versions are those of the run that drew them.

@@ -9,17 +9,18 @@ from flax import nnx
 
 from experiments.config import Config, validate
 from experiments.experience.prompts import Sizes, sizes_for
+from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import CrossEntropy
 from experiments.learner.packing import Packing
 from experiments.learner.scoring import log_probs_of
+from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
-from experiments.loop.model_source import Origin, origin_of
+from experiments.loop.find_model import find_model
 from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
 from experiments.sampling.policy import Generator, SamplerPolicy, SamplingOptions
 from experiments.tasks import Rewards, Task
 from experiments.tasks.configured import configured_rewards
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.modes import InvariantMode, Mode, PlainMode
 from jaxlogp import Document
 
 
@@ -29,7 +30,7 @@ class Inference:
 
     Attributes:
         config: the options, resolved.
-        origin: the model that the run began with.
+        model: the model that the run began with.
         backend: how it is computed; it has the parameters until they are taken.
         sizes: most tokens of a prompt, of a completion and of a row.
         rewards: None of a supervised run.
@@ -39,8 +40,8 @@ class Inference:
     config: Config
     task: Task | SupervisedFile
     rewards: Rewards | None
-    origin: Origin
-    backend: Mode
+    model: ModelSource
+    backend: RunBackend
     sizes: Sizes
     packing: Packing
     generator: Generator
@@ -49,7 +50,7 @@ class Inference:
     @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back."""
-        return self.origin.tokenizer
+        return self.model.tokenizer
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -76,7 +77,7 @@ def make_inference(
     task: Task | SupervisedFile | None = None,
     rewards: Rewards | None = None,
     *,
-    origin: Origin | None = None,
+    model: ModelSource | None = None,
     restored: bool = False,
 ) -> Inference:
     """Makes what draws and scores.
@@ -85,7 +86,7 @@ def make_inference(
         config: the options.
         task: your own task instead of the one that ``config.task`` names.
         rewards: your own rewards instead of those that ``config.reward`` names.
-        origin: the model, where the caller has made it of the same options, or brings one.
+        model: the model, where the caller has made it of the same options, or brings one.
         restored: whether a checkpoint will bring the parameters: none are drawn or read.
 
     Raises:
@@ -94,9 +95,9 @@ def make_inference(
     mesh = validate(config)
     config = config.resolved()
     task = find_task(config) if task is None else task
-    origin = origin or origin_of(config, task, None, restored=restored)
-    tokenizer = origin.tokenizer
-    backend = (InvariantMode if config.invariant else PlainMode)(config, origin)
+    model = model or find_model(config, task, None, restored=restored)
+    tokenizer = model.tokenizer
+    backend = make_backend(config, model)
     if isinstance(task, SupervisedFile):
         rewards, sizes = None, task.sizes(tokenizer, config.schedule, mesh, backend.leaf_rows)
         held_out = task.load(tokenizer).documents["held_out"]
@@ -106,12 +107,12 @@ def make_inference(
         sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)
-    shapes = mesh.ranks, sizes.rows, sizes.row, origin.vocab_size, tokenizer.pad_id
+    shapes = mesh.ranks, sizes.rows, sizes.row, model.vocab_size, tokenizer.pad_id
     return Inference(
         config=config,
         task=task,
         rewards=rewards,
-        origin=origin,
+        model=model,
         backend=backend,
         sizes=sizes,
         packing=Packing(*shapes, share_rows=backend.leaf_rows is None),

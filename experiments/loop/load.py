@@ -66,7 +66,7 @@ def load_run(
     require_own_task(began_with, task)
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
     inference = make_inference(stored, own_task(task, stored.data) if task is not None else None, restored=True)
-    now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.origin)
+    now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.model)
     require_same_files(began_with, now)
     console = RunConsole()
     for warning in changed_since(began_with, now):
@@ -127,8 +127,8 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
         run = load_run(given)
-        origin, params = run.inference.origin, run.params
-        decoder = origin.decoder
+        model, params = run.inference.model, run.params
+        decoder = model.decoder
         if decoder is None:
             raise ValueError(
                 f"model: expected a run of the project's own decoder, got {run.inference.config.model.own}"
@@ -136,7 +136,7 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
         if decoder.lora.rank:
             params = merged(params, run.inference.backend.frozen, decoder.lora.scale)
             decoder = replace(decoder, lora=LoraConfig())
-        return LoadedModel(params, decoder, origin.tokenizer, origin.pretrained)
+        return LoadedModel(params, decoder, model.tokenizer, model.pretrained)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))

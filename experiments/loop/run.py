@@ -15,11 +15,12 @@ from flax import nnx
 from experiments.config import Config, RewardConfig, validate
 from experiments.experience.experience import ExperienceSource, Policy
 from experiments.experience.own_source import resolve_source
+from experiments.learner.model_source import ModelSource
 from experiments.loop.assemble import Setup, assemble
 from experiments.loop.evaluation import Scores
+from experiments.loop.find_model import find_model, with_own_model
 from experiments.loop.loop import Outcome, Progress, resume_hint
 from experiments.loop.memory import peak_bytes, say_memory, size
-from experiments.loop.model_source import Origin, origin_of, with_own_model
 from experiments.loop.run_parts import NOTHING_OWN, RewardPairs, UserParts, parts_of
 from experiments.loop.session import Resumption, run_to_end
 from experiments.loop.start_report import print_start_report
@@ -149,13 +150,13 @@ class Found:
     task: Task | SupervisedFile
     rewards: Rewards | None
     source: Any
-    origin: Origin
+    model: ModelSource
     parts: RunParts
 
     def assemble(self, folder: Path, dtype: DtypeChoice, *, restored: bool = False) -> Setup:
         """Prints what is about to run, then makes all that it consists of."""
-        print_start_report(self.config, self.task, self.origin, folder, dtype, self.rewards)
-        given = {"origin": self.origin, "restored": restored, "source": self.source}
+        print_start_report(self.config, self.task, self.model, folder, dtype, self.rewards)
+        given = {"model": self.model, "restored": restored, "source": self.source}
         return assemble(self.config, self.task, self.rewards, **given)
 
 
@@ -171,9 +172,9 @@ def find_parts(
     require(rewards is None or not config.supervised, "reward", "none in supervised learning", "your own")
     config = dataclasses.replace(config, task=task.name)
     require_same_run(config, task)
-    origin = origin_of(config, task, user.model, restored=restored)
-    parts = parts_of(config, task, user, rewards, source, origin)
-    return Found(config, task, rewards, source, origin, parts)
+    model = find_model(config, task, user.model, restored=restored)
+    parts = parts_of(config, task, user, rewards, source, model)
+    return Found(config, task, rewards, source, model, parts)
 
 
 def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
@@ -226,9 +227,9 @@ def _made_by_first(path: Path, found: Found) -> tuple[RunFolder, RunLock | None]
 
 def _made(path: Path, found: Found) -> tuple[RunFolder, RunLock]:
     def fill(folder: RunFolder) -> None:
-        if found.origin.pretrained is not None:
+        if found.model.pretrained is not None:
             # All but the weights, so that the run can be resumed, scored and exported without the original.
-            write_files(folder.model, small_files(found.origin.pretrained))
+            write_files(folder.model, small_files(found.model.pretrained))
         save_config(folder.config, found.config)
 
     folder = RunFolder.create(path.parent, path.name, fill, found.parts)

@@ -12,7 +12,7 @@ from typing import Any
 from flax import nnx
 
 from experiments.config import Config
-from experiments.loop.model_source import Origin, OwnOrigin
+from experiments.learner.model_source import ModelSource, UserModel
 from experiments.models.pretrained import small_files
 from experiments.named import OWN
 from experiments.processes import processes
@@ -42,7 +42,7 @@ NOTHING_OWN = UserParts()
 
 
 def parts_of(
-    config: Config, task: Task, user: UserParts, rewards: Rewards | None, source: Any, origin: Origin
+    config: Config, task: Task, user: UserParts, rewards: Rewards | None, source: Any, model: ModelSource
 ) -> RunParts:
     """Returns the parts of a run.
 
@@ -52,18 +52,18 @@ def parts_of(
         user: what was passed from Python.
         rewards: those of `user`, as they have been found; None for those of the options.
         source: the user's, from Python or by name; None for the built-in one, or where it is not asked.
-        origin: the model.
+        model: the model.
 
     Raises:
         ValueError: if the processes of a run have different parts.
     """
     code = {**_task_code(task, user.task), **_reward_code(config.reward.functions, rewards)}
-    if isinstance(origin, OwnOrigin):
-        code[f"model {_without_own(config.model.own)}"] = (origin.found, type(origin.model))
+    if isinstance(model, UserModel):
+        code[f"model {_without_own(config.model.own)}"] = (model.found, type(model.model))
     if source is not None:
         code[f"source {_without_own(config.source)}"] = (source,)
     sources = {name: _source_digest(values) for name, values in code.items()}
-    small = {} if origin.pretrained is None else small_files(origin.pretrained)
+    small = {} if model.pretrained is None else small_files(model.pretrained)
     files = {name: _sha256(data) for name, data in small.items()}
     parts = RunParts(
         examples=data_digest(task),

@@ -9,8 +9,8 @@ from flax import nnx
 
 from experiments.config import Config
 from experiments.experience.prompts import PromptOrder, answer_length, held_out_examples, longest_completion, sizes_for
+from experiments.learner.model_source import ModelSource, UserModel
 from experiments.loop.memory import require_room
-from experiments.loop.model_source import Origin, OwnOrigin
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
@@ -34,7 +34,7 @@ MANY = 2000
 def print_start_report(
     config: Config,
     task: Task | SupervisedFile,
-    origin: Origin,
+    model: ModelSource,
     folder: Path,
     dtype: DtypeChoice,
     rewards: Rewards | None = None,
@@ -52,14 +52,14 @@ def print_start_report(
         with refused_as("rollout"):
             require_devices(parse_mesh(config.rollout.mesh))
     facts = _rollout_facts if not isinstance(task, SupervisedFile) else _document_facts
-    told = facts(config, task, origin, rewards, console)
-    params = _parameters(origin)
+    told = facts(config, task, model, rewards, console)
+    params = _parameters(model)
     devices = max(mesh.num_devices, parse_mesh(config.rollout.mesh or "").num_devices)
-    require_room(_least_bytes(config, origin, params, mesh, told.cache_slots), devices)
+    require_room(_least_bytes(config, model, params, mesh, told.cache_slots), devices)
     console.begin(
         {
             told.kind: told.data,
-            "model": f"{_described(config, origin)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
+            "model": f"{_described(config, model)}, {_count(params):,} parameters{_trained(params)}, {dtype}",
             "devices": f"{mesh.num_devices} of {jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}"
             + (f", {jax.process_count()} processes" if jax.process_count() > 1 else ""),
             "steps": told.steps,
@@ -84,10 +84,10 @@ class _Facts(NamedTuple):
 
 
 def _document_facts(
-    config: Config, task: SupervisedFile, origin: Origin, rewards: Rewards | None, console: RunConsole
+    config: Config, task: SupervisedFile, model: ModelSource, rewards: Rewards | None, console: RunConsole
 ) -> _Facts:
     del rewards, console
-    documents, schedule = task.load(origin.tokenizer).documents, config.schedule
+    documents, schedule = task.load(model.tokenizer).documents, config.schedule
     labels = sum(document.num_labels for document in documents["train"])
     data = (
         f"{task.path}, {len(documents['train'])} documents ({labels:,} labels), {len(documents['held_out'])} held out"
@@ -96,14 +96,16 @@ def _document_facts(
     return _Facts("data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], 0)
 
 
-def _rollout_facts(config: Config, task: Task, origin: Origin, rewards: Rewards | None, console: RunConsole) -> _Facts:
+def _rollout_facts(
+    config: Config, task: Task, model: ModelSource, rewards: Rewards | None, console: RunConsole
+) -> _Facts:
     held_out = held_out_examples(task, config.evaluation.num_prompts)
     _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
     prompts = {prompt_text(each.prompt) for each in held_out}
     warnings = []
     if len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts):
         warnings.append(f"task {task.name}: distinct held-out prompts: {len(prompts)}; a score on so few is noisy")
-    long = check_answer_lengths(config, task, held_out, origin.tokenizer, rewards)
+    long = check_answer_lengths(config, task, held_out, model.tokenizer, rewards)
     if config.source is None:
         # For its checks.
         PromptOrder(task, config.seed, config.schedule.epochs)
@@ -117,13 +119,13 @@ def _rollout_facts(config: Config, task: Task, origin: Origin, rewards: Rewards 
         f"{steps}{f', warm start of at most {warm} steps' if warm else ''}",
         _rollout(config, task),
         warnings + ([] if long is None else [long]),
-        _cache_slots(config, task, origin, len(held_out)),
+        _cache_slots(config, task, model, len(held_out)),
     )
 
 
-def _cache_slots(config: Config, task: Task, origin: Origin, held_out: int) -> int:
+def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) -> int:
     """Tokens in the larger cache, that of a rollout or of an evaluation of so many prompts."""
-    sizes = sizes_for(task, origin.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
+    sizes = sizes_for(task, model.tokenizer, config.rollout, config.schedule, parse_mesh(config.mesh))
     slots = config.rollout.prompts_per_rollout * (sizes.prompt + config.rollout.num_generations * sizes.completion)
     return max(slots, held_out * (sizes.prompt + sizes.completion))
 
@@ -168,17 +170,17 @@ def _corrected(config: Config) -> str:
     return weights + ("" if config.rejection.rejection() is None else ", with rejection")
 
 
-def _described(config: Config, origin: Origin) -> str:
-    if isinstance(origin, OwnOrigin):
-        return type(origin.model).__name__
+def _described(config: Config, model: ModelSource) -> str:
+    if isinstance(model, UserModel):
+        return type(model.model).__name__
     return config.model.path or config.model.name or "decoder"
 
 
-def _parameters(origin: Origin) -> nnx.State:
-    if isinstance(origin, OwnOrigin):
-        return nnx.state(origin.model, nnx.Param)
-    assert origin.decoder is not None, "a decoder or a model of the caller's own"
-    return abstract_decoder(origin.decoder)[1]
+def _parameters(model: ModelSource) -> nnx.State:
+    if isinstance(model, UserModel):
+        return nnx.state(model.model, nnx.Param)
+    assert model.decoder is not None, "a decoder or a model of the caller's own"
+    return abstract_decoder(model.decoder)[1]
 
 
 def _count(tree: nnx.State) -> int:
@@ -195,14 +197,14 @@ def _trained(params: nnx.State) -> str:
     return "" if trained is params else f" ({_count(trained):,} trained)"
 
 
-def _least_bytes(config: Config, origin: Origin, params: nnx.State, mesh: MeshSpec, cache_slots: int) -> int:
+def _least_bytes(config: Config, model: ModelSource, params: nnx.State, mesh: MeshSpec, cache_slots: int) -> int:
     """Bytes on all devices together of what a run cannot do without: its state, gradients, and a cache of so many tokens."""
     trained = _trained_part(params)
     optimizer = jax.eval_shape(config.optimizer.optimizer(config.schedule.steps).init, trained)
     gradients = (2 if config.schedule.accumulate == "bfloat16" else 4) * _count(trained)
     # With --invariant one device of each process has the state and updates it, and a leaf's rows are drawn at a time.
     copies = jax.process_count() if config.invariant else mesh.data
-    state, decoder = copies * (total_bytes(params) + total_bytes(optimizer) + gradients), origin.decoder
+    state, decoder = copies * (total_bytes(params) + total_bytes(optimizer) + gradients), model.decoder
     if decoder is None or config.invariant:
         return state
     width = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim

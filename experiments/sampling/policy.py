@@ -23,7 +23,7 @@ SHORTEST = 8
 
 
 class Draw(Protocol):
-    """Draws completions: `experiments.sampling.cached_draw`, or leaf by leaf `experiments.sampling.leaf_draw`."""
+    """Draws completions: `experiments.sampling.cached_draw`, or leaf by leaf `experiments.invariant.leaf_sampler`."""
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array

@@ -18,7 +18,7 @@ from experiments.config import (
 from experiments.experience.prompts import held_out_examples
 from experiments.loop import memory
 from experiments.loop.evaluation import AnswerEvaluation, ExactMatch
-from experiments.loop.model_source import origin_of
+from experiments.loop.find_model import find_model
 from experiments.loop.start_report import check_answer_lengths, print_start_report
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
@@ -35,19 +35,19 @@ def lines(tmp_path, capsys, **changes):
     """What is printed of a run, and its model."""
     config = replace(Config(), **changes).resolved()
     task = make_task(config.task)
-    origin = origin_of(config, task, None, restored=False)
-    print_start_report(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"))
-    return origin, capsys.readouterr().out.splitlines()
+    model = find_model(config, task, None, restored=False)
+    print_start_report(config, task, model, tmp_path / "run", DtypeChoice("float32", "a reason"))
+    return model, capsys.readouterr().out.splitlines()
 
 
 def test_what_is_about_to_run(tmp_path, capsys):
-    origin, printed = lines(tmp_path, capsys, task="addition:3")
+    model, printed = lines(tmp_path, capsys, task="addition:3")
     facts = dict(line.split(":", 1) for line in printed)
     facts = {name: value.strip() for name, value in facts.items()}
     assert list(facts) == ["task", "model", "devices", "steps", "optimizer", "rollout", "run folder"]
     different = len({example.prompt for example in held_out_examples(make_task("addition:3"), 512)})
     assert facts["task"] == f"addition:3, endless training examples, {different} distinct held-out prompts"
-    size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(origin.decoder)[1]))
+    size = sum(leaf.size for leaf in jax.tree.leaves(abstract_decoder(model.decoder)[1]))
     assert facts["model"] == f"decoder, {size:,} parameters, float32 (a reason)"
     assert facts["devices"] == "1 of 8 cpu, mesh data=1,fsdp=1,sequence=1,tensor=1"
     assert facts["steps"] == "1000 of 512 documents each, loss grpo, warm start of at most 400 steps"
@@ -150,8 +150,8 @@ def test_too_few_devices_are_refused_before_anything_is_printed(tmp_path, capsys
 def begin(tmp_path, reward):
     config = replace(Config(task="addition:1", evaluation=EvaluationConfig(num_prompts=64))).resolved()
     task = make_task(config.task)
-    origin = origin_of(config, task, None, restored=False)
-    print_start_report(config, task, origin, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards_of(reward))
+    model = find_model(config, task, None, restored=False)
+    print_start_report(config, task, model, tmp_path / "run", DtypeChoice("float32", "a reason"), rewards_of(reward))
 
 
 def test_a_broken_reward_is_found_before_anything_is_compiled(tmp_path, capsys):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from experiments.config import validate
+from experiments.invariant.leaf_sums import TreeFold
 from experiments.loop.resume import resume
 from experiments.loop.run import train
-from experiments.training.leaf_sums import TreeFold
 from tests.experiments.tiny import tiny, train_records
 
 pytestmark = pytest.mark.costly

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.invariant.leaf_exchange import LeafExchange
+from experiments.invariant.leaf_ranks import LeafRanks
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.training.leaf_exchange import LeafExchange
-from experiments.training.leaf_ranks import LeafRanks
 
 
 def trees_of(count):

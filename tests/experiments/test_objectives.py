@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 
 from experiments.config import LossConfig
+from experiments.invariant.leaf_programs import LeafPrograms
+from experiments.invariant.leaf_sums import LeafSums
 from experiments.learner.gradients import GspmdGradients
 from experiments.learner.objectives import CrossEntropy, PolicyObjective
 from experiments.learner.packing import Packing
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
-from experiments.training.leaf_programs import LeafPrograms
-from experiments.training.leaf_sums import LeafSums
 from jaxlogp import Document
 from jaxlogp.head import FixedOrderEngine
 from jaxlogp.invariance import ReductionOrder

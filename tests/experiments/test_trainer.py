@@ -13,6 +13,7 @@ import pytest
 from experiments import Config, train
 from experiments.config import LossConfig, ModelConfig
 from experiments.experience.prompts import sizes_for
+from experiments.invariant import leaf_sampler
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, adamw
 from experiments.learner.update import Update
@@ -26,7 +27,6 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.runs.config_file import load_config
-from experiments.sampling import leaf_draw
 from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
@@ -211,8 +211,8 @@ def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_pat
 
 
 def test_the_invariant_sampler_draws_from_the_head_that_the_trainer_scores(tmp_path, monkeypatch):
-    specs, plain = [], leaf_draw.logits_of
-    monkeypatch.setattr(leaf_draw, "logits_of", lambda *operands: specs.append(operands[1]) or plain(*operands))
+    specs, plain = [], leaf_sampler.logits_of
+    monkeypatch.setattr(leaf_sampler, "logits_of", lambda *operands: specs.append(operands[1]) or plain(*operands))
     shape = DecoderConfig(24, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, logit_softcap=5.0)
     monkeypatch.setitem(NAMED_SHAPES, "capped", shape)
     model = ModelConfig(name="capped", fp32_head=True)

@@ -14,11 +14,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.models.attention import RowCache
 from experiments.sampling.policy import Draw
 from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
 from experiments.tasks.tokenizer import Tokenizer
-from experiments.training.leaf_programs import LeafPrograms, Loaded
 
 
 class _Rows(NamedTuple):

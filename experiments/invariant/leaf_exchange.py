@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
+from experiments.invariant.leaf_ranks import LeafRanks
 from experiments.models.mesh import settled
-from experiments.training.leaf_ranks import LeafRanks
 
 
 class LeafExchange:

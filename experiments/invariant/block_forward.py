@@ -24,7 +24,7 @@ Weights = tuple[Array, ...]
 """What the program reads of the parameters, matrices in the activations' dtype; flat, as it is passed for every token."""
 
 
-class BlockReader:
+class BlockForward:
     """One compiled program for the hidden states of `block` tokens in each of a few rows."""
 
     def __init__(

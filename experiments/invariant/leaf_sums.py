@@ -10,8 +10,8 @@ documents' order, whether they come from successive rounds or from different dat
     d_hidden, d_weight = head_vjp(hidden, weight, g)   data, tensor
     leaf = body_vjp(params, d_hidden), d_weight, sums  each data rank
 
-The ranks share the additions (`experiments.training.leaf_exchange`); the update is made of the whole sums, by every process
-on one of its devices. See `experiments.training.leaf_programs` for why the programs are separate.
+The ranks share the additions (`experiments.invariant.leaf_exchange`); the update is made of the whole sums, by every process
+on one of its devices. See `experiments.invariant.leaf_programs` for why the programs are separate.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,11 +23,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from experiments.invariant.leaf_exchange import LeafExchange
+from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.learner.backend import StepGradient, add_gradients
 from experiments.learner.objectives import Objective
 from experiments.learner.packing import Round
-from experiments.training.leaf_exchange import LeafExchange
-from experiments.training.leaf_programs import LeafPrograms, Loaded
 from jaxlogp import MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
 

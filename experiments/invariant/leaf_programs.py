@@ -2,7 +2,7 @@
 
 The same computation may give different bits in another program, or in the same program compiled for another number of
 devices. So everything that needs no other rank runs as a program for one device, on one device of each rank
-(`experiments.training.leaf_ranks`); only the head runs over the tensor axis, and its engine makes the results independent
+(`experiments.invariant.leaf_ranks`); only the head runs over the tensor axis, and its engine makes the results independent
 of that axis. The body of the model is not split in this mode, over "tensor" or over "fsdp".
 """
 
@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from experiments.invariant.block_forward import BlockForward, Weights
+from experiments.invariant.leaf_ranks import LeafRanks
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import TENSOR_AXIS
-from experiments.training.block_reader import BlockReader, Weights
-from experiments.training.leaf_ranks import LeafRanks
 from jaxlogp import TokenLogProbs, VocabShards, linear_log_probs
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine, HeadRun, record_head_runs
@@ -68,7 +68,7 @@ class LeafPrograms:
         self.head_run: HeadRun | None = None
         self._engine, self.spec = engine, dataclasses.replace(config.head_spec, temperature=temperature)
         self.compiler_options = options = compiler_options(self.ranks.home.platform)
-        self.reader = BlockReader(graph, config, block, options)
+        self.reader = BlockForward(graph, config, block, options)
         self._weight = jax.jit(self.weight_of)
         self._head = jax.jit(self._all_log_probs, compiler_options=options)
         self._head_vjp = jax.jit(self._all_gradients, out_shardings=self.ranks.split, compiler_options=options)

@@ -1,0 +1,156 @@
+"""Sources of a run's model: drawn from a seed, read from disk, or the user's own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from experiments.models.attention import AttentionRun
+from experiments.models.decoder import Decoder
+from experiments.models.decoder_config import DecoderConfig
+from experiments.models.lora import LoraConfig
+from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, size_of
+from experiments.models.parameters import abstract_decoder
+from experiments.models.placement import placed
+from experiments.models.pretrained import Pretrained
+from experiments.tasks.tokenizer import Tokenizer
+from jaxlogp.errors import require
+
+Shardings = Callable[[nnx.State], Any]
+"""A sharding for every leaf of a state, such as `experiments.models.sharding.parameter_shardings`."""
+
+
+class ModelParts(NamedTuple):
+    """A model taken apart: `nnx.merge(graph, params, frozen)` is it again."""
+
+    graph: nnx.GraphDef
+    params: nnx.State
+    frozen: nnx.State
+
+
+class ModelSource(Protocol):
+    """A model that a run begins with; one that is no `Decoder` has no `decoder`, one that is not on disk no `pretrained`."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    decoder: DecoderConfig | None
+    pretrained: Pretrained | None
+    warning: str | None
+
+    def parts(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
+        """The model, parameters in their places or still to be placed; `mesh` is what the model is told of it."""
+
+    def graph(self, mesh: Mesh) -> nnx.GraphDef:
+        """Graph definition of the model on another mesh."""
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
+        """How micro-batches attend; one that was named and cannot run here is refused."""
+
+
+@dataclass(frozen=True)
+class DecoderSource:
+    """A `Decoder`, drawn from a seed or read from disk; of one that is `restored` a checkpoint brings the parameters."""
+
+    tokenizer: Tokenizer
+    decoder: DecoderConfig
+    seed: int
+    pretrained: Pretrained | None = None
+    restored: bool = False
+    warning = None
+
+    @property
+    def vocab_size(self) -> int:
+        """See `ModelSource`."""
+        return self.decoder.vocab_size
+
+    def parts(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
+        """See `ModelSource`."""
+        if self.decoder.lora.rank:
+            return self._adapted(shardings, mesh)
+        if self.pretrained is None and not self.restored:
+            graph, params = nnx.split(Decoder(self.decoder, rngs=nnx.Rngs(self.seed), mesh=mesh))
+        else:
+            graph, abstract = abstract_decoder(self.decoder, mesh)
+            params = placeholders(abstract, shardings) if self.restored else self._read(self.decoder, shardings)
+        return ModelParts(graph, params, nnx.State({}))
+
+    def graph(self, mesh: Mesh) -> nnx.GraphDef:
+        """See `ModelSource`."""
+        return abstract_decoder(self.decoder, mesh)[0]
+
+    def _adapted(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
+        """Adapters to be trained, and the base from disk, which no checkpoint holds."""
+        graph, _ = abstract_decoder(self.decoder, mesh)
+        # Compiled, so that no more than the adapters is drawn.
+        drawn = jax.jit(lambda: nnx.state(Decoder(self.decoder, rngs=nnx.Rngs(self.seed)), nnx.LoRAParam))
+        return ModelParts(graph, drawn(), self._read(replace(self.decoder, lora=LoraConfig()), shardings))
+
+    def _read(self, decoder: DecoderConfig, shardings: Shardings) -> nnx.State:
+        assert self.pretrained is not None, "a model from disk"
+        return self.pretrained.weights().load(decoder, shardings)
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
+        """See `ModelSource`."""
+        if size_of(mesh, SEQUENCE_AXIS) > 1:
+            ranks, heads = size_of(mesh, *HEAD_AXES), self.decoder.num_kv_heads
+            expected = f"sequence times tensor ranks that divide the {heads} key-value heads"
+            require(heads % ranks == 0, "--mesh", expected, ranks)
+        try:
+            return self.decoder.attention_run(rows, length, mesh)
+        except ValueError as error:
+            seen = f"{self.decoder.attention}: {error}"
+            require(False, "--model.attention", "an implementation that can run here", seen)
+            raise
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """The user's own model. It stays as it is: what is trained is a copy of its parameters.
+
+    Attributes:
+        found: what `--model.own` names, which makes the model; the model itself if it was passed from Python.
+    """
+
+    tokenizer: Tokenizer
+    model: nnx.Module
+    found: Any
+    decoder = None
+    pretrained = None
+
+    @property
+    def vocab_size(self) -> int:
+        """See `ModelSource`."""
+        return self.tokenizer.vocab_size
+
+    def parts(self, shardings: Shardings, mesh: Mesh | None) -> ModelParts:
+        """See `ModelSource`."""
+        del mesh
+        graph, params, frozen = nnx.split(self.model, nnx.Param, ...)
+        # The first step takes over the memory of the parameters that it is given.
+        params = jax.tree.map(jnp.copy, params)
+        return ModelParts(graph, params, placed(frozen, shardings(frozen)))
+
+    def graph(self, mesh: Mesh) -> nnx.GraphDef:
+        """See `ModelSource`."""
+        del mesh
+        return nnx.split(self.model)[0]
+
+    def attention_run(self, rows: int, length: int, mesh: Mesh) -> AttentionRun:
+        """See `ModelSource`."""
+        return AttentionRun("own", f"{type(self.model).__name__} computes hidden states by itself")
+
+    @property
+    def warning(self) -> str:
+        """See `ModelSource`."""
+        name = type(self.model).__name__
+        return f"{name} has no key-value cache: for every token of a completion its whole row is computed again"
+
+
+def placeholders(abstract: nnx.State, shardings: Shardings) -> nnx.State:
+    """Zeros in the place of parameters that a checkpoint will bring."""
+    places = shardings(abstract)
+    return jax.tree.map(lambda leaf, place: jnp.zeros(leaf.shape, leaf.dtype, device=place), abstract, places)
