@@ -3,7 +3,7 @@
     python -m experiments.grpo                    # two-digit addition, on a CPU
     python -m experiments.grpo --preset smollm2   # word problems, on a GPU
     python -m experiments.grpo --loss.name gspo --seed 1
-    python -m experiments.grpo --task sorting --schedule.steps 300
+    python -m experiments.grpo --task addition:3 --schedule.steps 300
     python -m experiments.grpo --resume runs/NAME --schedule.steps 1200
     python -m experiments.grpo --mesh data=2,tensor=4
     srun python -m experiments.grpo --distributed --mesh data=-1,fsdp=8

@@ -33,7 +33,7 @@ class Config:
     """Named defaults, which --help shows together with this option; other options override them.
     smollm2: SmolLM2-135M-Instruct (extra smollm2) on word problems."""
     task: str = "addition"
-    """Task: addition, comparison, letter_counting, reversal, sorting or word_problems (each also with :SIZE).
+    """Task: addition, comparison or word_problems (each also with :SIZE).
     Or reasoning_gym:NAME, jsonl:PATH, or module:name of your own (docs/your_data.md)."""
     source: str | None = None
     """Documents to train on: module:name of a function (policy, step) -> documents, or of a class (docs/own_rollouts.md).

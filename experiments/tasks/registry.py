@@ -9,17 +9,13 @@ from experiments.named import call_named, import_named, is_module_name
 from experiments.tasks.addition import Addition
 from experiments.tasks.comparison import Comparison
 from experiments.tasks.jsonl import DEFAULT_FORMAT, JsonlFormat, load_jsonl
-from experiments.tasks.letter_counting import LetterCounting
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import SPLITS, SizedTask, Task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
-from experiments.tasks.rewriting import Reversal, Sorting
 from experiments.tasks.word_problems import WordProblems
 from jaxlogp.errors import describe, require
 
-SIZED_TASKS: dict[str, type[SizedTask]] = {
-    task.family: task for task in (Addition, Comparison, LetterCounting, Reversal, Sorting, WordProblems)
-}
+SIZED_TASKS: dict[str, type[SizedTask]] = {task.family: task for task in (Addition, Comparison, WordProblems)}
 TASK_FORMS = (
     *(f"{family}[:SIZE]" for family in SIZED_TASKS),
     "reasoning_gym:NAME",

@@ -72,9 +72,9 @@ def test_a_state_that_the_devices_of_the_mesh_cannot_hold_is_refused(tmp_path, c
             lines(tmp_path, capsys, mesh=mesh, **changes)
 
 
-@pytest.mark.parametrize("task", ["letter_counting:1", "sorting:1"])
-def test_a_held_out_set_of_one_prompt_is_warned_of(tmp_path, capsys, task):
-    words = f"WARNING: task {task}: distinct held-out prompts: 1; a score on so few is noisy"
+@pytest.mark.parametrize("task, prompts", [("addition:1", 10), ("comparison:1", 9)])
+def test_a_held_out_set_of_few_prompts_is_warned_of(tmp_path, capsys, task, prompts):
+    words = f"WARNING: task {task}: distinct held-out prompts: {prompts}; a score on so few is noisy"
     assert lines(tmp_path, capsys, task=task, quiet=True)[1] == [words]
 
 
@@ -97,7 +97,7 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
         "".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1:.3f}"}) + "\n" for n in range(100, 200))
     )
     short = RolloutConfig(max_new_tokens=3)
-    options = replace(Config(), rollout=short, task="sorting:6")
+    options = replace(Config(), rollout=short, task="addition:12")
     numeric = replace(options, task=f"jsonl:{path}", data=DataConfig(verifier="numeric"))
     for config, rewards in [
         (options, rewards_of(lambda example, completion: 1.0)),

@@ -104,7 +104,7 @@ def _planted(name: str, target: str) -> Callable[[Path, Path, np.random.Generato
 
 def _edits() -> Iterator[Case]:
     yield Case("config.json", "another seed, right hash", lambda folder, canary, rng: _edit_config(folder, "seed", 77))
-    yield Case("config.json", "another task, right hash", lambda *at: _edit_config(at[0], "task", "sorting"))
+    yield Case("config.json", "another task, right hash", lambda *at: _edit_config(at[0], "task", "addition"))
     for value in (3, None, [3], {"a": 1}, "x"):
         yield Case("env.json", f"resumes: {json.dumps(value)}", lambda *at, value=value: _edit_env(at[0], value))
 
