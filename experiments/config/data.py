@@ -1,8 +1,13 @@
 """Options of prompts, answers and rewards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from experiments.tasks.jsonl import JsonlOptions
+from experiments.options import refused_as
+from experiments.tasks.jsonl import JsonlFormat, JsonlOptions
+from experiments.tasks.prompted import PromptedTask
+from experiments.tasks.protocol import Task
+from experiments.tasks.registry import make_task
+from experiments.tasks.rewards import RewardOptions, Rewards, rewards_for
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,33 @@ class DataConfig(JsonlOptions):
     extract: tuple[str, ...] = ()
     """Part of a completion that is the answer: whole, tag (<answer>…</answer>), boxed (\\boxed{…}), answer_is, last_number.
     The first of several that finds something decides. Empty: the task decides."""
+
+    def task(self, spec: str, seed: int) -> Task:
+        """Returns the task that a text names, asked as these options say.
+
+        Raises:
+            ValueError: if the text or an option cannot be used, or a file has a bad line.
+        """
+        return self._asked(make_task(spec, seed=seed, form=self._format()))
+
+    def own_task(self, task: Task) -> Task:
+        """Returns a task from Python, asked as these options say.
+
+        Raises:
+            ValueError: if a rule is unknown, or an option belongs to files.
+        """
+        self._format().require_default()
+        return self._asked(task)
+
+    def _asked(self, task: Task) -> Task:
+        if self.system is None and self.instruction is None and not self.extract:
+            return task
+        with refused_as("data"):
+            return PromptedTask(task, self.system, self.instruction, self.extract)
+
+    def _format(self) -> JsonlFormat:
+        with refused_as("data"):
+            return JsonlFormat(**{each.name: getattr(self, each.name) for each in fields(JsonlFormat)})
 
 
 @dataclass(frozen=True)
@@ -32,3 +64,7 @@ class RewardConfig:
     """Regular expression of the function pattern; a dot matches line breaks as well."""
     length: int | None = None
     """Number of tokens of the function short."""
+
+    def rewards(self, task: Task) -> Rewards:
+        """Returns the rewards that these options name; errors are those of `rewards_for`."""
+        return rewards_for(task, self.functions, self.weights, RewardOptions(self.pattern, self.length))

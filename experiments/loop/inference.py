@@ -19,7 +19,6 @@ from experiments.loop.find_model import find_model
 from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
 from experiments.sampling.policy import Generator, SamplerPolicy, SamplingOptions
 from experiments.tasks import Rewards, Task
-from experiments.tasks.configured import configured_rewards
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 
@@ -103,7 +102,7 @@ def make_inference(
         held_out = task.load(tokenizer).documents["held_out"]
         evaluation = LossEvaluation(held_out, config.evaluation.num_prompts)
     else:
-        rewards = configured_rewards(config.reward, task) if rewards is None else rewards
+        rewards = config.reward.rewards(task) if rewards is None else rewards
         sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh, backend.leaf_rows)
         options = SamplingOptions(sizes.completion, temperature=1.0, stop=config.rollout.stop)
         evaluation = AnswerEvaluation(task, rewards, config.evaluation.num_prompts, sizes.prompt, options)

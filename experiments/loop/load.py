@@ -31,7 +31,6 @@ from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import RunParts
 from experiments.runs.store import SavedRun
 from experiments.tasks import Task
-from experiments.tasks.configured import own_task
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
@@ -65,7 +64,7 @@ def load_run(
     began_with = load_config(folder.parts, RunParts)
     require_own_task(began_with, task)
     stored = change(with_own_copy(load_config(folder.config, Config), folder))
-    inference = make_inference(stored, own_task(task, stored.data) if task is not None else None, restored=True)
+    inference = make_inference(stored, stored.data.own_task(task) if task is not None else None, restored=True)
     now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.model)
     require_same_files(began_with, now)
     console = RunConsole()

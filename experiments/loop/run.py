@@ -41,7 +41,6 @@ from experiments.runs.lock import RunLock
 from experiments.runs.plots import plot_runs
 from experiments.runs.stops import NothingToDo, Stopped
 from experiments.tasks import Reward, Rewards, Task
-from experiments.tasks.configured import own_task
 from experiments.tasks.protocol import data_digest
 from experiments.tasks.registry import names_user_task
 from experiments.tasks.rewards import rewards_of
@@ -281,7 +280,7 @@ def _with_lasting_base(config: Config) -> Config:
 
 def given_task(config: Config, task: Task | None) -> Task | SupervisedFile:
     """The task that options name, or the caller's own, asked as options say."""
-    return find_task(config) if task is None else own_task(task, config.data)
+    return find_task(config) if task is None else config.data.own_task(task)
 
 
 def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:

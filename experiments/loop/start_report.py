@@ -19,7 +19,6 @@ from experiments.models.placement import total_bytes
 from experiments.options import refused_as
 from experiments.runs.console import RunConsole
 from experiments.tasks import Completion, Example, Rewards, Task
-from experiments.tasks.configured import configured_rewards
 from experiments.tasks.protocol import prompt_text, right_only_as_written
 from experiments.tasks.rewards import CORRECT, RewardNotFinite
 from experiments.tasks.tokenizer import Tokenizer
@@ -100,7 +99,7 @@ def _rollout_facts(
     config: Config, task: Task, model: ModelSource, rewards: Rewards | None, console: RunConsole
 ) -> _Facts:
     held_out = held_out_examples(task, config.evaluation.num_prompts)
-    _try_rewards(configured_rewards(config.reward, task) if rewards is None else rewards, held_out[:2], console)
+    _try_rewards(config.reward.rewards(task) if rewards is None else rewards, held_out[:2], console)
     prompts = {prompt_text(each.prompt) for each in held_out}
     warnings = []
     if len(prompts) < min(FEW_PROMPTS, config.evaluation.num_prompts):

@@ -17,7 +17,6 @@ from experiments.experience.scoring import Sample
 from experiments.loop.evaluation import HeldOutLoss
 from experiments.models.mesh import MeshSpec
 from experiments.tasks import Task
-from experiments.tasks.configured import task_for
 from experiments.tasks.json_lines import digest_of
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
@@ -85,7 +84,9 @@ def find_task(config: Config) -> "Task | SupervisedFile":
     Raises:
         ValueError: if there is none.
     """
-    return SupervisedFile(config.task.removeprefix(SUPERVISED)) if config.supervised else task_for(config)
+    if config.supervised:
+        return SupervisedFile(config.task.removeprefix(SUPERVISED))
+    return config.data.task(config.task, config.seed)
 
 
 @dataclass(frozen=True)

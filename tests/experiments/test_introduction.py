@@ -25,7 +25,6 @@ from experiments.models.parameters import abstract_decoder
 from experiments.sampling.policy import SamplingOptions
 from experiments.tasks import make_task
 from experiments.tasks.addition import Addition
-from experiments.tasks.configured import task_for
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import rewards_of
 from experiments.tasks.tokenizer import tokenizer_for
@@ -104,7 +103,7 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
         (replace(options, reward=RewardConfig(functions=("correct", "ended"))), None),
         (numeric, None),
     ]:
-        task = task_for(config)
+        task = config.data.task(config.task, config.seed)
         held_out = held_out_examples(task, 16)
         said = check_answer_lengths(config, task, held_out, tokenizer_for(task), rewards)
         number = len(held_out) + (task.num_examples("train") or 0)

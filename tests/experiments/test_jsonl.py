@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import Config, DataConfig
+from experiments.config import DataConfig
 from experiments.tasks import Example, Message, make_task, split_of
-from experiments.tasks.configured import own_task, task_for
 from tests.experiments.lines import records, write
 
 USER = {"role": "user", "content": "2+2?"}
 
 
 def load(path, **data):
-    return task_for(Config(task=f"jsonl:{path}", data=DataConfig(**data)))
+    return DataConfig(**data).task(f"jsonl:{path}", seed=0)
 
 
 def lines_of(task):
@@ -190,6 +189,6 @@ def test_options_of_files_are_refused_elsewhere():
     words = "^--data.answer-key: expected no value with a task other than jsonl:PATH, got solution"
     data = DataConfig(answer_key="solution")
     with pytest.raises(ValueError, match=words):
-        task_for(Config(data=data))
+        data.task("addition", seed=0)
     with pytest.raises(ValueError, match=words):
-        own_task(make_task("addition"), data)
+        data.own_task(make_task("addition"))

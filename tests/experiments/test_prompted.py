@@ -6,11 +6,10 @@ import types
 
 import pytest
 
-from experiments.config import Config, DataConfig, RolloutConfig, ScheduleConfig
+from experiments.config import DataConfig, RolloutConfig, ScheduleConfig
 from experiments.experience.prompts import PromptOrder, encode, encode_prompt, longest_prompt, sizes_for
 from experiments.models.mesh import MeshSpec
 from experiments.tasks import Message, make_task
-from experiments.tasks.configured import task_for
 from experiments.tasks.tokenizer import ByteTokenizer, tokenizer_for
 from tests.experiments.lines import records, write
 from tests.experiments.tiny_directory import write_tiny_directory
@@ -23,7 +22,7 @@ TALK = [
 
 
 def task_of(name="addition", **data):
-    return task_for(Config(task=name, data=DataConfig(**data)))
+    return DataConfig(**data).task(name, seed=0)
 
 
 @pytest.fixture(scope="module")

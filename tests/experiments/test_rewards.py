@@ -10,7 +10,6 @@ from experiments.config import Config, RewardConfig
 from experiments.loop.run import set_up
 from experiments.loop.run_parts import UserParts
 from experiments.tasks import Completion, Example, Rewards, RewardTerm, make_task
-from experiments.tasks.configured import configured_rewards
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, rewards_of
 
 EXAMPLE = Example("37+48=", "85")
@@ -21,7 +20,7 @@ def said(text, num_tokens=3, ended=True):
 
 
 def named(task="addition", **options):
-    return configured_rewards(RewardConfig(**options), make_task(task))
+    return RewardConfig(**options).rewards(make_task(task))
 
 
 def part(name, completion, **options):
