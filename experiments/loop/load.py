@@ -11,10 +11,19 @@ from flax import nnx
 from experiments.config import Config
 from experiments.learner.replicas import require_same_frozen
 from experiments.learner.soundness import finite_leaves, name_non_finite
+from experiments.loop.find_model import find_model
 from experiments.loop.inference import Inference, make_inference
 from experiments.loop.resume import with_own_copy
-from experiments.loop.run_parts import UserParts, changed_since, parts_of, require_own_task, require_same_files
+from experiments.loop.run_parts import (
+    UserParts,
+    changed_since,
+    files_of,
+    parts_of,
+    require_own_task,
+    require_same_files,
+)
 from experiments.loop.session import identity_of_run
+from experiments.loop.supervised import find_task
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.huggingface.export import made_files
@@ -24,7 +33,7 @@ from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
-from experiments.runs.checkpoint import Restored, complete_steps
+from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
@@ -56,38 +65,52 @@ def load_run(
     Raises:
         ValueError: if there is no run folder or no good checkpoint, or it is one of another run, task or model.
     """
+    stored = _open(run, task)
+    config = change(stored.config)
+    inference = make_inference(config, config.data.own_task(task) if task is not None else None, restored=True)
+    now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.model)
+    require_same_files(stored.parts, now.files)
+    for warning in changed_since(stored.parts, now):
+        RunConsole().warn(warning)
+    backend = inference.backend
+    params, at = _restore(stored, backend.place(backend.take_params()), backend.frozen)
+    return LoadedRun(inference, params, at)
+
+
+class _Stored(NamedTuple):
+    """A run on disk: its folder, the step to read, its options, and what they do not describe."""
+
+    folder: RunFolder
+    step: int | None
+    config: Config
+    parts: RunParts
+
+
+def _open(run: str | Path, task: Task | None) -> _Stored:
     path, step = run_and_step(run)
     folder = RunFolder.open(path)
     # Refused here, and not after a model has been made.
     some = f"at least one complete step in {folder.checkpoints}"
     require(bool(complete_steps(folder.checkpoints)), "checkpoints", some, "none")
-    began_with = load_config(folder.parts, RunParts)
-    require_own_task(began_with, task)
-    stored = change(with_own_copy(load_config(folder.config, Config), folder))
-    inference = make_inference(stored, stored.data.own_task(task) if task is not None else None, restored=True)
-    now = parts_of(inference.config, inference.task, UserParts(task), None, None, inference.model)
-    require_same_files(began_with, now)
-    console = RunConsole()
-    for warning in changed_since(began_with, now):
-        console.warn(warning)
-    params, found = _restore(inference, SavedRun(folder.checkpoints, identity_of_run(folder, stored)), step)
-    fault = name_non_finite("parameters", params, jax.device_get(jax.jit(finite_leaves)(params)))
-    warnings = [] if fault is None else [f"checkpoint step {found.step}: {fault} (an older one: RUN@STEP)"]
-    for warning in (*found.warnings, *warnings):
-        console.warn(warning)
-    return LoadedRun(inference, params, found.step)
+    parts = load_config(folder.parts, RunParts)
+    require_own_task(parts, task)
+    return _Stored(folder, step, with_own_copy(load_config(folder.config, Config), folder), parts)
 
 
-def _restore(inference: Inference, saved: SavedRun, step: int | None) -> tuple[nnx.State, Restored]:
-    """The parameters of a checkpoint where the backend needs them; what stood in their place is freed first."""
-    backend = inference.backend
-    params = backend.place(backend.take_params())
+def _restore(stored: _Stored, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, int]:
+    """Returns the parameters of a checkpoint in the places of `params`, which are freed first, and its step."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
     structure = jax.tree.structure(params)
     del params
-    found = saved.restore({"params": nnx.to_pure_dict(shapes)}, step)
-    require_same_frozen(found.extra["learner"], backend.frozen)
-    return jax.tree.unflatten(structure, jax.tree.leaves(found.arrays["params"])), found
+    saved = SavedRun(stored.folder.checkpoints, identity_of_run(stored.folder, stored.config))
+    found = saved.restore({"params": nnx.to_pure_dict(shapes)}, stored.step)
+    require_same_frozen(found.extra["learner"], frozen)
+    restored = jax.tree.unflatten(structure, jax.tree.leaves(found.arrays["params"]))
+    fault = name_non_finite("parameters", restored, jax.device_get(jax.jit(finite_leaves)(restored)))
+    warnings = [] if fault is None else [f"checkpoint step {found.step}: {fault} (an older one: RUN@STEP)"]
+    for warning in (*found.warnings, *warnings):
+        RunConsole().warn(warning)
+    return restored, found.step
 
 
 @dataclass(frozen=True)
@@ -125,18 +148,26 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
     given, path = path, run_and_step(located(path))[0]
     require(path.exists(), "model", "a run folder, a directory or a GGUF file", f"{path}, which does not exist")
     if (path / "env.json").is_file():
-        run = load_run(given)
-        model, params = run.inference.model, run.params
-        decoder = model.decoder
-        if decoder is None:
-            raise ValueError(
-                f"model: expected a run of the project's own decoder, got {run.inference.config.model.own}"
-            )
-        if decoder.lora.rank:
-            params = merged(params, run.inference.backend.frozen, decoder.lora.scale)
-            decoder = replace(decoder, lora=LoraConfig())
-        return LoadedModel(params, decoder, model.tokenizer, model.pretrained)
+        return _model_of_run(given)
     found = open_pretrained(path, chat_template=None)
     config = replace(found.config, dtype=dtype, param_dtype=dtype)
     params = found.weights().load(config, on_one_device(jax.devices()[0]))
     return LoadedModel(params, config, found.tokenizer, found)
+
+
+def _model_of_run(run: str | Path) -> LoadedModel:
+    stored = _open(run, None)
+    config = stored.config.resolved()
+    # No part of a model from disk depends on the task, whose file may be gone.
+    task = None if config.model.path is not None else find_task(config)
+    model = find_model(config, task, None, restored=True)
+    require(model.decoder is not None, "model", "a run of the project's own decoder", config.model.own)
+    decoder = model.decoder
+    require_same_files(stored.parts, files_of(model))
+    parts = model.parts(on_one_device(jax.devices()[0]), None)
+    frozen = parts.frozen
+    params, _ = _restore(stored, parts.params, frozen)
+    if decoder.lora.rank:
+        params = merged(params, frozen, decoder.lora.scale)
+        decoder = replace(decoder, lora=LoraConfig())
+    return LoadedModel(params, decoder, model.tokenizer, model.pretrained)

@@ -63,13 +63,11 @@ def parts_of(
     if source is not None:
         code[f"source {_without_own(config.source)}"] = (source,)
     sources = {name: _source_digest(values) for name, values in code.items()}
-    small = {} if model.pretrained is None else small_files(model.pretrained)
-    files = {name: _sha256(data) for name, data in small.items()}
     parts = RunParts(
         examples=data_digest(task),
         task=None if user.task is None else type(user.task).__name__,
         rewards=None if rewards is None else tuple((term.name, float(term.weight)) for term in rewards.terms),
-        files=tuple(sorted(files.items())),
+        files=files_of(model),
         sources=tuple((name, digest) for name, digest in sources.items() if digest is not None),
     )
     processes().require_same("parts of the run", {name: str(value) for name, value in asdict(parts).items()})
@@ -127,13 +125,19 @@ def require_same_parts(saved: RunParts, now: RunParts) -> list[str]:
         "none of your own" if given is None else f"your own reward {given}",
     )
     require(now.examples == saved.examples, "--task", *_examples(saved, now))
-    require_same_files(saved, now)
+    require_same_files(saved, now.files)
     return changed_since(saved, now)
 
 
-def require_same_files(saved: RunParts, now: RunParts) -> None:
+def files_of(model: ModelSource) -> tuple[tuple[str, str], ...]:
+    """Returns the sha256 of the small files of a model from disk, by name."""
+    small = {} if model.pretrained is None else small_files(model.pretrained)
+    return tuple(sorted((name, _sha256(data)) for name, data in small.items()))
+
+
+def require_same_files(saved: RunParts, now: Sequence[tuple[str, str]]) -> None:
     """Raises ValueError if a config.json, tokenizer or template is not the one that the run began with."""
-    then, found = dict(saved.files), dict(now.files)
+    then, found = dict(saved.files), dict(now)
     for name in sorted(then.keys() | found.keys()):
         expected = f"the {name} that the run began with (sha256 {then.get(name)})"
         got = f"a different one (sha256 {found[name]})" if name in found else "none"

@@ -1,8 +1,10 @@
 """Supervised runs: documents of a file instead of rollouts, cross-entropy instead of a policy loss, and their score."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -31,22 +33,23 @@ class SupervisedFile:
 
     Attributes:
         name: "sft:" and the absolute path, the task of a run.
-        digest: sha256 of the file.
-
-    Raises:
-        ValueError: if the file cannot be read.
     """
 
     alphabet: ClassVar[None] = None
 
     def __init__(self, path: str) -> None:
-        self.path, self.digest = digest_of(path)
+        self.path = Path(path).resolve()
         self._loaded: tuple[Tokenizer, Conversations] | None = None
 
     @property
     def name(self) -> str:
         """The task of a run."""
         return f"{SUPERVISED}{self.path}"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the file, read at the first call; ValueError if it cannot be read."""
+        return digest_of(self.path)[1]
 
     def load(self, tokenizer: Tokenizer) -> Conversations:
         """Returns the documents, which are read once for each tokenizer.

@@ -208,7 +208,7 @@ def test_an_export_has_the_logits_of_the_adapted_model(trained, tmp_path):
         return jnp.einsum("bth,vh->btv", hidden, model.head()[1], precision="highest")
 
     setup = trained.setup
-    graph, _ = abstract_decoder(setup.origin.decoder)
+    graph, _ = abstract_decoder(setup.model.decoder)
     seen, wanted = logits(loaded.graph, loaded.params), logits(graph, trained.params, setup.backend.frozen)
     base = logits(loaded.graph, setup.backend.frozen)
     # W + scale · A · B rounded to fp32, instead of a sum of two products: a few roundings of logits of this size.

@@ -108,7 +108,7 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
         pytest.skip("with one key-value head on a device, JAX 0.10 copies the cache")
     rollout = {"num_generations": 8, "max_new_tokens": 64}
     setup = assemble(tiny("unused", "unused", mesh=mesh, rollout=rollout, schedule={"row_length": 128}))
-    decoder, sizes, prompts = setup.origin.decoder, setup.sizes, setup.config.rollout.prompts_per_rollout
+    decoder, sizes, prompts = setup.model.decoder, setup.sizes, setup.config.rollout.prompts_per_rollout
     # Keys and values of every head and layer, fp32: of a prompt once, and of each of its completions.
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     cache = prompts * (sizes.prompt + 8 * sizes.completion) * slot / parse_mesh(mesh).num_devices

@@ -71,7 +71,7 @@ def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypat
         tiny(tmp_path, "named", warm_start={"max_steps": 0}, schedule={"steps": 1}), model=ModelConfig(name="tiny")
     )
     setup = set_up(config, UserParts(reward=lambda example, text: float("\ufffd" in text))).setup
-    assert setup.tokenizer.vocab_size == setup.origin.decoder.vocab_size == 64
+    assert setup.tokenizer.vocab_size == setup.model.decoder.vocab_size == 64
     drawn = setup.source.next(setup.policy()).documents
     # Of 64 tokens the task's are the first 16: an untrained model samples the others more often than not.
     assert np.mean([document.reward for document in drawn]) > 0.5

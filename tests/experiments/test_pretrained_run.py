@@ -62,7 +62,7 @@ def trained(tmp_path_factory):
 
 def test_the_trainer_takes_parameters_tokenizer_and_sizes_from_the_directory(directory, tmp_path):
     trainer = assemble(options(directory, tmp_path, "a", param_dtype="bfloat16"))
-    assert trainer.origin.decoder.attention_softcap == 5.0 and trainer.origin.decoder.sliding.window == 6
+    assert trainer.model.decoder.attention_softcap == 5.0 and trainer.model.decoder.sliding.window == 6
     assert trainer.sizes.prompt == trainer.tokenizer.longest_prompt(trainer.task.max_prompt_tokens)
     loaded = load_model(directory, dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, trainer.learner.state.params, loaded.params)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import Config, evaluate, export, resume, sft, train
+from experiments import Config, chat, evaluate, export, resume, sft, train
 from experiments.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -60,7 +60,7 @@ def whole(tmp_path_factory, path):
 
 def cross_entropy(setup, params, documents):
     """-Σ log p of the labels in float64, from hidden states of single documents; and the number of labels."""
-    model = nnx.merge(setup.origin.graph(setup.mesh), params)
+    model = nnx.merge(setup.model.graph(setup.mesh), params)
     weight = np.asarray(model.head()[1], np.float64)
     nats, count = 0.0, 0
     for document in documents:
@@ -142,7 +142,10 @@ def test_adapters_of_a_model_from_disk_are_trained_exported_and_loaded(tmp_path,
     model, lora = ModelConfig(path=str(directory), chat_template=False), LoraConfig(rank=4)
     result = train(options(tmp_path, "lora", path, model=model, lora=lora, schedule=schedule))
     assert result.after.loss < result.before.loss
+    kept = path.rename(tmp_path / "away.jsonl")
     out = export.run_cli([str(result.run.path), str(tmp_path / "out")])
+    chat.run_cli([str(result.run.path), "--prompt", "3+4=", "--max-new-tokens", "2"])
+    kept.rename(path)
     scored = train(
         options(tmp_path, "again", path, model=ModelConfig(path=str(out), chat_template=False), schedule=schedule)
     )
@@ -155,6 +158,10 @@ def test_the_command_trains_and_prints_the_command_that_goes_on(tmp_path, path, 
     command = f"--data.path {path} --out {tmp_path} --name run --schedule.steps 2 --schedule.docs-per-step 8 {sizes}"
     result = sft.run_cli([*command.split(), "--model.num-kv-heads", "2", "--model.head-dim", "16"])
     assert result.steps == 2 and result.setup.config.schedule.epochs == 1
+    # A new model has the tokenizer of bytes, for which the file is not needed.
+    kept = path.rename(tmp_path / "away.jsonl")
+    assert load_model(result.run.path).tokenizer.decode(list(b"")) == ""
+    kept.rename(path)
     said = capsys.readouterr().out
     assert f"data:       {path}, " in said and "held-out loss" in said and "reward" not in said
     assert said.splitlines()[-1].endswith(f"python -m experiments.sft --resume {result.run.path} --schedule.steps N")
@@ -216,6 +223,7 @@ def test_a_file_that_changes_is_another_run(tmp_path, path):
     with pytest.raises(ValueError, match="^--task: expected the examples that the run began with"):
         resume(str(run.path), {"schedule.steps": 9, "quiet": True})
     stale = SupervisedFile(str(own))
+    assert stale.digest != SupervisedFile(str(path)).digest
     own.write_bytes(path.read_bytes())
     with pytest.raises(ValueError, match="^--data.path: expected a file that does not change"):
         stale.load(ByteTokenizer())
