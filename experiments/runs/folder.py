@@ -46,7 +46,7 @@ from experiments.runs.files import (
 )
 from experiments.runs.identity import RunParts
 from experiments.runs.lock import RunLock
-from experiments.runs.log_file import NOTHING, LogFile, Mark
+from experiments.runs.log_file import EMPTY, LogFile, LogMark
 from jaxlogp.errors import require
 
 LONGEST_NAME_BYTES = 200
@@ -204,27 +204,27 @@ class MetricsLog(NamedTuple):
     torn: str | None
 
 
-Marks = dict[str, Mark]
+Marks = dict[str, LogMark]
 """What a checkpoint remembers of the two logs, by the name of the file."""
 
 
 class MetricsWriter:
     """Appends to metrics.jsonl, samples.jsonl and tb/ of a run that this process has locked, each line at once.
 
-    The marks are those of the checkpoint that the run goes on from: lines up to them must be there, unchanged.
+    The marks are those of the checkpoint that the run resumes from: up to them the logs must be unchanged.
 
     Raises:
-        ValueError: a log whose lines up to the marks are missing, more, or others; it names file and line.
+        ValueError: if a log ends before its mark, or was changed before it.
     """
 
     def __init__(self, folder: RunFolder, marks: Marks | None = None) -> None:
         self._folder, self._resumed = folder, marks is not None
         self._boards: dict[str, EventFile] = {}
         marks = marks or {}
-        self._metrics = LogFile(folder.metrics, marks.get(folder.metrics.name, NOTHING))
+        self._metrics = LogFile(folder.metrics, marks.get(folder.metrics.name, EMPTY))
         try:
-            self._samples = LogFile(folder.samples, marks.get(folder.samples.name, NOTHING))
-            records = (_parse_line(line, str(folder.metrics)) for line in self._metrics.kept)
+            self._samples = LogFile(folder.samples, marks.get(folder.samples.name, EMPTY))
+            records = (_parse_line(line, str(folder.metrics)) for line in self._metrics.kept.splitlines())
             self._last_steps = {record["kind"]: record["step"] for record in records}
         except BaseException:
             self._metrics.close()
@@ -237,13 +237,10 @@ class MetricsWriter:
         self.close()
 
     def cut(self) -> list[str]:
-        """Cuts off the lines after the marks, before others are added; until then nothing is written. Returns a sentence for
-        each log that had any."""
-        logs = (self._metrics, self._samples)
-        for log in logs:
-            log.cut()
+        """Cuts off the lines after the marks, before others are added; returns a sentence for each log that had any."""
         after = "after the checkpoint" if self._resumed else "before there was a checkpoint"
-        return [f"{log.path.name}: {log.dropped} lines written {after} dropped" for log in logs if log.dropped]
+        numbers = {log.path.name: log.cut() for log in (self._metrics, self._samples)}
+        return [f"{name}: {number} lines written {after} dropped" for name, number in numbers.items() if number]
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Adds the scalars of one step; numbers also go to tb/<kind>/.

@@ -11,7 +11,7 @@ from experiments.runs.checkpoint import Checkpoints, Restored, SavedSteps, leave
 from experiments.runs.files import kind_of
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
-from experiments.runs.log_file import Mark
+from experiments.runs.log_file import LogMark
 from jaxlogp.errors import require
 
 OWN = "run"
@@ -108,7 +108,7 @@ class RunStore:
         self._restored = restored = self._checkpoints.restore(template, step)
         own = own_record(restored)
         different = compared(own["identity"], self._identity, restored.step)
-        self._metrics = MetricsWriter(self._folder, {name: Mark(*mark) for name, mark in own["logs"].items()})
+        self._metrics = MetricsWriter(self._folder, {name: LogMark(*mark) for name, mark in own["logs"].items()})
         processes().gather("restored", restored.step)
         return _without_own(restored)._replace(warnings=(*restored.warnings, *different))
 
@@ -225,4 +225,4 @@ def _is_own(own: Any) -> bool:
 
 
 def _is_mark(mark: Any) -> bool:
-    return isinstance(mark, list) and [type(part) for part in mark] == [int, str, str] and mark[0] >= 0
+    return isinstance(mark, list) and [type(part) for part in mark] == [int, str] and mark[0] >= 0

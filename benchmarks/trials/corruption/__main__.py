@@ -100,12 +100,8 @@ def _subject(folder: RunFolder, template: Any) -> Subject:
             SavedRun(folder.checkpoints, trial.identity_here(folder)).restore(template, step).arrays
         )
         marks = read_manifest(folder.checkpoints / str(step), step)["extra"]["run"]["logs"]
-        logs[step] = {name: _lines(folder.path / name, mark[0]) for name, mark in marks.items()}
+        logs[step] = {name: (folder.path / name).read_bytes()[:size] for name, (size, _) in marks.items()}
     return Subject(folder.path, template, trial.Saved(states, logs, steps[-1]))
-
-
-def _lines(path: Path, number: int) -> bytes:
-    return b"".join(path.read_bytes().splitlines(keepends=True)[:number])
 
 
 def outcomes(subject: Subject, chosen: Iterable[cases.Case], parent: Path, seed: int) -> list[trial.Outcome]:
