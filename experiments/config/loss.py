@@ -5,25 +5,32 @@ import inspect
 from dataclasses import dataclass
 
 from experiments.options import option_name, refused_as
+from jaxlogp import losses
 from jaxlogp.errors import require
 from jaxlogp.head import ChunkedEngine, GradientFilter, HopperEngine
 from jaxlogp.head.registry import EngineChoice
-from jaxlogp.losses import PRESETS, PolicyLoss
+from jaxlogp.losses import PolicyLoss
+from jaxlogp.policy.algorithms import ALGORITHMS, Algorithm, find_algorithm
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Policy loss: a preset of jaxlogp.losses, and changes to it. None keeps the preset's own value."""
+    """Algorithm: a policy loss with its advantages, and changes to it. None keeps the algorithm's own value."""
 
     name: str = "grpo"
-    """bnpo, cispo, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, reinforce, rloo, sapo, vespo.
-    Or your own (register_loss)."""
+    """cispo, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, lite_ppo, opo, reinforce, reinforce_pp,
+    reinforce_pp_baseline, rloo, sapo or vespo (docs/losses.md).
+    Or a loss of your own (register_loss)."""
     epsilon: float | None = None
     """Lower clip range: ratios below 1 - --loss.epsilon are clipped."""
     epsilon_high: float | None = None
     """Upper clip range: ratios above 1 + --loss.epsilon-high are clipped."""
     delta: float | None = None
     """Largest ratio where the advantage is negative (dual clip)."""
+    temperature_positive: float | None = None
+    """sapo: temperature of the gate where the advantage is positive."""
+    temperature_negative: float | None = None
+    """sapo: temperature of the gate elsewhere."""
     max_weight: float | None = None
     """cispo: largest importance weight."""
     min_weight: float | None = None
@@ -38,13 +45,16 @@ class LossConfig:
     """Weight of the KL to a frozen reference, the policy after the warm start."""
     kl_estimator: str | None = None
     """Estimator of the KL: k1, k2 or k3."""
+    kl_unbiased: bool | None = None
+    """Weigh the KL by the ratio to the policy that sampled, which makes its gradient that of the KL (DeepSeek-V3.2)."""
     entropy_coefficient: float | None = None
     """Weight of an entropy bonus."""
     grad_divisor: float | None = None
     """Divisor of the gradient. None: that of the reported loss."""
     advantages: str | None = None
-    """group (minus the group's mean, divided by its standard deviation), centred (not divided), or leave_one_out.
-    None: leave_one_out for rloo, centred for dr_grpo, group for every other loss."""
+    """Advantages of completions (docs/losses.md). None: those of the algorithm.
+    In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
+    Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
@@ -54,9 +64,14 @@ class LossConfig:
     Lossy: at 1.5e-5 (2^-16) the error is below that of bf16 (docs/gradient_filter.md). None: no filter."""
 
     def resolved(self) -> "LossConfig":
-        """Returns the options with the advantages that belong to the loss."""
-        advantages = self.advantages or ADVANTAGES_OF_LOSS.get(self.name, "group")
-        return dataclasses.replace(self, advantages=advantages)
+        """Returns the options with the advantages that belong to the algorithm."""
+        return dataclasses.replace(self, advantages=self.advantages or self.algorithm().advantages)
+
+    def algorithm(self) -> Algorithm:
+        """Returns the algorithm by its name; ValueError if there is none."""
+        found, names = find_algorithm(self.name), ", ".join(sorted(ALGORITHMS | losses.PRESETS))
+        require(found is not None, "--loss.name", f"one of {names}", self.name)
+        return found
 
     def head_engine(self) -> EngineChoice:
         """Returns the engine that the head's calls take, with the gradient filter if there is one."""
@@ -72,10 +87,9 @@ class LossConfig:
         """Returns the loss object; `length` is by default `longest_completion`, in tokens.
 
         Raises:
-            ValueError: if the preset is unknown, lacks a given option, or a value is out of range.
+            ValueError: if the algorithm is unknown, lacks a given option, or a value is out of range.
         """
-        require(self.name in PRESETS, "--loss.name", f"one of {', '.join(sorted(PRESETS))}", self.name)
-        preset = PRESETS[self.name]
+        preset = self.algorithm().loss
         parameters = inspect.signature(preset).parameters
         shared = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         known = {*parameters, *(_SHARED_LOSS_OPTIONS if shared else ())}
@@ -97,8 +111,6 @@ class LossConfig:
             return loss
 
 
-ADVANTAGES_OF_LOSS = {"rloo": "leave_one_out", "dr_grpo": "centred"}
-"""Advantages of the papers whose losses are not for group-normalised ones."""
-_SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "grad_divisor")
-_PRESET_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "min_weight", "weighting", "length")
-_LOSS_OPTIONS = (*_PRESET_OPTIONS, *_SHARED_LOSS_OPTIONS)
+_SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "kl_unbiased", "entropy_coefficient", "grad_divisor")
+_OWN_LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "min_weight", "weighting", "length")
+_LOSS_OPTIONS = (*_OWN_LOSS_OPTIONS, "temperature_positive", "temperature_negative", *_SHARED_LOSS_OPTIONS)

@@ -16,6 +16,7 @@ from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.remat import POLICIES
 from experiments.options import flat_fields, option_name, refused_as, value_of
 from jaxlogp.errors import require
+from jaxlogp.policy.algorithms import ADVANTAGES, OVER_BATCH
 
 
 def validate(config: Config) -> MeshSpec:
@@ -86,6 +87,10 @@ def _validate_unused(config: Config) -> None:
     require(not only, "--rejection.keep-denominator", expected, "the option")
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
+    advantages = config.resolved().loss.advantages
+    expected = "none over a whole rollout with --rollout.resample-degenerate, which puts groups of several together"
+    fits = not rollout.resample_degenerate or advantages not in OVER_BATCH
+    require(fits, "--loss.advantages", expected, advantages)
     expected = "no value without --model.path, whose chat template it switches off"
     require(model.chat_template or model.path is not None, "--model.no-chat-template", expected, "the option")
 
@@ -216,7 +221,7 @@ _WITHIN = {
 _POSITIVE = ("warm_start.learning_rate", "lora.alpha", "optimizer.learning_rate", "optimizer.max_grad_norm")
 _CHOICES = {
     "invariance.engine": ("auto", *INVARIANT_ENGINES),
-    "loss.advantages": ("group", "centred", "leave_one_out"),
+    "loss.advantages": tuple(ADVANTAGES),
     "loss.metrics": ("none", "basic", "with_entropy"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),

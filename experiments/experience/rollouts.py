@@ -1,6 +1,6 @@
 """Rollouts: groups of sampled, rewarded completions of the next training prompts, as documents with advantages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,15 +16,8 @@ from experiments.refusal import NotFinite, Refusal, require_finite
 from experiments.sampling.policy import Generation, SamplingOptions, Shape
 from experiments.tasks import Rewards
 from experiments.tasks.rewards import RewardNotFinite
-from jaxlogp import Document, GroupAdvantages, group_advantages, leave_one_out_advantages
-
-ADVANTAGES: dict[str, Callable[[np.ndarray], GroupAdvantages]] = {
-    "group": group_advantages,
-    "centred": lambda rewards: group_advantages(rewards, scale_rewards="none"),
-    "leave_one_out": leave_one_out_advantages,
-}
-"""Functions from rewards [groups, generations] to advantages, by the name of the option."""
-
+from jaxlogp import Document
+from jaxlogp.policy.algorithms import ADVANTAGES
 
 ROLLOUTS = 1
 """First number of the seed of a rollout."""
@@ -117,7 +110,11 @@ class Rollouts(ExperienceSource):
         require_finite("log-probs of the sampler", [each.log_probs for each in drawn], lambda i: prompts[i // copies])
         repeated = [example for example in examples for _ in range(copies)]
         (scored,), empty = score(policy.tokenizer, repeated, drawn, self._rewards)
-        advantages, degenerate = jax.device_get(self._advantages(scored.rewards.reshape(-1, copies)))
+        lengths = np.array([0 if self._is_masked(each) else len(each.ids) for each in drawn], np.int32)
+        shape = (-1, copies)
+        advantages = jax.device_get(self._advantages(scored.rewards.reshape(shape), lengths.reshape(shape)).advantages)
+        # There is nothing to learn from such a group: its rewards are equal, unless they are compared with other groups'.
+        degenerate = ~advantages.any(axis=1)
         facts = zip(drawn, advantages.ravel().tolist(), scored.rewards.tolist(), strict=True)
         documents = [self._document(prompts[i // copies], *each, policy.version) for i, each in enumerate(facts)]
         groups = [Group(documents[copies * i : copies * (i + 1)], same) for i, same in enumerate(degenerate.tolist())]
@@ -137,8 +134,7 @@ class Rollouts(ExperienceSource):
         and "constant_length" divide by all documents, this one with a sum of zero. A step without any label has loss and
         gradient 0.
         """
-        masked = self._options.mask_truncated and drawn.finish_reason == "length"
-        labels = 0 if masked else None
+        labels = 0 if self._is_masked(drawn) else None
         return Document.of_completion(
             np.array(prompt, np.int32),
             drawn.ids[:labels],
@@ -147,3 +143,6 @@ class Rollouts(ExperienceSource):
             reward=reward,
             versions=version,
         )
+
+    def _is_masked(self, drawn: Generation) -> bool:
+        return self._options.mask_truncated and drawn.finish_reason == "length"

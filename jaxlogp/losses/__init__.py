@@ -14,7 +14,6 @@ from jaxlogp.losses.objectives import (
 )
 from jaxlogp.losses.presets import (
     PRESETS,
-    bnpo,
     cispo,
     dapo,
     dr_grpo,
@@ -27,7 +26,6 @@ from jaxlogp.losses.presets import (
     kl_cov,
     register_loss,
     reinforce,
-    rloo,
     sapo,
     vespo,
 )
@@ -35,7 +33,6 @@ from jaxlogp.losses.ratios import MAX_LOG_RATIO, kl_k1, kl_k2, kl_k3, log_ratio,
 from jaxlogp.losses.rejection import Rejection
 
 __all__ = [
-    "bnpo",
     "cispo",
     "Clipped",
     "Correction",
@@ -68,7 +65,6 @@ __all__ = [
     "register_loss",
     "reinforce",
     "Rejection",
-    "rloo",
     "sapo",
     "SoftGate",
     "StopGradientWeight",

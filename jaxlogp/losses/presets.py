@@ -35,7 +35,9 @@ _preset = suggest_options(SHARED_OPTIONS)
 def grpo(
     *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
 ) -> PolicyLoss:
-    """Returns GRPO as the token mean over the step (TRL's `dapo`, verl's `token-mean`); the paper's is `grpo_paper`.
+    """Returns GRPO as the token mean over the step (TRL's `dapo` and `bnpo`, verl's `token-mean`).
+
+    The paper's own reduction is that of `grpo_paper`. TRL's `bnpo` is the mean over a batch, which is the whole step here.
 
     L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
 
@@ -218,26 +220,6 @@ def dr_grpo(
 
 
 @_preset
-def bnpo(
-    *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None, **shared: Any
-) -> PolicyLoss:
-    """Returns TRL's `bnpo`, the token mean over a batch, which is `grpo` here: the batch is the whole step.
-
-    L = -(1 / D) Σ_t m_t clipped(r_t, A_t).
-
-    Args:
-        epsilon: distance of the lower bound from 1, as in `Clipped`.
-        epsilon_high: distance of the upper bound from 1, as in `Clipped`.
-        delta: largest ratio where A < 0, as in `Clipped`.
-        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
-
-    References:
-        TRL, `GRPOConfig.loss_type`. The advantages of the BNPO paper, arXiv:2506.02864, are not part of it.
-    """
-    return PolicyLoss("bnpo", objective=Clipped(epsilon, epsilon_high, delta), **shared)
-
-
-@_preset
 def cispo(*, max_weight: float = 5.0, min_weight: float = 0.0, **shared: Any) -> PolicyLoss:
     """Returns CISPO, whose importance weight is bounded and has no gradient, so that every token's log-prob has one.
 
@@ -274,7 +256,7 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
 
 @_preset
 def reinforce(**shared: Any) -> PolicyLoss:
-    """Returns REINFORCE over whole documents, for samples of the policy itself, without ratio or clip.
+    """Returns REINFORCE over whole documents, for samples of the policy itself, without ratio or clip; also RLOO's loss.
 
     L = -(1 / M) Σ_d Σ_t m_t A_t log π_t.
 
@@ -283,7 +265,7 @@ def reinforce(**shared: Any) -> PolicyLoss:
 
     References:
         R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
-        1992.
+        1992; Back to Basics (RLOO), arXiv:2402.14740.
     """
     return PolicyLoss("reinforce", objective=LogLikelihood(), reduction="documents", **shared)
 
@@ -320,21 +302,6 @@ def kl_cov(*, drift_coefficient: float = 1.0, **shared: Any) -> PolicyLoss:
     return PolicyLoss("kl_cov", objective=Unclipped(), drift_coefficient=drift_coefficient, **shared)
 
 
-@_preset
-def rloo(**shared: Any) -> PolicyLoss:
-    """Returns RLOO's loss: REINFORCE with each document as one action, for advantages from `leave_one_out_advantages`.
-
-    L = -(1 / M) Σ_d A_d Σ_t m_t log π_t.
-
-    Args:
-        **shared: fields of `PolicyLoss` from `kl_coefficient` to `grad_divisor`.
-
-    References:
-        Back to Basics, arXiv:2402.14740.
-    """
-    return PolicyLoss("rloo", objective=LogLikelihood(), reduction="documents", **shared)
-
-
 PRESETS: dict[str, Callable[..., PolicyLoss]] = {
     function.__name__: function
     for function in (
@@ -346,15 +313,13 @@ PRESETS: dict[str, Callable[..., PolicyLoss]] = {
         vespo,
         dapo,
         dr_grpo,
-        bnpo,
         cispo,
         sapo,
         reinforce,
         gpg,
-        rloo,
     )
 }
-"""Functions of keyword arguments that return a `PolicyLoss`, by the names that a command line offers."""
+"""Functions of keyword arguments that return a `PolicyLoss`, by name."""
 
 
 def register_loss(name: str, function: Callable[..., PolicyLoss]) -> None:

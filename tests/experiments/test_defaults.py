@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, invariance
+from experiments.config import Config, LossConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from experiments.invariant import options as invariance
 from experiments.loop.session import identity_of_run
 from experiments.models.lora import LoraConfig
 from experiments.runs.config_file import save_config
@@ -22,6 +23,8 @@ LOADED = ModelConfig(path="/a/model")
         ("dapo", "group"),
         ("rloo", "leave_one_out"),
         ("dr_grpo", "centred"),
+        ("reinforce_pp", "batch"),
+        ("lite_ppo", "batch_scaled"),
     ],
 )
 def test_a_loss_brings_its_advantages(loss, advantages):

@@ -31,6 +31,7 @@ from experiments.tasks import Example, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
+from jaxlogp.policy.algorithms import ALGORITHMS
 from tests.experiments.tiny import TINY, tiny, train_records
 
 SHORT = {"max_steps": 0}
@@ -301,19 +302,8 @@ def test_a_task_of_ones_own(tmp_path):
         resume(str(result.run.path), task=make_task("addition"))
 
 
-def test_every_preset_is_reachable_by_its_name():
-    for name in (
-        "bnpo",
-        "cispo",
-        "dapo",
-        "dr_grpo",
-        "grpo",
-        "grpo_paper",
-        "gspo",
-        "gspo_token",
-        "reinforce",
-        "rloo",
-        "sapo",
-    ):
-        assert LossConfig(name=name).policy_loss(4).name == name
+def test_every_algorithm_is_reachable_by_its_name():
+    for name, algorithm in ALGORITHMS.items():
+        assert LossConfig(name=name).policy_loss(4).name == algorithm.loss.__name__
+        assert Config(loss=LossConfig(name=name)).resolved().loss.advantages == algorithm.advantages
     assert TINY.loss == LossConfig()

@@ -1,0 +1,86 @@
+"""Published algorithms by name: a loss, and the advantages that it is for.
+
+`ADVANTAGES` has functions of rewards and completion lengths; `ALGORITHMS` pairs one of them with a preset of
+`jaxlogp.losses`. docs/losses.md lists papers, formulas, and where an algorithm differs from its paper.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Float, Integer
+
+from jaxlogp import losses
+from jaxlogp._arrays import AnyArray
+from jaxlogp.losses import PolicyLoss
+from jaxlogp.policy.advantages import (
+    GroupAdvantages,
+    active_group_advantages,
+    batch_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
+)
+
+Advantages = Callable[[Float[AnyArray, "groups generations"], Integer[AnyArray, "groups generations"]], GroupAdvantages]
+"""Function from rewards and numbers of labels, a row for each prompt, to advantages."""
+
+ADVANTAGES: dict[str, Advantages] = {
+    "group": lambda rewards, lengths: group_advantages(rewards),
+    "centred": lambda rewards, lengths: group_advantages(rewards, scale_rewards="none"),
+    "leave_one_out": lambda rewards, lengths: leave_one_out_advantages(rewards),
+    "length_weighted": length_weighted_advantages,
+    "batch_scaled": lambda rewards, lengths: group_advantages(rewards, scale_rewards="batch"),
+    "batch": lambda rewards, lengths: batch_advantages(rewards, lengths=lengths),
+    "batch_baseline": lambda rewards, lengths: batch_advantages(rewards, lengths=lengths, baseline=True),
+    "active_group": lambda rewards, lengths: active_group_advantages(rewards),
+}
+"""Functions of `jaxlogp` by the names that a command line offers."""
+
+OVER_BATCH = frozenset({"batch_scaled", "batch", "batch_baseline", "active_group"})
+"""Advantages that depend on the rewards of other prompts: they need those of the whole batch at once."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A published algorithm.
+
+    Attributes:
+        loss: function of keyword arguments that returns the loss.
+        advantages: name in `ADVANTAGES`.
+
+    Example:
+        >>> rloo = ALGORITHMS["rloo"]
+        >>> rloo.loss(kl_coefficient=0.05).reduction, rloo.advantages
+        ('documents', 'leave_one_out')
+    """
+
+    loss: Callable[..., PolicyLoss]
+    advantages: str = "group"
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "cispo": Algorithm(losses.cispo),
+    "dapo": Algorithm(losses.dapo),
+    "dr_grpo": Algorithm(losses.dr_grpo, "centred"),
+    "gmpo": Algorithm(losses.gmpo),
+    "gpg": Algorithm(losses.gpg, "active_group"),
+    "grpo": Algorithm(losses.grpo),
+    "grpo_paper": Algorithm(losses.grpo_paper),
+    "gspo": Algorithm(losses.gspo),
+    "gspo_token": Algorithm(losses.gspo_token),
+    "lite_ppo": Algorithm(losses.grpo, "batch_scaled"),
+    "opo": Algorithm(losses.grpo, "length_weighted"),
+    "reinforce": Algorithm(losses.reinforce),
+    "reinforce_pp": Algorithm(losses.grpo, "batch"),
+    "reinforce_pp_baseline": Algorithm(losses.grpo, "batch_baseline"),
+    "rloo": Algorithm(losses.reinforce, "leave_one_out"),
+    "sapo": Algorithm(losses.sapo),
+    "vespo": Algorithm(losses.vespo),
+}
+"""Algorithms by the names that a command line offers."""
+
+
+def find_algorithm(name: str) -> Algorithm | None:
+    """Returns an algorithm by its name; of a loss of your own (`register_loss`), one with group advantages."""
+    own = losses.PRESETS.get(name)
+    return ALGORITHMS.get(name) or (None if own is None else Algorithm(own))
