@@ -87,7 +87,10 @@ def _validate_unused(config: Config) -> None:
     require(not only, "--rejection.keep-denominator", expected, "the option")
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
-    advantages = config.resolved().loss.advantages
+    resolved = config.resolved()
+    divided = resolved.schedule.epochs_per_rollout == 1 or resolved.schedule.docs_per_step != 0
+    require(divided, "--schedule.docs-per-step", "at least 1 with --schedule.epochs-per-rollout", 0)
+    advantages = resolved.loss.advantages
     expected = "none over a whole rollout with --rollout.resample-degenerate, which puts groups of several together"
     fits = not rollout.resample_degenerate or advantages not in OVER_BATCH
     require(fits, "--loss.advantages", expected, advantages)
@@ -129,6 +132,8 @@ def _validate_supervised(config: Config) -> None:
         require(same, f"--{section.replace('_', '-')}", expected, "other options")
     require(not config.evaluation.kl, "--evaluation.kl", expected, True)
     require(config.schedule.docs_per_step != 0, "--schedule.docs-per-step", "at least 1 in supervised learning", 0)
+    passes = config.schedule.epochs_per_rollout
+    require(passes == 1, "--schedule.epochs-per-rollout", "1 in supervised learning (see --schedule.epochs)", passes)
 
 
 def _validate_invariant(config: Config, mesh: MeshSpec) -> None:
@@ -198,6 +203,7 @@ _LOWEST = {
     "invariance.block": 1,
     "schedule.steps": 0,
     "schedule.docs_per_step": 0,
+    "schedule.epochs_per_rollout": 1,
     "schedule.rows": 1,
     "schedule.row_length": 2,
     "schedule.epochs": 1,

@@ -93,8 +93,8 @@ class Config:
         schedule = self.schedule.resolved(own_source=self.source is not None, supervised=self.supervised)
         if rollout.rescore is None:
             # 0 documents a step takes a whole rollout.
-            rescore = self.reads_sampler or schedule.docs_per_step % completions != 0
-            rescore = rescore and not self.supervised
+            several = schedule.epochs_per_rollout > 1 or schedule.docs_per_step % completions != 0
+            rescore = (self.reads_sampler or several) and not self.supervised
             rollout = dataclasses.replace(rollout, rescore=rescore)
         warm_start = self.warm_start
         if warm_start.max_steps is None:

@@ -18,6 +18,8 @@ class ScheduleConfig:
     """Documents per optimizer step, over all data ranks; a step ends with the micro-batch that reaches it, and with
     --invariant exactly there. 0: all documents of one rollout.
     None: 512, or 0 with --source; 32 of supervised learning."""
+    epochs_per_rollout: int = 1
+    """Passes over the completions of a rollout, each in an order of its own, in steps of --schedule.docs-per-step."""
     rows: int | None = None
     """Packed rows of one micro-batch on one data rank.
     None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere; with --invariant

@@ -36,6 +36,8 @@ from jaxlogp.head import HeadRun
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 
 CHECK_PROMPTS = 512
+MINIBATCHES = 3
+"""Added to the seed of a run: the seed of the order of documents in several passes over a rollout."""
 OWN_SOURCE = 4
 """First number of the seeds of a source of the caller's own, in front of those that it gives."""
 FASTEST_ON_GPU = ("hopper", "triton")
@@ -86,7 +88,12 @@ class Setup(Inference):
     def feed(self) -> DocumentFeed:
         """Returns what gives the documents of each step."""
         config = self.config
-        options = {"exact": config.invariant, "rescore": bool(config.rollout.rescore)}
+        options = {
+            "exact": config.invariant,
+            "rescore": bool(config.rollout.rescore),
+            "seed": config.seed + MINIBATCHES,
+        }
+        options["epochs"] = config.schedule.epochs_per_rollout
         return DocumentFeed(self.source, self.learner.packing, config.schedule.docs_per_step, **options)
 
     @property

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from experiments.experience.counts import RolloutCounts
 from experiments.experience.experience import ExperienceSource, Policy
+from experiments.experience.order import EpochOrder
 from experiments.experience.own_source import SourceFailed
 from experiments.learner.packing import Packing
 from experiments.loop.queue import DocumentQueue
@@ -38,14 +39,24 @@ class DocumentFeed:
         docs_per_step: documents that complete a step; 0 takes one call of the source, whole.
         exact: whether a step ends exactly there, instead of with the micro-batch that reaches the number.
         rescore: whether old log-probs are the trainer's instead of the sampler's.
+        epochs: how often each document is trained on; above 1 each time in an order of its own.
+        seed: of these orders.
     """
 
     def __init__(
-        self, source: ExperienceSource, packing: Packing, docs_per_step: int, *, exact: bool, rescore: bool
+        self,
+        source: ExperienceSource,
+        packing: Packing,
+        docs_per_step: int,
+        *,
+        exact: bool,
+        rescore: bool,
+        epochs: int = 1,
+        seed: int = 0,
     ) -> None:
         self._source, self._packing, self._number = source, packing, docs_per_step
-        self._exact, self._rescore = exact, rescore
-        self._queue = DocumentQueue()
+        self._exact, self._rescore, self._epochs, self._seed = exact, rescore, epochs, seed
+        self._queue, self._orders = DocumentQueue(), 0
 
     def take(self, policy: Policy) -> Taken:
         """Draws the documents of the next step, and packs them; what is drawn beyond them waits for the one after.
@@ -56,12 +67,13 @@ class DocumentFeed:
             RewardFailed: if a reward function is broken; nothing has been taken of the data.
             SourceFailed: if a source is; likewise.
         """
-        started, before, waiting = time.perf_counter(), self._source.state(), self._queue.documents
+        started, before = time.perf_counter(), self._source.state()
+        waiting, orders = self._queue.documents, self._orders
         try:
             counts, refusal = self._draw(policy)
         except (RewardFailed, SourceFailed):
             self._source.restore(before)
-            self._queue.documents = waiting
+            self._queue.documents, self._orders = waiting, orders
             raise
         seconds = time.perf_counter() - started
         if refusal is not None:
@@ -71,12 +83,12 @@ class DocumentFeed:
 
     def state(self) -> dict[str, Any]:
         """Returns JSON values from which `restore` goes on to the same documents."""
-        return {"source": self._source.state(), "queued": self._queue.to_json()}
+        return {"source": self._source.state(), "queued": self._queue.to_json(), "orders": self._orders}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state."""
         self._source.restore(state["source"])
-        self._queue = DocumentQueue.from_json(state["queued"])
+        self._queue, self._orders = DocumentQueue.from_json(state["queued"]), state["orders"]
 
     def _draw(self, policy: Policy) -> tuple[RolloutCounts, Refusal | None]:
         """Fills the queue up to the documents of a step; the counts of what was drawn, and why the step is refused."""
@@ -89,7 +101,7 @@ class DocumentFeed:
             if experience.refusal is not None:
                 return counts, experience.refusal
             try:
-                self._queue.add(self._rescored(experience.documents, policy))
+                self._queue.add(self._repeated(self._rescored(experience.documents, policy)))
             except NotFinite as error:
                 return counts, error.refusal
         return counts, None
@@ -99,6 +111,14 @@ class DocumentFeed:
             return documents
         pairs = zip(documents, policy.log_probs(documents), strict=True)
         return [replace(document, old_log_probs=log_probs) for document, log_probs in pairs]
+
+    def _repeated(self, documents: Sequence[Document]) -> Sequence[Document]:
+        if self._epochs == 1:
+            return documents
+        first, count = self._orders * len(documents), len(documents)
+        self._orders += self._epochs
+        order = EpochOrder(count, self._seed)
+        return [documents[order[position]] for position in range(first, first + self._epochs * count)]
 
     def _packed(self) -> list[Document]:
         """The documents of the micro-batches that reach the number, or all that wait."""

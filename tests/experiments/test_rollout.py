@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from experiments.experience.experience import Experience
 from experiments.learner.packing import Packing
+from experiments.loop.feed import DocumentFeed
 from experiments.loop.queue import DocumentQueue
 from jaxlogp import Document, DocumentSchedule
 from tests.experiments.stacked import stacked
@@ -130,3 +132,43 @@ def test_queued_documents_come_back_with_their_columns():
     before, after = (next(each.rounds(packing)).micro_batch(0) for each in (queue, other))
     np.testing.assert_array_equal(before.per_token["ref_log_probs"], after.per_token["ref_log_probs"])
     assert after.per_token["ref_log_probs"][0, :2].tolist() == columns["ref_log_probs"].tolist()
+
+
+class Counting:
+    """A source of six numbered documents a call."""
+
+    calls = 0
+
+    def next(self, policy):
+        self.calls += 1
+        return Experience(tuple(documents(6, 6 * (self.calls - 1))))
+
+    def state(self):
+        return {"calls": self.calls}
+
+    def restore(self, state):
+        self.calls = state["calls"]
+
+
+def feed():
+    packing = Packing(1, rows=2, row_length=4, vocab_size=999, pad_id=0)
+    return DocumentFeed(Counting(), packing, 4, exact=True, rescore=False, epochs=3, seed=5)
+
+
+def numbers_of(taken):
+    return [int(document.tokens[1]) - 4 for document in taken.documents]
+
+
+def test_several_passes_over_a_rollout_have_orders_of_their_own_and_resume():
+    """Three passes over six documents a rollout, in steps of four."""
+    whole = feed()
+    steps = [numbers_of(whole.take(None)) for _ in range(9)]
+    passes = np.reshape(steps, (6, 6))
+    assert [sorted(each) for each in passes.tolist()] == [list(range(6))] * 3 + [list(range(6, 12))] * 3
+    assert len({tuple(each % 6) for each in passes}) == 6, "each pass is in an order of its own"
+    for stop in (1, 4, 5):
+        begun, resumed = feed(), feed()
+        for _ in range(stop):
+            begun.take(None)
+        resumed.restore(json.loads(json.dumps(begun.state())))
+        assert [numbers_of(resumed.take(None)) for _ in range(9 - stop)] == steps[stop:]

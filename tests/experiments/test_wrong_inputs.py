@@ -197,6 +197,11 @@ GRPO = [
     # Losses.
     ("--loss.name ppo", "--loss.name: expected one of cispo, "),
     (
+        "--schedule.epochs-per-rollout 2 --schedule.docs-per-step 0",
+        "--schedule.docs-per-step: expected at least 1 with --schedule.epochs-per-rollout, got 0",
+    ),
+    ("--schedule.epochs-per-rollout 0", "--schedule.epochs-per-rollout: expected at least 1, got 0"),
+    (
         "--loss.name reinforce_pp --rollout.resample-degenerate",
         "--loss.advantages: expected none over a whole rollout with --rollout.resample-degenerate, ",
     ),
