@@ -55,16 +55,19 @@ class RewardConfig:
     """Reward of a completion, a weighted sum. Does not affect held-out scores, which are exact match."""
 
     functions: tuple[str, ...] = ("correct",)
-    """correct (the task's verdict), ended (by an end token), pattern, short, tags, or module:name of your own function.
+    """correct (the task's verdict), ended (by an end token), overlong, pattern, short, tags, or module:name of your own.
     pattern: --reward.pattern matches the whole completion. tags: it is <think>…</think><answer>…</answer>.
-    short: 0 up to --reward.length tokens, 1 - tokens / length beyond."""
+    short: 0 up to --reward.length tokens, 1 - tokens / length beyond.
+    overlong: falls from 0 to -1 over the last --reward.buffer tokens before --reward.length (DAPO)."""
     weights: tuple[float, ...] | None = None
     """Weight of each function. None: 1.0 each."""
     pattern: str | None = None
     """Regular expression of the function pattern; a dot matches line breaks as well."""
     length: int | None = None
-    """Number of tokens of the function short."""
+    """Number of tokens of the functions short and overlong."""
+    buffer: int | None = None
+    """Number of tokens over which the function overlong falls."""
 
     def rewards(self, task: Task) -> Rewards:
         """Returns the rewards that these options name; errors are those of `rewards_for`."""
-        return rewards_for(task, self.functions, self.weights, RewardOptions(self.pattern, self.length))
+        return rewards_for(task, self.functions, self.weights, RewardOptions(self.pattern, self.length, self.buffer))

@@ -145,10 +145,10 @@ def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | Non
     """
     weights = [1.0] * len(names) if weights is None else weights
     require(len(weights) == len(names), "--reward.weights", f"{len(names)} weights, one per function", len(weights))
-    for option, function in (("pattern", "pattern"), ("length", "short")):
-        expected = f"no value without the reward {function}, which alone has it"
+    for option, functions in (("pattern", {"pattern"}), ("length", {"short", "overlong"}), ("buffer", {"overlong"})):
+        expected = f"no value without the reward {' or '.join(sorted(functions))}"
         value = getattr(options, option)
-        require(value is None or function in names, f"--reward.{option}", expected, value)
+        require(value is None or functions & set(names), f"--reward.{option}", expected, value)
     terms = []
     for name, weight in zip(names, weights, strict=True):
         if name == CORRECT:
@@ -190,10 +190,11 @@ def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> 
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """What functions of `REWARDS` need: "pattern" its regular expression, "short" its tokens."""
+    """What functions of `REWARDS` need: "pattern" a regular expression, "short" and "overlong" numbers of tokens."""
 
     pattern: str | None = None
     length: int | None = None
+    buffer: int | None = None
 
 
 def _pattern(options: RewardOptions) -> Reward:
@@ -213,15 +214,24 @@ def _short(options: RewardOptions) -> Reward:
     return lambda example, completion: min(0.0, 1.0 - completion.num_tokens / length)
 
 
+def _overlong(options: RewardOptions) -> Reward:
+    length, buffer = options.length, options.buffer
+    require(length is not None and length >= 1, "--reward.length", "at least 1 token for the reward overlong", length)
+    good = buffer is not None and 1 <= buffer <= length
+    require(good, "--reward.buffer", f"a number of tokens in [1, {length}] for the reward overlong", buffer)
+    return lambda example, completion: 0.0 - min(max((completion.num_tokens - length) / buffer + 1.0, 0.0), 1.0)
+
+
 REWARDS: dict[str, Callable[[RewardOptions], Reward]] = {
     "tags": lambda options: lambda example, completion: float(_THINK_ANSWER.fullmatch(completion) is not None),
     "pattern": _pattern,
     "ended": lambda options: lambda example, completion: float(completion.ended),
     "short": _short,
+    "overlong": _overlong,
 }
 """Functions by name: 1.0 where the whole completion is <think>…</think><answer>…</answer>, each tag once; where it matches
---reward.pattern as a whole; where an end token ended it; and 1 - tokens / length where it is longer than --reward.length,
-else 0.0."""
+--reward.pattern as a whole; where an end token ended it; 1 - tokens / length where it is longer than --reward.length, else
+0.0; and `jaxlogp.soft_overlong_punishment` of its tokens with the largest length --reward.length."""
 
 
 def _name(function: Any) -> str:

@@ -11,6 +11,7 @@ from experiments.loop.run import set_up
 from experiments.loop.run_parts import UserParts
 from experiments.tasks import Completion, Example, Rewards, RewardTerm, make_task
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, rewards_of
+from jaxlogp import soft_overlong_punishment
 
 EXAMPLE = Example("37+48=", "85")
 
@@ -55,6 +56,14 @@ def test_pattern_matches_all_of_a_completion():
     pattern = r"(.*)= (\d+)"
     assert part("pattern", said("30+40\n= 85"), pattern=pattern) == 1.0
     assert part("pattern", said("30+40= 85."), pattern=pattern) == 0.0
+
+
+def test_overlong_is_the_punishment_of_the_library():
+    tokens = [1, 80, 81, 90, 100, 120]
+    mine = [part("overlong", said("8", num_tokens=number), length=100, buffer=20) for number in tokens]
+    wanted = soft_overlong_punishment(np.array(tokens), max_length=100, buffer=20)
+    # Quotients of small integers by 20, rounded once to fp32.
+    np.testing.assert_allclose(mine, wanted, rtol=0.0, atol=2.0**-23)
 
 
 def test_ended_and_short():

@@ -284,8 +284,8 @@ GRPO = [
         "--rollout.max-resamples 5",
         "--rollout.max-resamples: expected no value without --rollout.resample-degenerate, got 5",
     ),
-    ("--reward.length 5", "--reward.length: expected no value without the reward short, which alone has it, got 5"),
-    ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, which alone has it, got x"),
+    ("--reward.length 5", "--reward.length: expected no value without the reward overlong or short, got 5"),
+    ("--reward.pattern x", "--reward.pattern: expected no value without the reward pattern, got x"),
     (
         "--data.answer-key solution",
         "--data.answer-key: expected no value with a task other than jsonl:PATH, got solution",
@@ -300,7 +300,7 @@ GRPO = [
     ("--schedule.epochs 1", "--schedule.epochs: expected None, or a task with a finite number of training prompts"),
     (
         "--reward.functions kindness",
-        "--reward.functions: expected some of correct, tags, pattern, ended, short",
+        "--reward.functions: expected some of correct, tags, pattern, ended, short, overlong",
     ),
     ("--reward.weights 1 2", "--reward.weights: expected 1 weights, one per function, got 2"),
     ("--reward.weights inf", "--reward: expected a finite weight for 'correct', got inf"),
@@ -308,6 +308,10 @@ GRPO = [
     ("--reward.functions", "--reward: expected at least one function, got none"),
     ("--reward.functions pattern", "--reward.pattern: expected a regular expression for the reward pattern, got None"),
     ("--reward.functions pattern --reward.pattern '('", "--reward.pattern: expected a regular expression"),
+    (
+        "--reward.functions overlong --reward.length 9 --reward.buffer 10",
+        "--reward.buffer: expected a number of tokens in [1, 9] for the reward overlong, got 10",
+    ),
     ("--reward.functions short", "--reward.length: expected at least 1 token for the reward short, got None"),
     ("--data.extract nothing", "--data.extract: expected "),
     ("--data.system Hello", "chat template"),
