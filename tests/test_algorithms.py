@@ -12,6 +12,7 @@ from tests import oracle
 
 RNG = np.random.default_rng(0)
 REWARDS, LENGTHS = RNG.normal(0.3, 1.0, (5, 4)).astype(np.float32), RNG.integers(0, 9, (5, 4))
+BASELINES = RNG.normal(size=5).astype(np.float32)
 WIDE = np.float64(REWARDS)
 CENTRED = WIDE - WIDE.mean(axis=1, keepdims=True)
 
@@ -27,6 +28,7 @@ EXPECTED = {
     "centred": CENTRED,
     "leave_one_out": CENTRED * 4 / 3,
     "length_weighted": WIDE - (WIDE * LENGTHS).sum(axis=1, keepdims=True) / LENGTHS.sum(axis=1, keepdims=True),
+    "greedy_baseline": WIDE - np.float64(BASELINES)[:, None],
     "batch_scaled": CENTRED / (WIDE.std(ddof=1) + 1e-4),
     "batch": over_labels(WIDE),
     "batch_baseline": over_labels(CENTRED),
@@ -38,9 +40,10 @@ EXPECTED = {
 def test_advantages_by_name_are_those_of_their_formula(name):
     # Sums of at most 20 rewards below 2.2 times lengths below 9, a root and a division by a deviation above 0.4.
     error = oracle.fp32_bound(2.2 / 0.4, 20 + 8)
-    np.testing.assert_allclose(ADVANTAGES[name](REWARDS, LENGTHS).advantages, EXPECTED[name], atol=error)
-    other = ADVANTAGES[name](np.concatenate([REWARDS[:1], 2 * REWARDS[1:], REWARDS[:1] * 0]), np.ones((6, 4), int))
-    mine = ADVANTAGES[name](REWARDS, np.ones((5, 4), int)).advantages
+    np.testing.assert_allclose(ADVANTAGES[name](REWARDS, LENGTHS, BASELINES).advantages, EXPECTED[name], atol=error)
+    more = np.concatenate([REWARDS[:1], 2 * REWARDS[1:], REWARDS[:1] * 0])
+    other = ADVANTAGES[name](more, np.ones((6, 4), int), np.append(BASELINES, np.float32(0.0)))
+    mine = ADVANTAGES[name](REWARDS, np.ones((5, 4), int), BASELINES).advantages
     same = np.allclose(mine[0], other.advantages[0], rtol=0.0, atol=error)
     assert same == (name not in OVER_BATCH)
 
@@ -65,4 +68,4 @@ def test_a_masked_completion_counts_in_no_mean_over_labels():
     rewards, lengths = jnp.array([[1.0, 0.0], [5.0, 0.0]]), jnp.array([[3, 3], [0, 3]])
     expected = over = np.array([1.0] * 3 + [0.0] * 6)
     expected = (1.0 - over.mean()) / (over.std(ddof=1) + 1e-8)
-    np.testing.assert_allclose(ADVANTAGES["batch"](rewards, lengths).advantages[0, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(ADVANTAGES["batch"](rewards, lengths, None).advantages[0, 0], expected, rtol=1e-6)

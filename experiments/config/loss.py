@@ -19,7 +19,7 @@ class LossConfig:
 
     name: str = "grpo"
     """cispo, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, lite_ppo, opo, reinforce, reinforce_pp,
-    reinforce_pp_baseline, rloo, sapo or vespo (docs/losses.md).
+    reinforce_pp_baseline, remax, rloo, sapo or vespo (docs/losses.md).
     Or a loss of your own (register_loss)."""
     epsilon: float | None = None
     """Lower clip range: ratios below 1 - --loss.epsilon are clipped."""
@@ -54,6 +54,7 @@ class LossConfig:
     advantages: str | None = None
     """Advantages of completions (docs/losses.md). None: those of the algorithm.
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
+    Against a greedy completion of each prompt: greedy_baseline.
     Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""

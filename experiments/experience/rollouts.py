@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from experiments.config import RolloutConfig
 from experiments.experience.counts import RolloutCounts
@@ -14,7 +15,7 @@ from experiments.experience.prompts import PromptOrder, encode_prompt, fits_comp
 from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite
 from experiments.sampling.policy import Generation, SamplingOptions, Shape
-from experiments.tasks import Rewards
+from experiments.tasks import Example, Rewards
 from experiments.tasks.rewards import RewardNotFinite
 from jaxlogp import Document
 from jaxlogp.policy.algorithms import ADVANTAGES
@@ -53,7 +54,7 @@ class Rollouts(ExperienceSource):
         advantages: str,
     ) -> None:
         self._prompts, self._rewards, self._options = prompts, rewards, options
-        self._advantages, self._made = ADVANTAGES[advantages], 0
+        self._advantages, self._is_greedy, self._made = ADVANTAGES[advantages], advantages == "greedy_baseline", 0
         self.shape = Shape(options.prompts_per_rollout, prompt_tokens, options.num_generations, sampling)
 
     def state(self) -> dict[str, Any]:
@@ -112,7 +113,9 @@ class Rollouts(ExperienceSource):
         (scored,), empty = score(policy.tokenizer, repeated, drawn, self._rewards)
         lengths = np.array([0 if self._is_masked(each) else len(each.ids) for each in drawn], np.int32)
         shape = (-1, copies)
-        advantages = jax.device_get(self._advantages(scored.rewards.reshape(shape), lengths.reshape(shape)).advantages)
+        baselines = self._greedy_rewards(policy, examples, prompts) if self._is_greedy else None
+        rewards = scored.rewards.reshape(shape)
+        advantages = jax.device_get(self._advantages(rewards, lengths.reshape(shape), baselines).advantages)
         # There is nothing to learn from such a group: its rewards are equal, unless they are compared with other groups'.
         degenerate = ~advantages.any(axis=1)
         facts = zip(drawn, advantages.ravel().tolist(), scored.rewards.tolist(), strict=True)
@@ -122,6 +125,14 @@ class Rollouts(ExperienceSource):
         unfit = fits.count(False) if degenerate.all() else 0
         names = self._rewards.names
         return Rollout(groups, RolloutCounts.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit))
+
+    def _greedy_rewards(
+        self, policy: Policy, examples: list[Example], prompts: list[list[int]]
+    ) -> Float[np.ndarray, " prompts"]:
+        number, width, _, sampling = self.shape
+        drawn = policy.generate(prompts, replace(sampling, greedy=True), pad_to=(number, width))
+        (scored,), _ = score(policy.tokenizer, examples, drawn, self._rewards)
+        return scored.rewards
 
     def _document(
         self, prompt: list[int], drawn: Generation, advantage: float, reward: float, version: int

@@ -91,7 +91,7 @@ def _document_facts(
     data = (
         f"{task.path}, {len(documents['train'])} documents ({labels:,} labels), {len(documents['held_out'])} held out"
     )
-    passes = "" if schedule.epochs is None else f", at most {schedule.epochs} passes"
+    passes = "" if schedule.epochs is None else f", at most {schedule.epochs} pass{'es' if schedule.epochs > 1 else ''}"
     return _Facts("data", data, f"{schedule.steps} of {schedule.docs_per_step} documents each{passes}", None, [], 0)
 
 

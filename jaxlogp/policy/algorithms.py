@@ -16,25 +16,31 @@ from jaxlogp.policy.advantages import (
     GroupAdvantages,
     active_group_advantages,
     batch_advantages,
+    greedy_baseline_advantages,
     group_advantages,
     leave_one_out_advantages,
     length_weighted_advantages,
 )
 
-Advantages = Callable[[Float[AnyArray, "groups generations"], Integer[AnyArray, "groups generations"]], GroupAdvantages]
-"""Function from rewards and numbers of labels, a row for each prompt, to advantages."""
+Rewards = Float[AnyArray, "groups generations"]
+Lengths = Integer[AnyArray, "groups generations"]
+Baselines = Float[AnyArray, " groups"] | None
 
-ADVANTAGES: dict[str, Advantages] = {
-    "group": lambda rewards, lengths: group_advantages(rewards),
-    "centred": lambda rewards, lengths: group_advantages(rewards, scale_rewards="none"),
-    "leave_one_out": lambda rewards, lengths: leave_one_out_advantages(rewards),
-    "length_weighted": length_weighted_advantages,
-    "batch_scaled": lambda rewards, lengths: group_advantages(rewards, scale_rewards="batch"),
-    "batch": lambda rewards, lengths: batch_advantages(rewards, lengths=lengths),
-    "batch_baseline": lambda rewards, lengths: batch_advantages(rewards, lengths=lengths, baseline=True),
-    "active_group": lambda rewards, lengths: active_group_advantages(rewards),
+ADVANTAGES: dict[str, Callable[[Rewards, Lengths, Baselines], GroupAdvantages]] = {
+    "group": lambda rewards, lengths, baselines: group_advantages(rewards),
+    "centred": lambda rewards, lengths, baselines: group_advantages(rewards, scale_rewards="none"),
+    "leave_one_out": lambda rewards, lengths, baselines: leave_one_out_advantages(rewards),
+    "length_weighted": lambda rewards, lengths, baselines: length_weighted_advantages(rewards, lengths),
+    "greedy_baseline": lambda rewards, lengths, baselines: greedy_baseline_advantages(rewards, baselines),
+    "batch_scaled": lambda rewards, lengths, baselines: group_advantages(rewards, scale_rewards="batch"),
+    "batch": lambda rewards, lengths, baselines: batch_advantages(rewards, lengths=lengths),
+    "batch_baseline": lambda rewards, lengths, baselines: batch_advantages(rewards, lengths=lengths, baseline=True),
+    "active_group": lambda rewards, lengths, baselines: active_group_advantages(rewards),
 }
-"""Functions of `jaxlogp` by the names that a command line offers."""
+"""Functions of `jaxlogp` by the names that a command line offers, from rewards and numbers of labels, a row for each prompt.
+
+"greedy_baseline" also reads the reward of each prompt's greedy completion; for all others it may be None.
+"""
 
 OVER_BATCH = frozenset({"batch_scaled", "batch", "batch_baseline", "active_group"})
 """Advantages that depend on the rewards of other prompts: they need those of the whole batch at once."""
@@ -73,6 +79,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce": Algorithm(losses.reinforce),
     "reinforce_pp": Algorithm(losses.grpo, "batch"),
     "reinforce_pp_baseline": Algorithm(losses.grpo, "batch_baseline"),
+    "remax": Algorithm(losses.reinforce, "greedy_baseline"),
     "rloo": Algorithm(losses.reinforce, "leave_one_out"),
     "sapo": Algorithm(losses.sapo),
     "vespo": Algorithm(losses.vespo),

@@ -31,9 +31,9 @@ REWARDS = Rewards(
 )
 
 
-def rollouts(**options):
+def rollouts(advantages="centred", **options):
     config = RolloutConfig(prompts_per_rollout=2, num_generations=4, **options)
-    return Rollouts(PromptOrder(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, "centred")
+    return Rollouts(PromptOrder(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, advantages)
 
 
 def test_a_completion_knows_whether_it_ended():
@@ -66,6 +66,21 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
     assert texts == ["7", "12", "12", "9"]
     assert [(text.num_tokens, text.ended) for text in texts] == [(2, True), (2, True), (2, True), (2, True)]
     assert [len(each.ids) for each in drawn] == [len(each.log_probs) for each in drawn] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "advantages, expected",
+    [
+        # Rewards are 1.5, 2.5, 3 (masked) and 1.5, of 2, 3 and 2 labels; the greedy completion is the first answer.
+        ("greedy_baseline", [0.0, 1.0, 1.5, 0.0]),
+        ("length_weighted", [-3 / 7, 4 / 7, 15 / 14, -3 / 7]),
+        ("leave_one_out", [-5 / 6, 0.5, 7 / 6, -5 / 6]),
+    ],
+)
+def test_advantages_are_those_of_the_algorithm(advantages, expected):
+    documents = rollouts(advantages, mask_truncated=True).next(POLICY).documents
+    # Differences of numbers below 4 and a quotient, in fp32.
+    np.testing.assert_allclose([each.advantages for each in documents], 2 * expected, rtol=0.0, atol=1e-6)
 
 
 def test_rollouts_are_counted():
