@@ -4,8 +4,7 @@
 
 The run folder lies on a file system of its own in memory (`mount -t tmpfs`, which takes the rights of root), of each size
 in turn: the first has no room for the first checkpoint, the others end in a later one or in a log. Then the disk grows,
-is made read-only for one resume, and the run goes on. Its newest arrays are compared with those of a run that had room, by
-the digests in their manifests.
+is made read-only for one resume, and the run goes on. Its newest arrays are compared with those of a run that had room.
 """
 
 import argparse
@@ -16,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.trials.processes import TINY, Ended, start, wait
+from benchmarks.trials.saved_arrays import array_digests
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.environment import versions_text
-from experiments.runs.step_files import read_manifest
 
 STEPS = 6
 ROOM = "64m"
@@ -45,10 +44,9 @@ def remount(place: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", place], check=True)
 
 
-def digests(run: Path) -> dict[str, str]:
+def digests(run: Path) -> dict[str, tuple]:
     """Of the arrays of its newest checkpoint."""
-    step = complete_steps(run / "checkpoints")[-1]
-    return {leaf["path"]: leaf["sha256"] for leaf in read_manifest(run / "checkpoints" / str(step), step)["leaves"]}
+    return array_digests(run / "checkpoints" / str(complete_steps(run / "checkpoints")[-1]))
 
 
 def in_order(ended: Ended, words: str) -> bool:
@@ -56,7 +54,7 @@ def in_order(ended: Ended, words: str) -> bool:
     return ended.code == 3 and not ended.traceback and words in ended.last
 
 
-def row(kib: int, place: Path, cache: Path, wanted: dict[str, str]) -> str:
+def row(kib: int, place: Path, cache: Path, wanted: dict[str, tuple]) -> str:
     """Of the table."""
     with disk(place, kib):
         first = wait(start(options(place), cache))

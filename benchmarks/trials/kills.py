@@ -27,6 +27,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.trials.processes import SUPERVISED, TINY, Ended, main_of, start, start_together, stop_when, wait
+from benchmarks.trials.saved_arrays import array_digests
 from experiments.loop.load import load_run
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.environment import versions_text
@@ -131,18 +132,17 @@ class Run:
         except OSError:
             return 0
 
-    def state(self) -> tuple[dict[str, str], dict]:
+    def state(self) -> tuple[dict[str, tuple], dict]:
         """The digest of every array, and every counter, of the newest checkpoint, and the scores."""
-        run = load_run(self.path)
-        manifest = json.loads((self.checkpoints / str(run.step) / "manifest.json").read_text())
-        # Of every array of the checkpoint, the optimizer's state too; the parameters have been read back.
-        arrays = {leaf["path"]: leaf["sha256"] for leaf in manifest["content"]["leaves"]}
+        # As evaluations read it: an intact one.
+        step = self.checkpoints / str(load_run(self.path).step)
+        manifest = json.loads((step / "manifest.json").read_text())
         # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
         extra = manifest["content"]["extra"]
         progress = {name: value for name, value in extra["progress"].items() if name != "evaluated"}
         summary = json.loads((self.path / "summary.json").read_text())
         scores = {"before": summary["before"], "after": summary["after"]}
-        return arrays, {"progress": progress, "learner": extra["learner"], "feed": extra["feed"], **scores}
+        return array_digests(step), {"progress": progress, "learner": extra["learner"], "feed": extra["feed"], **scores}
 
 
 def moment_of(

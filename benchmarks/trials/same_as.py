@@ -17,12 +17,10 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import orbax.checkpoint as ocp
+from benchmarks.trials.saved_arrays import array_digests
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (
@@ -72,7 +70,7 @@ def train(tree: Path, commands: list[str], run: Path, cache: Path) -> None:
 
 
 def values_of(run: Path) -> dict[str, Any]:
-    """All that is compared of a run, by name: values of metrics and samples as JSON, arrays as dtype, shape and bytes."""
+    """All that is compared of a run, by name: values of metrics and samples as JSON, arrays as dtype, shape and sha256."""
     values: dict[str, Any] = {}
     for log in ("metrics.jsonl", "samples.jsonl"):
         seen: Counter[tuple[str, int]] = Counter()
@@ -85,17 +83,8 @@ def values_of(run: Path) -> dict[str, Any]:
             }
     for step in sorted((run / "checkpoints").iterdir()):
         if step.name.isdecimal():
-            values |= {f"checkpoint {step.name}: {name}": array for name, array in arrays_of(step / "arrays")}
+            values |= {f"checkpoint {step.name}: {name}": array for name, array in array_digests(step).items()}
     return values
-
-
-def arrays_of(folder: Path) -> Iterator[tuple[str, tuple]]:
-    """Reads what Orbax has written, whatever else the trainer keeps with it."""
-    checkpointer = ocp.PyTreeCheckpointer()
-    tree = checkpointer.metadata(folder).item_metadata.tree
-    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
-    for name, array in checkpointer.restore(folder, item=dict.fromkeys(tree, 0), restore_args=as_numpy).items():
-        yield name, (str(array.dtype), array.shape, array.tobytes())
 
 
 def differences(mine: dict[str, Any], base: dict[str, Any]) -> list[str]:

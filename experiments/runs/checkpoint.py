@@ -1,8 +1,8 @@
 """Checkpoints that are durable when they are on the list, and that never return damaged numbers.
 
-A save returns once the arrays are in the host's memory; a thread has Orbax write them. Every step carries a sha256 per
-array over its logical bytes, the caller's record, and a digest that seals both (see `step_files`). A restore recomputes
-the digests on the host, before anything reaches a device, so the check sees exactly what the training step will see.
+A save returns once the arrays are in the host's memory; a thread has Orbax write them. Every step carries the caller's
+record and a sha256 of each file, and a digest that seals both (see `step_files`). A restore compares them before Orbax
+opens anything.
 """
 
 import errno
@@ -30,7 +30,8 @@ from experiments.runs.files import (
     write_whole,
 )
 from experiments.runs.step_files import (
-    DamagedStep,
+    Manifest,
+    form_of,
     on_host,
     read_arrays,
     read_manifest,
@@ -87,19 +88,22 @@ class SavedSteps:
         numbered, warnings = self._numbered(), self._odd_names()
         require(bool(numbered), "checkpoints", f"at least one complete step in {self.folder}", "none")
         require(step is None or step in numbered, "step", f"one of {numbered} in {self.folder}", step)
+        manifest, damaged = self._newest_intact(numbered if step is None else [step])
+        warnings += [_damage(*bad, manifest.step) for bad in damaged.items()]
+        _check_template(manifest, wanted, whole=whole)
+        host = read_arrays(self.folder / str(manifest.step), manifest, wanted.keys())
+        there = [placed(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
+        arrays = jax.tree.unflatten(jax.tree.structure(template), there)
+        return Restored(arrays, manifest.extra, manifest.step, tuple(warnings), damaged)
+
+    def _newest_intact(self, steps: list[int]) -> tuple[Manifest, dict[int, str]]:
+        """The manifest of the newest intact one of the steps, and what is wrong with newer ones."""
         damaged: dict[int, str] = {}
-        for candidate in reversed(numbered) if step is None else [step]:
+        for step in reversed(steps):
             try:
-                content = read_manifest(self.folder / str(candidate), candidate)
-                _check_template(candidate, content["leaves"], wanted, whole=whole)
-                host = read_arrays(self.folder / str(candidate), content, wanted.keys())
-            except DamagedStep as reason:
-                damaged[candidate] = str(reason)
-                continue
-            warnings += [_damage(*bad, candidate) for bad in damaged.items()]
-            there = [placed(host.pop(name), leaf.sharding) for name, leaf in wanted.items()]
-            arrays = jax.tree.unflatten(jax.tree.structure(template), there)
-            return Restored(arrays, content["extra"], candidate, tuple(warnings), damaged)
+                return read_manifest(self.folder / str(step), step), damaged
+            except (ValueError, OSError) as reason:
+                damaged[step] = str(reason)
         reasons = "; ".join(f"step {bad}: {reason}" for bad, reason in damaged.items())
         raise ValueError(f"checkpoints: expected an undamaged step in {self.folder}, got {reasons}")
 
@@ -298,11 +302,10 @@ def _check_placement(wanted: dict[str, Any]) -> None:
         require(together, f"template leaf {name!r}", f"the devices of {first!r} (see restore_template)", sharding)
 
 
-def _check_template(step: int, records: list[dict[str, Any]], wanted: dict[str, Any], *, whole: bool) -> None:
-    saved = {record["path"]: record for record in records}
+def _check_template(manifest: Manifest, wanted: dict[str, Any], *, whole: bool) -> None:
+    saved, place = manifest.leaves, f"checkpoint step {manifest.step}"
     missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys() if whole else ())
     seen = f"missing {missing}, unknown {unknown}"
-    require(not missing and not unknown, f"checkpoint step {step}", "the leaves of the template", seen)
+    require(not missing and not unknown, place, "the leaves of the template", seen)
     for name, leaf in wanted.items():
-        expected, seen = f"{leaf.dtype}{list(leaf.shape)}", f"{saved[name]['dtype']}{saved[name]['shape']}"
-        require(expected == seen, f"checkpoint step {step} leaf {name!r}", expected, seen)
+        require(saved[name] == form_of(leaf), f"{place} leaf {name!r}", form_of(leaf), saved[name])

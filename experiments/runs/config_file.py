@@ -1,4 +1,4 @@
-"""Configurations on disk: nested dataclasses as config.json, with a hash, and read back without loss.
+"""Nested dataclasses as JSON with a hash, such as config.json, read back without loss.
 
 JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which the readers turn back
 into floats.
@@ -18,6 +18,7 @@ from experiments.runs.files import digest_of_json, write_json
 from jaxlogp.errors import require
 
 NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+LARGEST_BYTES = 1 << 30
 MAX_DEPTH = 64
 ConfigT = typing.TypeVar("ConfigT")
 
@@ -42,12 +43,14 @@ def load_config(path: Path, config_type: type[ConfigT]) -> ConfigT:
 
     ValueError if the file is damaged, a key is unknown or missing, or a value has another type.
     """
-    return _build(read_config(path), config_type, f"{path}: config")
+    return from_json(read_config(path), config_type, f"{path}: config")
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads the JSON object in a file; ValueError naming the path where there is none."""
     try:
+        size = path.stat().st_size
+        require(size <= LARGEST_BYTES, "size", f"at most {LARGEST_BYTES} bytes", size)
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a JSON object, got {type(error).__name__}: {error}") from error
@@ -76,16 +79,21 @@ def _inside(value: Any) -> list[Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the values of config.json; ValueError where they do not match its hash."""
+    return read_sealed(path, "config")
+
+
+def read_sealed(path: Path, name: str) -> Any:
+    """Returns the values that a file has under `name`; ValueError where they do not match the sha256 beside them."""
     stored = read_object(path)
-    require(stored.keys() == {"config", "sha256"}, str(path), "the keys config and sha256", sorted(stored))
-    seen = digest_of_json(stored["config"])
+    require(stored.keys() == {name, "sha256"}, str(path), f"the keys {name} and sha256", sorted(stored))
+    seen = digest_of_json(stored[name])
     require(seen == stored["sha256"], str(path), f"values with sha256 {stored['sha256']}", f"{seen}: edited or damaged")
-    return stored["config"]
+    return stored[name]
 
 
 def _plain_values(config: Any) -> dict[str, Any]:
     values = to_json(asdict(config))
-    rebuilt = _build(values, type(config), "config")
+    rebuilt = from_json(values, type(config), "config")
     require(rebuilt == config, "config", "values that config.json returns unchanged", repr(config))
     # The rebuilt configuration, because an int in a float field comes back as a float and must hash the same.
     return to_json(asdict(rebuilt))
@@ -106,44 +114,50 @@ def to_json(value: Any, place: str = "config") -> Any:
     return value
 
 
-def _build(value: Any, annotation: Any, place: str) -> Any:
+def from_json(value: Any, annotation: Any, place: str) -> Any:
     """Converts JSON back to one annotated type, or raises ValueError that names the place."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     wanted = getattr(annotation, "__name__", None) if origin is None else str(annotation)
+    if annotation is Any:
+        return value
     if is_dataclass(annotation):
         return _build_dataclass(value, annotation, place)
     if origin in (typing.Union, types.UnionType):
         return _build_first(value, arguments, place)
     if origin is typing.Literal and any(type(value) is type(choice) and value == choice for choice in arguments):
         return value
+    if origin is dict and isinstance(value, dict):
+        return {name: from_json(item, arguments[1], f"{place}.{name}") for name, item in value.items()}
+    if origin is list and isinstance(value, list):
+        return [from_json(item, arguments[0], place) for item in value]
     if origin is tuple and isinstance(value, list):
         kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
         if len(kinds) == len(value):
-            return tuple(_build(item, kind, place) for item, kind in zip(value, kinds, strict=True))
+            return tuple(from_json(item, kind, place) for item, kind in zip(value, kinds, strict=True))
     if annotation is float and (type(value) is int or (isinstance(value, str) and value in NON_FINITE)):
         return float(value)
     if annotation is Path and isinstance(value, str):
         return Path(value)
     if annotation in (bool, int, float, str, type(None)) and type(value) is annotation:
         return value
-    raise ValueError(f"{place}: expected {wanted}, got {value!r}")
+    raise ValueError(f"{place}: expected {wanted}, got {repr(value)[:200]}")
 
 
 def _build_first(value: Any, choices: tuple[Any, ...], place: str) -> Any:
     reasons = []
     for choice in choices:
         try:
-            return _build(value, choice, place)
+            return from_json(value, choice, place)
         except ValueError as reason:
             reasons.append(str(reason))
     raise ValueError("; or ".join(reasons))
 
 
 def _build_dataclass(value: Any, config_type: Any, place: str) -> Any:
-    require(isinstance(value, dict), place, f"the fields of {config_type.__name__}", repr(value))
+    require(isinstance(value, dict), place, f"the fields of {config_type.__name__}", repr(value)[:200])
     names = [field.name for field in fields(config_type) if field.init]
     unknown, missing = sorted(value.keys() - set(names)), [name for name in names if name not in value]
     require(not unknown, place, f"the keys of {config_type.__name__}", f"unknown {', '.join(unknown)}")
     require(not missing, place, f"every key of {config_type.__name__}", f"none named {', '.join(missing)}")
     hints = typing.get_type_hints(config_type)
-    return config_type(**{name: _build(value[name], hints[name], f"{place}.{name}") for name in names})
+    return config_type(**{name: from_json(value[name], hints[name], f"{place}.{name}") for name in names})

@@ -3,10 +3,9 @@
     20/arrays/          every array under its path, as `orbax.checkpoint.PyTreeCheckpointer` reads it too
     20/manifest.json    {"content": {"step", "extra", "leaves", "files"}, "sha256"}
 
-A leaf is {"path", "dtype", "shape", "sha256"}: sha256 is over the bytes of the whole array in C order, so that it does not
-depend on the mesh. "files" maps the files of arrays/ to their sha256: Orbax has no checksums, reads flipped bits as if
-they were numbers and answers other damage with any exception, so files are compared before it sees them. A folder under
-a number is complete: it was renamed to it after everything in it was durable.
+"files" maps the files of arrays/ to their sha256, and "leaves" the paths of the arrays to dtype and shape. Orbax has no
+checksums, reads flipped bits as if they were numbers and answers other damage with any exception, so all files are
+compared before it opens one. A folder under a number is complete: it was renamed to it after everything in it was durable.
 """
 
 import contextlib
@@ -15,28 +14,42 @@ import json
 import logging
 import os
 from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  (registers bfloat16 by name)
 import numpy as np
 import orbax.checkpoint as ocp
 
 from experiments.models.placement import whole_on_host
-from experiments.runs.files import create_file, digest_of_json, kind_of, open_file, sync_folder, unfinished, write_whole
+from experiments.runs.config_file import from_json, read_sealed
+from experiments.runs.files import (
+    create_file,
+    digest_of_json,
+    open_file,
+    replace_file,
+    require_file,
+    require_folder,
+    sync_folder,
+    unfinished,
+)
+from jaxlogp.errors import require
 
 ARRAYS = "arrays"
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 1 << 30
 ROOM_BESIDE_ARRAYS = 1 << 20
 """Bytes that metadata and manifest may take."""
 
-Record = dict[str, Any]
 
+@dataclass(frozen=True)
+class Manifest:
+    """What a step is: the caller's record, dtype and shape of each array, and the sha256 of each file."""
 
-class DamagedStep(Exception):
-    """A step on disk that cannot be read, or whose content is not what was saved."""
+    step: int
+    extra: dict[str, Any]
+    leaves: dict[str, str]
+    files: dict[str, str]
 
 
 def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -50,7 +63,17 @@ def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     }
 
 
-def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.ndarray]) -> None:
+def form_of(leaf: Any) -> str:
+    """Returns dtype and shape of an array, or of the template of one.
+
+    Example:
+        >>> form_of(np.zeros((8, 4), np.float32))
+        'float32[8, 4]'
+    """
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def write_step(folder: Path, step: int, extra: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Writes everything; it is durable when this returns. OSError if the disk is full, or cannot be written to."""
     _require_room(folder, sum(array.nbytes for array in arrays.values()) + ROOM_BESIDE_ARRAYS)
     try:
@@ -64,59 +87,55 @@ def write_step(folder: Path, step: int, extra: Record, arrays: Mapping[str, np.n
     files = {name: _sealed(folder / ARRAYS / name) for name in _files(folder / ARRAYS)}
     for parent, _, _ in os.walk(folder):
         sync_folder(Path(parent))
-    leaves = [_record(path, array) for path, array in arrays.items()]
-    content = {"step": step, "extra": extra, "leaves": leaves, "files": files}
-    with create_file(folder / MANIFEST) as stream:
-        write_whole(
-            stream, json.dumps({"content": content, "sha256": digest_of_json(content)}, allow_nan=False).encode()
-        )
-        os.fsync(stream.fileno())
-    sync_folder(folder)
+    leaves = {path: form_of(array) for path, array in arrays.items()}
+    content = vars(Manifest(step, extra, leaves, files))
+    sealed = {"content": content, "sha256": digest_of_json(content)}
+    replace_file(folder / MANIFEST, json.dumps(sealed, allow_nan=False).encode())
 
 
-def read_manifest(folder: Path, step: int) -> Record:
-    """Returns the content of a step's manifest; DamagedStep if there is none that is whole and of this step."""
-    if kind_of(folder) != "folder":
-        raise DamagedStep(f"it is a {kind_of(folder)}, not a folder")
-    path = folder / MANIFEST
-    if kind_of(path) != "file" or path.stat().st_size > LARGEST_MANIFEST:
-        raise DamagedStep(f"{MANIFEST} is {kind_of(path)}, not a file of at most {LARGEST_MANIFEST} bytes")
-    try:
-        manifest = json.loads(path.read_bytes())
-        content = manifest["content"]
-        sealed = manifest["sha256"] == digest_of_json(content)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedStep(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
-    except OSError as error:
-        raise DamagedStep(f"{MANIFEST} cannot be read ({error.strerror})") from error
-    if not sealed:
-        raise DamagedStep(f"{MANIFEST} does not match its own digest")
-    if not _well_formed(content):
-        raise DamagedStep(f"{MANIFEST} is not one of a checkpoint")
-    if content["step"] != step:
-        raise DamagedStep(f"{MANIFEST} is that of step {content['step']}")
-    return content
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """Returns the manifest of an intact step: its own seal and all files have been compared.
 
-
-def read_arrays(folder: Path, content: Record, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the arrays with the `wanted` paths, checked; of the others nothing comes into memory.
-
-    `content` is that of the manifest. Raises DamagedStep for files that are not those that were written, or arrays that are
-    not those that were saved.
+    Raises:
+        ValueError: if anything is missing, too many, or not what was written.
+        OSError: if a file cannot be read.
     """
-    _check_files(folder / ARRAYS, content["files"])
+    require_folder(folder)
+    path, arrays = folder / MANIFEST, folder / ARRAYS
+    require_file(path)
+    manifest = from_json(read_sealed(path, "content"), Manifest, str(path))
+    require(manifest.step == step, str(path), f"that of step {step}", f"that of step {manifest.step}")
+    require_folder(arrays)
+    present, written = set(_files(arrays)), manifest.files.keys()
+    seen = f"missing {sorted(written - present)}, unknown {sorted(present - written)}"
+    require(present == written, str(arrays), "the files that were written", seen)
+    for name, sha256 in manifest.files.items():
+        # A pipe in the place of a file would block, and a device never end.
+        require_file(arrays / name)
+        with (arrays / name).open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        require(found == sha256, str(arrays / name), f"the file that was written, of sha256 {sha256}", found)
+    return manifest
+
+
+def read_arrays(folder: Path, manifest: Manifest, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """Reads the arrays with the `wanted` paths of an intact step; of the others nothing comes into memory.
+
+    ValueError if Orbax cannot read them, or finds others than the manifest has.
+    """
     as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
     args = ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=as_numpy, partial_restore=True)
+    place = f"checkpoint step {manifest.step}"
     try:
         with _orbax() as checkpointer:
             arrays = checkpointer.restore(folder / ARRAYS, args=args)
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
-        raise DamagedStep(f"the arrays cannot be read ({type(error).__name__}: {_first_line(error)})") from error
-    for record in content["leaves"]:
-        if record["path"] in wanted and _record(record["path"], arrays[record["path"]]) != record:
-            raise DamagedStep(f"array {record['path']!r} does not match its digest")
+        raise ValueError(f"{place}: Orbax cannot read it: {type(error).__name__}: {_first_line(error)}") from error
+    for path in wanted:
+        seen = form_of(arrays[path])
+        require(seen == manifest.leaves[path], f"{place}: array {path!r}", manifest.leaves[path], seen)
     return arrays
 
 
@@ -153,7 +172,7 @@ def _files(folder: Path) -> list[str]:
     """Returns names of everything in a folder that is not a folder, links included, relative to it."""
     found = []
     for parent, folders, files in os.walk(folder):
-        links = [name for name in folders if kind_of(Path(parent, name)) != "folder"]
+        links = [name for name in folders if Path(parent, name).is_symlink()]
         found += [str(Path(parent, name).relative_to(folder)) for name in (*files, *links)]
     return sorted(found)
 
@@ -164,49 +183,6 @@ def _sealed(path: Path) -> str:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())
     return found
-
-
-def _check_files(folder: Path, wanted: Mapping[str, str]) -> None:
-    if kind_of(folder) != "folder":
-        raise DamagedStep(f"{ARRAYS} is a {kind_of(folder)}, not a folder")
-    for name in sorted(wanted.keys() ^ set(_files(folder))):
-        raise DamagedStep(f"{ARRAYS}/{name} is {'missing' if name in wanted else 'not one of its files'}")
-    for name, sha256 in wanted.items():
-        # A pipe in the place of a file would block, and a device never end.
-        kind = kind_of(folder / name)
-        if kind != "file":
-            raise DamagedStep(f"{ARRAYS}/{name} is a {kind}, not a file")
-        try:
-            with (folder / name).open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise DamagedStep(f"{ARRAYS}/{name} cannot be read ({error.strerror})") from error
-        if found != sha256:
-            raise DamagedStep(f"{ARRAYS}/{name} is not the file that was written")
-
-
-def _well_formed(content: Any) -> bool:
-    """Returns True for the content of a manifest: the seal has no key, so that anybody can write one."""
-    if not isinstance(content, dict) or content.keys() != {"step", "extra", "leaves", "files"}:
-        return False
-    leaves, files = content["leaves"], content["files"]
-    is_step = type(content["step"]) is int and isinstance(content["extra"], dict)
-    are_files = isinstance(files, dict) and all(isinstance(sha256, str) for sha256 in files.values())
-    return is_step and are_files and isinstance(leaves, list) and all(map(_is_leaf, leaves))
-
-
-def _is_leaf(leaf: Any) -> bool:
-    if not isinstance(leaf, dict) or leaf.keys() != {"path", "dtype", "shape", "sha256"}:
-        return False
-    texts = all(isinstance(leaf[name], str) for name in ("path", "dtype", "sha256"))
-    shape = leaf["shape"]
-    return texts and isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-
-
-def _record(path: str, array: np.ndarray) -> Record:
-    array = np.asarray(array)
-    sha256 = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
-    return {"path": path, "dtype": str(array.dtype), "shape": list(array.shape), "sha256": sha256}
 
 
 def _first_line(error: Exception) -> str:

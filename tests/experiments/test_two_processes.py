@@ -9,6 +9,7 @@ import time
 import pytest
 
 from benchmarks.trials.processes import MAIN, TINY, start, start_together, stop_when, wait
+from benchmarks.trials.saved_arrays import array_digests
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.folder import read_metrics
 
@@ -76,9 +77,10 @@ def options(tmp_path_factory):
 def saved(run, step=None):
     """Digests of every array of a checkpoint, and its counters."""
     step = max(complete_steps(run / "checkpoints")) if step is None else step
-    content = json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())["content"]
+    place = run / "checkpoints" / str(step)
+    content = json.loads((place / "manifest.json").read_text())["content"]
     counters = {name: value for name, value in content["extra"].items() if name != "run"}
-    return step, {leaf["path"]: leaf["sha256"] for leaf in content["leaves"]}, counters
+    return step, array_digests(place), counters
 
 
 def losses(run):

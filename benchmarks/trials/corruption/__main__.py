@@ -99,7 +99,7 @@ def _subject(folder: RunFolder, template: Any) -> Subject:
         states[step] = trial.arrays_of(
             SavedRun(folder.checkpoints, trial.identity_here(folder)).restore(template, step).arrays
         )
-        marks = read_manifest(folder.checkpoints / str(step), step)["extra"]["run"]["logs"]
+        marks = read_manifest(folder.checkpoints / str(step), step).extra["run"]["logs"]
         logs[step] = {name: (folder.path / name).read_bytes()[:size] for name, (size, _) in marks.items()}
     return Subject(folder.path, template, trial.Saved(states, logs, steps[-1]))
 
