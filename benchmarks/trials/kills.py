@@ -138,11 +138,16 @@ class Run:
         step = self.checkpoints / str(load_run(self.path).step)
         manifest = json.loads((step / "manifest.json").read_text())
         # The log says what was evaluated. A run that is stopped between its last step and the evaluation saves before it.
-        extra = manifest["content"]["extra"]
-        progress = {name: value for name, value in extra["progress"].items() if name != "evaluated"}
+        record = manifest["content"]["record"]
+        progress = {name: value for name, value in record["progress"].items() if name != "evaluated"}
         summary = json.loads((self.path / "summary.json").read_text())
         scores = {"before": summary["before"], "after": summary["after"]}
-        return array_digests(step), {"progress": progress, "learner": extra["learner"], "feed": extra["feed"], **scores}
+        return array_digests(step), {
+            "progress": progress,
+            "learner": record["learner"],
+            "feed": record["feed"],
+            **scores,
+        }
 
 
 def moment_of(

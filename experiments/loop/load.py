@@ -38,7 +38,7 @@ from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import RunParts
-from experiments.runs.store import SavedRun
+from experiments.runs.store import read_checkpoint
 from experiments.tasks import Task
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
@@ -102,9 +102,9 @@ def _restore(stored: _Stored, params: nnx.State, frozen: nnx.State) -> tuple[nnx
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
     structure = jax.tree.structure(params)
     del params
-    saved = SavedRun(stored.folder.checkpoints, identity_of_run(stored.folder, stored.config))
-    found = saved.restore({"params": nnx.to_pure_dict(shapes)}, stored.step)
-    require_same_frozen(found.extra["learner"], frozen)
+    identity, template = identity_of_run(stored.folder, stored.config), {"params": nnx.to_pure_dict(shapes)}
+    found = read_checkpoint(stored.folder.checkpoints, identity, template, stored.step)
+    require_same_frozen(found.record.learner, frozen)
     restored = jax.tree.unflatten(structure, jax.tree.leaves(found.arrays["params"]))
     fault = name_non_finite("parameters", restored, jax.device_get(jax.jit(finite_leaves)(restored)))
     warnings = [] if fault is None else [f"checkpoint step {found.step}: {fault} (an older one: RUN@STEP)"]

@@ -18,6 +18,7 @@ from experiments.loop.phase import Phase
 from experiments.processes import processes
 from experiments.refusal import NotFinite
 from experiments.runs.checkpoint import complete_steps, restore_template
+from experiments.runs.config_file import from_json
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder
 from experiments.runs.signals import Signals
@@ -131,10 +132,10 @@ class Loop:
         restored = self._store.restore(restore_template(learner.template(), self._setup.mesh), step)
         for warning in restored.warnings:
             self._console.warn(warning)
-        extra = restored.extra
-        learner.restore(restored.arrays, extra["learner"])
-        self._feed.restore(extra["feed"])
-        self.progress, before = Progress(**extra["progress"]), extra["before"]
+        record = restored.record
+        learner.restore(restored.arrays, record.learner)
+        self._feed.restore(record.feed)
+        self.progress, before = from_json(record.progress, Progress, "progress of the checkpoint"), record.before
         self.before = None if before is None else self._setup.evaluation.scores(**before)
         fault, at = learner.fault(), f"checkpoint {self._phase.at(self.progress.step)}"
         require(fault is None, at, "a state that can be trained on (an older one: --resume RUN@STEP)", fault)
@@ -288,13 +289,9 @@ class Loop:
         if self._config.guards.replica_every:
             self._require(step, "not saved, copies differ", learner.mismatch())
         self._console.say(f"{self._phase.at(step)}: saving a checkpoint")
-        extra = {
-            "progress": dict(vars(self.progress)),
-            "learner": learner.counters(),
-            "feed": self._feed.state(),
-            "before": None if self.before is None else self.before._asdict(),
-        }
-        self._store.save(step, learner.arrays(), extra)
+        before = None if self.before is None else self.before._asdict()
+        counters = {"progress": vars(self.progress), "learner": learner.counters(), "feed": self._feed.state()}
+        self._store.save(step, learner.arrays(), **counters, before=before)
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def _save_now(self) -> None:

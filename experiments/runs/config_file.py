@@ -5,14 +5,13 @@ into floats.
 """
 
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from experiments.runs.files import digest_of_json, write_json
 from jaxlogp.errors import require
@@ -23,18 +22,13 @@ MAX_DEPTH = 64
 ConfigT = typing.TypeVar("ConfigT")
 
 
-def config_hash(config: Any) -> str:
-    """Returns the sha256 of the configuration's values, as `save_config` writes it."""
-    return digest_of_json(_plain_values(config))
-
-
 def save_config(path: Path, config: Any) -> None:
     """Writes nested dataclasses as config.json, with the sha256 that `load_config` checks.
 
     Fields may be bool, int, float, str, None, Path, Literal, tuples, unions and dataclasses of these. Raises ValueError for
     a configuration that `load_config` could not return unchanged.
     """
-    values = _plain_values(config)
+    values = exact_json(config, "config")
     write_json(path, {"config": values, "sha256": digest_of_json(values)})
 
 
@@ -91,27 +85,35 @@ def read_sealed(path: Path, name: str) -> Any:
     return stored[name]
 
 
-def _plain_values(config: Any) -> dict[str, Any]:
-    values = to_json(asdict(config))
-    rebuilt = from_json(values, type(config), "config")
-    require(rebuilt == config, "config", "values that config.json returns unchanged", repr(config))
-    # The rebuilt configuration, because an int in a float field comes back as a float and must hash the same.
-    return to_json(asdict(rebuilt))
+def exact_json(value: Any, place: str) -> Any:
+    """Returns a dataclass as JSON values from which `from_json` builds its equal; ValueError if there are none."""
+    values = to_json(value, place)
+    rebuilt = from_json(values, type(value), place)
+    changed = [field.name for field in fields(value) if getattr(rebuilt, field.name) != getattr(value, field.name)]
+    require(not changed, place, "values that JSON returns unchanged", f"others in {', '.join(changed)}")
+    return values
 
 
-def to_json(value: Any, place: str = "config") -> Any:
-    """Returns JSON values, paths and tuples as plain JSON values; ValueError that names the place of anything else."""
-    if isinstance(value, Mapping):
-        return {name: to_json(item, f"{place}.{name}") for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(item, place) for item in value]
+def to_json(value: Any, place: str = "config", levels: int = MAX_DEPTH - 2) -> Any:
+    """Returns dataclasses, mappings, tuples and paths as JSON values; ValueError that names the place of anything else.
+
+    `levels` bounds their nesting, so that `parse_json` still takes a checkpoint's record two levels down in its manifest.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(float(value))
-    is_plain = value is None or type(value) in (bool, int, float, str)
-    require(is_plain, place, "a JSON value, a path or a tuple of them", type(value).__name__)
-    return value
+    require(levels > 0, place, "values that are not nested so deep", "deeper ones")
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        require(all(type(name) is str for name in value), place, "names that are text", sorted(map(repr, value)))
+        return {name: to_json(item, f"{place}.{name}", levels - 1) for name, item in value.items()}
+    is_list = isinstance(value, list | tuple)
+    require(is_list, place, "a JSON value, a path or a tuple of them", type(value).__name__)
+    return [to_json(item, place, levels - 1) for item in value]
 
 
 def from_json(value: Any, annotation: Any, place: str) -> Any:

@@ -38,7 +38,7 @@ def create_file(path: Path) -> FileIO:
 
 def open_file(path: Path) -> FileIO:
     """Opens an existing file, unbuffered, for reading and writing; ValueError for anything but a file."""
-    require_file(path)
+    require_kind(path, "file")
     return FileIO(path, "r+b", opener=lambda name, flags: os.open(name, flags | _NO_LINK))
 
 
@@ -72,7 +72,7 @@ def make_folder(path: Path) -> None:
     """Makes a folder if nothing has its name; ValueError if something else has, a link to a folder included."""
     if kind_of(path) == "nothing":
         path.mkdir()
-    require_folder(path)
+    require_kind(path, "folder")
 
 
 def require_readable_path(folder: Path) -> None:
@@ -105,11 +105,7 @@ def kind_of(path: Path) -> str:
     return kinds.get(stat.S_IFMT(mode), "device")
 
 
-def require_file(path: Path) -> None:
-    """Raises ValueError where a path is not a file, a link to one included."""
-    require(kind_of(path) == "file", str(path), "a file", f"a {kind_of(path)}".replace("a nothing", "nothing"))
-
-
-def require_folder(path: Path) -> None:
-    """Raises ValueError where a path is not a folder, a link to one included."""
-    require(kind_of(path) == "folder", str(path), "a folder", f"a {kind_of(path)}".replace("a nothing", "nothing"))
+def require_kind(path: Path, kind: str) -> None:
+    """Raises ValueError for a path that is not itself a "file" or a "folder": a link to one is none."""
+    seen = kind_of(path)
+    require(seen == kind, str(path), f"a {kind}", seen if seen == "nothing" else f"a {seen}")

@@ -1,25 +1,11 @@
-"""The folder of one run: its configuration, its environment, and one line per step.
-
-    config.json    the configuration and its sha256
-    env.json       versions, devices, git revision and command of the first start and of every resume
-    metrics.jsonl  one object per line: step, kind, scalars
-    samples.jsonl  one object per line: step, phase, prompt, completion, answer, reward, rewards, num_tokens, ended
-    summary.json   the final numbers
-    parts.json     what the options do not describe: digests of examples, of a model's files, of the caller's own functions
-    model/         of a run that began with a model from disk: its files, without the weights
-    lock           held by the process that writes here
-    curves.png, checkpoints/, tb/<kind>/
-    warm_start/    checkpoints of the warm start, until the first of the training is complete
+"""The folder of one run: its configuration, its environment, and one line per step; docs/run_folder.md lists the files.
 
 Nothing in it names the folder itself, which can be moved. It may also come from somebody else: what is read or written
-here are files and folders, never links to others.
-
-Numbers are JSON numbers. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf",
-which the readers here turn back into floats.
+here are files and folders, never links to others. JSON has no NaN and no infinity: they are written as the strings
+"nan", "inf" and "-inf", which the readers here turn back into floats.
 """
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -37,8 +23,7 @@ from experiments.runs.files import (
     UNFINISHED,
     create_file,
     kind_of,
-    require_file,
-    require_folder,
+    require_kind,
     require_readable_path,
     sync_folder,
     unfinished,
@@ -46,7 +31,7 @@ from experiments.runs.files import (
 )
 from experiments.runs.identity import RunParts
 from experiments.runs.lock import RunLock
-from experiments.runs.log_file import EMPTY, LogFile, LogMark
+from experiments.runs.log_file import LogFile, LogMarks
 from jaxlogp.errors import require
 
 LONGEST_NAME_BYTES = 200
@@ -82,34 +67,26 @@ class RunFolder:
         fill: Callable[[Self], None] = lambda folder: None,
         parts: RunParts = NO_PARTS,
     ) -> Self:
-        """Creates `parent/name` with env.json; it is a complete run folder once `save_config` has written config.json.
+        """Creates `parent/name`, a name as of `is_folder_name`; it is complete once `save_config` has written config.json.
 
         It is made under another name and renamed, so that a process that is killed leaves nothing under this one. What
-        such a process left is removed. `fill` writes what else is in the folder before it has its name.
-
-        Raises:
-            ValueError: a name that is not one path component, a path that exists already, or a parent that is no folder.
+        such a process left is removed. `fill` writes what else is in the folder before it has its name. ValueError if the
+        path exists already, or Orbax could not read from it.
         """
-        require(is_folder_name(name), "name", "one path component", repr(name)[:LONGEST_NAME_BYTES])
-        size = len(os.fsencode(name))
-        require(size <= LONGEST_NAME_BYTES, "name", f"at most {LONGEST_NAME_BYTES} bytes", size)
         folder = cls(Path(parent).resolve() / name)
         require_readable_path(folder.path)
+        _require_free(folder.path)
         fresh = cls(unfinished(folder.path))
-        try:
-            folder.path.parent.mkdir(parents=True, exist_ok=True)
-            _require_free(folder.path)
-            fresh.path.mkdir()
-        except FileExistsError:
-            require(False, "run folder", "a path that does not exist yet", folder.path.parent)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            require(False, "run folder", "a path in an existing folder", f"{folder.path}: {error.strerror}")
+        fresh.path.mkdir(parents=True)
         try:
             with RunLock(fresh.lock):
                 _remove_unfinished(folder.path)
                 fresh._make_entries(parts)
                 fill(fresh)
-                _rename(fresh.path, folder.path)
+                _require_free(folder.path)
+                # What takes the name between the two is left alone, unless it is an empty folder.
+                fresh.path.rename(folder.path)
+                sync_folder(folder.path.parent)
         except BaseException:
             shutil.rmtree(fresh.path, ignore_errors=True)
             raise
@@ -125,22 +102,17 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Opens a run folder that `create` and `save_config` completed.
-
-        Raises:
-            ValueError: no folder there, not a run folder, or a damaged one.
-        """
+        """Opens a run folder that `create` and `save_config` completed; ValueError if it is none, or damaged."""
         folder = cls(Path(path).resolve())
         require(folder.path.is_dir(), "run folder", "an existing folder", folder.path)
         require_readable_path(folder.path)
         present = folder.env.is_file() or folder.config.is_file()
         require(present, "run folder", "one with config.json and env.json", f"neither in {folder.path}")
         for part in (folder.env, folder.config, folder.parts, folder.metrics, folder.samples):
-            require_file(part)
-        for part in (folder.checkpoints, folder.tensorboard):
-            require_folder(part)
-        if kind_of(folder.warm_start) != "nothing":
-            require_folder(folder.warm_start)
+            require_kind(part, "file")
+        there = [folder.warm_start] if kind_of(folder.warm_start) != "nothing" else []
+        for part in (folder.checkpoints, folder.tensorboard, *there):
+            require_kind(part, "folder")
         resumes = read_object(folder.env).get("resumes")
         is_list = isinstance(resumes, list) and all(isinstance(each, dict) for each in resumes)
         require(is_list, str(folder.env), "a list of objects as resumes", repr(resumes)[:80])
@@ -157,17 +129,6 @@ class RunFolder:
 
 def _require_free(path: Path) -> None:
     require(kind_of(path) == "nothing", "run folder", "a path that does not exist yet", path)
-
-
-def _rename(fresh: Path, path: Path) -> None:
-    _require_free(path)
-    try:
-        # What takes the name between the two is left alone, unless it is an empty folder.
-        fresh.rename(path)
-    except OSError as error:
-        _require_free(path)
-        raise error
-    sync_folder(path.parent)
 
 
 def _remove_unfinished(path: Path) -> None:
@@ -204,26 +165,19 @@ class MetricsLog(NamedTuple):
     torn: str | None
 
 
-Marks = dict[str, LogMark]
-"""What a checkpoint remembers of the two logs, by the name of the file."""
-
-
 class MetricsWriter:
     """Appends to metrics.jsonl, samples.jsonl and tb/ of a run that this process has locked, each line at once.
 
-    The marks are those of the checkpoint that the run resumes from: up to them the logs must be unchanged.
-
-    Raises:
-        ValueError: if a log ends before its mark, or was changed before it.
+    The marks are those of the checkpoint that the run resumes from; ValueError if a log was changed before its mark.
     """
 
-    def __init__(self, folder: RunFolder, marks: Marks | None = None) -> None:
+    def __init__(self, folder: RunFolder, marks: LogMarks | None = None) -> None:
         self._folder, self._resumed = folder, marks is not None
         self._boards: dict[str, EventFile] = {}
-        marks = marks or {}
-        self._metrics = LogFile(folder.metrics, marks.get(folder.metrics.name, EMPTY))
+        marks = marks or LogMarks()
+        self._metrics = LogFile(folder.metrics, marks.metrics)
         try:
-            self._samples = LogFile(folder.samples, marks.get(folder.samples.name, EMPTY))
+            self._samples = LogFile(folder.samples, marks.samples)
             records = (_parse_line(line, str(folder.metrics)) for line in self._metrics.kept.splitlines())
             self._last_steps = {record["kind"]: record["step"] for record in records}
         except BaseException:
@@ -245,9 +199,7 @@ class MetricsWriter:
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Adds the scalars of one step; numbers also go to tb/<kind>/.
 
-        Raises:
-            ValueError: a step of this kind that is not newer than the last, or a value that is not a scalar.
-            OSError: the disk is full.
+        ValueError for a step of this kind that is not newer than the last, and for a value that is not a scalar.
         """
         last = self._last_steps.get(kind, -1)
         require(step > last, f"step of kind {kind!r}", f"a step after {last}", step)
@@ -265,9 +217,9 @@ class MetricsWriter:
         for sample in samples:
             self._samples.append({"step": int(step), "phase": phase, **sample})
 
-    def marks(self) -> Marks:
+    def marks(self) -> LogMarks:
         """What a checkpoint remembers of the logs, whose lines are durable from here on."""
-        return {log.path.name: log.mark() for log in (self._metrics, self._samples)}
+        return LogMarks(self._metrics.mark(), self._samples.mark())
 
     def close(self) -> None:
         """Closes the files."""
@@ -282,11 +234,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> MetricsLog:
-    """Reads metrics.jsonl.
-
-    Raises:
-        ValueError: an unreadable file, or a damaged line other than an unfinished last one, with its number.
-    """
+    """Reads metrics.jsonl; ValueError for a damaged line other than an unfinished last one, with its number."""
     try:
         *whole, last = path.read_bytes().split(b"\n")
     except OSError as error:

@@ -6,8 +6,8 @@ devices or meshes give other last bits, and are said: a run that goes on is then
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -37,7 +37,7 @@ class RunParts:
 
     def fixed(self) -> dict[str, Any]:
         """Returns the parts that may not change, as JSON values."""
-        return to_json(asdict(replace(self, sources=())))
+        return to_json(replace(self, sources=()))
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,6 @@ class Identity:
     parts: dict[str, Any]
     settings: dict[str, Any]
     numerics: dict[str, Any]
-
-    def as_record(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Self:
-        """Raises ValueError for values of another form."""
-        fields = {"options": dict, "parts": dict, "settings": dict, "numerics": dict}
-        same = record.keys() == fields.keys() and all(isinstance(record[name], kind) for name, kind in fields.items())
-        require(same, "record of a checkpoint", "the identity of a run", "something else")
-        return cls(**record)
 
 
 def identity_of(options: Mapping[str, Any], mesh: str, parts: RunParts) -> Identity:
@@ -77,18 +66,12 @@ def identity_of(options: Mapping[str, Any], mesh: str, parts: RunParts) -> Ident
     return Identity(to_json(options), parts.fixed(), settings, numerics)
 
 
-def compared(saved: Mapping[str, Any], now: Identity, step: int) -> tuple[str, ...]:
+def compared(then: Identity, now: Identity, step: int) -> tuple[str, ...]:
     """Returns one warning that lists the differences that break bitwise equality, or none; ValueError for another run."""
-    then = Identity.of_record(saved)
-    for what, old, new in (
-        ("options", then.options, now.options),
-        ("settings of JAX", then.settings, now.settings),
-        ("parts", then.parts, now.parts),
-    ):
-        differences = _differences(old, new)
-        require(
-            not differences, f"checkpoint step {step}", f"the {what} that it was saved with", ", ".join(differences)
-        )
+    for field, words in (("options", "options"), ("settings", "settings of JAX"), ("parts", "parts")):
+        differences = _differences(getattr(then, field), getattr(now, field))
+        expected = f"the {words} that it was saved with"
+        require(not differences, f"checkpoint step {step}", expected, ", ".join(differences))
     differences = _differences(then.numerics, now.numerics)
     words = "resuming, but not bitwise identical to an uninterrupted run"
     return (f"changed since step {step}: {', '.join(differences)}; {words}",) if differences else ()

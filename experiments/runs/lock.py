@@ -17,11 +17,7 @@ class RunLock:
     """Held from construction to `release`, the end of a ``with`` block, or the end of the process, kill -9 included.
 
     Readers (evaluation, export, curves) need none. The file is created if missing and never removed: a new one could be
-    locked beside the old.
-
-    Raises:
-        ValueError: if another process, or this one, has the lock; or something other than a file has its name.
-        OSError: if the folder cannot be written.
+    locked beside the old. ValueError if another process, or this one, has it, or if anything but a file has its name.
     """
 
     def __init__(self, path: Path) -> None:

@@ -7,15 +7,17 @@ checkpoint finds exactly this content, or is refused; later lines are cut off on
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from experiments.runs.config_file import to_json
 from experiments.runs.files import open_file, write_whole
 from jaxlogp.errors import require
 
 
-class LogMark(NamedTuple):
+@dataclass(frozen=True)
+class LogMark:
     """The first `size` bytes of a log."""
 
     size: int
@@ -25,11 +27,18 @@ class LogMark(NamedTuple):
 EMPTY = LogMark(0, hashlib.sha256().hexdigest())
 
 
+@dataclass(frozen=True)
+class LogMarks:
+    """What a checkpoint remembers of metrics.jsonl and samples.jsonl."""
+
+    metrics: LogMark = EMPTY
+    samples: LogMark = EMPTY
+
+
 class LogFile:
     """A log that only this process appends to (it holds the run's lock); `kept` is its content up to the mark, until `cut`.
 
-    Raises:
-        ValueError: not a file, or another content up to the mark.
+    ValueError for anything but a file, and for another content up to the mark.
     """
 
     def __init__(self, path: Path, mark: LogMark = EMPTY) -> None:
@@ -47,12 +56,6 @@ class LogFile:
         except BaseException:
             self._stream.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def cut(self) -> int:
         """Cuts off the lines after the mark, before any is appended, and returns their number."""

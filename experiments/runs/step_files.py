@@ -1,7 +1,7 @@
 """The files of one checkpoint: arrays as Orbax writes them, and one manifest that seals them.
 
     20/arrays/          every array under its path, as `orbax.checkpoint.PyTreeCheckpointer` reads it too
-    20/manifest.json    {"content": {"step", "extra", "leaves", "files"}, "sha256"}
+    20/manifest.json    {"content": {"step", "record", "leaves", "files"}, "sha256"}
 
 "files" maps the files of arrays/ to their sha256, and "leaves" the paths of the arrays to dtype and shape. Orbax has no
 checksums, reads flipped bits as if they were numbers and answers other damage with any exception, so all files are
@@ -29,11 +29,12 @@ from experiments.runs.files import (
     digest_of_json,
     open_file,
     replace_file,
-    require_file,
-    require_folder,
+    require_kind,
     sync_folder,
     unfinished,
 )
+from experiments.runs.identity import Identity
+from experiments.runs.log_file import LogMarks
 from jaxlogp.errors import require
 
 ARRAYS = "arrays"
@@ -43,11 +44,32 @@ ROOM_BESIDE_ARRAYS = 1 << 20
 
 
 @dataclass(frozen=True)
+class CheckpointRecord:
+    """What is saved with the arrays; the mappings hold JSON values.
+
+    Attributes:
+        identity: what decides the numbers of the run.
+        logs: how far the logs had come.
+        progress: counters of the loop.
+        learner: counters of the learner.
+        feed: state of the source, and the documents that wait for a step.
+        before: held-out scores from before the first step; None until they are known.
+    """
+
+    identity: Identity
+    logs: LogMarks
+    progress: dict[str, Any]
+    learner: dict[str, Any]
+    feed: dict[str, Any]
+    before: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """What a step is: the caller's record, dtype and shape of each array, and the sha256 of each file."""
+    """The content of a manifest, as the module's docstring has it."""
 
     step: int
-    extra: dict[str, Any]
+    record: CheckpointRecord
     leaves: dict[str, str]
     files: dict[str, str]
 
@@ -64,17 +86,15 @@ def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 def form_of(leaf: Any) -> str:
-    """Returns dtype and shape of an array, or of the template of one.
-
-    Example:
-        >>> form_of(np.zeros((8, 4), np.float32))
-        'float32[8, 4]'
-    """
+    """Returns dtype and shape of an array, or of the template of one: "float32[8, 4]"."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def write_step(folder: Path, step: int, extra: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes everything; it is durable when this returns. OSError if the disk is full, or cannot be written to."""
+def write_step(folder: Path, step: int, record: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes everything; it is durable when this returns. OSError if the disk is full, or cannot be written to.
+
+    The record is a `CheckpointRecord` as JSON values.
+    """
     _require_room(folder, sum(array.nbytes for array in arrays.values()) + ROOM_BESIDE_ARRAYS)
     try:
         with _orbax() as checkpointer:
@@ -88,30 +108,27 @@ def write_step(folder: Path, step: int, extra: dict[str, Any], arrays: Mapping[s
     for parent, _, _ in os.walk(folder):
         sync_folder(Path(parent))
     leaves = {path: form_of(array) for path, array in arrays.items()}
-    content = vars(Manifest(step, extra, leaves, files))
-    sealed = {"content": content, "sha256": digest_of_json(content)}
-    replace_file(folder / MANIFEST, json.dumps(sealed, allow_nan=False).encode())
+    content = {"step": step, "record": record, "leaves": leaves, "files": files}
+    replace_file(folder / MANIFEST, json.dumps({"content": content, "sha256": digest_of_json(content)}).encode())
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Returns the manifest of an intact step: its own seal and all files have been compared.
+    """Returns the manifest of a step, once the seal and all files have been compared.
 
-    Raises:
-        ValueError: if anything is missing, too many, or not what was written.
-        OSError: if a file cannot be read.
+    ValueError if anything is missing, too many, or not what was written; OSError if a file cannot be read.
     """
-    require_folder(folder)
+    require_kind(folder, "folder")
     path, arrays = folder / MANIFEST, folder / ARRAYS
-    require_file(path)
+    require_kind(path, "file")
     manifest = from_json(read_sealed(path, "content"), Manifest, str(path))
     require(manifest.step == step, str(path), f"that of step {step}", f"that of step {manifest.step}")
-    require_folder(arrays)
+    require_kind(arrays, "folder")
     present, written = set(_files(arrays)), manifest.files.keys()
     seen = f"missing {sorted(written - present)}, unknown {sorted(present - written)}"
     require(present == written, str(arrays), "the files that were written", seen)
     for name, sha256 in manifest.files.items():
         # A pipe in the place of a file would block, and a device never end.
-        require_file(arrays / name)
+        require_kind(arrays / name, "file")
         with (arrays / name).open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         require(found == sha256, str(arrays / name), f"the file that was written, of sha256 {sha256}", found)

@@ -1,6 +1,7 @@
 """Checkpoints: a restore returns what was saved, on any mesh, or the reason why not."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -17,11 +18,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.runs import checkpoint
-from experiments.runs.checkpoint import Checkpoints, SavedSteps, restore_template
+from experiments.runs.checkpoint import Checkpoints, complete_steps, restore, restore_template
 from experiments.runs.files import digest_of_json
+from experiments.runs.identity import Identity
+from experiments.runs.log_file import LogMarks
+from experiments.runs.step_files import CheckpointRecord
 
-EXTRA = {"iterator": [3, 1], "documents_seen": 96, "learning_rate": 0.1, "config": {"name": "tiny"}}
 OPTIMIZER = optax.adam(1e-2)
+
+
+def nested(levels):
+    return json.loads("[" * levels + "]" * levels)
+
+
+def record(step, **feed):
+    options = {"seed": 0, "optimizer.learning_rate": 0.1}
+    return CheckpointRecord(Identity(options, {}, {}, {}), LogMarks(), {"step": step}, {"version": 96}, feed, None)
 
 
 def make_state(mesh, offset=0):
@@ -60,8 +72,8 @@ def two_steps(tmp_path_factory, mesh):
     """A folder with steps 10 and 20; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     with Checkpoints(folder) as checkpoints:
-        checkpoints.save(10, make_state(mesh, 0), {**EXTRA, "step": 10})
-        checkpoints.save(20, make_state(mesh, 1), {**EXTRA, "step": 20})
+        checkpoints.save(10, make_state(mesh, 0), record(10, deep=nested(60)))
+        checkpoints.save(20, make_state(mesh, 1), record(20, deep=nested(60)))
     return folder
 
 
@@ -71,22 +83,20 @@ def copied(two_steps, tmp_path):
 
 
 def test_gives_back_what_was_saved(two_steps, mesh):
-    saved = SavedSteps(two_steps)
-    assert saved.steps() == [10, 20]
-    restored = saved.restore(restore_template(make_state(mesh), mesh))
-    older = saved.restore(restore_template(make_state(mesh), mesh), step=10)
-    assert (restored.step, restored.warnings) == (20, ())
-    assert restored.extra == {**EXTRA, "step": 20}
+    template = restore_template(make_state(mesh), mesh)
+    assert complete_steps(two_steps) == [10, 20]
+    restored, older = restore(two_steps, template), restore(two_steps, template, step=10)
+    assert (restored.step, restored.warnings, restored.damaged) == (20, (), {})
+    assert restored.record == record(20, deep=nested(60))
     assert_equal_states(restored.arrays, make_state(mesh, 1))
-    assert older.step == older.extra["step"] == 10
+    assert older.step == older.record.progress["step"] == 10
     assert_equal_states(older.arrays, make_state(mesh, 0))
 
 
 @pytest.mark.parametrize("spec", [MeshSpec(2, 2), MeshSpec(1, 8), MeshSpec(4, 1), MeshSpec(1, 1)], ids=str)
 def test_restores_onto_any_mesh_and_trains_on(two_steps, mesh, spec):
     onto = make_mesh(spec)
-    with Checkpoints(two_steps) as checkpoints:
-        arrays = checkpoints.restore(restore_template(make_state(mesh), onto)).arrays
+    arrays = restore(two_steps, restore_template(make_state(mesh), onto)).arrays
     assert all(leaf.sharding.mesh == onto for leaf in jax.tree.leaves(arrays))
     assert arrays["params"]["table"].sharding.spec == PartitionSpec("tensor", None)
     assert len(arrays["opt"][0].count.sharding.device_set) == spec.num_devices
@@ -98,17 +108,15 @@ def restore_on(state, mesh):
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, restore_template(state, mesh)))
 
 
-def test_keeps_the_newest(tmp_path, mesh):
+def test_keeps_the_newest(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert checkpoints.latest_step() is None
         for step in (1, 2, 5):
-            checkpoints.save(step, {"w": jnp.float32(step)}, {})
+            checkpoints.save(step, {"w": jnp.float32(step)}, record(step))
         checkpoints.wait_until_finished()
-        assert checkpoints.steps() == [2, 5]
-        assert checkpoints.latest_step() == 5
+        assert complete_steps(tmp_path) == [2, 5]
         for step in (5, 4):
             with pytest.raises(ValueError, match="step: expected a step after 5"):
-                checkpoints.save(step, {"w": jnp.float32(0)}, {})
+                checkpoints.save(step, {"w": jnp.float32(0)}, record(step))
 
 
 @contextlib.contextmanager
@@ -122,287 +130,203 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_save_that_fails_in_the_background_is_loud_and_does_not_count(copied, mesh):
-    noise = {"noise": jax.random.bits(jax.random.key(0), (1 << 18,))}
-    with Checkpoints(copied) as checkpoints:
-        with full_disk(), pytest.raises(OSError, match="checkpoint step 30 could not be written: File too large"):
-            checkpoints.save(30, noise, {})
-            checkpoints.wait_until_finished()
-        assert checkpoints.latest_step() == 20 and not list(copied.glob("30*"))
-        assert checkpoints.restore(restore_template(make_state(mesh), mesh)).step == 20
-        checkpoints.save(30, noise, {})
-        assert checkpoints.restore(noise).step == 30
-
-
-def test_a_failed_save_does_not_push_a_good_step_out(copied):
+def test_a_save_that_fails_in_the_background_is_loud_and_pushes_no_good_step_out(copied):
     noise = {"noise": jax.random.bits(jax.random.key(0), (1 << 18,))}
     with Checkpoints(copied, keep=2) as checkpoints:
-        with full_disk(), pytest.raises(OSError, match="File too large"):
-            checkpoints.save(30, noise, {})
-            checkpoints.save(31, noise, {})
-        checkpoints.save(40, noise, {})
+        with full_disk(), pytest.raises(OSError, match="checkpoint step 30 could not be written: File too large"):
+            checkpoints.save(30, noise, record(30))
+            checkpoints.save(31, noise, record(31))
+        assert complete_steps(copied) == [10, 20] and not list(copied.glob("30*"))
+        checkpoints.save(40, noise, record(40))
         checkpoints.wait_until_finished()
-        assert checkpoints.steps() == [20, 40]
+    assert complete_steps(copied) == [20, 40] and restore(copied, noise).step == 40
 
 
-def other_shape(state):
-    state["params"]["table"] = jnp.zeros((4, 8), jnp.bfloat16)
-
-
-def other_dtype(state):
-    state["params"]["table"] = jnp.zeros((8, 4), jnp.float16)
-
-
-def vector_for_scalar(state):
-    state["opt"] = (state["opt"][0]._replace(count=jnp.zeros((1,), jnp.int32)), *state["opt"][1:])
-
-
-def extra_leaf(state):
-    state["params"]["scale"] = jnp.float32(1)
-
-
-def missing_leaf(state):
-    del state["key"]
+def with_table(state, table):
+    return {**state, "params": {**state["params"], "table": table}}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (other_shape, r"leaf 'params/table': expected bfloat16\[4, 8\], got bfloat16\[8, 4\]"),
-        (other_dtype, r"leaf 'params/table': expected float16\[8, 4\], got bfloat16\[8, 4\]"),
-        (vector_for_scalar, r"leaf 'opt/0/count': expected int32\[1\], got int32\[\]"),
-        (extra_leaf, r"the leaves of the template, got missing \['params/scale'\], unknown \[\]"),
-        (missing_leaf, r"got missing \[\], unknown \['key'\]"),
+        (
+            lambda state: with_table(state, jnp.zeros((4, 8), jnp.bfloat16)),
+            r"leaf 'params/table': expected bfloat16\[4, 8\], got bfloat16\[8, 4\]",
+        ),
+        (
+            lambda state: with_table(state, jnp.zeros((8, 4), jnp.float16)),
+            r"leaf 'params/table': expected float16\[8, 4\], got bfloat16\[8, 4\]",
+        ),
+        (
+            lambda state: {**state, "scale": jnp.float32(1)},
+            r"the leaves of the template, got missing \['scale'\], unknown \[\]",
+        ),
+        (
+            lambda state: {name: state[name] for name in ("params", "opt")},
+            r"the leaves of the template, got missing \[\], unknown \['key'\]",
+        ),
     ],
 )
 def test_a_template_that_does_not_fit_is_an_error_not_damage(two_steps, mesh, change, words):
-    state = make_state(mesh)
-    change(state)
-    with Checkpoints(two_steps) as checkpoints:
-        with pytest.raises(ValueError, match=words) as caught:
-            checkpoints.restore(restore_template(state, mesh))
-        assert checkpoints.steps() == [10, 20]
+    with pytest.raises(ValueError, match=words) as caught:
+        restore(two_steps, restore_template(change(make_state(mesh)), mesh))
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_must_place_every_leaf_on_the_same_devices(two_steps, mesh):
-    state = make_state(mesh)
-    with Checkpoints(two_steps) as checkpoints:
-        with pytest.raises(ValueError, match="template leaf 'key': expected a sharding"):
-            checkpoints.restore({"key": jax.ShapeDtypeStruct((2,), jnp.uint32)})
-        # The state itself is no template: its counter sits on one device, its parameters on four.
-        with pytest.raises(ValueError, match="template leaf 'opt/0/mu/.*expected the devices of 'key'"):
-            checkpoints.restore(state)
-
-
 @pytest.mark.parametrize(
-    ("arrays", "extra", "words"),
+    ("arrays", "feed", "words"),
     [
-        ({"key": lambda: jax.random.key(0)}, {}, "leaf 'key': expected uint32 data from jax.random.key_data"),
-        ({"w": lambda: np.zeros(2)}, {}, "leaf 'w': expected a jax Array, got ndarray"),
-        ({"w": lambda: 3}, {}, "leaf 'w': expected a jax Array, got int"),
-        ({}, {}, "arrays: expected at least one array"),
-        ({"w": lambda: jnp.float32(1)}, {1: "a"}, "extra: expected a dict that JSON returns unchanged"),
-        ({"w": lambda: jnp.float32(1)}, {"a": (1, 2)}, "extra: expected"),
-        ({"w": lambda: jnp.float32(1)}, {"a": float("inf")}, "extra: expected"),
-        ({"w": lambda: jnp.float32(1)}, {"a": object()}, "extra: expected"),
+        ({"a": {"b": 1.0}, "a/b": 2.0}, {}, "arrays: expected leaves with distinct paths, got 'a/b' twice"),
+        ({"w": 1.0}, {1: "a"}, "record.feed: expected names that are text"),
+        ({"w": 1.0}, {"a": (1, 2)}, "record: expected values that JSON returns unchanged, got others in feed"),
+        ({"w": 1.0}, {"a": float("inf")}, "record: expected values that JSON returns unchanged, got others in feed"),
+        ({"w": 1.0}, {"a": np.zeros(2)}, "record.feed.a: expected a JSON value, .*, got ndarray"),
+        ({"w": 1.0}, {"a": nested(61)}, "record.feed.a: expected values that are not nested so deep"),
     ],
 )
-def test_refuses_what_it_could_not_give_back(tmp_path, arrays, extra, words):
-    with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=words):
-            checkpoints.save(1, {name: make() for name, make in arrays.items()}, extra)
-        assert checkpoints.steps() == []
+def test_refuses_what_it_could_not_give_back(tmp_path, arrays, feed, words):
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=words):
+        checkpoints.save(1, jax.tree.map(jnp.float32, arrays), dataclasses.replace(record(1), feed=feed))
+    assert complete_steps(tmp_path) == []
 
 
 def test_says_when_there_is_nothing(tmp_path, two_steps, mesh):
     template = restore_template(make_state(mesh), mesh)
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match="at least one complete step in"):
-        checkpoints.restore(template)
-    with Checkpoints(two_steps) as checkpoints, pytest.raises(ValueError, match=r"expected one of \[10, 20\]"):
-        checkpoints.restore(template, step=15)
-    with pytest.raises(ValueError, match="keep"):
-        Checkpoints(tmp_path, keep=0)
-
-
-def flip_a_bit_of(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    with pytest.raises(ValueError, match="at least one complete step in"):
+        restore(tmp_path, template)
+    with pytest.raises(ValueError, match=r"expected one of \[10, 20\]"):
+        restore(two_steps, template, step=15)
 
 
 def largest_file(step):
     return max((file for file in (step / "arrays").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
 
-def flip_array_bit(step):
-    flip_a_bit_of(largest_file(step))
+def flip_a_bit(step):
+    content = bytearray(largest_file(step).read_bytes())
+    content[len(content) // 2] ^= 1
+    largest_file(step).write_bytes(content)
 
 
-def truncate_array(step):
-    file = largest_file(step)
-    file.write_bytes(file.read_bytes()[:20])
-
-
-def delete_array(step):
-    largest_file(step).unlink()
-
-
-def delete_arrays(step):
-    shutil.rmtree(step / "arrays")
-
-
-def pipe_for_array(step):
+def put_a_pipe(step):
     file = largest_file(step)
     file.unlink()
     os.mkfifo(file)
 
 
-def deep_metadata(step):
-    (step / "arrays" / "_CHECKPOINT_METADATA").write_bytes(b"[" * 100_000)
+def edit_record(step):
+    text = (step / "manifest.json").read_text()
+    assert '"version": 96' in text
+    (step / "manifest.json").write_text(text.replace('"version": 96', '"version": 97'))
 
 
-def further_file(step):
-    (step / "arrays" / "d" / "more").write_bytes(b"1")
-
-
-def link_to_a_folder(step):
-    (step / "arrays" / "more").symlink_to(step.parent)
-
-
-def edit_extra(step):
-    file = step / "manifest.json"
-    text = file.read_text()
-    assert '"documents_seen": 96' in text
-    file.write_text(text.replace('"documents_seen": 96', '"documents_seen": 97'))
-
-
-def empty_manifest(step):
-    (step / "manifest.json").write_bytes(b"")
-
-
-def deep_manifest(step):
-    (step / "manifest.json").write_bytes(b"[" * 100_000)
-
-
-def foreign_manifest(step):
-    content = {"step": 20, "extra": {}, "leaves": [{"path": "a"}]}
+def sealed_again(step, change):
+    """The seal has no key: anybody can write one."""
+    content = json.loads((step / "manifest.json").read_text())["content"]
+    change(content)
     (step / "manifest.json").write_text(json.dumps({"content": content, "sha256": digest_of_json(content)}))
 
 
-def empty_step(step):
-    shutil.rmtree(step)
-    step.mkdir()
-
-
-def older_content(step):
-    shutil.rmtree(step)
-    shutil.copytree(step.parent / "10", step)
-
-
-def arrays_of_the_older_step(step):
-    shutil.rmtree(step / "arrays")
-    shutil.copytree(step.parent / "10" / "arrays", step / "arrays")
-
-
-def link_for_step(step):
+def put_a_link(step):
     step.rename(step.parent.parent / "elsewhere")
     step.symlink_to(step.parent.parent / "elsewhere")
 
 
-def file_for_step(step):
-    shutil.rmtree(step)
-    step.write_text("20")
-
-
-NOT_WRITTEN = "/arrays/.*: expected the file that was written, of sha256"
 DAMAGE = {
-    flip_array_bit: NOT_WRITTEN,
-    truncate_array: NOT_WRITTEN,
-    deep_metadata: f"_CHECKPOINT_METADATA{NOT_WRITTEN[9:]}",
-    delete_array: r"/arrays: expected the files that were written, got missing \['.*'\], unknown \[\]",
-    further_file: r"got missing \[\], unknown \['d/more'\]",
-    link_to_a_folder: r"unknown \['more'\]",
-    arrays_of_the_older_step: "got missing .*, unknown ",
-    delete_arrays: "/arrays: expected a folder, got nothing",
-    pipe_for_array: "/arrays/.*: expected a file, got a device",
-    edit_extra: "/manifest.json: expected values with sha256 .*: edited or damaged",
-    empty_manifest: "/manifest.json: expected a JSON object",
-    deep_manifest: "/manifest.json: expected a JSON object.* nested at most 64 deep",
-    foreign_manifest: "/manifest.json: expected every key of Manifest, got none named files",
-    empty_step: "/manifest.json: expected a file, got nothing",
-    older_content: "/manifest.json: expected that of step 20, got that of step 10",
-    link_for_step: "/20: expected a folder, got a link",
-    file_for_step: "/20: expected a folder, got a file",
+    "/arrays/.*: expected the file that was written, of sha256": flip_a_bit,
+    r"/arrays: expected the files that were written, got missing \['_METADATA'\], unknown \[\]": lambda step: (
+        step / "arrays" / "_METADATA"
+    ).unlink(),
+    r"got missing \[\], unknown \['d/more'\]": lambda step: (step / "arrays" / "d" / "more").touch(),
+    r"got missing \[\], unknown \['more'\]": lambda step: (step / "arrays" / "more").symlink_to(step.parent),
+    "/arrays: expected a folder, got nothing": lambda step: shutil.rmtree(step / "arrays"),
+    "/arrays/.*: expected a file, got a device": put_a_pipe,
+    "/manifest.json: expected values with sha256 .*: edited or damaged": edit_record,
+    "/manifest.json: expected a JSON object": lambda step: (step / "manifest.json").write_bytes(b""),
+    "/manifest.json: expected every key of Manifest, got none named files": lambda step: sealed_again(
+        step, lambda content: content.pop("files")
+    ),
+    "/manifest.json.record.identity: expected the fields of Identity, got 3": lambda step: sealed_again(
+        step, lambda content: content["record"].update(identity=3)
+    ),
+    "/manifest.json.record.logs.metrics.size: expected int, got '0'": lambda step: sealed_again(
+        step, lambda content: content["record"]["logs"]["metrics"].update(size="0")
+    ),
+    "/manifest.json: expected a file, got nothing": lambda step: (step / "manifest.json").unlink(),
+    "/manifest.json: expected that of step 20, got that of step 10": lambda step: (
+        shutil.rmtree(step),
+        shutil.copytree(step.parent / "10", step),
+    ),
+    "/20: expected a folder, got a link": put_a_link,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damage_is_named_quarantined_and_survived(copied, mesh, damage):
-    damage(copied / "20")
+@pytest.mark.parametrize("words", DAMAGE)
+def test_damage_is_named_quarantined_and_survived(copied, mesh, words):
+    DAMAGE[words](copied / "20")
     template = restore_template(make_state(mesh), mesh)
+    with pytest.raises(ValueError, match=words) as caught:
+        restore(copied, template, step=20)
+    assert "\n" not in str(caught.value)
+    restored = restore(copied, template)
+    assert restored.step == restored.record.progress["step"] == 10 and list(restored.damaged) == [20]
+    assert_equal_states(restored.arrays, make_state(mesh, 0))
+    assert sorted(entry.name for entry in copied.iterdir()) == ["10", "20"], "a restore moves nothing"
     with Checkpoints(copied) as checkpoints:
-        with pytest.raises(ValueError, match=DAMAGE[damage]) as caught:
-            checkpoints.restore(template, step=20)
-        assert "\n" not in str(caught.value)
-        assert sorted(entry.name for entry in copied.iterdir()) == ["10", "20"]
-        reader = SavedSteps(copied).restore(template)
-        assert reader.step == 10 and sorted(entry.name for entry in copied.iterdir()) == ["10", "20"]
-        assert "step 20 is damaged" in reader.warnings[0] and len(reader.warnings) == 1
-
-        restored = checkpoints.restore(template)
-        assert restored.step == restored.extra["step"] == 10
-        assert_equal_states(restored.arrays, make_state(mesh, 0))
-        assert checkpoints.steps()[0] == 10 and not (copied / "quarantine").exists(), "a restore moves nothing"
         (warning,) = checkpoints.continue_from(restored)
         assert "step 20 is damaged" in warning and "continuing from step 10" in warning and "\n" not in warning
         assert warning.endswith(f"; moved to {copied / 'quarantine' / '20-0'}")
-        assert checkpoints.steps() == [10]
-        assert os.path.lexists(copied / "quarantine" / "20-0")
+        assert complete_steps(copied) == [10] and os.path.lexists(copied / "quarantine" / "20-0")
         assert (copied / "quarantine" / "20-0.txt").read_text().strip() in warning
-
-        checkpoints.save(20, make_state(mesh, 2), {})
-        again = checkpoints.restore(template)
-    assert (again.step, again.warnings) == (20, ())
+        checkpoints.save(20, make_state(mesh, 2), record(20))
+    again = restore(copied, template)
+    assert (again.step, again.damaged) == (20, {})
     assert_equal_states(again.arrays, make_state(mesh, 2))
+
+
+def test_arrays_that_are_not_those_of_the_manifest_are_refused(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(4)}, record(1))
+    sealed_again(tmp_path / "1", lambda content: content["leaves"].update(w="float32[8]"))
+    with pytest.raises(ValueError, match=r"step 1: array 'w': expected float32\[8\], got float32\[4\]"):
+        restore(tmp_path, {"w": jnp.zeros(8)})
 
 
 def test_all_steps_damaged_is_an_error_that_moves_nothing(copied, mesh):
     for step in (10, 20):
-        edit_extra(copied / str(step))
-    with Checkpoints(copied) as checkpoints, pytest.raises(ValueError, match="step 20: .*; step 10: "):
-        checkpoints.restore(restore_template(make_state(mesh), mesh))
-    assert sorted(entry.name for entry in copied.iterdir() if entry.is_dir()) == ["10", "20"]
+        edit_record(copied / str(step))
+    with pytest.raises(ValueError, match="step 20: .*; step 10: "):
+        restore(copied, restore_template(make_state(mesh), mesh))
 
 
 def test_a_half_written_step_is_not_a_step(copied, mesh):
     half = copied / f"30.unfinished-{'0a' * 8}"
     half.mkdir()
-    assert SavedSteps(copied).steps() == [10, 20] and half.exists(), "a reader leaves the save of a writer alone"
+    assert complete_steps(copied) == [10, 20]
     with Checkpoints(copied) as checkpoints:
-        assert checkpoints.latest_step() == 20
-        assert checkpoints.restore(restore_template(make_state(mesh), mesh)).warnings == () and half.exists()
-        checkpoints.save(30, {"w": jnp.float32(3)}, {})
-    assert not half.exists() and SavedSteps(copied).steps() == [20, 30]
+        restored = restore(copied, restore_template(make_state(mesh), mesh))
+        assert restored.step == 20 and half.exists(), "a reader leaves the save of a writer alone"
+        checkpoints.save(30, {"w": jnp.float32(3)}, record(30))
+    assert not half.exists() and complete_steps(copied) == [20, 30]
 
 
 def test_a_save_returns_before_it_is_durable_and_keeps_what_it_was_given(tmp_path, monkeypatch):
     """The thread is held until the caller has reused the memory of what it saves, as the next training step does."""
     held, write = threading.Event(), checkpoint.write_step
     monkeypatch.setattr(checkpoint, "write_step", lambda *arguments: held.wait(60) and write(*arguments))
-    extra = {"queued": [1]}
+    queued = [1]
     # Large enough that the CPU backend lends its memory to NumPy.
     state = {"w": jnp.arange(1 << 16, dtype=jnp.float32)}
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, extra)
-        assert checkpoints.steps() == [] and checkpoints.latest_step() is None
-        extra["queued"].append(2)
+        checkpoints.save(1, state, record(1, queued=queued))
+        assert complete_steps(tmp_path) == []
+        queued.append(2)
         taken = jax.jit(lambda state: {"w": state["w"] * 0 - 1}, donate_argnums=0)(state)
         held.set()
         checkpoints.wait_until_finished()
-        assert checkpoints.steps() == [1]
-        restored = checkpoints.restore(taken)
-    assert restored.extra == {"queued": [1]}
+        assert complete_steps(tmp_path) == [1]
+    restored = restore(tmp_path, taken)
+    assert restored.record.feed == {"queued": [1]}
     np.testing.assert_array_equal(restored.arrays["w"], np.arange(1 << 16, dtype=np.float32))
 
 
@@ -410,47 +334,31 @@ def test_other_names_are_data(copied, mesh):
     """int() takes 031 and Arabic digits; neither of them is a step."""
     for name in ("031", "\u0663\u0663", "-1", "+40", "4_0", "40 "):
         shutil.copytree(copied / "20", copied / name)
-    template = restore_template(make_state(mesh), mesh)
-    with Checkpoints(copied) as checkpoints:
-        assert checkpoints.steps() == [10, 20]
-        restored = checkpoints.restore(template)
-        checkpoints.save(30, make_state(mesh), {})
+    assert complete_steps(copied) == [10, 20]
+    restored = restore(copied, restore_template(make_state(mesh), mesh))
     assert restored.step == 20
     assert [warning.split(" in ")[0] for warning in restored.warnings] == ["'031'", r"'\u0663\u0663'"]
 
 
 def test_going_back_to_an_older_step_puts_newer_ones_aside(copied, mesh):
-    template = restore_template(make_state(mesh), mesh)
+    restored = restore(copied, restore_template(make_state(mesh), mesh), step=10)
     with Checkpoints(copied) as checkpoints:
-        (sentence,) = checkpoints.continue_from(checkpoints.restore(template, step=10))
-        assert checkpoints.steps() == [10] and "step 20: the run went back to step 10; moved to" in sentence
-        checkpoints.save(11, make_state(mesh, 5), {})
-    assert SavedSteps(copied).steps() == [10, 11]
+        (sentence,) = checkpoints.continue_from(restored)
+        assert complete_steps(copied) == [10] and "step 20: the run went back to step 10; moved to" in sentence
+        checkpoints.save(11, make_state(mesh, 5), record(11))
+    assert complete_steps(copied) == [10, 11]
     assert (copied / "quarantine" / "20-0.txt").read_text() == "the run went back to step 10\n"
 
 
-def test_a_planted_quarantine_is_not_followed(copied, tmp_path, mesh):
+def test_a_planted_quarantine_is_not_followed(copied, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (copied / "quarantine").symlink_to(tmp_path / "elsewhere")
-    edit_extra(copied / "20")
-    with (
-        Checkpoints(copied) as checkpoints,
-        pytest.raises(ValueError, match="quarantine: expected a folder, got a link"),
-    ):
-        checkpoints.restore(restore_template(make_state(mesh), mesh))
-    assert not list((tmp_path / "elsewhere").iterdir()) and (copied / "20").is_dir()
+    with pytest.raises(ValueError, match="quarantine: expected a folder, got a link"):
+        Checkpoints(copied)
 
 
 @pytest.mark.parametrize("name", ["a b", "%41", "{a,b}", "a~$x"])
 def test_odd_paths_can_be_read_back(tmp_path, name):
-    with Checkpoints(tmp_path / name / "checkpoints") as checkpoints:
-        checkpoints.save(1, {"w": jnp.float32(3)}, {})
-        assert checkpoints.restore({"w": jnp.float32(0)}).arrays["w"] == 3
-
-
-@pytest.mark.parametrize("name", ["lr[0.1]", "a\\b", "*", "gs:"])
-def test_paths_that_could_not_be_read_back_are_refused(two_steps, tmp_path, name):
-    moved = shutil.copytree(two_steps, tmp_path / name)
-    for opened in (Checkpoints, SavedSteps):
-        with pytest.raises(ValueError, match="run folder: expected a path without any of"):
-            opened(moved)
+    with Checkpoints(tmp_path / name) as checkpoints:
+        checkpoints.save(1, {"w": jnp.float32(3)}, record(1))
+    assert restore(tmp_path / name, {"w": jnp.float32(0)}).arrays["w"] == 3

@@ -79,8 +79,8 @@ def saved(run, step=None):
     """Digests of every array of a checkpoint, and its counters."""
     step = max(complete_steps(run / "checkpoints")) if step is None else step
     place = run / "checkpoints" / str(step)
-    content = json.loads((place / "manifest.json").read_text())["content"]
-    counters = {name: value for name, value in content["extra"].items() if name != "run"}
+    record = json.loads((place / "manifest.json").read_text())["content"]["record"]
+    counters = {name: record[name] for name in ("progress", "learner", "feed", "before")}
     return step, array_digests(place), counters
 
 

@@ -29,13 +29,12 @@ from benchmarks.trials.corruption import cases
 from benchmarks.trials.processes import tiny_config
 from experiments.command_line import run_command
 from experiments.loop.run import train
-from experiments.runs.checkpoint import complete_steps, restore_template
+from experiments.runs.checkpoint import complete_steps, restore, restore_template
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import versions_text
 from experiments.runs.folder import RunFolder
 from experiments.runs.lock import RunLock
-from experiments.runs.step_files import read_manifest
-from experiments.runs.store import RunStore, SavedRun
+from experiments.runs.store import RunStore
 from jaxlogp.errors import require
 
 OPTIONS = (
@@ -81,7 +80,7 @@ def small(parent: Path) -> Subject:
                 store.metrics.write(each, "train", {"loss": 1.0 / each})
             store.metrics.write_samples(step, "held_out", [trial.SAMPLE])
             state = jax.tree.map(lambda leaf: leaf + 1, state)
-            store.save(step, state, {"step": step})
+            store.save(step, state, **trial.COUNTERS)
     return _subject(folder, restore_template(state, jax.make_mesh((1,), ("data",))))
 
 
@@ -96,11 +95,10 @@ def _subject(folder: RunFolder, template: Any) -> Subject:
     states, logs = {}, {}
     steps = complete_steps(folder.checkpoints)
     for step in steps:
-        states[step] = trial.arrays_of(
-            SavedRun(folder.checkpoints, trial.identity_here(folder)).restore(template, step).arrays
-        )
-        marks = read_manifest(folder.checkpoints / str(step), step).extra["run"]["logs"]
-        logs[step] = {name: (folder.path / name).read_bytes()[:size] for name, (size, _) in marks.items()}
+        restored = restore(folder.checkpoints, template, step)
+        states[step], marks = trial.arrays_of(restored.arrays), restored.record.logs
+        sizes = {folder.metrics: marks.metrics.size, folder.samples: marks.samples.size}
+        logs[step] = {path.name: path.read_bytes()[:size] for path, size in sizes.items()}
     return Subject(folder.path, template, trial.Saved(states, logs, steps[-1]))
 
 

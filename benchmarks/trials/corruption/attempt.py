@@ -30,6 +30,8 @@ REFUSED = "refused"
 SILENT = "SILENT"
 TRACEBACK = "TRACEBACK"
 SAMPLE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)._asdict()
+COUNTERS: dict[str, Any] = {"progress": {}, "learner": {}, "feed": {}, "before": None}
+"""What a loop saves with the arrays."""
 VERDICTS = (SENTENCE, REFUSED, UNTOUCHED, SILENT, TRACEBACK)
 
 
@@ -89,7 +91,7 @@ def _go_on(folder: RunFolder, store: RunStore, restored: Restored) -> None:
     folder.record_resume(restored.step)
     store.metrics.write(step, "train", {"loss": 0.5})
     store.metrics.write_samples(step, "train", [SAMPLE])
-    store.save(step, restored.arrays, {})
+    store.save(step, restored.arrays, **COUNTERS)
     write_json(folder.summary, {"step": step})
     replace_file(folder.curves, b"PNG")
 
