@@ -30,7 +30,7 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import make_mesh, parse_mesh, split_rows
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.sharding import parameter_shardings
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, make_sampler
 from jaxlogp.errors import require
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from experiments.options import refused_as
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sample_token import DrawOptions
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 
 from experiments.invariant.leaf_programs import LeafPrograms
 from experiments.invariant.leaf_ranks import LeafRanks
-from experiments.invariant.leaf_sampler import LeafDraw
+from experiments.invariant.leaf_sampler import InvariantSampler
 from experiments.invariant.leaf_sums import LeafSums
 from experiments.invariant.options import InvarianceConfig, head_here
 from experiments.learner.backend import GivesParams
@@ -16,7 +16,7 @@ from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS
 from experiments.models.placement import on_device
 from experiments.models.sharding import on_one_device
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sample_token import DrawOptions
 from jaxlogp.errors import require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 
@@ -74,9 +74,9 @@ class InvariantBackend(GivesParams):
     def gradients(self, objective: Objective, temperature: float) -> LeafSums:
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
-    def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> LeafDraw:
+    def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> InvariantSampler:
         programs, limits = self._leaf_programs(options.temperature, self._rollout_mesh), (max_new_tokens, row_length)
-        return LeafDraw(programs, self._tokenizer, *limits, leaf_rows=self.leaf_rows, greedy=options.greedy)
+        return InvariantSampler(programs, self._tokenizer, *limits, leaf_rows=self.leaf_rows, greedy=options.greedy)
 
     def _leaf_programs(self, temperature: float, mesh: jax.sharding.Mesh) -> LeafPrograms:
         # One set for each, so that sampler and trainer share compiled programs.

@@ -1,4 +1,4 @@
-"""The draw of `--invariant`: its log-probs are bitwise equal to the trainer's.
+"""The sampler of `--invariant`: its log-probs are bitwise equal to the trainer's.
 
 Hidden states come from the program that the trainer uses, with a key-value cache: for every new token it reads the block
 of the row that the token is in, of which the tokens up to it have the bits that they will have in the trainer. The head
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.models.attention import RowCache
-from experiments.sampling.policy import Draw
+from experiments.sampling.policy import Sampler
 from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
 from experiments.tasks.tokenizer import Tokenizer
 
@@ -37,8 +37,8 @@ class _Rows(NamedTuple):
     hidden: Float[Array, "B N H"]
 
 
-class LeafDraw(Draw):
-    """A `Draw`, leaf by leaf; the same draws on every mesh."""
+class InvariantSampler(Sampler):
+    """A `Sampler`, leaf by leaf; the same draws on every mesh."""
 
     def __init__(
         self,

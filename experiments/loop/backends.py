@@ -18,11 +18,11 @@ from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
 from experiments.models.placement import bytes_a_device, placed
 from experiments.models.sharding import parameter_shardings, place_parameters
 from experiments.options import refused_as
-from experiments.sampling.cached_draw import CachedDraw
-from experiments.sampling.pick import DrawOptions
-from experiments.sampling.policy import Draw
+from experiments.sampling.cached_draw import DecoderSampler
+from experiments.sampling.policy import Sampler
+from experiments.sampling.recompute import RecomputeSampler
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import Samples
-from experiments.sampling.uncached_draw import UncachedDraw
 from jaxlogp.head.registry import default_shards
 
 
@@ -40,7 +40,7 @@ class RunBackend(Backend, Protocol):
     leaf_rows: int | None
     sampler: str
 
-    def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Draw:
+    def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Sampler:
         """Makes a way to draw completions of up to so many tokens, in rows of so many."""
 
 
@@ -80,9 +80,9 @@ class GspmdBackend(GivesParams):
         options["frozen_head"] = self._frozen_head
         return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)
 
-    def draw(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Draw:
+    def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Sampler:
         del row_length
-        kind = CachedDraw if self._cached else UncachedDraw
+        kind = DecoderSampler if self._cached else RecomputeSampler
         draw = kind(self._sampled_graph, self._rollout_mesh, self._tokenizer, max_new_tokens, options)
         return WholeModelDraw(draw, self.sampled_frozen, self._sampled_params)
 
@@ -105,10 +105,10 @@ def make_backend(config: Config, model: ModelSource) -> RunBackend:
     return InvariantBackend(model, mesh, rollout_mesh(config, mesh), config.invariance, small_vocabulary=small)
 
 
-class WholeModelDraw(Draw):
-    """A `Draw` for the trained parameters alone, of one that needs all that the model consists of."""
+class WholeModelDraw(Sampler):
+    """A `Sampler` for the trained parameters alone, of one that needs all that the model consists of."""
 
-    def __init__(self, draw: Draw, frozen: nnx.State, places: nnx.State | None) -> None:
+    def __init__(self, draw: Sampler, frozen: nnx.State, places: nnx.State | None) -> None:
         self._draw, self._frozen, self._places = draw, frozen, places
 
     def __call__(

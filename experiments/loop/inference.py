@@ -115,6 +115,6 @@ def make_inference(
         backend=backend,
         sizes=sizes,
         packing=Packing(*shapes, share_rows=backend.leaf_rows is None),
-        generator=Generator(backend.draw, tokenizer, config.rollout.temperature, sizes.row),
+        generator=Generator(backend.make_sampler, tokenizer, config.rollout.temperature, sizes.row),
         evaluation=evaluation,
     )

@@ -1,4 +1,4 @@
-"""The draw of a plain run: one compiled program with a key-value cache, rows split over the data ranks."""
+"""The sampler of a plain run: one compiled program with a key-value cache, rows split over the data ranks."""
 
 from dataclasses import replace
 
@@ -9,14 +9,14 @@ from jax.sharding import Mesh
 
 from experiments.models.mesh import split_rows
 from experiments.models.placement import whole_on_host
-from experiments.sampling.pick import DrawOptions
-from experiments.sampling.policy import Draw
+from experiments.sampling.policy import Sampler
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, Samples, bytes_beside_parameters, make_sampler
 from experiments.tasks.tokenizer import Tokenizer
 
 
-class CachedDraw(Draw):
-    """A `Draw` with one static shape per shape of prompts and number of copies."""
+class DecoderSampler(Sampler):
+    """A `Sampler` with one static shape per shape of prompts and number of copies."""
 
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, max_new_tokens: int, options: DrawOptions

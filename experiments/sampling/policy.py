@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from experiments.processes import processes
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import Samples
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
@@ -22,7 +22,7 @@ SHORTEST = 8
 """Fewest tokens that prompts are padded to."""
 
 
-class Draw(Protocol):
+class Sampler(Protocol):
     """Draws completions: `experiments.sampling.cached_draw`, or leaf by leaf `experiments.invariant.leaf_sampler`."""
 
     def __call__(
@@ -85,24 +85,24 @@ class Shape(NamedTuple):
 class Generator:
     """Draws completions of free prompts; programs are kept by their shapes and options.
 
-    `make_draw` makes a draw for a largest number of new tokens, the tokens of a row, and options. `temperature` is that of
-    the run, and `row_length` the tokens of the trainer's rows, the least of a row here.
+    `make_sampler` takes the largest number of new tokens, the tokens of a row, and options. `temperature` is that of the
+    run, and `row_length` the tokens of the trainer's rows, the least of a row here.
     """
 
     def __init__(
         self,
-        make_draw: Callable[[int, int, DrawOptions], Draw],
+        make_sampler: Callable[[int, int, DrawOptions], Sampler],
         tokenizer: Tokenizer,
         temperature: float,
         row_length: int,
     ) -> None:
-        self._make_draw, self.tokenizer, self._temperature = make_draw, tokenizer, temperature
+        self._make_sampler, self.tokenizer, self._temperature = make_sampler, tokenizer, temperature
         self._row_length = row_length
-        self._draws: dict[tuple[int, int, DrawOptions], Draw] = {}
+        self._samplers: dict[tuple[int, int, DrawOptions], Sampler] = {}
 
     def memory(self, params: nnx.State, shape: Shape) -> int | None:
         prompts, tokens, copies, options = shape
-        return self._draw_for(tokens, options).memory(params, prompts, tokens, copies)
+        return self._sampler_for(tokens, options).memory(params, prompts, tokens, copies)
 
     def generate(
         self,
@@ -121,7 +121,7 @@ class Generator:
             lowest, highest, size = min(prompt), max(prompt), self.tokenizer.vocab_size
             require(0 <= lowest and highest < size, f"prompts[{number}]", f"ids in [0, {size})", (lowest, highest))
         padded, lengths = _padded(prompts, pad_to, self.tokenizer.pad_id)
-        drawn = self._draw_for(padded.shape[1], options)(params, padded, lengths, copies, key)
+        drawn = self._sampler_for(padded.shape[1], options)(params, padded, lengths, copies, key)
         count = len(prompts) * copies
         ends = drawn.lengths[:count].tolist()
         rows = [
@@ -135,14 +135,14 @@ class Generator:
         ended = stop is not None or int(ids[-1]) in self.tokenizer.eos_ids
         return Generation(ids[:stop], log_probs[:stop], "stop" if ended else "length")
 
-    def _draw_for(self, prompt_tokens: int, options: SamplingOptions) -> Draw:
+    def _sampler_for(self, prompt_tokens: int, options: SamplingOptions) -> Sampler:
         temperature = self._temperature if options.temperature is None else options.temperature
         how = DrawOptions(temperature, options.greedy, options.top_k, options.top_p, options.min_p)
         require(options.max_new_tokens >= 1, "max_new_tokens", "at least 1", options.max_new_tokens)
         key = options.max_new_tokens, max(self._row_length, prompt_tokens + options.max_new_tokens), how
-        if key not in self._draws:
-            self._draws[key] = self._make_draw(*key)
-        return self._draws[key]
+        if key not in self._samplers:
+            self._samplers[key] = self._make_sampler(*key)
+        return self._samplers[key]
 
     def _stops(self, rows: list[np.ndarray], stop: tuple[str, ...]) -> list[int | None]:
         """Returns numbers of tokens up to the one that completes a stop text, each worked out by one of the processes."""

@@ -32,7 +32,7 @@ from experiments.models.attention import KVCache, rows_of_ranks
 from experiments.models.decoder import Decoder
 from experiments.models.mesh import axes_of_rows, size_of
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
-from experiments.sampling.pick import DrawOptions, Picked, pick
+from experiments.sampling.sample_token import DrawOptions, SampledToken, sample_token
 from jaxlogp import head_logits
 from jaxlogp.errors import require
 from jaxlogp.head import HeadSpec
@@ -244,11 +244,11 @@ def _kept(rows: _Rows, kept) -> _Rows:
 
 def _drawn(options: SamplerOptions, rows: _Rows, hidden, head) -> _Rows:
     """Adds a token to every row that is not done."""
-    picked, done = next_tokens(options, hidden, head, rows.keys, rows.step, rows.done)
+    sampled, done = next_tokens(options, hidden, head, rows.keys, rows.step, rows.done)
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], rows.step, axis=1)  # noqa: E731
     *held, lengths = rows.samples
-    samples = Samples(*map(put, held, picked), lengths + (~rows.done).astype(jnp.int32))
-    return replace(rows, samples=samples, tokens=picked.tokens, done=done, step=rows.step + 1)
+    samples = Samples(*map(put, held, sampled), lengths + (~rows.done).astype(jnp.int32))
+    return replace(rows, samples=samples, tokens=sampled.tokens, done=done, step=rows.step + 1)
 
 
 def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, " B"]:
@@ -256,14 +256,14 @@ def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, "
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
 
 
-def next_tokens(options: SamplerOptions, hidden, head, row_keys, step, done) -> tuple[Picked, Bool[Array, " B"]]:
+def next_tokens(options: SamplerOptions, hidden, head, row_keys, step, done) -> tuple[SampledToken, Bool[Array, " B"]]:
     """Returns one token per row, padding and log-probs of 0.0 where the row is done, and which rows are done after it."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
-    picked = pick(logits_of(hidden, *head), keys, options.draw)
-    empty = Picked(jnp.int32(options.pad_id), jnp.float32(0.0), jnp.float32(0.0))
-    picked = Picked(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, picked, strict=True)))
-    ended = functools.reduce(jnp.logical_or, (picked.tokens == end for end in options.eos_ids), jnp.zeros_like(done))
-    return picked, done | ended
+    sampled = sample_token(logits_of(hidden, *head), keys, options.draw)
+    empty = SampledToken(jnp.int32(options.pad_id), jnp.float32(0.0), jnp.float32(0.0))
+    sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=True)))
+    ended = functools.reduce(jnp.logical_or, (sampled.tokens == end for end in options.eos_ids), jnp.zeros_like(done))
+    return sampled, done | ended
 
 
 def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:

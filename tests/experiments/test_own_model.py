@@ -16,9 +16,9 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.protocol import check_model
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.recompute import RecomputeSampler
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, sample
-from experiments.sampling.uncached_draw import UncachedDraw
 from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp.head import HeadSpec
 from tests.experiments.tiny import tiny, train_records
@@ -41,7 +41,7 @@ def decoder():
 
 def draw(graph, state, *, mesh=None, copies=2, greedy=False, temperature=0.7):
     options = DrawOptions(temperature=temperature, greedy=greedy)
-    made = UncachedDraw(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, 6, options)
+    made = RecomputeSampler(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, 6, options)
     return made(state, PROMPTS, LENGTHS, copies, jax.random.key(3))
 
 

@@ -16,7 +16,7 @@ from experiments.models.huggingface.export import export
 from experiments.models.huggingface.own_tokenizers import pretrained_form
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained, small_files
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, logits_of, sample
 from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
 from tests.experiments.tiny_directory import CONFIGS, VOCAB, write_tiny_directory

@@ -19,7 +19,7 @@ from experiments.loop.run import train
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.pretrained import open_pretrained
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
 from tests.experiments.tiny import tiny, train_records

@@ -14,8 +14,8 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
 from experiments.sampling import sampler as sampler_module
-from experiments.sampling.cached_draw import CachedDraw
-from experiments.sampling.pick import DrawOptions
+from experiments.sampling.cached_draw import DecoderSampler
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, make_sampler, sample
 from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp import linear_log_probs
@@ -203,7 +203,7 @@ def test_a_mesh_draws_the_same_tokens_also_of_rows_that_its_ranks_do_not_divide(
     tokenizer = CharTokenizer("012345")
     options = replace(OPTIONS, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
     few = [x[:rows] for x in prompts()]
-    sharded = CachedDraw(graph, mesh, tokenizer, NEW, options.draw)(state, *few, 1, jax.random.key(5))
+    sharded = DecoderSampler(graph, mesh, tokenizer, NEW, options.draw)(state, *few, 1, jax.random.key(5))
     whole = sample(decoder(), *few, jax.random.key(5), options)
     np.testing.assert_array_equal(sharded.tokens, whole.tokens)
     np.testing.assert_allclose(sharded.log_probs, whole.log_probs, atol=2e-5)

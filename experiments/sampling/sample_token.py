@@ -53,7 +53,7 @@ class DrawOptions:
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
 
-class Picked(NamedTuple):
+class SampledToken(NamedTuple):
     """One token per row.
 
     Attributes:
@@ -67,7 +67,7 @@ class Picked(NamedTuple):
     drawn_log_probs: Float[Array, " B"]
 
 
-def pick(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: DrawOptions) -> Picked:
+def sample_token(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: DrawOptions) -> SampledToken:
     """Draws one token for every row, by its own random key, from fp32 logits before the temperature."""
     scaled = logits.astype(jnp.float32) / options.temperature
     largest = scaled.max(axis=-1, keepdims=True)
@@ -83,7 +83,7 @@ def pick(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: DrawO
         uniform = jax.vmap(jax.random.uniform)(row_keys)
         tokens = _invert(kept, uniform)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
-    return Picked(tokens, chosen - jnp.log(total), chosen - jnp.log(kept_total))
+    return SampledToken(tokens, chosen - jnp.log(total), chosen - jnp.log(kept_total))
 
 
 def _invert(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:

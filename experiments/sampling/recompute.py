@@ -1,4 +1,4 @@
-"""The draw of a model without a key-value cache: for every new token its whole row is computed again."""
+"""The sampler of a model without a key-value cache: for every new token its whole row is computed again."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from jax.sharding import Mesh
 from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
-from experiments.sampling.pick import DrawOptions
-from experiments.sampling.policy import Draw
+from experiments.sampling.policy import Sampler
+from experiments.sampling.sample_token import DrawOptions
 from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
 from experiments.tasks.tokenizer import Tokenizer
 
 
-class UncachedDraw(Draw):
-    """A `Draw` whose work grows with the square of a row's tokens."""
+class RecomputeSampler(Sampler):
+    """A `Sampler` whose work grows with the square of a row's tokens."""
 
     def __init__(
         self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, max_new_tokens: int, options: DrawOptions
@@ -57,8 +57,8 @@ class UncachedDraw(Draw):
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            picked, after = next_tokens(self._options, last, model.head(), row_keys, step, done)
-            return (rows.at[row_numbers, lengths].set(picked.tokens), after), (*picked, done)
+            sampled, after = next_tokens(self._options, last, model.head(), row_keys, step, done)
+            return (rows.at[row_numbers, lengths].set(sampled.tokens), after), (*sampled, done)
 
         steps = jnp.arange(self._options.max_new_tokens, dtype=jnp.int32)
         _, columns = lax.scan(extend, (rows, jnp.zeros(count, jnp.bool_)), steps)

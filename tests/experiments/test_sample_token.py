@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.sampling.pick import BLOCK, DrawOptions, pick
+from experiments.sampling.sample_token import BLOCK, DrawOptions, sample_token
 from tests.oracle import fp32_bound
 
 ROWS = 64
@@ -64,23 +64,23 @@ def probabilities(scaled, keep):
     ids=str,
 )
 def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_number(vocab, options):
-    picked = jax.jit(pick, static_argnums=2)(logits_of(vocab), keys(), options)
+    sampled = jax.jit(sample_token, static_argnums=2)(logits_of(vocab), keys(), options)
     scaled = logits_of(vocab).astype(np.float64) / options.temperature
     drawn_from = probabilities(scaled, allowed(scaled, options))
-    rows, tokens = np.arange(ROWS), np.asarray(picked.tokens)
+    rows, tokens = np.arange(ROWS), np.asarray(sampled.tokens)
     np.testing.assert_array_equal(tokens, (np.cumsum(drawn_from, axis=1) > uniform()[:, None]).argmax(axis=1))
     # Scaled logits are below 16: their rounding, and that of a difference of two of them.
     tolerance = {"atol": 2 * 16 * 2**-24, "rtol": 0}
     whole = probabilities(scaled, np.ones_like(scaled, bool))
-    np.testing.assert_allclose(picked.log_probs, np.log(whole[rows, tokens]), **tolerance)
-    np.testing.assert_allclose(picked.drawn_log_probs, np.log(drawn_from[rows, tokens]), **tolerance)
+    np.testing.assert_allclose(sampled.log_probs, np.log(whole[rows, tokens]), **tolerance)
+    np.testing.assert_allclose(sampled.drawn_log_probs, np.log(drawn_from[rows, tokens]), **tolerance)
 
 
 def test_greedy_takes_the_lowest_of_the_likeliest_and_ties_at_a_threshold_stay():
     logits = np.float32([[1.0, 3.0, 3.0, 0.0]])
-    greedy = pick(logits, keys()[:1], DrawOptions(greedy=True))
+    greedy = sample_token(logits, keys()[:1], DrawOptions(greedy=True))
     assert int(greedy.tokens[0]) == 1
-    tied = pick(np.repeat(logits, ROWS, axis=0), keys(), DrawOptions(top_k=1))
+    tied = sample_token(np.repeat(logits, ROWS, axis=0), keys(), DrawOptions(top_k=1))
     assert set(np.asarray(tied.tokens).tolist()) == {1, 2}
     np.testing.assert_allclose(tied.drawn_log_probs, np.log(0.5), atol=1e-6)  # one log
 
@@ -88,9 +88,9 @@ def test_greedy_takes_the_lowest_of_the_likeliest_and_ties_at_a_threshold_stay()
 def test_tokens_of_no_weight_are_never_drawn():
     logits = np.full((ROWS, 3 * BLOCK), -np.inf, np.float32)
     logits[:, [7, BLOCK + 1]] = 0.0
-    assert set(np.asarray(pick(logits, keys(), DrawOptions()).tokens).tolist()) == {7, BLOCK + 1}
+    assert set(np.asarray(sample_token(logits, keys(), DrawOptions()).tokens).tolist()) == {7, BLOCK + 1}
 
 
 def test_logits_that_are_not_numbers_give_log_probs_that_are_none():
     logits = jnp.zeros((1, 4)).at[0, 2].set(jnp.nan)
-    assert np.isnan(pick(logits, keys()[:1], DrawOptions()).log_probs).all()
+    assert np.isnan(sample_token(logits, keys()[:1], DrawOptions()).log_probs).all()
