@@ -75,6 +75,8 @@ class InvariantBackend(GivesParams):
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
     def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> InvariantSampler:
+        expected = "no top_k, top_p or min_p with --invariant, whose sampler draws from the whole distribution"
+        require(not options.filters, "options", expected, options)
         programs, limits = self._leaf_programs(options.temperature, self._rollout_mesh), (max_new_tokens, row_length)
         return InvariantSampler(programs, self._tokenizer, *limits, leaf_rows=self.leaf_rows, greedy=options.greedy)
 

@@ -8,8 +8,10 @@ import pytest
 
 from experiments.config import validate
 from experiments.invariant.leaf_sums import TreeFold
+from experiments.loop.assemble import assemble
 from experiments.loop.resume import resume
 from experiments.loop.run import train
+from experiments.sampling.policy import SamplingOptions
 from tests.experiments.tiny import tiny, train_records
 
 pytestmark = pytest.mark.costly
@@ -153,6 +155,13 @@ BAD = {
 def test_options_that_would_break_it_are_refused(tmp_path, option):
     with pytest.raises(ValueError, match=f"^{option}: expected "):
         validate(tiny(tmp_path, "bad", invariant=True, **BAD[option]))
+
+
+@pytest.mark.bad_input
+def test_a_source_that_draws_from_a_part_of_the_distribution_is_refused(tmp_path):
+    policy = assemble(tiny(tmp_path, "bad", invariant=True)).policy()
+    with pytest.raises(ValueError, match="^options: expected no top_k, top_p or min_p with --invariant, .*top_k=3"):
+        policy.generate([[5]], SamplingOptions(2, top_k=3))
 
 
 @pytest.mark.bad_input
