@@ -27,11 +27,12 @@ from benchmarks.profiler import gpu_events, print_slowest
 from experiments.command_line import run_command
 from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
-from experiments.models.mesh import make_mesh, parse_mesh, split_rows
+from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.sharding import parameter_shardings
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import SamplerOptions, make_sampler
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.sample_token import CompletionRule
+from experiments.sampling.sampler import DecoderSampler, SampledModel
 from jaxlogp.errors import require
 
 
@@ -114,12 +115,12 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     count = spec.ranks * rows // config.copies
     prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (count, config.prompt), np.int32)
     lengths = np.full(len(prompts), config.prompt, np.int32)
-    placed = split_rows((prompts, lengths), mesh)
-    draw_options = DrawOptions(top_p=config.top_p)
+    model = SampledModel(graph, mesh)
 
-    def run(new_tokens: int):
-        options = SamplerOptions(new_tokens, eos_ids=(), pad_id=0, draw=draw_options, copies=config.copies)
-        return jax.block_until_ready(make_sampler(graph, options)(state, *placed, jax.random.key(0)))
+    def run(new_tokens: int) -> None:
+        options = SamplingOptions(new_tokens, temperature=1.0, top_p=config.top_p)
+        sampler = DecoderSampler(model, CompletionRule(options, eos_ids=(), pad_id=0))
+        sampler(state, prompts, lengths, config.copies, jax.random.key(0))
 
     def seconds(new_tokens: int) -> tuple[float, float]:
         """Median of a run, and the first one."""

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from experiments.experience.experience import Experience, Policy
     from experiments.loop.resume import resume
     from experiments.loop.run import train
-    from experiments.sampling.policy import SamplingOptions
+    from experiments.sampling.options import SamplingOptions
 
 __all__ = ["Config", "Experience", "Policy", "SamplingOptions", "resume", "train"]
 
@@ -15,7 +15,7 @@ _WAY_IN = {
     "Config": "experiments.config",
     "Experience": "experiments.experience.experience",
     "Policy": "experiments.experience.experience",
-    "SamplingOptions": "experiments.sampling.policy",
+    "SamplingOptions": "experiments.sampling.options",
     "resume": "experiments.loop.resume",
     "train": "experiments.loop.run",
 }

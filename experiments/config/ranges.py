@@ -48,8 +48,7 @@ def validate(config: Config) -> MeshSpec:
     _validate_supervised(config)
     _validate_filter(config)
     _validate_lora(config)
-    require(all(config.rollout.stop), "--rollout.stop", "texts of at least one character", "an empty one")
-    if config.rollout.draw_options().filters:
+    if config.rollout.sampling_options(config.rollout.max_new_tokens or 1).filters:
         expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
         require(not config.invariant, "--rollout", expected, "a part of it")
     config.resolved().optimizer.optimizer(config.schedule.steps)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from experiments.options import refused_as
-from experiments.sampling.sample_token import DrawOptions
+from experiments.sampling.options import SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class RolloutConfig:
     max_resamples: int = 10
     """With --rollout.resample-degenerate: further attempts per rollout, after which groups of equal rewards complete it."""
 
-    def draw_options(self) -> DrawOptions:
-        """Returns the options of sampling a token; ValueError if one is out of range."""
+    def sampling_options(self, max_new_tokens: int) -> SamplingOptions:
+        """Returns how a rollout draws completions of up to so many tokens; ValueError if an option is out of range."""
+        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         with refused_as("rollout"):
-            return DrawOptions(self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            return SamplingOptions(max_new_tokens, self.temperature, stop=self.stop, **filters)

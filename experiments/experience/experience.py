@@ -9,7 +9,8 @@ from jaxtyping import Float
 
 from experiments.experience.counts import RolloutCounts
 from experiments.refusal import Refusal
-from experiments.sampling.policy import Generation, SamplingOptions
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import Generation
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 

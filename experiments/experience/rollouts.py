@@ -14,7 +14,8 @@ from experiments.experience.experience import Experience, ExperienceSource, Poli
 from experiments.experience.prompts import PromptOrder, encode_prompt, fits_completion
 from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite
-from experiments.sampling.policy import Generation, SamplingOptions, Shape
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import Generation, Shape
 from experiments.tasks import Example, Rewards
 from experiments.tasks.rewards import RewardNotFinite
 from jaxlogp import Document

@@ -16,7 +16,8 @@ from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS
 from experiments.models.placement import on_device
 from experiments.models.sharding import on_one_device
-from experiments.sampling.sample_token import DrawOptions
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.sample_token import CompletionRule
 from jaxlogp.errors import require
 from jaxlogp.head import FixedOrderEngine, FixedOrderHopperEngine
 
@@ -74,11 +75,13 @@ class InvariantBackend(GivesParams):
     def gradients(self, objective: Objective, temperature: float) -> LeafSums:
         return LeafSums(self._leaf_programs(temperature, self.mesh), objective)
 
-    def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> InvariantSampler:
+    def make_sampler(self, options: SamplingOptions, row_length: int) -> InvariantSampler:
         expected = "no top_k, top_p or min_p with --invariant, whose sampler draws from the whole distribution"
         require(not options.filters, "options", expected, options)
-        programs, limits = self._leaf_programs(options.temperature, self._rollout_mesh), (max_new_tokens, row_length)
-        return InvariantSampler(programs, self._tokenizer, *limits, leaf_rows=self.leaf_rows, greedy=options.greedy)
+        assert options.temperature is not None, "that of the run, if no other is named"
+        rule = CompletionRule(options, self._tokenizer.eos_ids, self._tokenizer.pad_id)
+        programs = self._leaf_programs(options.temperature, self._rollout_mesh)
+        return InvariantSampler(programs, rule, row_length, self.leaf_rows)
 
     def _leaf_programs(self, temperature: float, mesh: jax.sharding.Mesh) -> LeafPrograms:
         # One set for each, so that sampler and trainer share compiled programs.

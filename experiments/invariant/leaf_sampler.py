@@ -16,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.models.attention import RowCache
-from experiments.sampling.policy import Sampler
-from experiments.sampling.sampler import Samples, keys_of_rows, logits_of
-from experiments.tasks.tokenizer import Tokenizer
+from experiments.sampling.sample_token import CompletionRule, keys_of_rows, logits_of
+from experiments.sampling.sampler import Sampler, Samples
 
 
 class _Rows(NamedTuple):
@@ -40,20 +39,10 @@ class _Rows(NamedTuple):
 class InvariantSampler(Sampler):
     """A `Sampler`, leaf by leaf; the same draws on every mesh."""
 
-    def __init__(
-        self,
-        programs: LeafPrograms,
-        tokenizer: Tokenizer,
-        max_new_tokens: int,
-        row_length: int,
-        *,
-        leaf_rows: int,
-        greedy: bool,
-    ) -> None:
-        self._programs, self._tokenizer = programs, tokenizer
-        self._max_new_tokens, self._row_length = max_new_tokens, row_length
-        self._greedy, self._leaf_rows = greedy, leaf_rows
-        self._group = leaf_rows * programs.ranks.count
+    def __init__(self, programs: LeafPrograms, rule: CompletionRule, row_length: int, leaf_rows: int) -> None:
+        self._programs, self._rule = programs, rule
+        self._max_new_tokens, self._row_length = rule.options.max_new_tokens, row_length
+        self._leaf_rows, self._group = leaf_rows, leaf_rows * programs.ranks.count
         options = {"donate_argnums": 2, "compiler_options": programs.compiler_options}
         self._advance = jax.jit(self._one_token, **options)
 
@@ -93,7 +82,7 @@ class InvariantSampler(Sampler):
     def _start(self, prompts: np.ndarray, prompt_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns tokens [B, S], lengths and whether done; rows without a prompt are."""
         slots = self._programs.reader.slots(self._row_length)
-        tokens = np.full((self._group, slots), self._tokenizer.pad_id, np.int32)
+        tokens = np.full((self._group, slots), self._rule.pad_id, np.int32)
         lengths = np.ones(self._group, np.int32)
         tokens[: len(prompts), : prompts.shape[1]], lengths[: len(prompts)] = prompts, prompt_lengths
         return tokens, lengths, np.arange(self._group) >= len(prompts)
@@ -144,7 +133,7 @@ class InvariantSampler(Sampler):
         size, spec = self._programs.reader.block, self._programs.spec
         hidden = jnp.take_along_axis(block, ((rows.lengths - 1) % size)[:, None, None], axis=1)[:, 0]
         logits = logits_of(hidden, spec, weight)
-        if self._greedy:
+        if self._rule.options.greedy:
             drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
             keys = keys_of_rows(jax.random.fold_in(key, step), row_ids)
@@ -154,7 +143,7 @@ class InvariantSampler(Sampler):
         slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
         newest = (slot == rows.lengths[:, None]) & live[:, None]
         lengths = rows.lengths + live.astype(jnp.int32)
-        done = rows.done | jnp.isin(drawn, jnp.asarray(self._tokenizer.eos_ids, jnp.int32))
+        done = rows.done | jnp.isin(drawn, jnp.asarray(self._rule.eos_ids, jnp.int32))
         put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new[:, None], step, axis=1)  # noqa: E731
         tokens = jnp.where(newest, drawn[:, None], rows.tokens)
         kept = put(rows.drawn, drawn), put(rows.hidden, hidden)

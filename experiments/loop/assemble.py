@@ -29,7 +29,7 @@ from experiments.models.attention import AttentionRun
 from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
 from experiments.runs.console import SUPERVISED_COLUMNS
-from experiments.sampling.policy import SamplerPolicy, SamplingOptions, Shape
+from experiments.sampling.policy import SamplerPolicy, Shape
 from experiments.tasks import Rewards, Task
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
@@ -78,12 +78,12 @@ class Setup(Inference):
         """Returns a policy that draws and scores by these parameters, if present by the learner's program."""
         if params is not self.params:
             return super().policy_of(params)
-        return SamplerPolicy(self.generator, params, self.learner.version, self.learner.log_probs, self.key)
+        return SamplerPolicy(self.samplers, params, self.learner.version, self.learner.log_probs, self.key)
 
     def policy(self) -> SamplerPolicy:
         """Returns the policy of the present parameters, from which a source draws."""
         key = self.key if self.config.source is None else jax.random.fold_in(self.key, OWN_SOURCE)
-        return SamplerPolicy(self.generator, self.params, self.learner.version, self.learner.log_probs, key)
+        return SamplerPolicy(self.samplers, self.params, self.learner.version, self.learner.log_probs, key)
 
     def feed(self) -> DocumentFeed:
         """Returns what gives the documents of each step."""
@@ -219,8 +219,7 @@ def _rollouts(base: Inference, task: Task) -> Rollouts:
     config, rollout = base.config, base.config.rollout
     prompts = PromptOrder(task, config.seed, config.schedule.epochs)
     assert base.rewards is not None, "completions are rewarded"
-    filters = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
-    sampling = SamplingOptions(base.sizes.completion, stop=rollout.stop, **filters)
+    sampling = rollout.sampling_options(base.sizes.completion)
     return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages)
 
 

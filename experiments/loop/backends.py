@@ -4,7 +4,6 @@ import contextlib
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from flax import nnx
 
 from experiments.config import Config
@@ -15,14 +14,13 @@ from experiments.learner.model_source import ModelSource
 from experiments.learner.objectives import Objective
 from experiments.learner.replicas import Replicas
 from experiments.models.mesh import TENSOR_AXIS, make_mesh, parse_mesh
-from experiments.models.placement import bytes_a_device, placed
+from experiments.models.placement import placed
 from experiments.models.sharding import parameter_shardings, place_parameters
 from experiments.options import refused_as
-from experiments.sampling.cached_draw import DecoderSampler
-from experiments.sampling.policy import Sampler
+from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import Samples
+from experiments.sampling.sample_token import CompletionRule
+from experiments.sampling.sampler import DecoderSampler, SampledModel, Sampler
 from jaxlogp.head.registry import default_shards
 
 
@@ -40,8 +38,8 @@ class RunBackend(Backend, Protocol):
     leaf_rows: int | None
     sampler: str
 
-    def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Sampler:
-        """Makes a way to draw completions of up to so many tokens, in rows of so many."""
+    def make_sampler(self, options: SamplingOptions, row_length: int) -> Sampler:
+        """Makes a sampler for rows of so many tokens. `options` have a temperature, and no stop texts."""
 
 
 class GspmdBackend(GivesParams):
@@ -52,25 +50,25 @@ class GspmdBackend(GivesParams):
     def __init__(self, config: Config, model: ModelSource) -> None:
         self.mesh, self._tokenizer = make_mesh(parse_mesh(config.mesh)), model.tokenizer
         self.replicas = Replicas(self.mesh)
-        self._rollout_mesh = rollout_mesh(config, self.mesh)
+        rollouts = rollout_mesh(config, self.mesh)
         self._engine, self._accumulate = config.loss.head_engine(), config.schedule.accumulate
         with refused_as("loss"):
             self.vocab = default_shards(self._engine, model.vocab_size, self.mesh.shape[TENSOR_AXIS])
         self._cached = model.decoder is not None
         self.sampler = "whole rows for every token: the model has no cache"
         if model.decoder is not None:
-            run = model.decoder.cached_attention_run(self._rollout_mesh)
+            run = model.decoder.cached_attention_run(rollouts)
             self.sampler = f"a cache, attention {run.implementation} ({run.reason})"
         # Adapters are of projections.
         self._frozen_head = model.decoder is not None and model.decoder.lora.rank > 0
         parts = model.parts(lambda state: parameter_shardings(state, self.mesh), self.mesh)
         self._graph, self._params, self.frozen = parts
-        self._sampled_graph = model.graph(self._rollout_mesh)
         with refused_as("rollout") if config.rollout.mesh is not None else contextlib.nullcontext():
-            places = [parameter_shardings(state, self._rollout_mesh) for state in (self._params, self.frozen)]
-        apart = self._rollout_mesh != self.mesh
-        self._sampled_params = places[0] if apart else None
+            places = [parameter_shardings(state, rollouts) for state in (self._params, self.frozen)]
+        apart = rollouts != self.mesh
         self.sampled_frozen = placed(self.frozen, places[1]) if apart else self.frozen
+        there = places[0] if apart else None
+        self._sampled = SampledModel(model.graph(rollouts), rollouts, self.sampled_frozen, there)
 
     def place(self, tree: Any) -> Any:
         return place_parameters(tree, self.mesh)
@@ -80,11 +78,10 @@ class GspmdBackend(GivesParams):
         options["frozen_head"] = self._frozen_head
         return GspmdGradients(self._graph, self.mesh, objective, temperature=temperature, **options)
 
-    def make_sampler(self, max_new_tokens: int, row_length: int, options: DrawOptions) -> Sampler:
+    def make_sampler(self, options: SamplingOptions, row_length: int) -> Sampler:
         del row_length
         kind = DecoderSampler if self._cached else RecomputeSampler
-        draw = kind(self._sampled_graph, self._rollout_mesh, self._tokenizer, max_new_tokens, options)
-        return WholeModelDraw(draw, self.sampled_frozen, self._sampled_params)
+        return kind(self._sampled, CompletionRule(options, self._tokenizer.eos_ids, self._tokenizer.pad_id))
 
 
 def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -103,29 +100,3 @@ def make_backend(config: Config, model: ModelSource) -> RunBackend:
     mesh = make_mesh(parse_mesh(config.mesh))
     small = config.model.has_task_vocabulary
     return InvariantBackend(model, mesh, rollout_mesh(config, mesh), config.invariance, small_vocabulary=small)
-
-
-class WholeModelDraw(Sampler):
-    """A `Sampler` for the trained parameters alone, of one that needs all that the model consists of."""
-
-    def __init__(self, draw: Sampler, frozen: nnx.State, places: nnx.State | None) -> None:
-        self._draw, self._frozen, self._places = draw, frozen, places
-
-    def __call__(
-        self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
-    ) -> Samples:
-        here = params if self._places is None else placed(params, self._places)
-        return self._draw(nnx.merge_state(here, self._frozen), prompts, lengths, copies, key)
-
-    def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
-        """Includes what the trained parameters take on a mesh of their own."""
-        shape = prompts, tokens, copies
-        if self._places is None:
-            return self._draw.memory(nnx.merge_state(params, self._frozen), *shape)
-
-        def there(leaf: jax.Array, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-        trained = jax.tree.map(there, params, self._places)
-        beside = self._draw.memory(nnx.merge_state(trained, self._frozen), *shape)
-        return None if beside is None else beside + bytes_a_device(trained)

@@ -8,7 +8,8 @@ import numpy as np
 from experiments.experience.experience import Policy
 from experiments.experience.prompts import encode_prompt, held_out_examples
 from experiments.experience.scoring import Sample, score, to_samples
-from experiments.sampling.policy import Generation, SamplingOptions, Shape
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import Generation, Shape
 from experiments.tasks import Example, Rewards, RewardTerm, Task
 from experiments.tasks.rewards import CORRECT, Scored
 from jaxlogp import Document

@@ -17,7 +17,8 @@ from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.find_model import find_model
 from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
-from experiments.sampling.policy import Generator, SamplerPolicy, SamplingOptions
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.tasks import Rewards, Task
 from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
@@ -43,7 +44,7 @@ class Inference:
     backend: RunBackend
     sizes: Sizes
     packing: Packing
-    generator: Generator
+    samplers: Samplers
     evaluation: Evaluation
 
     @property
@@ -68,7 +69,7 @@ class Inference:
             gradients = self.backend.gradients(CrossEntropy(), self.config.rollout.temperature)
             return log_probs_of(documents, gradients, params, self.packing)
 
-        return SamplerPolicy(self.generator, params, 0, log_probs, self.key)
+        return SamplerPolicy(self.samplers, params, 0, log_probs, self.key)
 
 
 def make_inference(
@@ -115,6 +116,6 @@ def make_inference(
         backend=backend,
         sizes=sizes,
         packing=Packing(*shapes, share_rows=backend.leaf_rows is None),
-        generator=Generator(backend.make_sampler, tokenizer, config.rollout.temperature, sizes.row),
+        samplers=Samplers(backend.make_sampler, tokenizer, config.rollout.temperature, sizes.row),
         evaluation=evaluation,
     )

@@ -93,7 +93,7 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     if warm_start_to_come:
         evaluation = shapes["evaluation"]
         shapes["evaluation"] = evaluation._replace(prompts=max(evaluation.prompts, CHECK_PROMPTS))
-    draws = {name: setup.generator.memory(params, shape) for name, shape in shapes.items()}
+    draws = {name: setup.samplers.memory(params, shape) for name, shape in shapes.items()}
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
         return MemoryNeed(state)

@@ -5,46 +5,41 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
 
 from experiments.models.ahead import compiled_ahead
 from experiments.models.mesh import split_rows
 from experiments.models.placement import bytes_a_device, whole_on_host
-from experiments.sampling.policy import Sampler
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import SamplerOptions, Samples, keys_of_rows, next_tokens
-from experiments.tasks.tokenizer import Tokenizer
+from experiments.sampling.sample_token import CompletionRule, keys_of_rows
+from experiments.sampling.sampler import SampledModel, Sampler, Samples
 
 
 class RecomputeSampler(Sampler):
     """A `Sampler` whose work grows with the square of a row's tokens."""
 
-    def __init__(
-        self, graph: nnx.GraphDef, mesh: Mesh, tokenizer: Tokenizer, max_new_tokens: int, options: DrawOptions
-    ) -> None:
-        self._graph, self._mesh = graph, mesh
-        self._options = SamplerOptions(max_new_tokens, tokenizer.eos_ids, tokenizer.pad_id, options)
+    def __init__(self, model: SampledModel, rule: CompletionRule) -> None:
+        self._model, self._rule = model, rule
         self._run = jax.jit(self._completed)
 
     def __call__(
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
-        rows = self._placed(prompts, lengths, copies)
-        return Samples(*(x[: len(prompts) * copies] for x in whole_on_host(self._run(params, *rows, key))))
+        samples = self._run(self._model.state(params), *self._placed(prompts, lengths, copies), key)
+        return Samples(*(x[: len(prompts) * copies] for x in whole_on_host(samples)))
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
-        program = compiled_ahead(self._run, params, *rows, jax.random.key(0))
-        return program.bytes_beside(bytes_a_device(params))
+        state, copied = self._model.shapes(params)
+        beside = compiled_ahead(self._run, state, *rows, jax.random.key(0)).bytes_beside(bytes_a_device(state))
+        return None if beside is None else beside + copied
 
     def _placed(self, prompts: np.ndarray, lengths: np.ndarray, copies: int) -> tuple[jax.Array, jax.Array]:
         """Returns rows with room for completions, and their lengths without."""
         prompts, lengths = (np.repeat(x, copies, axis=0) for x in (prompts, lengths))
-        room = np.full((len(prompts), self._options.max_new_tokens), self._options.pad_id, np.int32)
-        return split_rows((np.concatenate([prompts, room], axis=1), lengths), self._mesh)
+        room = np.full((len(prompts), self._rule.options.max_new_tokens), self._rule.pad_id, np.int32)
+        return split_rows((np.concatenate([prompts, room], axis=1), lengths), self._model.mesh)
 
-    def _completed(self, params, rows, prompt_lengths, key) -> Samples:
-        model = nnx.merge(self._graph, params)
+    def _completed(self, state, rows, prompt_lengths, key) -> Samples:
+        model = nnx.merge(self._model.graph, state)
         count, width = rows.shape
         place, row_numbers = (jnp.arange(size, dtype=jnp.int32) for size in (width, count))
         row_keys = keys_of_rows(key, row_numbers)
@@ -57,10 +52,10 @@ class RecomputeSampler(Sampler):
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            sampled, after = next_tokens(self._options, last, model.head(), row_keys, step, done)
+            sampled, after = self._rule.next_tokens(last, model.head(), row_keys, step, done)
             return (rows.at[row_numbers, lengths].set(sampled.tokens), after), (*sampled, done)
 
-        steps = jnp.arange(self._options.max_new_tokens, dtype=jnp.int32)
+        steps = jnp.arange(self._rule.options.max_new_tokens, dtype=jnp.int32)
         _, columns = lax.scan(extend, (rows, jnp.zeros(count, jnp.bool_)), steps)
-        drawn, log_probs, drawn_log_probs, done = (column.T for column in columns)
-        return Samples(drawn, log_probs, drawn_log_probs, jnp.sum(~done, axis=1, dtype=jnp.int32))
+        *drawn, done = (column.T for column in columns)
+        return Samples(*drawn, jnp.sum(~done, axis=1, dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""One token for every row from its logits, and the log-probs of it.
+"""One token for every row, and its log-probs, from hidden states or logits.
 
 A draw inverts the cumulative distribution at one uniform number a row, first over blocks of the vocabulary, then inside
 of one: the logits are read twice, and no number is drawn for each of them. The sums that the draw needs are those of the
@@ -7,6 +7,7 @@ log-probs.
 Shapes: B rows, V vocabulary entries.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,43 +15,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxlogp.errors import require
+from experiments.sampling.options import SamplingOptions
+from jaxlogp import head_logits
+from jaxlogp.head import HeadSpec
 
 BLOCK = 256
 """Entries of a block of the vocabulary."""
-
-
-@dataclass(frozen=True)
-class DrawOptions:
-    """How a token is drawn from softmax(logits / temperature).
-
-    Args:
-        temperature: divisor of the logits, positive.
-        greedy: take the likeliest token (the lowest id among equals).
-        top_k: draw among this many likeliest tokens only, and those as likely as the last of them; None for all.
-        top_p: of these, draw among the fewest likeliest whose probabilities (renormalised after top_k) sum to at least
-            this, and those as likely as the last of them; 1.0 for all.
-        min_p: draw among tokens at least this many times as likely as the likeliest; 0.0 for all.
-    """
-
-    temperature: float = 1.0
-    greedy: bool = False
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(0.0 < self.temperature < math.inf, "temperature", "a positive, finite number", self.temperature)
-        require(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None", self.top_k)
-        require(0.0 < self.top_p <= 1.0, "top_p", "a number above 0, at most 1", self.top_p)
-        require(0.0 <= self.min_p <= 1.0, "min_p", "a number in [0, 1]", self.min_p)
-
-    @property
-    def filters(self) -> bool:
-        """Whether some tokens are not drawn at all."""
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class SampledToken(NamedTuple):
@@ -58,7 +30,7 @@ class SampledToken(NamedTuple):
 
     Attributes:
         log_probs: in nats, under softmax(logits / temperature) over the whole vocabulary: what a trainer computes.
-        drawn_log_probs: in nats, under the distribution that the token was drawn from, renormalised over what top_k, top_p
+        drawn_log_probs: in nats, under the distribution that the token was drawn from, renormalized over what top_k, top_p
             and min_p leave; equal to `log_probs` without them.
     """
 
@@ -67,8 +39,38 @@ class SampledToken(NamedTuple):
     drawn_log_probs: Float[Array, " B"]
 
 
-def sample_token(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: DrawOptions) -> SampledToken:
+@dataclass(frozen=True)
+class CompletionRule:
+    """How rows are completed: by tokens drawn as `options` say, until one of `eos_ids`; then by `pad_id`.
+
+    `options` have the temperature that is drawn at. Their stop texts are left to those who read texts.
+    """
+
+    options: SamplingOptions
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    def next_tokens(self, hidden, head, row_keys, step, done) -> tuple[SampledToken, Bool[Array, " B"]]:
+        """Returns one token per row, padding and a log-prob of 0.0 where the row is done, and which are done after it."""
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
+        sampled, empty = sample_token(logits_of(hidden, *head), keys, self.options), (self.pad_id, 0.0, 0.0)
+        sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=True)))
+        return sampled, functools.reduce(jnp.logical_or, (sampled.tokens == end for end in self.eos_ids), done)
+
+
+def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, " B"]:
+    """Returns a random key for each row, by its id."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+
+
+def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, "V H"]) -> Float[Array, "B V"]:
+    """Returns logits before the temperature, with the arithmetic of the trainer's head."""
+    return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
+
+
+def sample_token(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: SamplingOptions) -> SampledToken:
     """Draws one token for every row, by its own random key, from fp32 logits before the temperature."""
+    assert options.temperature is not None, "what draws has been told that of the run"
     scaled = logits.astype(jnp.float32) / options.temperature
     largest = scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(scaled - largest)
@@ -80,8 +82,7 @@ def sample_token(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], option
     if options.greedy:
         tokens = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
     else:
-        uniform = jax.vmap(jax.random.uniform)(row_keys)
-        tokens = _invert(kept, uniform)
+        tokens = _invert(kept, jax.vmap(jax.random.uniform)(row_keys))
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
     return SampledToken(tokens, chosen - jnp.log(total), chosen - jnp.log(kept_total))
 
@@ -113,7 +114,7 @@ def _first_beyond(cumulative: Float[Array, "B n"], goal: Float[Array, " B"]) -> 
     return jnp.argmax(beyond | (cumulative == cumulative[:, -1:]), axis=-1).astype(jnp.int32)
 
 
-def _threshold(scaled, largest, weights, options: DrawOptions) -> Float[Array, "B 1"]:
+def _threshold(scaled, largest, weights, options: SamplingOptions) -> Float[Array, "B 1"]:
     """Returns the smallest scaled logit of each row that is drawn."""
     lowest = jnp.full_like(largest, -jnp.inf)
     if options.top_k is not None and options.top_k < scaled.shape[-1]:

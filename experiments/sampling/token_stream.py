@@ -14,7 +14,7 @@ from flax import nnx
 
 from experiments.models.attention import KVCache
 from experiments.models.decoder import Decoder
-from experiments.sampling.sampler import logits_of
+from experiments.sampling.sample_token import logits_of
 from jaxlogp.errors import require
 
 SMALLEST = 64

@@ -22,7 +22,7 @@ from experiments.loop.find_model import find_model
 from experiments.loop.start_report import check_answer_lengths, print_start_report
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
-from experiments.sampling.policy import SamplingOptions
+from experiments.sampling.options import SamplingOptions
 from experiments.tasks import make_task
 from experiments.tasks.addition import Addition
 from experiments.tasks.protocol import right_only_as_written

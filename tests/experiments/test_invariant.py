@@ -11,7 +11,7 @@ from experiments.invariant.leaf_sums import TreeFold
 from experiments.loop.assemble import assemble
 from experiments.loop.resume import resume
 from experiments.loop.run import train
-from experiments.sampling.policy import SamplingOptions
+from experiments.sampling.options import SamplingOptions
 from tests.experiments.tiny import tiny, train_records
 
 pytestmark = pytest.mark.costly

@@ -113,14 +113,14 @@ def test_a_rollout_takes_its_cache_and_little_else(mesh):
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     cache = prompts * (sizes.prompt + 8 * sizes.completion) * slot / parse_mesh(mesh).num_devices
     # Each row with a copy of its prompt; logits, what a token is drawn with, and the completions.
-    assert 0.9 * cache < setup.generator.memory(setup.learner.state.params, setup.source.shape) < 1.4 * cache
+    assert 0.9 * cache < setup.samplers.memory(setup.learner.state.params, setup.source.shape) < 1.4 * cache
 
 
 def test_parameters_on_a_mesh_of_the_rollouts_own_count():
     apart = assemble(tiny("unused", "unused", mesh="fsdp=2", rollout={"mesh": "data=2"}))
     there = assemble(tiny("unused", "unused", mesh="data=2"))
     copies = bytes_a_device(there.learner.state.params)
-    need, without = (each.generator.memory(each.learner.state.params, each.source.shape) for each in (apart, there))
+    need, without = (each.samplers.memory(each.learner.state.params, each.source.shape) for each in (apart, there))
     assert need == without + copies
     assert bytes_a_device(apart.learner.state.params) < copies
 
@@ -164,7 +164,7 @@ def test_a_run_that_cannot_fit_is_refused_without_a_folder_and_a_resume_without_
     with jax.log_compiles():
         result = train(tiny(tmp_path, "fits", **options))
     messages = [each.getMessage() for each in caplog.records]
-    for name in ("_begin", "_advance"):
+    for name in ("_prefill", "_decode"):
         compiled = sum(f"Compiling jit({name})" in each for each in messages)
         assert compiled == 3, (
             "one for rollouts, and one each for sampled and greedy evaluations; asking for their memory adds none"

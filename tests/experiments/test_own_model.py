@@ -17,10 +17,10 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.protocol import check_model
 from experiments.sampling.recompute import RecomputeSampler
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import SamplerOptions, sample
+from experiments.sampling.sampler import SampledModel
 from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp.head import HeadSpec
+from tests.experiments.samples import rule, sample
 from tests.experiments.tiny import tiny, train_records
 
 PATH = Path(__file__).parents[2] / "examples" / "own_model.py"
@@ -39,10 +39,13 @@ def decoder():
     return nnx.split(Decoder(config, rngs=nnx.Rngs(5)))
 
 
-def draw(graph, state, *, mesh=None, copies=2, greedy=False, temperature=0.7):
-    options = DrawOptions(temperature=temperature, greedy=greedy)
-    made = RecomputeSampler(graph, mesh or make_mesh(MeshSpec()), TOKENIZER, 6, options)
-    return made(state, PROMPTS, LENGTHS, copies, jax.random.key(3))
+def rule_of(temperature=0.7, **options):
+    return rule(6, eos_ids=TOKENIZER.eos_ids, pad_id=TOKENIZER.pad_id, temperature=temperature, **options)
+
+
+def draw(graph, state, *, mesh=None, copies=2, **options):
+    model = SampledModel(graph, mesh or make_mesh(MeshSpec()))
+    return RecomputeSampler(model, rule_of(**options))(state, PROMPTS, LENGTHS, copies, jax.random.key(3))
 
 
 def log_softmax(logits):
@@ -79,8 +82,7 @@ def test_log_probs_of_an_uncached_draw_are_those_of_the_whole_row():
 def test_an_uncached_draw_takes_the_tokens_of_the_cached_one_when_both_are_greedy():
     graph, state = decoder()
     ours = draw(graph, state, copies=1, greedy=True)
-    options = SamplerOptions(6, TOKENIZER.eos_ids, TOKENIZER.pad_id, DrawOptions(temperature=0.7, greedy=True))
-    theirs = sample(nnx.merge(graph, state), PROMPTS, LENGTHS, jax.random.key(3), options)
+    theirs = sample(nnx.merge(graph, state), PROMPTS, LENGTHS, jax.random.key(3), rule_of(greedy=True))
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     np.testing.assert_array_equal(ours.lengths, theirs.lengths)
     np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)

@@ -16,9 +16,9 @@ from experiments.models.huggingface.export import export
 from experiments.models.huggingface.own_tokenizers import pretrained_form
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained, small_files
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import SamplerOptions, logits_of, sample
+from experiments.sampling.sample_token import logits_of
 from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
+from tests.experiments.samples import rule, sample
 from tests.experiments.tiny_directory import CONFIGS, VOCAB, write_tiny_directory
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
@@ -62,8 +62,7 @@ def test_logits_and_greedy_continuations_through_the_cache_are_equal(directory):
     np.testing.assert_allclose(seen, wanted, atol=1e-4, rtol=0)
     # Prompts of three lengths, so that windows pass the empty slots behind the shorter ones. No token is the end.
     lengths = np.array([24, 9, 1], np.int32)
-    options = SamplerOptions(NEW, eos_ids=(), pad_id=0, draw=DrawOptions(greedy=True))
-    drawn = sample(model, jnp.asarray(TOKENS), jnp.asarray(lengths), jax.random.key(0), options)
+    drawn = sample(model, TOKENS, lengths, jax.random.key(0), rule(NEW, greedy=True))
     for row, length in enumerate(lengths):
         prompt = torch.tensor(TOKENS[row : row + 1, :length]).long()
         settings = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)

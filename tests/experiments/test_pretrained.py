@@ -23,7 +23,7 @@ from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained
 from experiments.models.sharding import parameter_shardings
-from experiments.sampling.sampler import logits_of
+from experiments.sampling.sample_token import logits_of
 from tests.experiments.tiny_directory import CONFIGS, END, SPECIAL, random_tensors, write_tiny_directory
 
 pytest.importorskip("safetensors", reason="the extra hf is not installed")

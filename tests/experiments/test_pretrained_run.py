@@ -19,9 +19,8 @@ from experiments.loop.run import train
 from experiments.models.huggingface import export as export_module
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.pretrained import open_pretrained
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import SamplerOptions, sample
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
+from tests.experiments.samples import rule, sample
 from tests.experiments.tiny import tiny, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
 from tests.experiments.tiny_gguf import METADATA, write_tiny_gguf
@@ -122,9 +121,9 @@ def test_chat_streams_what_the_sampler_draws(directory):
     drawn = list(
         stream_tokens(loaded.graph, loaded.params, prompt[0].tolist(), jax.random.key(0), StreamOptions(6, 0.0))
     )
-    settings = SamplerOptions(6, eos_ids=(), pad_id=0, draw=DrawOptions(greedy=True))
     lengths = np.array([prompt.shape[1]], np.int32)
-    wanted = sample(nnx.merge(loaded.graph, loaded.params), prompt, lengths, jax.random.key(0), settings)
+    model = nnx.merge(loaded.graph, loaded.params)
+    wanted = sample(model, prompt, lengths, jax.random.key(0), rule(6, greedy=True))
     assert drawn == wanted.tokens[0].tolist()
 
 

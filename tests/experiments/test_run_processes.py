@@ -11,7 +11,8 @@ import pytest
 from experiments import processes as module
 from experiments.experience.scoring import score
 from experiments.processes import FAILURE, Processes, processes, start
-from experiments.sampling.policy import Generation, Generator, SamplingOptions
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import Generation, SamplerPolicy, Samplers
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, RewardTerm
@@ -262,8 +263,8 @@ def test_every_completion_is_decoded_by_one_process(three, monkeypatch):
     def run(each=None):
         if each is not None:
             own.here = each
-        generator = Generator(lambda *options: draw, tokenizer, 1.0, 9)
-        drawn = generator.generate(None, None, [[5]], SamplingOptions(4, stop=("12",)), 4, (1, 5))
+        policy = SamplerPolicy(Samplers(lambda *options: draw, tokenizer, 1.0, 9), {}, 0, None, None)
+        drawn = policy.generate([[5]], SamplingOptions(4, stop=("12",)), copies=4)
         return drawn, *score(tokenizer, EXAMPLES[:1] * 4, drawn, reward)
 
     whole = run()

@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.sampling.sample_token import BLOCK, DrawOptions, sample_token
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.sample_token import BLOCK, sample_token
 from tests.oracle import fp32_bound
 
 ROWS = 64
+
+
+def drawn_by(temperature=1.0, **options):
+    return SamplingOptions(1, temperature, **options)
 
 
 @functools.cache
@@ -54,12 +59,12 @@ def probabilities(scaled, keep):
 @pytest.mark.parametrize(
     "options",
     [
-        DrawOptions(),
-        DrawOptions(0.7),
-        DrawOptions(top_k=3),
-        DrawOptions(top_p=0.6),
-        DrawOptions(min_p=0.1),
-        DrawOptions(0.9, top_k=20, top_p=0.9, min_p=0.01),
+        drawn_by(),
+        drawn_by(0.7),
+        drawn_by(top_k=3),
+        drawn_by(top_p=0.6),
+        drawn_by(min_p=0.1),
+        drawn_by(0.9, top_k=20, top_p=0.9, min_p=0.01),
     ],
     ids=str,
 )
@@ -78,9 +83,9 @@ def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_numbe
 
 def test_greedy_takes_the_lowest_of_the_likeliest_and_ties_at_a_threshold_stay():
     logits = np.float32([[1.0, 3.0, 3.0, 0.0]])
-    greedy = sample_token(logits, keys()[:1], DrawOptions(greedy=True))
+    greedy = sample_token(logits, keys()[:1], drawn_by(greedy=True))
     assert int(greedy.tokens[0]) == 1
-    tied = sample_token(np.repeat(logits, ROWS, axis=0), keys(), DrawOptions(top_k=1))
+    tied = sample_token(np.repeat(logits, ROWS, axis=0), keys(), drawn_by(top_k=1))
     assert set(np.asarray(tied.tokens).tolist()) == {1, 2}
     np.testing.assert_allclose(tied.drawn_log_probs, np.log(0.5), atol=1e-6)  # one log
 
@@ -88,9 +93,9 @@ def test_greedy_takes_the_lowest_of_the_likeliest_and_ties_at_a_threshold_stay()
 def test_tokens_of_no_weight_are_never_drawn():
     logits = np.full((ROWS, 3 * BLOCK), -np.inf, np.float32)
     logits[:, [7, BLOCK + 1]] = 0.0
-    assert set(np.asarray(sample_token(logits, keys(), DrawOptions()).tokens).tolist()) == {7, BLOCK + 1}
+    assert set(np.asarray(sample_token(logits, keys(), drawn_by()).tokens).tolist()) == {7, BLOCK + 1}
 
 
 def test_logits_that_are_not_numbers_give_log_probs_that_are_none():
     logits = jnp.zeros((1, 4)).at[0, 2].set(jnp.nan)
-    assert np.isnan(sample_token(logits, keys()[:1], DrawOptions()).log_probs).all()
+    assert np.isnan(sample_token(logits, keys()[:1], drawn_by()).log_probs).all()

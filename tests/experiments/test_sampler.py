@@ -1,7 +1,6 @@
 """The sampler: its log-probs are the trainer's, its draws follow them, and a row does not depend on its batch."""
 
 import functools
-from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,22 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
+from experiments.sampling import sample_token as sample_token_module
 from experiments.sampling import sampler as sampler_module
-from experiments.sampling.cached_draw import DecoderSampler
-from experiments.sampling.sample_token import DrawOptions
-from experiments.sampling.sampler import SamplerOptions, make_sampler, sample
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import SamplerPolicy, Samplers
+from experiments.sampling.sampler import DecoderSampler, SampledModel
 from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp import linear_log_probs
+from tests.experiments.samples import rule, sample
 
 VOCAB, PAD, EOS = 8, 0, 1
 CONFIG = DecoderConfig.qwen3(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
 ROWS, WIDTH, NEW = 6, 5, 7
-OPTIONS = SamplerOptions(max_new_tokens=NEW, eos_ids=(EOS,), pad_id=PAD)
+ENDS = {"eos_ids": (EOS,), "pad_id": PAD}
+RULE = rule(NEW, **ENDS)
 # Products of other numbers of rows may be summed in another order. A log-prob of size up to 8 is z - log Σ e^z; the products
 # behind it have two layers of 32 + 32 + 64 terms and 32 in the head, each rounded to 2^-24 of the sum, in both programs.
 ROUNDING = 2 * (2 * (32 + 32 + 64) + 32) * 2.0**-24 * 8
@@ -34,6 +36,11 @@ ROUNDING = 2 * (2 * (32 + 32 + 64) + 32) * 2.0**-24 * 8
 @functools.cache
 def decoder():
     return Decoder(CONFIG, rngs=nnx.Rngs(3))
+
+
+def on_mesh(mesh):
+    graph, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh))
+    return nnx.merge(graph, jax.device_put(state, parameter_shardings(state, mesh)))
 
 
 def prompts(seed=0):
@@ -77,8 +84,8 @@ def packed(prompt_ids, lengths, samples):
 @pytest.mark.parametrize(("temperature", "greedy"), [(1.0, False), (0.7, False), (0.7, True)])
 def test_log_probs_are_those_of_the_packed_trainer_forward(temperature, greedy):
     ids, lengths = prompts()
-    options = replace(OPTIONS, draw=DrawOptions(temperature, greedy))
-    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(1), options))
+    how = rule(NEW, **ENDS, temperature=temperature, greedy=greedy)
+    samples = sample(decoder(), ids, lengths, jax.random.key(1), how)
     row, positions, document_ids, starts = packed(ids, lengths, samples)
     wanted = np.asarray(trainer_log_probs(nnx.state(decoder()), row, positions, document_ids, temperature))
     assert samples.log_probs.dtype == np.float32
@@ -92,7 +99,7 @@ def test_a_completion_ends_with_its_eos_and_padding_of_log_prob_zero_follows():
     ids, lengths = prompts()
     short = long = 0
     for seed in range(8):
-        samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(seed), OPTIONS))
+        samples = sample(decoder(), ids, lengths, jax.random.key(seed), RULE)
         for tokens, log_probs, _, length in zip(*samples, strict=True):
             assert EOS not in tokens[: length - 1]
             assert tokens[length - 1] == EOS or length == NEW
@@ -104,44 +111,43 @@ def test_a_completion_ends_with_its_eos_and_padding_of_log_prob_zero_follows():
 
 def test_one_new_token():
     ids, lengths = prompts()
-    one = sample(decoder(), ids, lengths, jax.random.key(1), replace(OPTIONS, max_new_tokens=1))
-    many = sample(decoder(), ids, lengths, jax.random.key(1), OPTIONS)
+    one = sample(decoder(), ids, lengths, jax.random.key(1), rule(1, **ENDS))
+    many = sample(decoder(), ids, lengths, jax.random.key(1), RULE)
     np.testing.assert_array_equal(one.tokens[:, 0], many.tokens[:, 0])
     np.testing.assert_array_equal(one.lengths, np.ones(ROWS))
 
 
 def test_greedy_takes_the_likeliest_token_whatever_the_key():
     ids, lengths = prompts()
-    options = replace(OPTIONS, draw=DrawOptions(greedy=True))
-    samples = sample(decoder(), ids, lengths, jax.random.key(1), options)
-    other = sample(decoder(), ids, lengths, jax.random.key(2), options)
+    greedy = rule(NEW, **ENDS, greedy=True)
+    samples = sample(decoder(), ids, lengths, jax.random.key(1), greedy)
+    other = sample(decoder(), ids, lengths, jax.random.key(2), greedy)
     jax.tree.map(np.testing.assert_array_equal, samples, other)
-    row = np.concatenate([ids[2, : lengths[2]], np.asarray(samples.tokens)[2, : samples.lengths[2]]])
+    row = np.concatenate([ids[2, : lengths[2]], samples.tokens[2, : samples.lengths[2]]])
     likeliest = logits_of(nnx.state(decoder()), row).argmax(axis=-1)
     np.testing.assert_array_equal(row[lengths[2] :], likeliest[lengths[2] - 1 : -1])
 
 
 def test_a_row_is_the_same_in_any_batch_and_with_any_padding():
     ids, lengths = prompts()
-    whole = sample(decoder(), ids, lengths, jax.random.key(5), OPTIONS)
-    row_ids = np.array([4, 1], np.int32)
-    part = sample(decoder(), ids[row_ids], lengths[row_ids], jax.random.key(5), OPTIONS, row_ids=jnp.asarray(row_ids))
-    np.testing.assert_array_equal(part.tokens, np.asarray(whole.tokens)[row_ids])
-    np.testing.assert_allclose(part.log_probs, np.asarray(whole.log_probs)[row_ids], atol=ROUNDING)
+    whole = sample(decoder(), ids, lengths, jax.random.key(5), RULE)
+    part = sample(decoder(), ids[:2], lengths[:2], jax.random.key(5), RULE)
+    np.testing.assert_array_equal(part.tokens, whole.tokens[:2])
+    np.testing.assert_allclose(part.log_probs, whole.log_probs[:2], atol=ROUNDING)
     repadded = np.where(np.arange(WIDTH) < lengths[:, None], ids, 6).astype(np.int32)
-    jax.tree.map(np.testing.assert_array_equal, sample(decoder(), repadded, lengths, jax.random.key(5), OPTIONS), whole)
+    jax.tree.map(np.testing.assert_array_equal, sample(decoder(), repadded, lengths, jax.random.key(5), RULE), whole)
     others = prompts(seed=9)[0]
     others[4] = ids[4]
-    changed = sample(decoder(), others, lengths, jax.random.key(5), OPTIONS)
+    changed = sample(decoder(), others, lengths, jax.random.key(5), RULE)
     np.testing.assert_array_equal(changed.tokens[4], whole.tokens[4])
-    assert (np.asarray(changed.tokens) != np.asarray(whole.tokens)).any()
+    assert (changed.tokens != whole.tokens).any()
 
 
 def test_rows_and_keys_draw_differently():
     ids, lengths = (np.repeat(array[:1], ROWS, axis=0) for array in prompts())
-    first, second = (sample(decoder(), ids, lengths, jax.random.key(seed), OPTIONS) for seed in (0, 1))
+    first, second = (sample(decoder(), ids, lengths, jax.random.key(seed), RULE) for seed in (0, 1))
     assert len(np.unique(first.tokens, axis=0)) > 1
-    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
+    assert (first.tokens != second.tokens).any()
 
 
 def chi_square(counts, probabilities):
@@ -153,8 +159,7 @@ def test_frequencies_follow_the_distribution():
     draws, temperature = 4096, 0.6
     ids = np.tile(np.array([[2, 5, 3]], np.int32), (draws, 1))
     lengths = np.full(draws, 3, np.int32)
-    options = SamplerOptions(2, (EOS,), PAD, DrawOptions(temperature))
-    samples = jax.tree.map(np.asarray, sample(decoder(), ids, lengths, jax.random.key(0), options))
+    samples = sample(decoder(), ids, lengths, jax.random.key(0), rule(2, **ENDS, temperature=temperature))
     followers = samples.tokens[samples.tokens[:, 0] == 4]  # the second draw, given one value of the first
     for place, drawn in ((0, samples.tokens), (1, followers)):
         context = [2, 5, 3, 4][: 3 + place]
@@ -171,100 +176,92 @@ def softmax(logits):
     return weights / weights.sum()
 
 
-def test_new_parameters_keys_and_prompts_do_not_trace_again(monkeypatch):
+def test_new_parameters_keys_prompts_and_samplers_do_not_trace_again(monkeypatch):
     traces = []
-    plain = sampler_module.head_logits
+    plain = sample_token_module.head_logits
 
     def counting(*args, **kwargs):
         traces.append(None)
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(sampler_module, "head_logits", counting)
+    monkeypatch.setattr(sample_token_module, "head_logits", counting)
     graph, state = nnx.split(decoder())
-    options = replace(OPTIONS, draw=DrawOptions(1.25))
-    draw = make_sampler(graph, options)
-    first = draw(state, *prompts(), jax.random.key(0))
+    how = rule(NEW, **ENDS, temperature=1.25)
+    sampler = DecoderSampler(SampledModel(graph, make_mesh(MeshSpec())), how)
+    first = sampler(state, *prompts(), 1, jax.random.key(0))
     traced = len(traces)
     assert traced == 2  # the first token's and the loop's
     later = jax.tree.map(lambda leaf: leaf * 1.5, state)
-    second = draw(later, *prompts(seed=1), jax.random.key(1))
-    third = sample(nnx.merge(graph, later), *prompts(seed=1), jax.random.key(1), options)
+    second = sampler(later, *prompts(seed=1), 1, jax.random.key(1))
+    third = sample(nnx.merge(graph, later), *prompts(seed=1), jax.random.key(1), how)
     assert len(traces) == traced
     jax.tree.map(np.testing.assert_array_equal, second, third)
-    assert (np.asarray(first.log_probs) != np.asarray(second.log_probs)).any()
+    assert (first.log_probs != second.log_probs).any()
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
 def test_a_mesh_draws_the_same_tokens_also_of_rows_that_its_ranks_do_not_divide(rows):
     mesh = make_mesh(MeshSpec(data=2, tensor=4))
-    graph, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh))
-    state = jax.device_put(state, parameter_shardings(state, mesh))
-    tokenizer = CharTokenizer("012345")
-    options = replace(OPTIONS, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
     few = [x[:rows] for x in prompts()]
-    sharded = DecoderSampler(graph, mesh, tokenizer, NEW, options.draw)(state, *few, 1, jax.random.key(5))
-    whole = sample(decoder(), *few, jax.random.key(5), options)
+    sharded = sample(on_mesh(mesh), *few, jax.random.key(5), RULE)
+    whole = sample(decoder(), *few, jax.random.key(5), RULE)
     np.testing.assert_array_equal(sharded.tokens, whole.tokens)
     np.testing.assert_allclose(sharded.log_probs, whole.log_probs, atol=2e-5)
-    # Without the trainer, nobody fills the rows up.
-    np.testing.assert_array_equal(make_sampler(graph, options)(state, *few, jax.random.key(5)).tokens, whole.tokens)
-
-
-DRAW = {field.name for field in fields(DrawOptions)}
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
+        ("max_new_tokens", 0),
         ("temperature", 0.0),
         ("temperature", float("nan")),
         ("top_k", 0),
         ("top_p", 0.0),
         ("min_p", 1.5),
-        ("max_new_tokens", 0),
-        ("eos_ids", (VOCAB,)),
-        ("pad_id", -1),
-        ("prompts", np.zeros((0, WIDTH), np.int32)),
-        ("prompts", np.full((ROWS, WIDTH), VOCAB, np.int32)),
-        ("prompts", np.zeros((ROWS, WIDTH), np.float32)),
-        ("prompt_lengths", np.array([5, 0, 3, 5, 2, 4], np.int32)),
-        ("prompt_lengths", np.array([5, 6, 3, 5, 2, 4], np.int32)),
-        ("prompt_lengths", np.ones(ROWS - 1, np.int32)),
-        ("key", np.zeros(2, np.uint32)),
-        ("row_ids", np.zeros(ROWS + 1, np.int32)),
+        ("stop", ("a", "")),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_bad_input_is_named(argument, value):
-    ids, lengths = prompts()
-    given = dict(prompts=ids, prompt_lengths=lengths, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=argument):
-        if argument in DRAW:
-            DrawOptions(**{argument: value})
-        elif argument in {field.name for field in fields(SamplerOptions)}:
-            sample(decoder(), **given, options=replace(OPTIONS, **{argument: value}))
-        else:
-            sample(decoder(), **given | {argument: value}, options=OPTIONS)
+def test_an_option_out_of_range_is_named(argument, value):
+    with pytest.raises(ValueError, match=f"^{argument}: expected "):
+        SamplingOptions(**{"max_new_tokens": NEW, argument: value})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("ids", "options", "words"),
+    [
+        ([], {}, "prompts: expected at least one, got 0"),
+        ([[2], []], {}, r"prompts\[1\]: expected at least one id, got none"),
+        ([[2, -1]], {}, r"prompts\[0\]: expected ids in \[0, 16\), got \(-1, 2\)"),
+        ([[2], [16]], {}, r"prompts\[1\]: expected ids in \[0, 16\), got \(16, 16\)"),
+        ([[2]], {"copies": 0}, "copies: expected at least 1, got 0"),
+        ([[2], [3]], {"pad_to": (1, 8)}, "pad_to: expected at least 2 prompts, got 1"),
+        ([[2, 3, 4]], {"pad_to": (1, 2)}, "pad_to: expected at least 3 tokens, for the longest prompt, got 2"),
+    ],
+)
+def test_a_bad_prompt_is_named_before_anything_is_drawn(ids, options, words):
+    samplers = Samplers(None, CharTokenizer("0123456789"), 1.0, 8)
+    policy = SamplerPolicy(samplers, nnx.State({}), 0, None, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        policy.generate(ids, SamplingOptions(NEW), **options)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("spec", [None, MeshSpec(data=2, tensor=2)])
 def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(spec, monkeypatch):
     repeated = [np.repeat(array, 3, axis=0) for array in prompts()]
-    options = replace(OPTIONS, max_new_tokens=4 * NEW)
-    whole = sample(decoder(), *repeated, jax.random.key(2), options)
-    assert len(set(np.asarray(whole.lengths).tolist())) > 2
+    long = rule(4 * NEW, **ENDS)
+    whole = sample(decoder(), *repeated, jax.random.key(2), long)
+    assert len(set(whole.lengths.tolist())) > 2
     sizes = []
     kept = sampler_module._kept
     monkeypatch.setattr(sampler_module, "SHORTEST_NARROWED", 1)
     monkeypatch.setattr(sampler_module, "FEWEST_ROWS", 2)
     monkeypatch.setattr(sampler_module, "_kept", lambda rows, some: sizes.append(some.shape) or kept(rows, some))
     mesh = None if spec is None else make_mesh(spec)
-    graph, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(3), mesh=mesh))
-    state = state if mesh is None else jax.device_put(state, parameter_shardings(state, mesh))
-    narrowed = make_sampler(graph, options)(state, *repeated, jax.random.key(2))
+    narrowed = sample(decoder() if mesh is None else on_mesh(mesh), *repeated, jax.random.key(2), long)
     assert sizes[:2] == [(1, 9), (1, 4)] if mesh is None else sizes[0] == (2, 4)
     assert set(sizes) <= ({(1, 9), (1, 4), (1, 2)} if mesh is None else {(2, 4), (2, 2)})
     np.testing.assert_array_equal(narrowed.tokens, whole.tokens)
@@ -274,8 +271,6 @@ def test_a_batch_that_is_narrowed_draws_what_the_whole_batch_draws(spec, monkeyp
 
 def test_copies_of_a_prompt_are_rows_of_it():
     ids, lengths = prompts()
-    options = replace(OPTIONS, copies=2)
-    graph, state = nnx.split(decoder())
-    copied = make_sampler(graph, options)(state, ids, lengths, jax.random.key(3))
-    apart = sample(decoder(), *(np.repeat(x, 2, axis=0) for x in (ids, lengths)), jax.random.key(3), OPTIONS)
+    copied = sample(decoder(), ids, lengths, jax.random.key(3), RULE, copies=2)
+    apart = sample(decoder(), *(np.repeat(x, 2, axis=0) for x in (ids, lengths)), jax.random.key(3), RULE)
     np.testing.assert_array_equal(copied.tokens, apart.tokens)

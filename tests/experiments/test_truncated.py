@@ -8,7 +8,8 @@ from experiments.experience.counts import RolloutCounts
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.scoring import score, to_completion, to_samples
-from experiments.sampling.policy import Generator, SamplingOptions
+from experiments.sampling.options import SamplingOptions
+from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
 from experiments.tasks.tokenizer import tokenizer_for
@@ -51,7 +52,9 @@ def test_a_completion_knows_whether_it_ended():
 
 
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
-    def make_draw(max_new_tokens, row_length, options):
+    def make_sampler(options, row_length):
+        assert (options, row_length) == (SamplingOptions(3, temperature=0.5), 11)
+
         def draw(params, prompts, lengths, copies, key):
             drawn = [each.ids.tolist() for each in POLICY.generate(prompts, SamplingOptions(3), copies=copies)]
             tokens = np.array([row + [0] * (3 - len(row)) for row in drawn], np.int32)
@@ -60,8 +63,8 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it():
 
         return draw
 
-    generator = Generator(make_draw, TOKENIZER, 1.0, 8)
-    drawn = generator.generate(None, None, [[5]], SamplingOptions(3, stop=("12", "3")), 4, (1, 5))
+    policy = SamplerPolicy(Samplers(make_sampler, TOKENIZER, 0.5, 8), {}, 0, None, None)
+    drawn = policy.generate([[5]], SamplingOptions(3, stop=("12", "3")), copies=4)
     texts = [to_completion(TOKENIZER, each) for each in drawn]
     assert texts == ["7", "12", "12", "9"]
     assert [(text.num_tokens, text.ended) for text in texts] == [(2, True), (2, True), (2, True), (2, True)]

@@ -10,7 +10,7 @@ from experiments.experience.prompts import PromptOrder, fits_completion
 from experiments.experience.rollouts import Rollouts
 from experiments.loop import alerts
 from experiments.loop.alerts import WINDOW, StepMonitor, over_median, with_norm
-from experiments.sampling.policy import SamplingOptions
+from experiments.sampling.options import SamplingOptions
 from experiments.tasks import Rewards, RewardTerm, make_task
 from experiments.tasks.tokenizer import tokenizer_for
 from tests.experiments.scripted import ScriptedPolicy
