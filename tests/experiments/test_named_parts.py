@@ -168,7 +168,7 @@ def modules(tmp_path, monkeypatch):
 
 EXPECTED = {
     "--task": "one of addition[:SIZE], ",
-    "--reward.functions": "some of correct, tags, pattern, ended, short, overlong, or module:name of a function of an example",
+    "--reward.functions": "some of correct, tags, pattern, ended, short, overlong, or module:name of a function",
     "--model.own": "module:name of a function or class that makes a Flax model, of no argument or of the vocabulary size",
     "--source": "module:name of a function (policy, step) -> documents, or of a class with next, state and restore",
 }
