@@ -165,7 +165,8 @@ class Checkpoints:
         places = (shelf / f"{step}-{number}" for number in itertools.count())
         place = next(place for place in places if kind_of(place) == "nothing")
         (self.folder / str(step)).rename(place)
-        replace_file(shelf / f"{place.name}.txt", f"{reason}\n".encode())
+        # A run folder can be moved: nothing in it names the folder itself.
+        replace_file(shelf / f"{place.name}.txt", f"{reason}\n".replace(f"{self.folder}/", "").encode())
         return place
 
 
