@@ -115,6 +115,7 @@ def test_rescored_log_probs_are_the_trainers(tmp_path):
         np.testing.assert_allclose(mine, other, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_filtered_run_records_the_filter(tmp_path):
     schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}
     options = {"schedule": schedule, "loss": {"gradient_filter": 2.0**-16}, "mesh": "tensor=2"}
@@ -196,6 +197,7 @@ class Spy(ChunkedEngine):
         return super().why_not(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "chunked", "reference", "spy"])
 def test_the_fp32_head_reaches_every_engine_with_the_operands_own_dtypes(tmp_path, monkeypatch, engine):
     """An engine for bf16 operands must see them as they are: a mesh axis of size 1 is no reason to widen them."""
