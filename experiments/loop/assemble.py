@@ -88,13 +88,15 @@ class Setup(Inference):
     def feed(self) -> DocumentFeed:
         """Returns what gives the documents of each step."""
         config = self.config
-        options = {
-            "exact": config.invariant,
-            "rescore": bool(config.rollout.rescore),
-            "seed": config.seed + MINIBATCHES,
-        }
-        options["epochs"] = config.schedule.epochs_per_rollout
-        return DocumentFeed(self.source, self.learner.packing, config.schedule.docs_per_step, **options)
+        return DocumentFeed(
+            self.source,
+            self.learner.packing,
+            config.schedule.docs_per_step,
+            exact=config.invariant,
+            rescore=bool(config.rollout.rescore),
+            epochs=config.schedule.epochs_per_rollout,
+            seed=config.seed + MINIBATCHES,
+        )
 
     @property
     def warms_up(self) -> bool:

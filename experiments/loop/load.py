@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from experiments.config import Config
+from experiments.config import Config, validate
 from experiments.learner.replicas import require_same_frozen
 from experiments.learner.soundness import finite_leaves, name_non_finite
 from experiments.loop.find_model import find_model
@@ -157,6 +157,7 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> LoadedModel:
 
 def _model_of_run(run: str | Path) -> LoadedModel:
     stored = _open(run, None)
+    validate(stored.config)
     config = stored.config.resolved()
     # No part of a model from disk depends on the task, whose file may be gone.
     task = None if config.model.path is not None else find_task(config)

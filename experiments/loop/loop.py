@@ -132,7 +132,7 @@ class Loop:
         restored = self._store.restore(restore_template(learner.template(), self._setup.mesh), step)
         for warning in restored.warnings:
             self._console.warn(warning)
-        record = restored.record
+        record, self._saved_step = restored.record, restored.step
         learner.restore(restored.arrays, record.learner)
         self._feed.restore(record.feed)
         self.progress, before = from_json(record.progress, Progress, "progress of the checkpoint"), record.before
@@ -143,7 +143,6 @@ class Loop:
     def run(self) -> Outcome:
         """Runs to the end, from the first step on unless a checkpoint was restored."""
         phase, progress = self._phase, self.progress
-        self._saved_step = self._store.latest_step()
         self._answer_signals()
         if phase.evaluates_ends and self.before is None:
             self._evaluate_first()

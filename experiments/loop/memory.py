@@ -63,7 +63,7 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     """
     if progress.step >= setup.config.schedule.steps:
         return
-    warm_start_to_come = setup.config.warm_start.max_steps > 0 and progress.evaluated < 0
+    warm_start_to_come = setup.warms_up and progress.evaluated < 0
     need = memory_need(setup, warm_start_to_come=warm_start_to_come)
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(setup.mesh.local_devices))

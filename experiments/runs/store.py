@@ -67,10 +67,6 @@ class RunStore:
         if kind_of(self._folder.warm_start) == "folder":
             shutil.rmtree(self._folder.warm_start)
 
-    def latest_step(self) -> int | None:
-        """Returns the step that was restored from this folder of checkpoints, or None."""
-        return None if self._restored is None else self._restored.step
-
     def begin(self) -> None:
         """Opens the logs from the start."""
         self._metrics = MetricsWriter(self._folder)
@@ -108,7 +104,6 @@ class FollowedStore:
 
     def __init__(self, folder: RunFolder, identity: Identity) -> None:
         self._checkpoints, self._identity = folder.checkpoints, identity
-        self._restored: int | None = None
         self.metrics = self
 
     def __enter__(self) -> Self:
@@ -127,10 +122,7 @@ class FollowedStore:
         return bool(numbered(self._checkpoints))
 
     def enter(self, checkpoints: Path) -> None:
-        self._checkpoints, self._restored = checkpoints, None
-
-    def latest_step(self) -> int | None:
-        return self._restored
+        self._checkpoints = checkpoints
 
     def save(self, step: int, arrays: Any, **of_loop: Any) -> None:
         """Gives process 0 what it saves, one array after the other."""
@@ -139,8 +131,8 @@ class FollowedStore:
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """The step that process 0 has restored."""
-        self._restored = processes().gather("restored", None)[0]
-        return read_checkpoint(self._checkpoints, self._identity, template, self._restored)
+        step = processes().gather("restored", None)[0]
+        return read_checkpoint(self._checkpoints, self._identity, template, step)
 
     def take_up(self) -> list[str]:
         """Process 0 waits for the others before it changes the folder."""

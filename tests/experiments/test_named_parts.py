@@ -14,31 +14,16 @@ from flax import nnx
 
 from experiments import SamplingOptions, evaluate, grpo
 from experiments.config import ModelConfig
-from experiments.loop import resume, run
+from experiments.loop import resume
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
 from experiments.tasks import Example, make_task
 from jaxlogp import Document
 from jaxlogp.head import HeadSpec
-from tests.experiments.tiny import tiny, train_records
+from tests.experiments.copying_task import Copying
+from tests.experiments.tiny import set_up_without_programs, tiny, train_records
 
 HERE = __name__
-
-
-class Copying:
-    """Write the digit again."""
-
-    name, alphabet, max_prompt_tokens, max_answer_tokens = "copying", "0123456789", 1, 1
-
-    def num_examples(self, split):
-        return None
-
-    def example(self, index, split):
-        digit = str((2 * index + (split == "held_out")) % 10)
-        return Example(digit, digit)
-
-    def verify(self, example, completion):
-        return float(completion == example.answer)
 
 
 def copying():
@@ -241,16 +226,7 @@ OBJECT = Copying()
 
 @pytest.fixture
 def set_up(monkeypatch):
-    """Sets up runs and resumes for real, up to what a run consists of, which a stand-in replaces."""
-    monkeypatch.setattr(run, "assemble", lambda *given, **options: None)
-    monkeypatch.setattr(run, "say_memory", lambda *given, **options: None)
-
-    def begin(config, **own):
-        begun = run.set_up(config, UserParts(**own))
-        begun.lock.release()
-        return begun
-
-    return begin
+    return set_up_without_programs(monkeypatch)
 
 
 def named(out, **changes):

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from experiments import evaluate, grpo
+from experiments.config import Config
 from experiments.loop import load, resume, run, run_parts
 from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
+from experiments.runs.config_file import load_config, save_config
 from experiments.runs.folder import RunFolder
 from experiments.tasks.addition import Addition
-from tests.experiments.tiny import tiny
+from tests.experiments.tiny import set_up_without_programs, tiny
 from tests.experiments.tiny_directory import write_tiny_directory
 
 
@@ -33,16 +36,8 @@ def other(example, completion):
 
 @pytest.fixture
 def set_up(monkeypatch):
-    """Sets up runs and resumes for real, up to what a run consists of, which a stand-in replaces."""
-    monkeypatch.setattr(run, "assemble", lambda *given, **options: None)
-    monkeypatch.setattr(run, "say_memory", lambda *given, **options: None)
-
-    def begin(config, **own):
-        begun = run.set_up(config, UserParts(**own))
-        begun.lock.release()
-        return begun.folder
-
-    return begin
+    begin = set_up_without_programs(monkeypatch)
+    return lambda config, **own: begin(config, **own).folder
 
 
 def resumed(folder, **own):
@@ -178,6 +173,16 @@ def test_readers_take_no_built_in_task_for_ones_own(trained, capsys):
         scores._asdict() == recorded
         and scores.greedy > 0.5 > evaluate.main(evaluate.EvaluateConfig(str(plain.path))).greedy
     )
+
+
+def test_options_that_cannot_be_used_are_refused_by_readers_of_a_model_too(trained, tmp_path):
+    folder = RunFolder(Path(shutil.copytree(trained[1].path, tmp_path / "run")))
+    config = load_config(folder.config, Config)
+    save_config(
+        folder.config, dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, num_generations=1))
+    )
+    with pytest.raises(ValueError, match="^--rollout.num-generations: expected at least 2, got 1$"):
+        load_model(folder.path)
 
 
 @pytest.mark.parametrize("what", ["config.json", "checkpoints"])

@@ -32,6 +32,7 @@ from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from jaxlogp.policy.algorithms import ALGORITHMS
+from tests.experiments.copying_task import Copying
 from tests.experiments.tiny import TINY, tiny, train_records
 
 SHORT = {"max_steps": 0}
@@ -276,22 +277,6 @@ def test_the_example_of_a_reward_of_ones_own(tmp_path):
     assert record["reward_max"] in (0.0, 0.5, 1.0) and record["num_rewards"] == 64
     assert record["reward/reward"] == record["reward_mean"], "multiples of a half: sums are exact"
     assert 0.0 <= record["truncated_share"] == record["truncated_completions"] / 64 <= 1.0
-
-
-class Copying:
-    """A task of one's own: write the digit again."""
-
-    name, alphabet, max_prompt_tokens, max_answer_tokens = "copying", "0123456789", 1, 1
-
-    def num_examples(self, split):
-        return None
-
-    def example(self, index, split):
-        digit = str((2 * index + (split == "held_out")) % 10)
-        return Example(digit, digit)
-
-    def verify(self, example, completion):
-        return float(completion == example.answer)
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from experiments.config import (
     ScheduleConfig,
     WarmStartConfig,
 )
+from experiments.loop import run
+from experiments.loop.run_parts import UserParts
 
 TINY = Config(
     task="comparison:1",
@@ -58,3 +60,16 @@ def contents(folder) -> dict[str, bytes | None]:
     """All that is in a run folder, but for the lock, which says who has it: bytes of files, None of folders."""
     found = {str(path.relative_to(folder.path)): path for path in folder.path.rglob("*") if path != folder.lock}
     return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}
+
+
+def set_up_without_programs(monkeypatch):
+    """Returns what sets up runs for real, up to what a run consists of, which a stand-in replaces."""
+    monkeypatch.setattr(run, "assemble", lambda *given, **options: None)
+    monkeypatch.setattr(run, "say_memory", lambda *given, **options: None)
+
+    def begin(config, **own):
+        begun = run.set_up(config, UserParts(**own))
+        begun.lock.release()
+        return begun
+
+    return begin
