@@ -16,7 +16,7 @@ class RolloutCounts:
     """Sums over rollouts, divided once by `metrics`; of all groups that were drawn, also those not trained on.
 
     Attributes:
-        degenerate: groups whose rewards are all equal.
+        degenerate: groups without an advantage: their rewards are all equal, unless these are compared with other groups'.
         empty: completions without text.
         unfit: of the prompts of rollouts without a difference, those whose answer is longer than a completion may be.
         lowest: smallest reward of a completion.
