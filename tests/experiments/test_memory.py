@@ -45,7 +45,7 @@ def said(monkeypatch, limit, *, needed=NEED, steps=3, resumed=False):
     monkeypatch.setattr(memory, "memory_need", lambda setup, **options: needed)
     monkeypatch.setattr(memory, "device_limit", lambda devices: limit)
     config = Config(schedule=ScheduleConfig(steps=steps)).resolved()
-    setup = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config)
+    setup = SimpleNamespace(mesh=make_mesh(parse_mesh("")), config=config, warms_up=False)
     stream = io.StringIO()
     try:
         say_memory(setup, Progress(), RunConsole(stream=stream), resumed=resumed)
