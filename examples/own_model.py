@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments import Config, train
+from experiments.models.tokenizer import tokenizer_for
 from experiments.tasks import make_task
-from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp.head import HeadSpec
 
 TASK = "comparison:1"
@@ -40,7 +40,7 @@ class Gru(nnx.Module):
 
 def model(seed=0):
     """A model for the task's tokens."""
-    return Gru(tokenizer_for(make_task(TASK)).vocab_size, 64, rngs=nnx.Rngs(seed))
+    return Gru(tokenizer_for(make_task(TASK).alphabet).vocab_size, 64, rngs=nnx.Rngs(seed))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from experiments.command_line import run_command
 from experiments.loop.load import LoadedModel, load_model
 from experiments.models.decoder_config import DTYPES
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
+from experiments.models.tokenizer import UNKNOWN
 from experiments.sampling.token_stream import StreamOptions, stream_tokens
-from experiments.tasks.tokenizer import UNKNOWN
 from experiments.terminal import printable
 from jaxlogp.errors import require
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from experiments.tasks.tokenizer import Tokenizer
+from experiments.models.tokenizer import Tokenizer
 from jaxlogp import Document
 
 NAMED = 3

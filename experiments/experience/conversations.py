@@ -18,10 +18,10 @@ import numpy as np
 
 from experiments.experience.limits import NO_LIMITS, Limits
 from experiments.experience.prompts import encode
+from experiments.models.tokenizer import Tokenizer
 from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object
 from experiments.tasks.jsonl import JsonlTask
 from experiments.tasks.protocol import SPLITS, Message, Split, prompt_text, split_of
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 
 PROMPT, COMPLETION, MESSAGES, TRAIN = "prompt", "completion", "messages", "train"

@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.experience.counts import RolloutCounts
+from experiments.models.tokenizer import Tokenizer
 from experiments.refusal import Refusal
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import Generation
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 
 

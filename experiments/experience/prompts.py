@@ -7,9 +7,9 @@ import jax
 from experiments.config import RolloutConfig, ScheduleConfig
 from experiments.experience.order import EpochOrder
 from experiments.models.mesh import MeshSpec
+from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Example, Prompt, Split, Task
 from experiments.tasks.protocol import SPLITS
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
 MICRO_BATCH_TOKENS = {"cpu": 1024}

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
+from experiments.models.tokenizer import Tokenizer
 from experiments.processes import processes
 from experiments.sampling.policy import Generation
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.protocol import prompt_text
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, Scored
-from experiments.tasks.tokenizer import Tokenizer
 
 _RAISED = {error.__name__: error for error in (RewardFailed, RewardNotFinite)}
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from experiments.experience.experience import Experience, Policy
 from experiments.experience.prompts import PromptOrder, encode_prompt
+from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Example
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Integer
 
 from experiments.learner.backend import GradientBackend
 from experiments.learner.packing import Round
-from experiments.tasks.tokenizer import Tokenizer
+from experiments.models.tokenizer import Tokenizer
 from jaxlogp import Document, DriftReport, VocabShards, drift_report
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 

@@ -17,7 +17,7 @@ from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, size_of
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import placed
 from experiments.models.pretrained import Pretrained
-from experiments.tasks.tokenizer import Tokenizer
+from experiments.models.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
 Shardings = Callable[[nnx.State], Any]

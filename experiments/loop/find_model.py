@@ -10,9 +10,9 @@ from experiments.config import Config, ModelConfig
 from experiments.learner.model_source import DecoderSource, ModelSource, UserModel
 from experiments.models.pretrained import open_pretrained
 from experiments.models.protocol import check_model
+from experiments.models.tokenizer import Tokenizer, tokenizer_for
 from experiments.named import OWN, call_named, import_named
 from experiments.tasks import Task
-from experiments.tasks.tokenizer import Tokenizer, tokenizer_for
 from jaxlogp.errors import require
 
 _PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -32,11 +32,11 @@ def find_model(config: Config, task: Task, model: nnx.Module | None, *, restored
     """
     options = config.model
     if options.own is not None or model is not None:
-        return _user_model(config, tokenizer_for(task), model)
+        return _user_model(config, tokenizer_for(task.alphabet), model)
     if options.path is None:
-        decoder = options.decoder(tokenizer_for(task).vocab_size, config.invariant)
+        decoder = options.decoder(tokenizer_for(task.alphabet).vocab_size, config.invariant)
         # A named shape has its own vocabulary, of which a model from nothing samples any token.
-        tokenizer = tokenizer_for(task, decoder.vocab_size)
+        tokenizer = tokenizer_for(task.alphabet, decoder.vocab_size)
         return DecoderSource(tokenizer, decoder, config.seed, restored=restored)
     found = open_pretrained(options.path, chat_template=options.chat_template)
     decoder = replace(options.of_pretrained(found.config, config.invariant), lora=config.lora)

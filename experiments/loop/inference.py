@@ -17,10 +17,10 @@ from experiments.loop.backends import RunBackend, make_backend
 from experiments.loop.evaluation import AnswerEvaluation, Evaluation
 from experiments.loop.find_model import find_model
 from experiments.loop.supervised import LossEvaluation, SupervisedFile, find_task
+from experiments.models.tokenizer import Tokenizer
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.tasks import Rewards, Task
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 
 

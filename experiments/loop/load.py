@@ -33,6 +33,7 @@ from experiments.models.packaged import located
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import Pretrained, open_pretrained, small_files
 from experiments.models.sharding import on_one_device
+from experiments.models.tokenizer import Tokenizer
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
@@ -40,7 +41,6 @@ from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import RunParts
 from experiments.runs.store import read_checkpoint
 from experiments.tasks import Task
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
 

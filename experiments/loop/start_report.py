@@ -16,12 +16,12 @@ from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.mesh import MeshSpec, parse_mesh, require_devices
 from experiments.models.parameters import abstract_decoder
 from experiments.models.placement import total_bytes
+from experiments.models.tokenizer import Tokenizer
 from experiments.options import refused_as
 from experiments.runs.console import RunConsole
 from experiments.tasks import Completion, Example, Rewards, Task
 from experiments.tasks.protocol import prompt_text, right_only_as_written
 from experiments.tasks.rewards import CORRECT, RewardNotFinite
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp.errors import require
 
 FEW_PROMPTS = 20

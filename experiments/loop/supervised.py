@@ -18,9 +18,9 @@ from experiments.experience.prompts import Sizes, row_length_for, rows_for
 from experiments.experience.scoring import Sample
 from experiments.loop.evaluation import HeldOutLoss
 from experiments.models.mesh import MeshSpec
+from experiments.models.tokenizer import Tokenizer
 from experiments.tasks import Task
 from experiments.tasks.json_lines import digest_of
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 from jaxlogp.errors import require
 

@@ -11,10 +11,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
+from experiments.models.tokenizer import Tokenizer
 from experiments.processes import processes
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.sampler import Sampler
-from experiments.tasks.tokenizer import Tokenizer
 from jaxlogp import Document
 from jaxlogp.errors import require
 

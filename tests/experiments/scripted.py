@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from experiments.models.tokenizer import EOS_ID
 from experiments.sampling.policy import Generation
-from experiments.tasks.tokenizer import EOS_ID
 
 
 class ScriptedPolicy:

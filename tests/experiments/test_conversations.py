@@ -8,9 +8,9 @@ import pytest
 
 from experiments.experience.conversations import load_conversations
 from experiments.experience.limits import Limits
+from experiments.models.tokenizer import ByteTokenizer, CharTokenizer
 from experiments.tasks import Message, split_of
 from experiments.tasks.protocol import prompt_text
-from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
 from tests.experiments.lines import write
 from tests.experiments.word_tokenizer import word_tokenizer
 

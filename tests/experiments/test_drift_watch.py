@@ -8,13 +8,13 @@ import pytest
 from experiments.config import Config, RolloutConfig, ScheduleConfig
 from experiments.learner.drift import END, measure_drift
 from experiments.learner.packing import Packing
+from experiments.models.tokenizer import EOS_ID, tokenizer_for
 from experiments.tasks import make_task
-from experiments.tasks.tokenizer import EOS_ID, tokenizer_for
 from jaxlogp import Document, VocabShards
 from jaxlogp.head import HeadRun
 from tests.experiments.stacked import stacked
 
-TOKENIZER = tokenizer_for(make_task("addition:1"))
+TOKENIZER = tokenizer_for(make_task("addition:1").alphabet)
 VOCAB = VocabShards.even(TOKENIZER.vocab_size, 3)
 SEEN = 12
 """Documents before the step: the version of its parameters."""

@@ -22,12 +22,12 @@ from experiments.loop.find_model import find_model
 from experiments.loop.start_report import check_answer_lengths, print_start_report
 from experiments.models.dtype_choice import DtypeChoice
 from experiments.models.parameters import abstract_decoder
+from experiments.models.tokenizer import tokenizer_for
 from experiments.sampling.options import SamplingOptions
 from experiments.tasks import make_task
 from experiments.tasks.addition import Addition
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import rewards_of
-from experiments.tasks.tokenizer import tokenizer_for
 
 
 def lines(tmp_path, capsys, **changes):
@@ -105,13 +105,13 @@ def test_answers_are_no_reason_to_refuse_where_something_else_is_rewarded_or_rig
     ]:
         task = config.data.task(config.task, config.seed)
         held_out = held_out_examples(task, 16)
-        said = check_answer_lengths(config, task, held_out, tokenizer_for(task), rewards)
+        said = check_answer_lengths(config, task, held_out, tokenizer_for(task.alphabet), rewards)
         number = len(held_out) + (task.num_examples("train") or 0)
         assert said is not None and f"too few for {number} of {number} answers" in said
     without = [replace(each, answer="") for each in held_out]
     assert not right_only_as_written(make_task("word_problems:2")), "a number is right without the work"
     own = SimpleNamespace(num_examples=lambda split: None)
-    assert check_answer_lengths(config, own, without, tokenizer_for(task), None) is None
+    assert check_answer_lengths(config, own, without, tokenizer_for(task.alphabet), None) is None
 
 
 class Nine(Addition):

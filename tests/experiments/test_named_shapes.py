@@ -13,7 +13,7 @@ from experiments.models import named_shapes
 from experiments.models.dtype_choice import choose_dtype
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.parameters import abstract_decoder
-from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
+from experiments.models.tokenizer import ByteTokenizer, CharTokenizer
 from tests.experiments.tiny import tiny
 
 pytestmark = pytest.mark.costly

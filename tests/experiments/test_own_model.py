@@ -16,9 +16,9 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.protocol import check_model
+from experiments.models.tokenizer import CharTokenizer
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sampler import SampledModel
-from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp.head import HeadSpec
 from tests.experiments.samples import rule, sample
 from tests.experiments.tiny import tiny, train_records

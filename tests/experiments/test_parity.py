@@ -16,8 +16,8 @@ from experiments.models.huggingface.export import export
 from experiments.models.huggingface.own_tokenizers import pretrained_form
 from experiments.models.parameters import abstract_decoder
 from experiments.models.pretrained import open_pretrained, small_files
+from experiments.models.tokenizer import ByteTokenizer, CharTokenizer
 from experiments.sampling.sample_token import logits_of
-from experiments.tasks.tokenizer import ByteTokenizer, CharTokenizer
 from tests.experiments.samples import rule, sample
 from tests.experiments.tiny_directory import CONFIGS, VOCAB, write_tiny_directory
 

@@ -9,8 +9,8 @@ import pytest
 from experiments.config import DataConfig, RolloutConfig, ScheduleConfig
 from experiments.experience.prompts import PromptOrder, encode, encode_prompt, longest_prompt, sizes_for
 from experiments.models.mesh import MeshSpec
+from experiments.models.tokenizer import ByteTokenizer, tokenizer_for
 from experiments.tasks import Message, make_task
-from experiments.tasks.tokenizer import ByteTokenizer, tokenizer_for
 from tests.experiments.lines import records, write
 from tests.experiments.tiny_directory import write_tiny_directory
 
@@ -106,7 +106,7 @@ def test_conversations_without_a_chat_template_are_refused_at_once(tmp_path, bou
     path = write(tmp_path / "a", *[{"messages": TALK, "answer": "4", "metadata": 0}], *records(60))
     lines = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(60)]
     for task in (make_task(f"jsonl:{write(tmp_path / 'b', *lines)}"), task_of(system="Be brief.")):
-        tokenizer = tokenizer_for(task)
+        tokenizer = tokenizer_for(task.alphabet)
         with pytest.raises(
             ValueError, match="^messages: expected a model with a chat template .--model.path. .*, got the tok"
         ):

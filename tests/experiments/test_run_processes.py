@@ -10,13 +10,13 @@ import pytest
 
 from experiments import processes as module
 from experiments.experience.scoring import score
+from experiments.models.tokenizer import EOS_ID, CharTokenizer
 from experiments.processes import FAILURE, Processes, processes, start
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import Generation, SamplerPolicy, Samplers
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite, RewardTerm
-from experiments.tasks.tokenizer import EOS_ID, CharTokenizer
 
 
 class Left(BaseException):

@@ -12,12 +12,12 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, make_mesh
 from experiments.models.sharding import parameter_shardings
+from experiments.models.tokenizer import CharTokenizer
 from experiments.sampling import sample_token as sample_token_module
 from experiments.sampling import sampler as sampler_module
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.sampling.sampler import DecoderSampler, SampledModel
-from experiments.tasks.tokenizer import CharTokenizer
 from jaxlogp import linear_log_probs
 from tests.experiments.samples import rule, sample
 

@@ -22,7 +22,7 @@ from experiments.experience.order import EpochOrder
 from experiments.loop.load import load_model
 from experiments.loop.supervised import SupervisedFile
 from experiments.models.lora import LoraConfig
-from experiments.tasks.tokenizer import ByteTokenizer
+from experiments.models.tokenizer import ByteTokenizer
 from tests.experiments.tiny import TINY, train_records
 from tests.experiments.tiny_directory import write_tiny_directory
 

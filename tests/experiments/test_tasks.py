@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.models.tokenizer import tokenizer_for
 from experiments.tasks import TASK_FORMS, Example, make_task, split_of
 from experiments.tasks.protocol import SizedTask, draw_example
-from experiments.tasks.tokenizer import tokenizer_for
 from tests.experiments.lines import records, write
 
 OWN = ("addition", "comparison")
@@ -37,7 +37,7 @@ def test_own_examples(spec):
     task = make_task(spec)
     train, held_out = examples(task, "train"), examples(task, "held_out")
     assert not {example.prompt for example in train} & {example.prompt for example in held_out}
-    tokenizer = tokenizer_for(task)
+    tokenizer = tokenizer_for(task.alphabet)
     for example in train + held_out:
         assert example.answer == solve(example.prompt)
         assert set(example.prompt + example.answer) <= set(task.alphabet)

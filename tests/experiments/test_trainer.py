@@ -26,9 +26,9 @@ from experiments.loop.run_parts import UserParts
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.models.tokenizer import tokenizer_for
 from experiments.runs.config_file import load_config
 from experiments.tasks import Example, make_task
-from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
 from jaxlogp.policy.algorithms import ALGORITHMS
@@ -251,7 +251,7 @@ def test_a_slower_head_on_a_gpu_is_said_with_what_to_do(monkeypatch):
 
 def test_rows_that_are_not_given_cut_a_step_into_equal_micro_batches():
     config, task = Config(), make_task("addition")
-    tokenizer = tokenizer_for(task)
+    tokenizer = tokenizer_for(task.alphabet)
     sizes = sizes_for(task, tokenizer, config.rollout, config.schedule, mesh=MeshSpec())
     # 512 documents of at most 11 tokens: six micro-batches of 86 rows, four rows too many.
     assert (sizes.row, sizes.rows) == (11, 86)

@@ -8,17 +8,17 @@ from experiments.experience.counts import RolloutCounts
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
 from experiments.experience.scoring import score, to_completion, to_samples
+from experiments.models.tokenizer import tokenizer_for
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import SamplerPolicy, Samplers
 from experiments.sampling.sampler import Samples
 from experiments.tasks import Rewards, RewardTerm, make_task
-from experiments.tasks.tokenizer import tokenizer_for
 from jaxlogp import pack_documents, policy_loss
 from jaxlogp.losses import grpo, grpo_paper
 from tests.experiments.scripted import ScriptedPolicy
 
 TASK = make_task("addition:1")
-TOKENIZER = tokenizer_for(TASK)
+TOKENIZER = tokenizer_for(TASK.alphabet)
 ANSWERS = ("7", "12", "123", "9")
 """The third is cut: it has no end token."""
 POLICY = ScriptedPolicy(TOKENIZER, ANSWERS)

@@ -10,13 +10,13 @@ from experiments.experience.prompts import PromptOrder, fits_completion
 from experiments.experience.rollouts import Rollouts
 from experiments.loop import alerts
 from experiments.loop.alerts import WINDOW, StepMonitor, over_median, with_norm
+from experiments.models.tokenizer import tokenizer_for
 from experiments.sampling.options import SamplingOptions
 from experiments.tasks import Rewards, RewardTerm, make_task
-from experiments.tasks.tokenizer import tokenizer_for
 from tests.experiments.scripted import ScriptedPolicy
 
 TASK = make_task("addition:1")
-TOKENIZER = tokenizer_for(TASK)
+TOKENIZER = tokenizer_for(TASK.alphabet)
 POLICY = ScriptedPolicy(TOKENIZER, ("7", "8"))
 PROMPTS, COPIES = 4, 2
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from experiments.models.tokenizer import tokenizer_for
 from experiments.tasks import make_task
-from experiments.tasks.tokenizer import tokenizer_for
 from experiments.tasks.word_problems import LARGEST, NUM_EXAMPLES
 
 MANY = 200
@@ -110,7 +110,7 @@ def test_verdicts_look_for_the_number():
 
 def test_a_model_from_nothing_has_all_the_letters():
     task = make_task("word_problems")
-    tokenizer = tokenizer_for(task)
+    tokenizer = tokenizer_for(task.alphabet)
     for example in examples(task):
         text = example.prompt + example.answer
         assert tokenizer.decode(tokenizer.encode(text)) == text

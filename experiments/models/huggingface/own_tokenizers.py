@@ -1,7 +1,7 @@
 """The trainer's own tokenizers in the form of tokenizer.json, for models from nothing that are exported."""
 
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
-from experiments.tasks.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID, ByteTokenizer, CharTokenizer
+from experiments.models.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID, ByteTokenizer, CharTokenizer
 from jaxlogp.errors import require
 
 SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}

@@ -13,7 +13,7 @@ import numpy as np
 from experiments.models.huggingface.chat_template import ChatTemplate, Message
 from experiments.models.huggingface.files import JsonObject, read_object, read_text
 from experiments.models.huggingface.turn_spans import render_turns
-from experiments.tasks.tokenizer import UNKNOWN
+from experiments.models.tokenizer import UNKNOWN
 from jaxlogp.errors import require
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
 
-from experiments.tasks.protocol import Task
-
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NUM_SPECIAL = 3
 VOCAB_MULTIPLE = 8
@@ -203,10 +201,9 @@ class ByteTokenizer(_StartToken):
         return data.decode("utf-8", errors="replace")
 
 
-def tokenizer_for(task: Task, num_ids: int | None = None) -> Tokenizer:
-    """The tokenizer that a task's `max_prompt_tokens` and `max_answer_tokens` count in, with as many ids as a model has: a
-    `CharTokenizer` of the task's alphabet, or a `ByteTokenizer` where that is None."""
-    return ByteTokenizer(num_ids) if task.alphabet is None else CharTokenizer(task.alphabet, num_ids)
+def tokenizer_for(alphabet: str | None, num_ids: int | None = None) -> Tokenizer:
+    """Returns the tokenizer of a task's alphabet: one id a character, or one a byte if the alphabet is None."""
+    return ByteTokenizer(num_ids) if alphabet is None else CharTokenizer(alphabet, num_ids)
 
 
 def _check_num_ids(num_ids: int | None, symbols: int) -> None:
