@@ -30,12 +30,8 @@ class Lines(NamedTuple):
     digest: str
 
 
-def read_lines(path: str | Path, kind: str) -> Lines:
+def read_lines(path: str | Path) -> Lines:
     """Reads a file, all of it, into memory.
-
-    Args:
-        path: path of the file.
-        kind: words before the path in messages, such as "task file".
 
     Raises:
         ValueError: if the file cannot be read, is a pipe or a device, is larger than `MAX_BYTES`, or is empty.
@@ -49,18 +45,18 @@ def read_lines(path: str | Path, kind: str) -> Lines:
     # A path with a null character is a ValueError of its own.
     except (OSError, ValueError) as error:
         seen = getattr(error, "strerror", None) or error
-        raise ValueError(f"{kind} {path}: expected a readable file, got {seen}") from error
+        raise ValueError(f"file {path}: expected a readable file, got {seen}") from error
     lines = content.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     if not lines:
-        raise ValueError(f"{kind} {path}: expected one JSON object a line, got an empty file")
+        raise ValueError(f"file {path}: expected one JSON object a line, got an empty file")
     return Lines(lines, hashlib.sha256(content).hexdigest())
 
 
 def digest_of(path: str | Path) -> tuple[str, str]:
     """Returns the absolute path of a file of lines, and its sha256; raises as `read_lines`."""
-    return str(Path(path).resolve()), read_lines(path, "file").digest
+    return str(Path(path).resolve()), read_lines(path).digest
 
 
 def parse_lines(path: str | Path, parse: Callable[[bytes], Parsed]) -> tuple[list[Parsed], str]:
@@ -69,7 +65,7 @@ def parse_lines(path: str | Path, parse: Callable[[bytes], Parsed]) -> tuple[lis
     Raises:
         ValueError: as `read_lines`; or as `parse`, after the path and the number of the line, counted from 1.
     """
-    lines, digest = read_lines(path, "file")
+    lines, digest = read_lines(path)
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from experiments.tasks.json_lines import METADATA, check_text, parse_messages, parse_object, read_lines
+from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object
 from experiments.tasks.numbers import only_number, same_number
 from experiments.tasks.protocol import (
     HELD_OUT_ONE_IN,
@@ -24,7 +24,8 @@ from experiments.tasks.protocol import (
     Example,
     Prompt,
     Split,
-    check_request,
+    check_index,
+    check_split,
     prompt_text,
     split_of,
 )
@@ -99,12 +100,6 @@ class JsonlFormat(JsonlOptions):
         self._check_length(self.answer_key, answer)
         return Example(prompt, answer, rest if self.other_keys else rest.get(METADATA))
 
-    def verify(self, answer: str, completion: str) -> bool:
-        """Whether a completion is the answer."""
-        if self.verifier == "exact":
-            return completion.strip() == answer.strip()
-        return same_number(completion, answer)
-
     def _check_length(self, key: str, text: str) -> None:
         length = len(text.encode())
         if length > self.max_text_bytes:
@@ -178,25 +173,22 @@ class JsonlTask:
 
     @property
     def exact(self) -> bool:
-        """See `experiments.tasks.protocol.right_only_as_written`."""
+        """Whether no completion is right but the answer's own text."""
         return self.format.verifier == "exact"
 
     def num_examples(self, split: Split) -> int:
-        """Number of lines that belong to the split."""
-        check_request(0, split)
+        check_split(split)
         return len(self.examples[split])
 
     def example(self, index: int, split: Split) -> Example:
-        """See `Task.example`; going round the file again is the caller's business."""
-        check_request(index, split)
-        examples = self.examples[split]
-        if index >= len(examples):
-            raise ValueError(f"index: expected less than {len(examples)} ({split} of {self.path}), got {index}")
-        return examples[index]
+        check_index(self, index, split)
+        return self.examples[split][index]
 
     def verify(self, example: Example, completion: str) -> float:
         """1.0 when the completion is the answer, by the format's verifier."""
-        return float(self.format.verify(example.answer, completion))
+        if self.exact:
+            return float(completion.strip() == example.answer.strip())
+        return float(same_number(completion, example.answer))
 
 
 DEFAULT_FORMAT = JsonlFormat()
@@ -209,25 +201,24 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
         ValueError: the file cannot be read, is a pipe or a device, is too large or empty, or leaves a split
             empty; or a line is not what it must be, with the number of the line, counted from 1.
     """
-    lines, digest = read_lines(path, "task file")
-    examples: dict[Split, list[Example]] = {split: [] for split in SPLITS}
     first_line: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            example = form.parse(line)
-            prompt = prompt_text(example.prompt)
-            if prompt in first_line:
-                raise ValueError(f"duplicate prompt {prompt!r}, first on line {first_line[prompt]}")
-        except ValueError as error:
-            raise ValueError(f"task file {path}, line {number}: {error}") from error
-        first_line[prompt] = number
-        examples[split_of(JsonlTask.family, prompt)].append(example)
+
+    def parse(line: bytes) -> Example:
+        example = form.parse(line)
+        prompt, number = prompt_text(example.prompt), len(first_line) + 1
+        if first_line.setdefault(prompt, number) != number:
+            raise ValueError(f"duplicate prompt {prompt!r}, first on line {first_line[prompt]}")
+        return example
+
+    parsed, digest = parse_lines(path, parse)
+    examples: dict[Split, list[Example]] = {split: [] for split in SPLITS}
+    for example in parsed:
+        examples[split_of(JsonlTask.family, prompt_text(example.prompt))].append(example)
     for split in SPLITS:
         if not examples[split]:
             raise ValueError(
-                f"task file {path}: expected examples in both splits, got {len(lines)} lines and none of them "
-                f"{split}; a hash holds out about one prompt in {HELD_OUT_ONE_IN}, so {ENOUGH_LINES} lines or more "
-                "will do"
+                f"file {path}: expected examples in both splits, got {len(parsed)} lines and none of them {split}; "
+                f"a hash holds out about one prompt in {HELD_OUT_ONE_IN}, so {ENOUGH_LINES} lines or more will do"
             )
     divided = {split: tuple(examples[split]) for split in SPLITS}
     return JsonlTask(str(Path(path).resolve()), divided, form, digest)

@@ -6,8 +6,9 @@ model, which writes sentences around them.
 
 from dataclasses import dataclass, replace
 
-from experiments.tasks.extraction import extract_answer
+from experiments.tasks.extraction import RULES, extract_answer
 from experiments.tasks.protocol import Example, Message, Prompt, Split, Task, data_digest, right_only_as_written
+from jaxlogp.errors import require
 
 SEPARATOR = "\n\n"
 
@@ -32,42 +33,38 @@ class PromptedTask:
     extract: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        extract_answer("", self.extract)
+        for rule in self.extract:
+            require(rule in RULES, "extract", f"one of {', '.join(RULES)}", repr(rule))
 
     @property
     def name(self) -> str:
-        """The task's."""
         return self.task.name
 
     @property
     def alphabet(self) -> str | None:
-        """The task's: what is added to its prompts does not change the model's vocabulary."""
+        # What is added to its prompts does not change the model's vocabulary.
         return self.task.alphabet
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The task's, and what is added."""
         system = 0 if self.system is None else len(self.system.encode())
         instruction = 0 if self.instruction is None else len((SEPARATOR + self.instruction).encode())
         return self.task.max_prompt_tokens + system + instruction
 
     @property
     def max_answer_tokens(self) -> int:
-        """The task's."""
         return self.task.max_answer_tokens
 
     @property
     def digest(self) -> str | None:
-        """The task's."""
         return data_digest(self.task)
 
     @property
     def exact(self) -> bool:
-        """The task's: where an answer is looked for in a completion, more stands around it."""
+        # Where an answer is looked for in a completion, more stands around it.
         return right_only_as_written(self.task)
 
     def num_examples(self, split: Split) -> int | None:
-        """The task's."""
         return self.task.num_examples(split)
 
     def example(self, index: int, split: Split) -> Example:

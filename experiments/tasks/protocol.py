@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
+from jaxlogp.errors import require
+
 Split = Literal["train", "held_out"]
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 HELD_OUT_ONE_IN = 10
 MAX_ATTEMPTS = 1000
-MAX_SIZE = 64
 
 
 class Message(NamedTuple):
@@ -114,58 +115,54 @@ def split_of(family: str, prompt: str) -> Split:
     return "held_out" if int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0 else "train"
 
 
-def check_request(index: int, split: str) -> None:
-    """Refuses an index that is not a whole number from 0 and a split that does not exist.
-
-    Raises:
-        ValueError: either of the two.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
-    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
-        raise ValueError(f"index: expected an integer of at least 0, got {index!r}")
+def check_split(split: str) -> None:
+    """Raises ValueError for a split that does not exist."""
+    require(split in SPLITS, "split", f"one of {', '.join(SPLITS)}", repr(split))
 
 
 def check_seed(seed: int) -> None:
-    """Refuses a seed that is not an integer.
+    """Raises ValueError for a seed that is not an integer."""
+    require(isinstance(seed, int) and not isinstance(seed, bool), "seed", "an integer", repr(seed))
 
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed: expected an integer, got {seed!r}")
+
+def check_index(task: Task, index: int, split: Split) -> None:
+    """Raises ValueError unless the split exists and has an example at the index."""
+    count = task.num_examples(split)
+    is_index = not isinstance(index, bool) and hasattr(index, "__index__") and index >= 0
+    require(is_index, "index", "an integer of at least 0", repr(index))
+    require(count is None or index < count, "index", f"less than {count} ({split} of {task.name})", index)
 
 
 def draw_example(
-    name: str,
+    task: Task,
     seed: int,
-    split: Split,
     index: int,
+    split: Split,
     candidate: Callable[[random.Random], Example | None],
     belongs_to: Callable[[Example], Split],
 ) -> Example:
     """Draws candidates until one belongs to the split, passing over None.
 
     Every attempt has its own generator, seeded by the text (name, seed, split, index, attempt), so that an example
-    depends on nothing that was drawn before it. The name is that of the task with its size.
+    depends on nothing that was drawn before it.
 
     Raises:
         ValueError: bad index or split, or no candidate belonged to the split in `MAX_ATTEMPTS` attempts.
     """
-    check_request(index, split)
+    check_index(task, index, split)
     for attempt in range(MAX_ATTEMPTS):
-        example = candidate(random.Random(f"{name} {seed} {split} {int(index)} {attempt}"))
+        example = candidate(random.Random(f"{task.name} {seed} {split} {int(index)} {attempt}"))
         if example is not None and belongs_to(example) == split:
             return example
     raise ValueError(
-        f"task {name!r}: expected a {split} prompt among {MAX_ATTEMPTS} draws, got none; "
+        f"task {task.name!r}: expected a {split} prompt among {MAX_ATTEMPTS} draws, got none; "
         "it has too few different prompts, choose a larger task"
     )
 
 
 @dataclass(frozen=True)
 class SizedTask(ABC):
-    """A task that makes its prompts from a random generator, with one number that says how hard they are.
+    """A task that draws its prompts from a random generator, with one number that says how hard they are.
 
     Args:
         size: difficulty, from 1 to `max_size`; what it counts is up to the task.
@@ -180,13 +177,12 @@ class SizedTask(ABC):
 
     family: ClassVar[str]
     alphabet: ClassVar[str]
-    max_size: ClassVar[int] = MAX_SIZE
+    max_size: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
         is_size = isinstance(self.size, int) and not isinstance(self.size, bool) and 1 <= self.size <= self.max_size
-        if not is_size:
-            raise ValueError(f"{self.family} size: expected an integer from 1 to {self.max_size}, got {self.size!r}")
+        require(is_size, f"{self.family} size", f"an integer from 1 to {self.max_size}", repr(self.size))
 
     @property
     def name(self) -> str:
@@ -195,13 +191,11 @@ class SizedTask(ABC):
 
     @property
     @abstractmethod
-    def max_prompt_tokens(self) -> int:
-        """Length of the longest prompt in characters."""
+    def max_prompt_tokens(self) -> int: ...
 
     @property
     @abstractmethod
-    def max_answer_tokens(self) -> int:
-        """Length of the longest answer in characters."""
+    def max_answer_tokens(self) -> int: ...
 
     @property
     def exact(self) -> bool:
@@ -213,17 +207,15 @@ class SizedTask(ABC):
         """Draws an example of either split."""
 
     def belongs_to(self, example: Example) -> Split:
-        """The split that the prompt's hash says."""
+        """Returns the split that the prompt's hash says."""
         return split_of(self.family, prompt_text(example.prompt))
 
     def num_examples(self, split: Split) -> int | None:
-        """None: every index has an example."""
-        check_request(0, split)
+        check_split(split)
         return None
 
     def example(self, index: int, split: Split) -> Example:
-        """See `Task.example`."""
-        return draw_example(self.name, self.seed, split, index, self.candidate, self.belongs_to)
+        return draw_example(self, self.seed, index, split, self.candidate, self.belongs_to)
 
     def verify(self, example: Example, completion: str) -> float:
         """1.0 when the completion is the answer, up to white space around it."""

@@ -21,9 +21,9 @@ import difflib
 import inspect
 import random
 import re
-from typing import Any, ClassVar
+from typing import Any
 
-from experiments.tasks.protocol import Example, Split, check_request, check_seed, draw_example, prompt_text, split_of
+from experiments.tasks.protocol import Example, Split, check_seed, check_split, draw_example, split_of
 
 POOL_SIZE = 10_000
 SAMPLE_SIZE = 32
@@ -57,13 +57,14 @@ class ReasoningGymTask:
     """One data set of reasoning-gym, at its default difficulty.
 
     Making the task generates `SAMPLE_SIZE` examples. The longest prompt and the longest answer among them become the
-    limits `max_prompt_tokens` and `max_answer_tokens`; longer examples are passed over when drawing.
+    limits `max_prompt_tokens` and `max_answer_tokens`; longer examples are passed over when drawing. The source of an
+    example is the data set's own entry.
 
     Raises:
         ValueError: the package is missing, or the data set is unknown, cannot be made as it is, or is refused.
     """
 
-    alphabet: ClassVar[None] = None
+    alphabet = None
 
     def __init__(self, dataset: str, *, seed: int = 0) -> None:
         check_seed(seed)
@@ -77,13 +78,11 @@ class ReasoningGymTask:
         self.max_answer_tokens = max(len(example.answer.encode()) for example in sample)
 
     def num_examples(self, split: Split) -> int | None:
-        """None: every index has an example."""
-        check_request(0, split)
+        check_split(split)
         return None
 
     def example(self, index: int, split: Split) -> Example:
-        """See `Task.example`; the example's source is the data set's own entry."""
-        return draw_example(self.name, self._seed, split, index, self._candidate, self._belongs_to)
+        return draw_example(self, self._seed, index, split, self._candidate, self._belongs_to)
 
     def verify(self, example: Example, completion: str) -> float:
         """1.0 when the data set scores the completion, without white space around it, as exactly 1.0.
@@ -101,7 +100,7 @@ class ReasoningGymTask:
         return float(score == 1.0)
 
     def _belongs_to(self, example: Example) -> Split:
-        return split_of(self.name, prompt_text(example.prompt))
+        return split_of(self.name, example.prompt)
 
     def _candidate(self, generator: random.Random) -> Example | None:
         example = self._pooled(generator.randrange(POOL_SIZE))

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.named import call_named, import_named, is_module_name
-from experiments.tasks.addition import Addition
-from experiments.tasks.comparison import Comparison
+from experiments.tasks.arithmetic import Addition, Comparison
 from experiments.tasks.jsonl import DEFAULT_FORMAT, JsonlFormat, load_jsonl
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import SPLITS, SizedTask, Task
@@ -26,19 +25,13 @@ TASK_FORMS = (
 
 @dataclass(frozen=True)
 class NamedTask(PromptedTask):
-    """A user's task under the text that names it.
-
-    Attributes:
-        text: module:name.
-        found: the object of that name: the task, or what made it.
-    """
+    """A user's task under the text that names it, module:name, and what it found there: the task, or what made it."""
 
     text: str = ""
     found: Any = None
 
     @property
     def name(self) -> str:
-        """The text, by which a resume finds the task again."""
         return self.text
 
 
@@ -59,8 +52,9 @@ def make_task(spec: str, *, seed: int = 0, form: JsonlFormat = DEFAULT_FORMAT) -
     """
     family, colon, argument = spec.partition(":")
     if family in SIZED_TASKS:
-        made = SIZED_TASKS[family]
-        task = made(seed=seed, **({"size": _size(spec, argument, made.max_size)} if colon else {}))
+        kind = SIZED_TASKS[family]
+        options = {"size": _size(spec, argument, kind.max_size)} if colon else {}
+        task = kind(seed=seed, **options)
     elif family == "reasoning_gym" and argument:
         task = ReasoningGymTask(argument, seed=seed)
     elif family == "jsonl" and argument:

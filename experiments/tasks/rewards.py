@@ -103,7 +103,6 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the functions."""
         return tuple(term.name for term in self.terms)
 
     def score(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Scored:
@@ -111,26 +110,27 @@ class Rewards:
 
         Raises:
             RewardFailed: a function raised, or returned no number; names it, the document and what was raised.
-            RewardNotFinite: a function returned a number that is not finite, or the sum is not; likewise.
+            RewardNotFinite: a function returned a number that is not finite, or the sum is not.
         """
         count = len(completions)
         require(len(examples) == count, "examples", f"{count}, one for each completion", len(examples))
         return self.weighted(examples, completions, self.parts(examples, completions, range(count)))
 
     def parts(self, examples: Sequence[Example], completions: Completions, numbers: Sequence[int]) -> list[list[float]]:
-        """What each function says of the completions with these numbers; raises as `score`."""
-        documents = [_Scored(number, (examples[number], completions[number])) for number in numbers]
-        return [[_call(term, document) for term in self.terms] for document in documents]
+        """Returns what each function says of the completions with these numbers; raises as `score`."""
+        return [
+            [_call(term, number, examples[number], completions[number]) for term in self.terms] for number in numbers
+        ]
 
     def weighted(
         self, examples: Sequence[Example], completions: Completions, parts: Sequence[Sequence[float]]
     ) -> Scored:
-        """Rewards from their parts, one row for each completion; raises as `score`."""
+        """Computes rewards from their parts, one row for each completion; raises as `score`."""
         said = np.array(parts, np.float64).reshape(len(parts), len(self.terms))
         rewards = said @ np.array([term.weight for term in self.terms], np.float64)
         for number, reward in enumerate(rewards.tolist()):
             if _finite(reward) is None:
-                document = _Scored(number, (examples[number], completions[number]))
+                document = _described(number, examples[number], completions[number])
                 raise RewardNotFinite(f"reward: expected a finite sum for {document}, got {reward}")
         return Scored(rewards.astype(np.float32), said.astype(np.float32))
 
@@ -161,11 +161,7 @@ def rewards_for(task: Task, names: Sequence[str], weights: Sequence[float] | Non
 
 
 def find_reward(name: str) -> Reward:
-    """Returns the function that `--reward.functions` names as module:name.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Returns the function that `--reward.functions` names as module:name; raises ValueError if there is none."""
     known = ", ".join((CORRECT, *REWARDS))
     expected = f"some of {known}, or module:name of a function of an example and a completion"
     found = import_named("--reward.functions", name, expected)
@@ -175,11 +171,7 @@ def find_reward(name: str) -> Reward:
 
 
 def rewards_of(functions: Reward | Sequence[tuple[Reward, float]] | Rewards) -> Rewards:
-    """Rewards of functions, each called by its name in Python.
-
-    Raises:
-        ValueError: something else, or as `Rewards`.
-    """
+    """Returns the rewards of functions, named as in Python; raises ValueError for anything else, or as `Rewards`."""
     if isinstance(functions, Rewards):
         return functions
     pairs: Any = functions if isinstance(functions, list | tuple) else [(functions, 1.0)]
@@ -238,30 +230,24 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-class _Scored(NamedTuple):
-    """One of the documents that are scored together, by its number."""
-
-    number: int
-    pair: tuple[Example, Completion]
-
-    def __str__(self) -> str:
-        prompt, completion = prompt_text(self.pair[0].prompt)[:200], str(self.pair[1])[:200]
-        return f"document {self.number} (prompt {prompt!r}, completion {completion!r})"
+def _described(number: int, example: Example, completion: Completion) -> str:
+    prompt, text = prompt_text(example.prompt)[:200], str(completion)[:200]
+    return f"document {number} (prompt {prompt!r}, completion {text!r})"
 
 
-def _call(term: RewardTerm, document: _Scored) -> float:
-    expected = f"reward {term.name!r}: expected a finite number for {document}"
+def _call(term: RewardTerm, number: int, example: Example, completion: Completion) -> float:
+    expected = f"reward {term.name!r}: expected a finite number for {_described(number, example, completion)}"
     try:
-        value = term.function(*document.pair)
+        value = term.function(example, completion)
     # Whatever it raises, the reader needs to know for which example.
     except Exception as error:
         raise RewardFailed(f"{expected}, got {type(error).__name__}: {error}") from error
     if not _is_number(value):
         raise RewardFailed(f"{expected}, got {value!r}")
-    number = _finite(value)
-    if number is None:
+    finite = _finite(value)
+    if finite is None:
         raise RewardNotFinite(f"{expected}, got {value!r}")
-    return number
+    return finite
 
 
 def _is_number(value: Any) -> bool:

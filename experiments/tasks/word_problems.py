@@ -5,14 +5,13 @@ whatever names and things.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 from experiments.tasks.extraction import extract_answer
 from experiments.tasks.numbers import same_number
-from experiments.tasks.protocol import SPLITS, Example, SizedTask, Split, check_request, draw_example, split_of
+from experiments.tasks.protocol import SPLITS, Example, SizedTask, Split, check_split, split_of
 
 NUM_EXAMPLES: dict[Split, int] = {"train": 8192, "held_out": 1024}
 EXTRACT = ("boxed", "answer_is", "last_number")
@@ -83,12 +82,10 @@ class WordProblems(SizedTask):
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Characters of the longest of all prompts."""
         return self._longest[0]
 
     @property
     def max_answer_tokens(self) -> int:
-        """Characters of the longest of all worked answers."""
         return self._longest[1]
 
     @cached_property
@@ -97,23 +94,14 @@ class WordProblems(SizedTask):
         return max(len(each.prompt) for each in examples), max(len(each.answer) for each in examples)
 
     def num_examples(self, split: Split) -> int:
-        """See `NUM_EXAMPLES`."""
-        check_request(0, split)
+        check_split(split)
         return NUM_EXAMPLES[split]
 
-    def example(self, index: int, split: Split) -> Example:
-        """See `Task.example`; the example's source are the numbers of its story."""
-        check_request(index, split)
-        if index >= NUM_EXAMPLES[split]:
-            raise ValueError(f"index: expected less than {NUM_EXAMPLES[split]} ({split} of {self.name}), got {index}")
-        return draw_example(self.name, self.seed, split, index, self.candidate, self.belongs_to)
-
     def belongs_to(self, example: Example) -> Split:
-        """The split that the hash of the numbers says."""
+        """Returns the split that the hash of the numbers says, which are the example's source."""
         return split_of(self.family, " ".join(map(str, example.source)))
 
     def candidate(self, generator: random.Random) -> Example:
-        """Tells a story."""
         story = Story(generator)
         steps = generator.randint(min(2, self.size), self.size)
         if steps > 1 and generator.random() < 0.5:
@@ -149,55 +137,38 @@ def _begin_with_product(story: Story) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """Something that happens in a story: one step, which may be possible for some amounts only."""
+    """Something that happens in a story: one step, with a sentence about it."""
 
-    possible: Callable[[int], bool]
-    tell: Callable[[Story], None]
+    sign: str
+    sentence: str
 
+    def is_possible(self, amount: int) -> bool:
+        if self.sign == "-":
+            return amount >= 4
+        return amount <= (LARGEST // 4 if self.sign == "*" else LARGEST - 40)
 
-def _buys(story: Story) -> None:
-    number = story.draw.randint(2, 40)
-    story.tell(f"{story.hero} buys {number} more.", number)
-    story.step("+", number)
-
-
-def _is_given(story: Story) -> None:
-    number = story.draw.randint(2, 40)
-    story.tell(f"Then {story.friend} gives {story.hero} {number} {story.things}.", number)
-    story.step("+", number)
-
-
-def _gives_away(story: Story) -> None:
-    number = story.draw.randint(2, min(40, story.amount - 2))
-    story.tell(f"{story.hero} gives {number} of the {story.things} to {story.friend}.", number)
-    story.step("-", number)
-
-
-def _loses(story: Story) -> None:
-    number = story.draw.randint(2, min(40, story.amount - 2))
-    story.tell(f"On the way home {story.hero} loses {number} of them.", number)
-    story.step("-", number)
-
-
-def _multiplies(story: Story) -> None:
-    number = story.draw.choice(list(TIMES))
-    story.tell(f"A week later {story.hero} has {TIMES[number]} as many {story.things}.", number)
-    story.step("*", number)
+    def number(self, story: Story) -> int:
+        if self.sign == "*":
+            return story.draw.choice(list(TIMES))
+        return story.draw.randint(2, 40 if self.sign == "+" else min(40, story.amount - 2))
 
 
 TURNS = (
-    Turn(lambda amount: amount <= LARGEST - 40, _buys),
-    Turn(lambda amount: amount <= LARGEST - 40, _is_given),
-    Turn(lambda amount: amount >= 4, _gives_away),
-    Turn(lambda amount: amount >= 4, _loses),
-    Turn(lambda amount: amount <= LARGEST // 4, _multiplies),
+    Turn("+", "{hero} buys {number} more."),
+    Turn("+", "Then {friend} gives {hero} {number} {things}."),
+    Turn("-", "{hero} gives {number} of the {things} to {friend}."),
+    Turn("-", "On the way home {hero} loses {number} of them."),
+    Turn("*", "A week later {hero} has {times} as many {things}."),
 )
 
 
 def _turn(story: Story) -> None:
-    possible = [turn for turn in TURNS if turn.possible(story.amount) and turn is not story.last]
+    possible = [turn for turn in TURNS if turn.is_possible(story.amount) and turn is not story.last]
     story.last = story.draw.choice(possible)
-    story.last.tell(story)
+    number = story.last.number(story)
+    words = {"hero": story.hero, "friend": story.friend, "things": story.things, "times": TIMES.get(number)}
+    story.tell(story.last.sentence.format(number=number, **words), number)
+    story.step(story.last.sign, number)
 
 
 def _how_many(story: Story) -> None:

@@ -25,7 +25,7 @@ from experiments.models.parameters import abstract_decoder
 from experiments.models.tokenizer import tokenizer_for
 from experiments.sampling.options import SamplingOptions
 from experiments.tasks import make_task
-from experiments.tasks.addition import Addition
+from experiments.tasks.arithmetic import Addition
 from experiments.tasks.protocol import right_only_as_written
 from experiments.tasks.rewards import rewards_of
 

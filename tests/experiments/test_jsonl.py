@@ -88,7 +88,7 @@ def test_jsonl_refuses_lines(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", *records(60), line, {"prompt": "z", "answer": "1"})
     with pytest.raises(ValueError) as caught:
         make_task(f"jsonl:{path}")
-    assert str(caught.value).startswith(f"task file {path}, line 61: {reason}")
+    assert str(caught.value).startswith(f"file {path}, line 61: {reason}")
     assert "\n" not in str(caught.value)
 
 
@@ -102,7 +102,7 @@ def test_jsonl_reads_no_pipe_no_device_and_no_file_beyond_its_limit(tmp_path):
         (Path("/dev/zero"), "a pipe, socket or device"),
         (large, "1073741825 bytes, more than 1073741824"),
     ):
-        with pytest.raises(ValueError, match=f"^task file {path}: expected a readable file, got {seen}$"):
+        with pytest.raises(ValueError, match=f"^file {path}: expected a readable file, got {seen}$"):
             make_task(f"jsonl:{path}")
 
 
@@ -134,7 +134,7 @@ def test_keys_are_mapped(tmp_path):
         ValueError, match=r"line 1: unknown key 'level'; a line has problem, solution, metadata, or --data"
     ):
         load(path, **keys)
-    with pytest.raises(ValueError, match=f"task file {path}, line 1: missing key 'query'"):
+    with pytest.raises(ValueError, match=f"file {path}, line 1: missing key 'query'"):
         load(path, prompt_key="query")
 
 

@@ -14,7 +14,7 @@ from experiments.loop.load import load_model
 from experiments.loop.run_parts import UserParts
 from experiments.runs.config_file import load_config, save_config
 from experiments.runs.folder import RunFolder
-from experiments.tasks.addition import Addition
+from experiments.tasks.arithmetic import Addition
 from tests.experiments.tiny import set_up_without_programs, tiny
 from tests.experiments.tiny_directory import write_tiny_directory
 

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.models.tokenizer import tokenizer_for
 from experiments.tasks import TASK_FORMS, Example, make_task, split_of
-from experiments.tasks.protocol import SizedTask, draw_example
+from experiments.tasks.protocol import SizedTask
 from tests.experiments.lines import records, write
 
 OWN = ("addition", "comparison")
@@ -115,28 +115,23 @@ def test_refuses_splits(tmp_path):
 
 
 class Zero(SizedTask):
-    """One prompt, of the training split."""
+    """One prompt, of the training split, or none at all."""
 
     family, alphabet, max_prompt_tokens, max_answer_tokens = "zero", "0", 1, 1
 
     def candidate(self, generator):
-        return Example("0", "0")
+        return Example("0", "0") if self.size == 1 else None
 
 
 ZERO = Zero(1)
 
 
 def test_gives_up_when_there_is_no_prompt_of_the_split():
-    def few(example):
-        return split_of("few", example.prompt)
-
-    prompt = next(f"{n}" for n in range(100) if split_of("few", f"{n}") == "train")
-    with pytest.raises(ValueError, match="task 'few': expected a held_out prompt among 1000 draws, got none"):
-        draw_example("few", 0, "held_out", 0, lambda generator: Example(prompt, "1"), few)
-    with pytest.raises(ValueError, match="got none"):
-        draw_example("few", 0, "train", 0, lambda generator: None, few)
-    with pytest.raises(ValueError, match="task 'zero:1': expected a held_out prompt among 1000 draws"):
+    assert ZERO.example(3, "train").prompt == "0"
+    with pytest.raises(ValueError, match="task 'zero:1': expected a held_out prompt among 1000 draws, got none"):
         make_task(f"{__name__}:ZERO")
+    with pytest.raises(ValueError, match="task 'zero:2': expected a train prompt among 1000 draws, got none"):
+        Zero(2).example(0, "train")
 
 
 @pytest.mark.parametrize("spec", ["", "adition", "Addition", " addition", ":2", "reasoning_gym", "jsonl", "jsonl:"])

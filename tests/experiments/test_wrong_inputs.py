@@ -318,9 +318,9 @@ GRPO = [
     # Files of examples; the next list has what is wrong in them.
     (
         "--task jsonl:/nowhere/at/all.jsonl",
-        "task file /nowhere/at/all.jsonl: expected a readable file, got No such file",
+        "file /nowhere/at/all.jsonl: expected a readable file, got No such file",
     ),
-    ("--task jsonl:{place}/folder", "task file {place}/folder: expected a readable file, got Is a directory"),
+    ("--task jsonl:{place}/folder", "file {place}/folder: expected a readable file, got Is a directory"),
     (
         "--task jsonl:{place}/good.jsonl --data.verifier fuzzy",
         "--data.verifier: expected one of exact, numeric",
