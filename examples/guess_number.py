@@ -24,9 +24,9 @@ def rollouts(policy: Policy, step: int) -> list[Document]:
     for turn in range(TURNS):
         drawn = policy.generate([games[number].tokens for number in playing], ONE_TOKEN, seed=(step, turn))
         still = []
-        for number, (ids, log_probs, _) in zip(playing, drawn, strict=True):
-            games[number].add_drawn(ids, log_probs)
-            guess = policy.tokenizer.decode(ids)
+        for number, each in zip(playing, drawn, strict=True):
+            games[number].add_drawn(each.ids, each.log_probs)
+            guess = policy.tokenizer.decode(each.ids)
             if guess == str(secrets[number]):
                 rewards[number] = 1.0 - 0.1 * turn
             elif guess.isdecimal():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlogp import linear_policy_loss, losses
+from jaxlogp import Support, linear_policy_loss, losses
 from jaxlogp.policy.documents import Document, MicroBatch, Trajectory, pack_documents
 
 
@@ -45,6 +45,7 @@ def test_every_field_of_a_small_pack():
         "rewards": [1.0, 0.0, 0.5] + [0.0] * 18,
         "model_versions": [40, 41, 42] + [0] * 18,
         "num_documents": 3,
+        "support": None,
     }
     per_token = {
         "old_log_probs": [[0, -0.5, -0.25, 0, -0.125, 0, 0], [-1, -2, 0, 0, 0, 0, 0], [0] * 7],
@@ -230,11 +231,49 @@ def test_a_micro_batch_passes_through_jit():
         assert a.dtype == b.dtype
 
 
+def recorded(completion, others=(8, 9), prompt=(1,)):
+    """A document whose first label was drawn from itself alone, and the others from two ids more."""
+    kept = [[token, *others] if number else [token] for number, token in enumerate(completion)]
+    log_probs = [-0.5] * len(completion)
+    return Document.of_completion(prompt, completion, log_probs, support=Support.from_lists(kept))
+
+
+def test_supports_are_packed_at_the_positions_that_predict():
+    documents = [recorded([2, 3]), recorded([4, 5, 6]), recorded([7])]
+    batch, rest = pack_documents(documents, rows=2, row_length=6, support_capacity=13)
+    assert not rest and batch.support.counts.tolist() == [[1, 3, 0, 0, 0, 0], [1, 3, 3, 0, 1, 0]]
+    assert batch.support.ids.tolist() == [2, 3, 8, 9, 4, 5, 8, 9, 6, 8, 9, 7, -1]
+    # The second one has no room for its ids, and the order is kept.
+    batch, rest = pack_documents(documents, rows=2, row_length=6, support_capacity=8)
+    assert rest == tuple(documents[1:]) and batch.num_documents == 1
+    assert batch.support.counts.sum() == 4 and batch.support.ids.tolist() == [2, 3, 8, 9, -1, -1, -1, -1]
+    empty, _ = pack_documents([], rows=1, row_length=4, support_capacity=2)
+    assert empty.support.ids.tolist() == [-1, -1] and not empty.support.counts.any()
+
+
+def test_a_trajectory_carries_the_supports_of_its_turns():
+    game = Trajectory([1])
+    game.add_drawn([2], [-0.5], Support.from_lists([[2, 8]]))
+    game.add_context([4])
+    game.add_drawn([3, 5], [0.0, -0.1], Support.from_lists([[3], [9, 5]], capacity=7))
+    support = game.document().support
+    assert support.ids.tolist() == [2, 8, 3, 9, 5] and support.counts.tolist() == [2, 1, 2]
+    # The first token of a document without a prompt is no label.
+    assert recorded([4, 5], prompt=()).support.ids.tolist() == [5, 8, 9]
+
+
+def half_recorded():
+    game = Trajectory([1])
+    game.add_drawn([2], [-0.5])
+    game.add_drawn([3], [-0.5], Support.from_lists([[3]]))
+
+
 DOCUMENT = {
     "tokens": np.array([1, 2, 3]),
     "labels": np.array([False, True, True]),
     "sampler_log_probs": np.zeros(2),
 }
+SUPPORT = Support.from_lists([[2, 7], [3]])
 BAD_DOCUMENTS = {
     "tokens": {"tokens": np.zeros(0, np.int32)},
     "tokens ": {"tokens": np.zeros((1, 3), np.int32)},
@@ -259,6 +298,11 @@ BAD_DOCUMENTS = {
     "versions ": {"versions": 2**31},
     "versions  ": {"versions": np.array([1, 2, 3])},
     "versions   ": {"versions": 1.5},
+    "support.counts": {"support": Support.from_lists([[2, 3]])},
+    "support.counts ": {"support": Support.from_lists([[2], []])},
+    "support.ids": {"support": Support.from_lists([[2], [3]], capacity=3)},
+    "support.ids ": {"support": Support.from_lists([[2], [4, 5]])},
+    "support.ids  ": {"support": Support(np.array([2, 3, 3]), np.array([1, 2]))},
 }
 
 
@@ -269,6 +313,7 @@ def test_a_sound_document_costs_no_message(monkeypatch):
         raise AssertionError(args)
 
     monkeypatch.setattr("jaxlogp.policy.documents.require", called)
+    Document(**DOCUMENT, support=SUPPORT)
     for dtype in (np.int8, np.uint8, np.int32, np.uint32, np.int64):
         Document(**{**DOCUMENT, "tokens": np.array([1, 2, 3], dtype)})
 
@@ -285,9 +330,15 @@ BAD_CALLS = {
     "log_probs": lambda: Document.of_completion([1], [2, 3], [-0.5]),
     "log_probs ": lambda: Trajectory([1]).add_drawn([2, 3], [-0.5]),
     "ids": lambda: Trajectory().add_drawn([2], [-0.5]),
+    "support": lambda: half_recorded(),
+    "support.counts": lambda: Document.of_completion([1], [2, 3], support=Support.from_lists([[3]])),
     "rows": lambda: pack_documents([], rows=0, row_length=4),
     "row_length": lambda: pack_documents([], rows=1, row_length=0),
     "pad_id": lambda: pack_documents([], rows=1, row_length=4, pad_id=-1),
+    "support_capacity": lambda: pack_documents([], rows=1, row_length=4, support_capacity=0),
+    "documents": lambda: pack_documents([recorded([2, 3])], rows=1, row_length=4),
+    "documents ": lambda: pack_documents([document(3)], rows=1, row_length=4, support_capacity=9),
+    "documents  ": lambda: pack_documents([recorded([2, 3])], rows=1, row_length=4, support_capacity=2),
 }
 
 

@@ -56,6 +56,9 @@ class LossConfig:
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
     Against a greedy completion of each prompt: greedy_baseline.
     Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
+    on_support: bool = False
+    """Take log-probs, KL and entropy over the ids that each token was drawn from, instead of over the whole vocabulary.
+    The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave: the only logits that are computed."""
     metrics: str = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"

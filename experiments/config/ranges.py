@@ -47,6 +47,7 @@ def validate(config: Config) -> MeshSpec:
     _validate_source(config)
     _validate_supervised(config)
     _validate_filter(config)
+    _validate_support(config, mesh)
     _validate_lora(config)
     if config.rollout.sampling_options(config.rollout.max_new_tokens or 1).filters:
         expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
@@ -157,6 +158,21 @@ def _validate_filter(config: Config) -> None:
     require(not config.invariant, option, "None with --invariant, whose engine has no filter", threshold)
     filtered = engine in ("auto", "hopper", "chunked")
     require(filtered, option, f"None with --loss.engine {engine} (hopper and chunked have a filter)", threshold)
+
+
+def _validate_support(config: Config, mesh: MeshSpec) -> None:
+    if not config.loss.on_support:
+        return
+    option, engine = "--loss.on-support", config.loss.engine
+    filters = config.source is not None or config.rollout.sampling_options(1).filters
+    expected = "no value without --rollout.top-k, --rollout.top-p or --rollout.min-p, where all tokens are drawn"
+    require(filters, option, expected, True)
+    require(not config.invariant, option, "no value with --invariant, whose sampler draws from all tokens", True)
+    require(engine == "auto", "--loss.engine", "auto with --loss.on-support, which brings its own", engine)
+    threshold = config.loss.gradient_filter
+    expected = "None with --loss.on-support, whose gradient is that of the ids alone"
+    require(threshold is None, "--loss.gradient-filter", expected, threshold)
+    require(mesh.sequence == 1, "--mesh", "no sequence ranks with --loss.on-support", config.mesh)
 
 
 def _validate_lora(config: Config) -> None:

@@ -17,7 +17,8 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divisor of the logits, in the sampler and in the trainer."""
     top_k: int | None = None
-    """Sample among this many most likely tokens. None: all. The loss takes log-probs of the whole distribution."""
+    """Sample among this many most likely tokens. None: all.
+    The loss takes log-probs of the whole distribution, unless --loss.on-support is given."""
     top_p: float = 1.0
     """Sample among the fewest most likely tokens whose probabilities sum to this. 1: all."""
     min_p: float = 0.0
@@ -45,8 +46,9 @@ class RolloutConfig:
     max_resamples: int = 10
     """With --rollout.resample-degenerate: further attempts per rollout, after which groups of equal rewards complete it."""
 
-    def sampling_options(self, max_new_tokens: int) -> SamplingOptions:
+    def sampling_options(self, max_new_tokens: int, *, record_support: bool = False) -> SamplingOptions:
         """Returns how a rollout draws completions of up to so many tokens; ValueError if an option is out of range."""
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         with refused_as("rollout"):
-            return SamplingOptions(max_new_tokens, self.temperature, stop=self.stop, **filters)
+            drawn = {"stop": self.stop, "record_support": record_support, **filters}
+            return SamplingOptions(max_new_tokens, self.temperature, **drawn)

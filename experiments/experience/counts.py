@@ -24,6 +24,8 @@ class RolloutCounts:
         resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
         filled: groups without a difference that were trained on for want of others.
         unused: groups with a difference beyond the number that was wanted.
+        support_ids: ids that the tokens were drawn from; None where these are not recorded.
+        support_cut: tokens that could not be drawn from all of them (`experiments.sampling.support`).
         rewards: sum of what each reward function said, by its name.
     """
 
@@ -39,6 +41,8 @@ class RolloutCounts:
     resampled: int | None = None
     filled: int = 0
     unused: int = 0
+    support_ids: int | None = None
+    support_cut: int = 0
     rewards: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -53,6 +57,7 @@ class RolloutCounts:
         unfit: int,
     ) -> "RolloutCounts":
         """Returns the counts of one draw; `names` are those of the reward functions."""
+        supports = [each.support for each in drawn if each.support is not None]
         return cls(
             groups=degenerate.size,
             degenerate=int(np.sum(degenerate)),
@@ -63,6 +68,8 @@ class RolloutCounts:
             unfit=unfit,
             lowest=float(scored.rewards.min()),
             highest=float(scored.rewards.max()),
+            support_ids=sum(each.ids.size for each in supports) if supports else None,
+            support_cut=sum(each.num_cut for each in drawn),
             rewards=dict(zip(names, scored.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
         )
 
@@ -85,12 +92,16 @@ class RolloutCounts:
         if not self.completions:
             return {}
         resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
+        support = {}
+        if self.support_ids is not None:
+            support = {"support_mean": self.support_ids / self.tokens, "support_cut": self.support_cut / self.tokens}
         return {
             "degenerate_groups": self.degenerate / self.groups,
             **({} if self.resampled is None else resampled),
             "truncated_completions": self.truncated,
             "truncated_share": self.truncated / self.completions,
             "completion_length_mean": self.tokens / self.completions,
+            **support,
             **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
         }
 

@@ -1,6 +1,7 @@
 """The form of documents as flat arrays by name; `experiments.experience.stored` describes it."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ from experiments.experience.document_fields import (
     NEEDED,
     OFFSETS,
     OPTIONAL,
+    SUPPORT,
     as_bool,
     as_float32,
     check_names,
+    check_support_names,
 )
 from experiments.experience.limits import Limits
-from jaxlogp import Document
+from jaxlogp import Document, Support
 from jaxlogp.errors import describe, require
 
 
@@ -27,8 +30,8 @@ def join_documents(documents: Sequence[Document]) -> dict[str, np.ndarray]:
     """Returns the arrays of documents, by name.
 
     Raises:
-        ValueError: if only some documents have log-probs, fp32 does not hold a value of a label, or numbers of labels could
-            not be told from numbers of documents.
+        ValueError: if only some documents have log-probs or a support, fp32 does not hold a value of a label, or numbers of
+            labels could not be told from numbers of documents.
     """
     counts = [document.num_labels for document in documents]
     lengths = [document.tokens.size for document in documents]
@@ -53,6 +56,11 @@ def join_documents(documents: Sequence[Document]) -> dict[str, np.ndarray]:
             arrays[name] = np.array(values, np.int32 if name == "versions" else np.float64)
         if name in arrays:
             _is_per_label(name, arrays[name], np.array(counts))
+    supports = [document.support for document in documents if document.support is not None]
+    if supports:
+        require(len(supports) == len(documents), "documents", "a support in all or in none", f"{len(supports)} of them")
+        joined = Support.concatenate(supports)
+        arrays |= dict(zip(SUPPORT, (joined.ids, joined.counts), strict=True))
     return arrays
 
 
@@ -61,7 +69,7 @@ def split_documents(arrays: dict[str, np.ndarray], limits: Limits) -> list[Docum
     needed = (*NEEDED, OFFSETS)
     check_names(arrays, needed, (*needed, *KEYS))
     for name, array in arrays.items():
-        integral = name in (*needed, "versions")
+        integral = name in (*needed, "versions", *SUPPORT)
         kind, dtype = (jnp.integer, "an integer dtype") if integral else (jnp.floating, "a floating dtype")
         require(array.ndim == 1, name, "one axis", describe(array))
         known = jnp.issubdtype(array.dtype, kind) or (name == "labels" and array.dtype == np.bool_)
@@ -77,6 +85,8 @@ def split_documents(arrays: dict[str, np.ndarray], limits: Limits) -> list[Docum
     for name in (*LOG_PROBS, *OPTIONAL):
         if name in arrays:
             pieces[name] = _pieces(name, arrays[name], counts)
+    if check_support_names(arrays):
+        pieces["support"] = _supports(*(arrays[name] for name in SUPPORT), counts)
     documents = []
     for number, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         values = {name: piece[number] for name, piece in pieces.items()}
@@ -93,6 +103,15 @@ def _pieces(name: str, array: np.ndarray, counts: Int[np.ndarray, " documents"])
     if not _is_per_label(name, array, counts):
         return array.tolist() if array.dtype.kind in "iu" else array.astype(np.float64).tolist()
     return np.split(array if name == "versions" else as_float32(name, array), np.cumsum(counts)[:-1])
+
+
+def _supports(
+    ids: Int[np.ndarray, " ids"], sizes: Int[np.ndarray, " labels"], counts: Int[np.ndarray, " documents"]
+) -> list[Support]:
+    total = int(counts.sum())
+    require(sizes.size == total, "support_counts", f"{total} values, one for each label", sizes.size)
+    support, ends = Support.from_counts(sizes, ids), np.cumsum([0, *counts])
+    return [support.part(int(start), int(stop)) for start, stop in pairwise(ends)]
 
 
 def _is_per_label(name: str, array: np.ndarray, counts: Int[np.ndarray, " documents"]) -> bool:

@@ -11,7 +11,8 @@ NEEDED = ("tokens", "labels")
 LOG_PROBS = ("sampler_log_probs", "old_log_probs")
 OPTIONAL = {"advantages": 0.0, "versions": 0, "reward": 0.0}
 """Further values of a document, by name, with what stands for a missing one."""
-KEYS = (*NEEDED, *LOG_PROBS, *OPTIONAL)
+SUPPORT = ("support_ids", "support_counts")
+KEYS = (*NEEDED, *LOG_PROBS, *OPTIONAL, *SUPPORT)
 OFFSETS = "offsets"
 INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -21,6 +22,13 @@ def check_names(found: Iterable[str], needed: Sequence[str], known: Sequence[str
     missing, unknown = sorted(set(needed) - set(found)), sorted(set(found) - set(known))
     require(not missing, "keys", ", ".join(needed), f"none named {', '.join(missing)}")
     require(not unknown, "keys", f"none but {', '.join(known)}", ", ".join(unknown))
+
+
+def check_support_names(found: Iterable[str]) -> bool:
+    """Returns whether there is a support, and raises ValueError if there is half of one."""
+    known = [name for name in SUPPORT if name in found]
+    require(len(known) != 1, "keys", " and ".join(SUPPORT), f"{' '.join(known)} alone")
+    return bool(known)
 
 
 def as_bool(labels: Shaped[np.ndarray, " length"]) -> Bool[np.ndarray, " length"]:

@@ -12,12 +12,14 @@ from experiments.experience.document_fields import (
     LOG_PROBS,
     NEEDED,
     OPTIONAL,
+    SUPPORT,
     as_bool,
     as_float32,
     check_names,
+    check_support_names,
 )
 from experiments.tasks.json_lines import parse_object
-from jaxlogp import Document
+from jaxlogp import Document, Support
 from jaxlogp.errors import is_number, require
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -36,6 +38,9 @@ def parse_document(line: bytes) -> Document:
             expected = "a number" if name == "reward" else "a number or a list of numbers"
             require(is_number(value) and abs(value) <= LARGEST, name, expected, _short(value))
             values[name] = value
+    if check_support_names(record):
+        ids, counts = (_integers(name, record[name]) for name in SUPPORT)
+        values["support"] = Support.from_counts(counts, ids).part(0, counts.size)
     tokens, labels = (_integers(name, record[name]) for name in NEEDED)
     return Document(tokens, as_bool(labels), **values)
 
@@ -52,6 +57,9 @@ def format_document(document: Document) -> bytes:
             record[name] = (value if name == "versions" else as_float32(name, value)).tolist()
         elif value != default:
             record[name] = int(value) if name == "versions" else float(value)
+    if document.support is not None:
+        arrays = document.support.ids, document.support.counts
+        record |= {name: np.asarray(array).tolist() for name, array in zip(SUPPORT, arrays, strict=True)}
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 

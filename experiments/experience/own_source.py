@@ -9,7 +9,7 @@ import numpy as np
 from experiments.config.run import STORED
 from experiments.experience.experience import Experience, Policy
 from experiments.named import OWN, call_named, import_named
-from jaxlogp import Document
+from jaxlogp import Document, Support
 from jaxlogp.errors import describe, require
 
 
@@ -26,11 +26,14 @@ class OwnSource:
         name: of the source, for messages.
         vocab_size: ids are below this.
         row_length: most tokens of a document.
+        support_capacity: most ids of a document's support; None where log-probs are those of the whole vocabulary.
     """
 
-    def __init__(self, source: Any, name: str, *, vocab_size: int, row_length: int) -> None:
+    def __init__(
+        self, source: Any, name: str, *, vocab_size: int, row_length: int, support_capacity: int | None = None
+    ) -> None:
         self._source, self._name = source, name
-        self._vocab_size, self._row_length = vocab_size, row_length
+        self._vocab_size, self._row_length, self._support_capacity = vocab_size, row_length, support_capacity
         self._calls = 0
 
     def next(self, policy: Policy) -> Experience | None:
@@ -75,8 +78,21 @@ class OwnSource:
             require(not each.columns, at, "no further columns", sorted(each.columns))
             known = each.sampler_log_probs is not None
             require(known or not each.num_labels, at, "sampler_log_probs of its labels", None)
+            self._check_support(at, each.support)
             newest = int(np.max(each.versions, initial=0))
             require(newest <= version, at, f"versions of at most {version}, the policy's", newest)
+
+    def _check_support(self, at: str, support: Support | None) -> None:
+        capacity = self._support_capacity
+        if capacity is None:
+            require(support is None, at, "no support without --loss.on-support", describe(support))
+            return
+        expected = "the support of its labels with --loss.on-support (SamplingOptions(record_support=True))"
+        require(support is not None, at, expected, None)
+        assert support is not None, "just required"
+        require(support.ids.size <= capacity, at, f"a support of at most {capacity} ids", support.ids.size)
+        largest = int(support.ids.max(initial=0))
+        require(largest < self._vocab_size, at, f"a support of ids below {self._vocab_size}", largest)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

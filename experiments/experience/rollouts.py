@@ -131,7 +131,8 @@ class Rollouts(ExperienceSource):
         self, policy: Policy, examples: list[Example], prompts: list[list[int]]
     ) -> Float[np.ndarray, " prompts"]:
         number, width, _, sampling = self.shape
-        drawn = policy.generate(prompts, replace(sampling, greedy=True), pad_to=(number, width))
+        greedy = replace(sampling, greedy=True, record_support=False)
+        drawn = policy.generate(prompts, greedy, pad_to=(number, width))
         (scored,), _ = score(policy.tokenizer, examples, drawn, self._rewards)
         return scored.rewards
 
@@ -146,11 +147,12 @@ class Rollouts(ExperienceSource):
         and "constant_length" divide by all documents, this one with a sum of zero. A step without any label has loss and
         gradient 0.
         """
-        labels = 0 if self._is_masked(drawn) else None
+        labels = 0 if self._is_masked(drawn) else len(drawn.ids)
         return Document.of_completion(
             np.array(prompt, np.int32),
             drawn.ids[:labels],
             drawn.log_probs[:labels],
+            support=None if drawn.support is None else drawn.support.part(0, labels),
             advantages=advantage,
             reward=reward,
             versions=version,

@@ -5,11 +5,12 @@
     {"tokens": [5, 6, 7], "labels": [0, 1, 1], "advantages": 0.5, "sampler_log_probs": [-0.5, -0.1], "reward": 1.0}
 
 `tokens` and `labels` are needed. `sampler_log_probs` and `old_log_probs` have a number for each label, `advantages` and
-`versions` one number or one for each label, and `reward` is a number, as in `jaxlogp.Document`.
+`versions` one number or one for each label, and `reward` is a number, as in `jaxlogp.Document`. `support_counts` has the
+number of ids that each label was drawn from, and `support_ids` these ids one after the other.
 
 A .safetensors file has the same values of all documents one after the other: `tokens` and `labels` [tokens], `offsets`
 [documents + 1] where each document begins and the last one ends, `sampler_log_probs` and `old_log_probs` [labels], `reward`
-[documents], and `advantages` and `versions` in one of these two shapes.
+[documents], `advantages` and `versions` in one of these two shapes, `support_counts` [labels] and `support_ids` [ids].
 """
 
 import hashlib

@@ -148,4 +148,5 @@ class GspmdGradients(GradientBackend):
     def _local_scores(
         self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch
     ) -> Float[Array, "R T"]:
-        return linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords()).log_probs
+        keywords = {"mask": batch.mask, "support": batch.support, **head.keywords()}
+        return linear_log_probs(hidden, weight, batch.targets, **keywords).log_probs

@@ -137,12 +137,15 @@ class Learner:
         return found
 
     def kl_to_reference(self, documents: Sequence[Document]) -> float:
-        """Returns KL(policy ‖ reference) at temperature 1, in nats per token of documents that the policy has sampled."""
-        gradients = self.gradients
+        """Returns KL(policy ‖ reference) at temperature 1, in nats per token of documents that the policy has sampled.
+
+        Both are distributions over the whole vocabulary.
+        """
+        gradients, packing = self.gradients, replace(self._scored_packing, support_capacity=None)
         if self._temperature != 1.0:
             gradients = self._backend.gradients(self._objective, 1.0)
         both = (self.state.params, self.reference)
-        return kl_between(*(log_probs_of(documents, gradients, params, self._scored_packing) for params in both))
+        return kl_between(*(log_probs_of(documents, gradients, params, packing) for params in both))
 
     def explain(self, refusal: Refusal) -> Refusal:
         """Returns why a step is refused whose documents are not finite: of parameters that are not, no log-prob is."""

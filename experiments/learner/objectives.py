@@ -137,6 +137,7 @@ class PolicyObjective(Objective):
             columns["advantages"],
             batch.mask,
             **self._documents(batch),
+            support=batch.support,
             with_entropy=self.with_entropy,
             **head.keywords(),
         )

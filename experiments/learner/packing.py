@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
@@ -20,7 +21,8 @@ class Packing:
 
     A micro-batch has `rows` rows of `row_length` tokens, and token ids are in [0, vocab_size). Without `share_rows`,
     documents do not share rows: a rank gets `rows` successive documents. `columns` are names of the documents' further
-    columns.
+    columns. `support_capacity` is the number of ids in the support of a micro-batch; None for log-probs of the whole
+    vocabulary.
     """
 
     ranks: int
@@ -30,13 +32,14 @@ class Packing:
     pad_id: int
     share_rows: bool = True
     columns: tuple[str, ...] = ()
+    support_capacity: int | None = None
 
     def round_of(self, documents: Sequence[Document]) -> "Round":
         """Returns the round of the first documents, as many as fit.
 
         Raises:
-            ValueError: if a document is longer than a row or has other columns, or a token id is outside of the vocabulary;
-                with its document and position.
+            ValueError: if a document is longer than a row or has other columns, an id is outside of the vocabulary, or its
+                support is not what the loss takes; with its document and position.
         """
         dealt = self._deal(documents)
         # The round ends with the first document that its rank has no room for, so that no later one overtakes it.
@@ -77,8 +80,12 @@ class Packing:
 
     def _starts(self, documents: Sequence[Document], numbers: Iterable[int]) -> list[tuple[int, int]]:
         """Returns row and position of the first token of each document of one rank, as many as fit."""
-        lengths = (documents[number].tokens.size for number in numbers)
-        return row_starts(lengths, self.rows, self.row_length, share_rows=self.share_rows)
+        return row_starts((documents[number] for number in numbers), **self._sizes)
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        names = ("rows", "row_length", "share_rows", "support_capacity")
+        return {name: getattr(self, name) for name in names}
 
     def _check(self, number: int, document: Document) -> None:
         """Validates a document of any rank, so that all processes raise alike; under jit a bad id could only give NaN."""
@@ -89,6 +96,9 @@ class Packing:
             position = int(np.argmax(document.tokens >= self.vocab_size))
             found = f"{document.tokens[position]} in document {number} of a micro-batch, position {position}"
             require(False, "documents", f"token ids in [0, {self.vocab_size})", found)
+        if document.support is not None and document.support.ids.max(initial=0) >= self.vocab_size:
+            found = f"{document.support.ids.max()} in document {number} of a micro-batch"
+            require(False, "documents", f"ids in [0, {self.vocab_size}) in each support", found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +131,7 @@ class Round:
         """Returns the arrays of a rank, made at the first call."""
         if rank not in self._made:
             packing, documents = self.packing, [self.documents[number] for number in self.by_rank[rank]]
-            sizes = {"rows": packing.rows, "row_length": packing.row_length, "share_rows": packing.share_rows}
-            made, rest = pack_documents(documents, **sizes, pad_id=packing.pad_id, columns=packing.columns)
+            made, rest = pack_documents(documents, **packing._sizes, pad_id=packing.pad_id, columns=packing.columns)
             assert not rest, "documents of a round fit"
             self._made[rank] = made
         return self._made[rank]

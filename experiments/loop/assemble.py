@@ -30,6 +30,7 @@ from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import document_axis
 from experiments.runs.console import SUPERVISED_COLUMNS
 from experiments.sampling.policy import SamplerPolicy, Shape
+from experiments.sampling.support import IDS_PER_TOKEN
 from experiments.tasks import Rewards, Task
 from jaxlogp.errors import EngineUnavailable, require
 from jaxlogp.head import HeadRun
@@ -110,7 +111,7 @@ class Setup(Inference):
         """
         options, seed, task, evaluation = self.config.warm_start, self.config.seed, self.task, self.evaluation
         assert not isinstance(task, SupervisedFile) and isinstance(evaluation, AnswerEvaluation), "answers are rewarded"
-        packing = replace(self.learner.packing, columns=())
+        packing = replace(self.learner.packing, columns=(), support_capacity=None)
         params = self.learner.release()
         learner = Learner(self.backend, CrossEntropy(), options.optimizer(), packing, params)
         examples = WorkedExamples(PromptOrder(task, seed + 1, None), self.sizes.prompt, options.batch_size)
@@ -177,7 +178,7 @@ def _learner(base: Inference) -> Learner:
             backend,
             CrossEntropy() if config.supervised else _policy_objective(base),
             config.optimizer.optimizer(config.schedule.steps),
-            replace(base.packing, columns=columns),
+            replace(base.packing, columns=columns, support_capacity=_support_capacity(base)),
             backend.take_params(),
             temperature=config.rollout.temperature,
             keeps_reference=config.evaluation.kl,
@@ -187,6 +188,13 @@ def _learner(base: Inference) -> Learner:
         engine = config.loss.engine
         require(engine == "auto", "--loss.engine", "an engine that can run here", f"{engine}: {error}")
         raise
+
+
+def _support_capacity(base: Inference) -> int | None:
+    """Returns the ids of a micro-batch, enough for the longest document of a sampler; None without --loss.on-support."""
+    if not base.config.loss.on_support:
+        return None
+    return base.packing.rows * base.packing.row_length * min(IDS_PER_TOKEN, base.model.vocab_size)
 
 
 def _policy_objective(base: Inference) -> PolicyObjective:
@@ -214,14 +222,14 @@ def _own_source(base: Inference, source: Any) -> OwnSource:
         documents = [replace(document, versions=0) for document in stored]
         call = schedule.docs_per_step or len(documents)
         source = DocumentList(documents, docs_per_call=call, epochs=schedule.epochs, digest=digest)
-    return OwnSource(source, name, **limits)
+    return OwnSource(source, name, support_capacity=_support_capacity(base), **limits)
 
 
 def _rollouts(base: Inference, task: Task) -> Rollouts:
     config, rollout = base.config, base.config.rollout
     prompts = PromptOrder(task, config.seed, config.schedule.epochs)
     assert base.rewards is not None, "completions are rewarded"
-    sampling = rollout.sampling_options(base.sizes.completion)
+    sampling = rollout.sampling_options(base.sizes.completion, record_support=config.loss.on_support)
     return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages)
 
 

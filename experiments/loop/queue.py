@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.learner.packing import Packing, Round
-from jaxlogp import Document
+from jaxlogp import Document, Support
 
 
 class DocumentQueue:
@@ -49,6 +49,8 @@ def _to_json(document: Document) -> dict[str, Any]:
     values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in plain.items()}
     # Label positions are fewer than labels, and numbers in JSON.
     values["labels"] = document.label_positions.tolist()
+    support = document.support
+    values["support"] = support and {"ids": support.ids.tolist(), "counts": support.counts.tolist()}
     return values | {"columns": {name: column.tolist() for name, column in document.columns.items()}}
 
 
@@ -67,4 +69,8 @@ def _from_json(values: dict[str, Any]) -> Document:
         for name, dtype in dtypes.items()
     }
     columns = {name: np.array(column, np.float32) for name, column in values["columns"].items()}
-    return Document(**{**values, **arrays, "tokens": tokens, "labels": labels, "columns": columns})
+    support = values["support"] and Support(
+        *(np.array(values["support"][name], np.int32) for name in ("ids", "counts"))
+    )
+    own = {"tokens": tokens, "labels": labels, "columns": columns, "support": support}
+    return Document(**{**values, **arrays, **own})

@@ -19,6 +19,8 @@ class SamplingOptions:
             this, and ties with the last of them; 1 for all.
         min_p: draw among tokens at least this many times as likely as the most likely one; 0 for all.
         stop: texts each of which ends a completion.
+        record_support: record the ids that each token is drawn from, and its log-prob over these. Where top_k, top_p and
+            min_p leave more than there is room for (`experiments.sampling.support`), it draws among the most likely of them.
     """
 
     max_new_tokens: int
@@ -28,6 +30,7 @@ class SamplingOptions:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    record_support: bool = False
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
@@ -37,6 +40,8 @@ class SamplingOptions:
         require(0.0 < self.top_p <= 1.0, "top_p", "a number above 0, at most 1", self.top_p)
         require(0.0 <= self.min_p <= 1.0, "min_p", "a number in [0, 1]", self.min_p)
         require(all(self.stop), "stop", "texts of at least one character", "an empty one")
+        expected = "False without top_k, top_p or min_p, where it is the whole vocabulary"
+        require(self.filters or not self.record_support, "record_support", expected, True)
 
     @property
     def filters(self) -> bool:

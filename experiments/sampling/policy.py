@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from experiments.models.tokenizer import Tokenizer
 from experiments.processes import processes
 from experiments.sampling.options import SamplingOptions
-from experiments.sampling.sampler import Sampler
-from jaxlogp import Document
+from experiments.sampling.sampler import Sampler, Samples
+from jaxlogp import Document, Support
 from jaxlogp.errors import require
 
 SHORTEST = 8
@@ -24,11 +24,14 @@ SHORTEST = 8
 
 class Generation(NamedTuple):
     """What was drawn after a prompt: ids with the end token, their log-probs in nats, and why it ended: "stop" (an end token
-    or a stop text) or "length"."""
+    or a stop text) or "length". Where it is recorded, also the support of each token, over which its log-prob then is, and
+    of how many tokens it was cut (`experiments.sampling.support`)."""
 
     ids: Int[np.ndarray, " tokens"]
     log_probs: Float[np.ndarray, " tokens"]
     finish_reason: Literal["stop", "length"]
+    support: Support | None = None
+    num_cut: int = 0
 
 
 class Shape(NamedTuple):
@@ -112,9 +115,9 @@ class SamplerPolicy:
         key = functools.reduce(jax.random.fold_in, seed, self._key)
         samples = self._samplers.find(options, padded.shape[1])(self._params, padded, lengths, copies, key)
         ends = samples.lengths[: len(prompts) * copies].tolist()
-        tokens, log_probs = ([row[:end] for row, end in zip(rows, ends, strict=False)] for rows in samples[:2])
-        rows = zip(tokens, log_probs, self._stops(tokens, options.stop), strict=True)
-        return [self._generation(*row) for row in rows]
+        tokens = [row[:end] for row, end in zip(samples.tokens, ends, strict=False)]
+        stops = self._stops(tokens, options.stop)
+        return [self._generation(samples, row, end, stops[row]) for row, end in enumerate(ends)]
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
         """See `Policy`."""
@@ -139,10 +142,15 @@ class SamplerPolicy:
 
         return processes().each_its_part("stop texts", len(rows), stops)
 
-    def _generation(self, ids: np.ndarray, log_probs: np.ndarray, stop: int | None) -> Generation:
-        """Returns what was drawn, up to the token that completes a stop text."""
-        ended = stop is not None or int(ids[-1]) in self.tokenizer.eos_ids
-        return Generation(ids[:stop], log_probs[:stop], "stop" if ended else "length")
+    def _generation(self, samples: Samples, row: int, end: int, stop: int | None) -> Generation:
+        """Returns what was drawn in a row, up to the token that completes a stop text."""
+        ended = stop is not None or int(samples.tokens[row, end - 1]) in self.tokenizer.eos_ids
+        end, support, num_cut = end if stop is None else stop, None, 0
+        if samples.support is not None:
+            ids, counts, cut = (x[row] for x in samples.support)
+            support, num_cut = Support(ids, counts).part(0, end), int(cut[:end].sum())
+        drawn = samples.tokens[row, :end], samples.log_probs[row, :end]
+        return Generation(*drawn, "stop" if ended else "length", support, num_cut)
 
 
 def stopped_at(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> int | None:

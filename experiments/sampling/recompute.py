@@ -24,7 +24,7 @@ class RecomputeSampler(Sampler):
         self, params: nnx.State, prompts: np.ndarray, lengths: np.ndarray, copies: int, key: jax.Array
     ) -> Samples:
         samples = self._run(self._model.state(params), *self._placed(prompts, lengths, copies), key)
-        return Samples(*(x[: len(prompts) * copies] for x in whole_on_host(samples)))
+        return jax.tree.map(lambda x: x[: len(prompts) * copies], whole_on_host(samples))
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         rows = self._placed(np.zeros((prompts, tokens), np.int32), np.ones(prompts, np.int32), copies)
@@ -45,17 +45,19 @@ class RecomputeSampler(Sampler):
         row_keys = keys_of_rows(key, row_numbers)
 
         def extend(carry, step):
-            rows, done = carry
+            rows, done, support = carry
             lengths = prompt_lengths + step
             # What follows the last token is another document.
             segments = (place >= lengths[:, None]).astype(jnp.int32)
             positions = jnp.where(segments == 0, place, place - lengths[:, None])
             hidden = model.hidden_states(rows, positions, segments)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-            sampled, after = self._rule.next_tokens(last, model.head(), row_keys, step, done)
-            return (rows.at[row_numbers, lengths].set(sampled.tokens), after), (*sampled, done)
+            operands = (last, model.head(), row_keys, step, done, support)
+            sampled, after, support = self._rule.next_tokens(*operands)
+            return (rows.at[row_numbers, lengths].set(sampled.tokens), after, support), (*sampled[:3], done)
 
         steps = jnp.arange(self._rule.options.max_new_tokens, dtype=jnp.int32)
-        _, columns = lax.scan(extend, (rows, jnp.zeros(count, jnp.bool_)), steps)
+        nothing = self._rule.no_support(count, model.head()[1].shape[0])
+        (*_, support), columns = lax.scan(extend, (rows, jnp.zeros(count, jnp.bool_), nothing), steps)
         *drawn, done = (column.T for column in columns)
-        return Samples(*drawn, jnp.sum(~done, axis=1, dtype=jnp.int32))
+        return Samples(*drawn, jnp.sum(~done, axis=1, dtype=jnp.int32), support)

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from experiments.sampling.options import SamplingOptions
+from experiments.sampling.support import RecordedSupport
 from jaxlogp import head_logits
 from jaxlogp.head import HeadSpec
 
@@ -29,14 +30,19 @@ class SampledToken(NamedTuple):
     """One token per row.
 
     Attributes:
-        log_probs: in nats, under softmax(logits / temperature) over the whole vocabulary: what a trainer computes.
+        log_probs: in nats, what a trainer computes: under softmax(logits / temperature) over the whole vocabulary, or over
+            the support where it is recorded.
         drawn_log_probs: in nats, under the distribution that the token was drawn from, renormalized over what top_k, top_p
             and min_p leave; equal to `log_probs` without them.
+        kept: what it was drawn from, where that is recorded.
+        cut: whether the room left out some of what top_k, top_p and min_p leave.
     """
 
     tokens: Int[Array, " B"]
     log_probs: Float[Array, " B"]
     drawn_log_probs: Float[Array, " B"]
+    kept: Bool[Array, "B V"] | None = None
+    cut: Bool[Array, " B"] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,24 @@ class CompletionRule:
     eos_ids: tuple[int, ...]
     pad_id: int
 
-    def next_tokens(self, hidden, head, row_keys, step, done) -> tuple[SampledToken, Bool[Array, " B"]]:
-        """Returns one token per row, padding and a log-prob of 0.0 where the row is done, and which are done after it."""
+    def no_support(self, rows: int, vocab_size: int) -> RecordedSupport | None:
+        """Returns the support of rows without tokens, where it is to be recorded."""
+        options = self.options
+        return RecordedSupport.empty(rows, options.max_new_tokens, vocab_size) if options.record_support else None
+
+    def next_tokens(
+        self, hidden, head, row_keys, step, done, support: RecordedSupport | None = None
+    ) -> tuple[SampledToken, Bool[Array, " B"], RecordedSupport | None]:
+        """Returns one token per row, padding and a log-prob of 0.0 where the row is done, which are done after it, and the
+        support with that of these tokens."""
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
-        sampled, empty = sample_token(logits_of(hidden, *head), keys, self.options), (self.pad_id, 0.0, 0.0)
-        sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=True)))
-        return sampled, functools.reduce(jnp.logical_or, (sampled.tokens == end for end in self.eos_ids), done)
+        room = None if support is None else support.room(step)
+        sampled = sample_token(logits_of(hidden, *head), keys, self.options, room)
+        if support is not None:
+            support = support.extended(sampled.kept & ~done[:, None], sampled.cut & ~done, step)
+        empty = (self.pad_id, 0.0, 0.0)
+        sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=False)))
+        return sampled, functools.reduce(jnp.logical_or, (sampled.tokens == end for end in self.eos_ids), done), support
 
 
 def keys_of_rows(key: Key[Array, ""], row_ids: Int[Array, " B"]) -> Key[Array, " B"]:
@@ -68,23 +86,55 @@ def logits_of(hidden: Float[Array, "B H"], spec: HeadSpec, weight: Float[Array, 
     return head_logits(hidden, weight, logit_scale=spec.logit_scale, softcap=spec.softcap, fp32_head=spec.fp32_head)
 
 
-def sample_token(logits: Float[Array, "B V"], row_keys: Key[Array, " B"], options: SamplingOptions) -> SampledToken:
-    """Draws one token for every row, by its own random key, from fp32 logits before the temperature."""
+def sample_token(
+    logits: Float[Array, "B V"],
+    row_keys: Key[Array, " B"],
+    options: SamplingOptions,
+    room: Int[Array, " B"] | None = None,
+) -> SampledToken:
+    """Draws one token for every row, by its own random key, from fp32 logits before the temperature.
+
+    `room` is the most ids that each row may draw among, where the support is recorded.
+    """
     assert options.temperature is not None, "what draws has been told that of the run"
     scaled = logits.astype(jnp.float32) / options.temperature
     largest = scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(scaled - largest)
     total = weights.sum(axis=-1)
-    kept, kept_total = weights, total
+    drawn_from, drawn_total, kept, cut = weights, total, None, None
     if options.filters:
-        kept = jnp.where(scaled >= _threshold(scaled, largest, weights, options), weights, 0.0)
-        kept_total = kept.sum(axis=-1)
+        left = scaled >= _threshold(scaled, largest, weights, options)
+        if room is not None:
+            kept, cut = _most_likely(scaled, left, room)
+            left = kept
+        drawn_from = jnp.where(left, weights, 0.0)
+        drawn_total = drawn_from.sum(axis=-1)
     if options.greedy:
         tokens = jnp.argmax(scaled, axis=-1).astype(jnp.int32)
     else:
-        tokens = _invert(kept, jax.vmap(jax.random.uniform)(row_keys))
+        tokens = _invert(drawn_from, jax.vmap(jax.random.uniform)(row_keys))
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
-    return SampledToken(tokens, chosen - jnp.log(total), chosen - jnp.log(kept_total))
+    drawn = chosen - jnp.log(drawn_total)
+    return SampledToken(tokens, chosen - jnp.log(total) if room is None else drawn, drawn, kept, cut)
+
+
+def _most_likely(
+    scaled: Float[Array, "B V"], left: Bool[Array, "B V"], room: Int[Array, " B"]
+) -> tuple[Bool[Array, "B V"], Bool[Array, " B"]]:
+    """Returns the most likely entries of those that are left, as many as there is room for, and where these are not all.
+
+    Among equals it is the lowest ids that are kept.
+    """
+    cut = jnp.sum(left, axis=1) > room
+
+    def shortened() -> Bool[Array, "B V"]:
+        wanted = room[:, None].astype(jnp.float32)
+        lowest = _nucleus(scaled, left.astype(jnp.float32), wanted)
+        above, equal = left & (scaled > lowest), left & (scaled == lowest)
+        first = jnp.cumsum(equal, axis=1) <= room[:, None] - jnp.sum(above, axis=1, keepdims=True)
+        return jnp.where(cut[:, None], above | (equal & first), left)
+
+    return lax.cond(jnp.any(cut), shortened, lambda: left), cut
 
 
 def _invert(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:

@@ -29,6 +29,7 @@ from experiments.models.attention import KVCache, rows_of_ranks
 from experiments.models.mesh import num_ranks, row_axes, split_rows
 from experiments.models.placement import bytes_a_device, placed, whole_on_host
 from experiments.sampling.sample_token import CompletionRule, keys_of_rows
+from experiments.sampling.support import RecordedSupport
 
 FEWEST_ROWS = 16
 """No rank's batch is narrowed to fewer rows."""
@@ -42,15 +43,17 @@ class Samples(NamedTuple):
     Attributes:
         tokens: int32; `pad_id` after the end of a completion.
         log_probs: fp32, nats, each token given the prompt and the tokens before it under softmax(logits / temperature) over
-            the whole vocabulary, which a trainer recomputes; 0.0 after the end.
+            the whole vocabulary, or over `support`, which a trainer recomputes; 0.0 after the end.
         drawn_log_probs: the same under the distribution drawn from, which top_k, top_p and min_p may narrow.
         lengths: int32, in [1, N], tokens of each completion, including its end token.
+        support: what each token was drawn from, where that is recorded.
     """
 
     tokens: Int[Array | np.ndarray, "B N"]
     log_probs: Float[Array | np.ndarray, "B N"]
     drawn_log_probs: Float[Array | np.ndarray, "B N"]
     lengths: Int[Array | np.ndarray, " B"]
+    support: RecordedSupport | None = None
 
 
 class Sampler(Protocol):
@@ -121,13 +124,13 @@ class DecoderSampler(Sampler):
         graph, mesh, state = self._model.graph, self._model.mesh, self._model.state(params)
         rows = _prefill(graph, self._rule, copies, state, *split_rows((prompts, lengths), mesh), key)
         count, ranks = len(rows.done), num_ranks(mesh)
-        completed = [np.zeros(x.shape, x.dtype) for x in rows.samples]
+        completed = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), rows.samples)
         # Rows stay on their rank. Finished ones leave: when few enough are left on every rank, these go on alone.
         places = np.arange(count).reshape(ranks, -1)
         for size in self._sizes(count // ranks):
             rows = _decode(graph, self._rule, size, ranks, state, rows)
             samples, done, step = whole_on_host((rows.samples, rows.done, rows.step))
-            for whole, new in zip(completed, samples, strict=True):
+            for whole, new in zip(*map(jax.tree.leaves, (completed, samples)), strict=True):
                 whole[places.ravel()] = new
             if done.all() or step == self._rule.options.max_new_tokens:
                 break
@@ -135,7 +138,7 @@ class DecoderSampler(Sampler):
             kept = np.argsort(done.reshape(ranks, -1), axis=1, kind="stable")[:, :size].astype(np.int32)
             places = np.take_along_axis(places, kept, axis=1)
             rows = _kept(rows, placed(kept, NamedSharding(mesh, P(row_axes(mesh)))))
-        return Samples(*(x[: len(prompts) * copies] for x in completed))
+        return jax.tree.map(lambda x: x[: len(prompts) * copies], completed)
 
     def memory(self, params: nnx.State, prompts: int, tokens: int, copies: int) -> int | None:
         # All programs but those for the rows that are left when others have ended, which take less.
@@ -187,9 +190,11 @@ def _prefill(graph, rule: CompletionRule, copies, state, prompts, lengths, key) 
     count = len(hidden)
     zeros, keys = jnp.zeros(count, jnp.int32), keys_of_rows(key, jnp.arange(count, dtype=jnp.int32))
     log_probs = jnp.zeros((count, size), jnp.float32)
-    samples = Samples(jnp.full((count, size), rule.pad_id, jnp.int32), log_probs, log_probs, zeros)
+    head = model.head()
+    support = rule.no_support(count, head[1].shape[0])
+    samples = Samples(jnp.full((count, size), rule.pad_id, jnp.int32), log_probs, log_probs, zeros, support)
     rows = _Rows(samples, zeros, jnp.zeros(count, jnp.bool_), keys, jnp.int32(0), cache)
-    return _extended(rule, rows, hidden, model.head())
+    return _extended(rule, rows, hidden, head)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
@@ -213,18 +218,19 @@ def _decode(graph, rule: CompletionRule, size, ranks, state, rows: _Rows) -> _Ro
 @jax.jit
 def _kept(rows: _Rows, kept) -> _Rows:
     """Returns the rows with these indices, int32 [ranks, C], among those of each rank."""
-    samples = Samples(*(rows_of_ranks(x, kept) for x in rows.samples))
+    samples = jax.tree.map(lambda x: rows_of_ranks(x, kept), rows.samples)
     own = {name: rows_of_ranks(getattr(rows, name), kept) for name in ("tokens", "done", "keys")}
     return replace(rows, samples=samples, cache=rows.cache.take_rows(kept), **own)
 
 
 def _extended(rule: CompletionRule, rows: _Rows, hidden, head) -> _Rows:
     """Adds a token to every row that is not done."""
-    sampled, done = rule.next_tokens(hidden, head, rows.keys, rows.step, rows.done)
+    before = rows.samples
+    sampled, done, support = rule.next_tokens(hidden, head, rows.keys, rows.step, rows.done, before.support)
 
     def put(column: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(column, new[:, None], rows.step, axis=1)
 
-    *columns, lengths = rows.samples
-    samples = Samples(*map(put, columns, sampled), lengths + (~rows.done).astype(jnp.int32))
+    lengths = before.lengths + (~rows.done).astype(jnp.int32)
+    samples = Samples(*map(put, before[:3], sampled[:3]), lengths, support)
     return replace(rows, samples=samples, tokens=sampled.tokens, done=done, step=rows.step + 1)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import describe, is_number, require
+from jaxlogp.head.support.ids import PADDING_ID, Support
 
 PADDING_SEGMENT = -1
 SAMPLER_COLUMN = "sampler_log_probs"
@@ -48,6 +49,8 @@ class Document:
         reward: the reward, for the metrics.
         versions: number of documents that the trainer had seen when the weights were taken that the labels were drawn with;
             one number, or [labels].
+        support: the ids that each label was drawn from, on the host and without padding, where the sampler recorded them:
+            all log-probs of the document are then over these. None for the whole vocabulary.
         columns: further values of each label by name, [labels] each, such as "ref_log_probs".
 
     Raises:
@@ -66,6 +69,7 @@ class Document:
     old_log_probs: Float[np.ndarray, " labels"] | None = None
     reward: float = 0.0
     versions: int | Integer[np.ndarray, " labels"] = 0
+    support: Support | None = None
     columns: Mapping[str, Float[np.ndarray, " labels"]] = field(default_factory=dict)
     label_positions: Integer[np.ndarray, " labels"] = field(init=False, repr=False)
 
@@ -87,6 +91,8 @@ class Document:
                 require(False, "columns", f"names other than {', '.join(_LOSS_INPUTS)}", repr(name))
             self._check_column(name, values)
         self._check_numbers()
+        if self.support is not None:
+            self._check_support(self.support)
 
     @classmethod
     def of_completion(
@@ -94,6 +100,8 @@ class Document:
         prompt: Integer[AnyArray, " prompt"] | Sequence[int],
         completion: Integer[AnyArray, " completion"] | Sequence[int],
         log_probs: Float[AnyArray, " completion"] | Sequence[float] | None = None,
+        *,
+        support: Support | None = None,
         **rest: Any,
     ) -> "Document":
         """Makes the document of one completion, whose tokens are the labels.
@@ -102,6 +110,7 @@ class Document:
             prompt: int [prompt], token ids. Without any, the first token of the completion is no label.
             completion: int [completion], token ids.
             log_probs: [completion], log-probs of the completion under the sampler, in nats, or None.
+            support: the ids that each token of the completion was drawn from, or None.
             rest: further attributes of `Document`.
 
         Raises:
@@ -119,7 +128,11 @@ class Document:
             expected = f"shape {parts[1].shape} of the completion"
             require(log_probs.shape == parts[1].shape, "log_probs", expected, log_probs.shape)
             log_probs = log_probs[parts[1].size - int(labels.sum()) :]
-        return cls(tokens, labels, sampler_log_probs=log_probs, **rest)
+        if support is not None:
+            expected = f"shape {parts[1].shape} of the completion"
+            require(support.counts.shape == parts[1].shape, "support.counts", expected, support.counts.shape)
+            support = support.part(parts[1].size - int(labels.sum()), parts[1].size)
+        return cls(tokens, labels, sampler_log_probs=log_probs, support=support, **rest)
 
     @property
     def num_labels(self) -> int:
@@ -147,6 +160,24 @@ class Document:
             require(False, name, "a floating dtype", values.dtype)
         if not np.logical_and.reduce(np.isfinite(values)):
             require(False, name, "finite values", values[~np.isfinite(values)][:1])
+
+    def _check_support(self, support: Support) -> None:
+        labels = self.label_positions.shape
+        ids, counts = np.asarray(support.ids), np.asarray(support.counts)
+        if counts.shape != labels or counts.dtype.kind not in "iu" or not (counts > 0).all():
+            require(
+                False, "support.counts", f"integers of at least 1, of shape {labels} of the labels", describe(counts)
+            )
+        total = int(counts.sum())
+        if ids.shape != (total,) or ids.dtype.kind not in "iu" or (ids < 0).any():
+            require(False, "support.ids", f"{total} ids of at least 0, as many as the counts say", describe(ids))
+        label = np.repeat(np.arange(counts.size), counts)
+        drawn = self.tokens[self.label_positions]
+        times = np.bincount(label[ids == drawn[label]], minlength=counts.size)
+        if (times != 1).any():
+            wrong = int(np.argmax(times != 1))
+            found = f"{drawn[wrong]} {times[wrong]} times at position {self.label_positions[wrong]}"
+            require(False, "support.ids", "the token of each label once among its ids", found)
 
     def _check_numbers(self) -> None:
         for name in ("advantages", "reward"):
@@ -185,6 +216,7 @@ class Trajectory:
         self.tokens: list[int] = []
         self._labels: list[bool] = []
         self._log_probs: list[float] = []
+        self._supports: list[Support | None] = []
         self.add_context(context)
 
     def add_context(self, ids: Sequence[int] | Integer[AnyArray, " ids"]) -> None:
@@ -192,24 +224,33 @@ class Trajectory:
         self._add(ids, False)
 
     def add_drawn(
-        self, ids: Sequence[int] | Integer[AnyArray, " ids"], log_probs: Sequence[float] | Float[AnyArray, " ids"]
+        self,
+        ids: Sequence[int] | Integer[AnyArray, " ids"],
+        log_probs: Sequence[float] | Float[AnyArray, " ids"],
+        support: Support | None = None,
     ) -> None:
-        """Adds tokens that the policy drew, with their log-probs in nats.
+        """Adds tokens that the policy drew, with their log-probs in nats, and the ids that each was drawn from if recorded.
 
         Raises:
             ValueError: if their numbers differ, or if there is no context before them.
         """
         require(len(self.tokens) > 0, "ids", "context before the first token that is drawn", "none")
         require(len(ids) == len(log_probs), "log_probs", f"{len(ids)} numbers, one for each id", len(log_probs))
+        if self._supports:
+            known = self._supports[0] is not None
+            expected = "one, as for the tokens drawn before" if known else "None, as for the tokens drawn before"
+            require((support is not None) == known, "support", expected, describe(support))
         self._add(ids, True)
         self._log_probs += np.asarray(log_probs, np.float32).tolist()
+        self._supports.append(support)
 
     def document(self, **rest: Any) -> Document:
         """Makes the document; `rest` are further attributes of it."""
+        tokens, labels = np.array(self.tokens, np.int32), np.array(self._labels, bool)
         log_probs = np.array(self._log_probs, np.float32)
-        return Document(
-            np.array(self.tokens, np.int32), np.array(self._labels, bool), sampler_log_probs=log_probs, **rest
-        )
+        supports = [each for each in self._supports if each is not None]
+        support = Support.concatenate(supports) if supports else None
+        return Document(tokens, labels, sampler_log_probs=log_probs, support=support, **rest)
 
     def _add(self, ids: Sequence[int] | Integer[AnyArray, " ids"], drawn: bool) -> None:
         self.tokens += np.asarray(ids, np.int32).tolist()
@@ -238,6 +279,7 @@ def _check_tokens(tokens: np.ndarray) -> None:
         "mask",
         "per_token",
         "versions",
+        "support",
         "rewards",
         "model_versions",
         "num_documents",
@@ -263,6 +305,7 @@ class MicroBatch:
             log-probs in nats that ratios are taken to, NaN for supervised documents; "advantages"; and the documents'
             further columns.
         versions: int32 [rows, row_length], version of the weights that each label was drawn with; 0 where masked.
+        support: the ids that each label was drawn from, counts [rows, row_length]; None for the whole vocabulary.
         rewards: fp32 [rows * row_length], reward of each document, in order; 0 after the last one.
         model_versions: int32 [rows * row_length], oldest version of each document, in order; 0 after the last one.
         num_documents: int32 scalar, number of documents.
@@ -276,6 +319,7 @@ class MicroBatch:
     mask: Bool[AnyArray, "*ranks rows row_length"]
     per_token: dict[str, Float[AnyArray, "*ranks rows row_length"]]
     versions: Int[AnyArray, "*ranks rows row_length"]
+    support: Support | None
     rewards: Float[AnyArray, "*ranks documents"]
     model_versions: Int[AnyArray, "*ranks documents"]
     num_documents: Int[AnyArray, "*ranks"]
@@ -294,11 +338,12 @@ def pack_documents(
     pad_id: int = 0,
     share_rows: bool = True,
     columns: Sequence[str] = (),
+    support_capacity: int | None = None,
 ) -> tuple[MicroBatch, tuple[Document, ...]]:
     """Packs documents in their order, as many as fit, and never splits one.
 
-    A document that does not fit after the previous one starts the next row. The first that fits nowhere ends the
-    micro-batch, so the order is kept and every document is either packed or returned.
+    A document that does not fit after the previous one starts the next row. The first that fits nowhere, or whose support
+    has no room, ends the micro-batch, so the order is kept and every document is either packed or returned.
 
     Args:
         documents: the documents; if there are none, the result is all padding.
@@ -308,12 +353,15 @@ def pack_documents(
         share_rows: whether several documents may share a row; False gives each its own row.
         columns: names of the documents' further columns; every document must have exactly these. "sampler_log_probs" asks
             for the attribute of that name.
+        support_capacity: number of ids for which the micro-batch's support has room; None for log-probs of the whole
+            vocabulary. Every document, or none, has a support.
 
     Returns:
         The micro-batch, as NumPy arrays, and the documents that did not fit.
 
     Raises:
-        ValueError: if a packed document is longer than a row or has other columns, or a size is not positive.
+        ValueError: if a packed document is longer than a row, has other columns, a support where none is packed or none
+            where it is, or a support beyond the capacity, or if a size is not positive.
 
     Example:
         >>> import numpy as np
@@ -328,14 +376,21 @@ def pack_documents(
     require(rows > 0, "rows", "a number above 0", rows)
     require(row_length > 0, "row_length", "a number above 0", row_length)
     require(pad_id >= 0, "pad_id", "a token id of at least 0", pad_id)
+    given = support_capacity
+    require(given is None or given > 0, "support_capacity", "a number above 0, or None", given)
     documents = tuple(documents)
-    starts = row_starts((document.tokens.size for document in documents), rows, row_length, share_rows=share_rows)
+    starts = row_starts(
+        documents, rows=rows, row_length=row_length, share_rows=share_rows, support_capacity=support_capacity
+    )
     packed, rest = documents[: len(starts)], documents[len(starts) :]
-    batch = _empty(rows, row_length, pad_id, columns)
+    batch = _empty(rows, row_length, pad_id, columns, support_capacity)
     for index, (document, (row, start)) in enumerate(zip(packed, starts, strict=True)):
         if document.columns.keys() != set(columns) - {SAMPLER_COLUMN}:
             require(False, "columns", f"{sorted(document.columns)} of document {index}", sorted(columns))
         _place(batch, index, document, row, start)
+    if batch.support is not None:
+        ids = Support.concatenate([document.support for document in packed if document.support is not None]).ids
+        batch.support.ids[: ids.size] = ids
     # Padding has the id of the document before it; the first token of a batch without documents has none before it.
     newest = np.maximum.accumulate(batch.segment_ids.reshape(-1))
     batch.document_ids[...] = np.maximum(newest, 0).reshape(rows, row_length)
@@ -343,38 +398,58 @@ def pack_documents(
     return batch, rest
 
 
-def row_starts(lengths: Iterable[int], rows: int, row_length: int, *, share_rows: bool = True) -> list[tuple[int, int]]:
-    """Returns the row and first position at which `pack_documents` puts documents of given lengths, as many as fit.
-
-    Args:
-        lengths: tokens of each document; read up to the first that fits nowhere.
-        rows: number of rows.
-        row_length: tokens per row.
-        share_rows: whether several documents may share a row.
+def row_starts(
+    documents: Iterable[Document],
+    *,
+    rows: int,
+    row_length: int,
+    share_rows: bool = True,
+    support_capacity: int | None = None,
+) -> list[tuple[int, int]]:
+    """Returns the row and first position at which `pack_documents`, of the same arguments, puts documents that fit.
 
     Raises:
-        ValueError: if a length exceeds a row.
+        ValueError: as `pack_documents`, but for columns.
 
     Example:
-        >>> row_starts([3, 2, 3, 6, 1], rows=2, row_length=6)
+        >>> documents = [Document.of_completion([5], [6] * (length - 1)) for length in (3, 2, 3, 6, 1)]
+        >>> row_starts(documents, rows=2, row_length=6)
         [(0, 0), (0, 3), (1, 0)]
     """
-    starts, row, end = [], 0, 0
-    for index, length in enumerate(lengths):
+    starts, row, end, ids = [], 0, 0, 0
+    for index, document in enumerate(documents):
+        length = document.tokens.size
         if length > row_length:
             require(False, "documents", f"at most {row_length} tokens each", f"{length} in document {index}")
+        ids += _support_size(index, document, support_capacity)
         if end + length > row_length:
             row, end = row + 1, 0
-        if row == rows:
+        if row == rows or (support_capacity is not None and ids > support_capacity):
             break
         starts.append((row, end))
         end += length if share_rows else row_length
     return starts
 
 
-def _empty(rows: int, row_length: int, pad_id: int, columns: Sequence[str]) -> MicroBatch:
+def _support_size(index: int, document: Document, capacity: int | None) -> int:
+    """Returns the number of ids that a document adds to a micro-batch's support."""
+    if (document.support is None) != (capacity is None):
+        expected = "documents without a support" if capacity is None else "a support in every document"
+        require(False, "documents", expected, f"{'none' if document.support is None else 'one'} in document {index}")
+    if document.support is None or capacity is None:
+        return 0
+    size = document.support.ids.size
+    if size > capacity:
+        require(False, "documents", f"at most {capacity} ids in each support", f"{size} in document {index}")
+    return size
+
+
+def _empty(rows: int, row_length: int, pad_id: int, columns: Sequence[str], support_capacity: int | None) -> MicroBatch:
     shape = (rows, row_length)
     capacity = rows * row_length
+    support = None
+    if support_capacity is not None:
+        support = Support(np.full(support_capacity, PADDING_ID, np.int32), np.zeros(shape, np.int32))
     return MicroBatch(
         tokens=np.full(shape, pad_id, np.int32),
         targets=np.zeros(shape, np.int32),
@@ -384,6 +459,7 @@ def _empty(rows: int, row_length: int, pad_id: int, columns: Sequence[str]) -> M
         mask=np.zeros(shape, np.bool_),
         per_token={name: np.zeros(shape, np.float32) for name in ("old_log_probs", "advantages", *columns)},
         versions=np.zeros(shape, np.int32),
+        support=support,
         rewards=np.zeros(capacity, np.float32),
         model_versions=np.zeros(capacity, np.int32),
         num_documents=np.zeros((), np.int32),
@@ -405,6 +481,8 @@ def _place(batch: MicroBatch, index: int, document: Document, row: int, start: i
     for name, packed in batch.per_token.items():
         packed[row, labels] = np.nan if values[name] is None else values[name]
     batch.versions[row, labels] = document.versions
+    if batch.support is not None and document.support is not None:
+        batch.support.counts[row, labels] = document.support.counts
     batch.rewards[index] = document.reward
     versions = np.asarray(document.versions)
     batch.model_versions[index] = versions.min() if versions.size else 0

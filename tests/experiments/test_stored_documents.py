@@ -1,9 +1,11 @@
 """Stored documents: bitwise round trips of both formats, damaged files, passes, and states that go on to the same."""
 
+import dataclasses
 import json
 import os
 import struct
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from experiments.experience.document_list import DocumentList
 from experiments.experience.limits import NO_LIMITS, Limits
 from experiments.experience.stored import read_documents, write_documents
-from jaxlogp import Document
+from jaxlogp import Document, Support
 from tests.experiments.lines import write
 
 FORMATS = pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
@@ -48,6 +50,18 @@ def random_documents(count, *, per_label, seed=0):
     return documents
 
 
+def with_supports(documents):
+    """The documents, each label with up to three ids that it was drawn from."""
+    rng = np.random.default_rng(1)
+    made = []
+    for document in documents:
+        drawn = document.tokens[document.label_positions].tolist()
+        kept = [list({token, *rng.integers(0, 2**31, rng.integers(0, 3)).tolist()}) for token in drawn]
+        support = Support.from_lists(kept).part(0, len(kept))
+        made.append(dataclasses.replace(document, support=support))
+    return made
+
+
 def bits(value):
     array = None if value is None else np.asarray(value)
     return None if array is None else (array.dtype.kind, array.shape, array.tobytes())
@@ -60,6 +74,7 @@ def assert_same(found, wanted):
         assert one.labels.tolist() == other.labels.tolist()
         for name in NAMES:
             assert bits(getattr(one, name)) == bits(getattr(other, name)), name
+        assert [*map(bits, jax.tree.leaves(one.support))] == [*map(bits, jax.tree.leaves(other.support))]
 
 
 @FORMATS
@@ -67,6 +82,7 @@ def assert_same(found, wanted):
 def test_round_trip_is_bitwise(tmp_path, suffix, per_label):
     safetensors()
     documents = random_documents(20, per_label=per_label)
+    documents = with_supports(documents) if per_label else documents
     write_documents(path := tmp_path / f"a.{suffix}", documents)
     found, digest = read_documents(path)
     assert_same(found, documents)
@@ -195,6 +211,18 @@ LINES = {
     "json": (b"{", "invalid JSON: Expecting property name"),
     "twice": (b'{"tokens": [1], "tokens": [1], "labels": [0]}', "key 'tokens' occurs twice in one object"),
     "missing": ({"tokens": [1]}, "keys: expected tokens, labels, got none named labels"),
+    "half": (
+        {**GOOD, "support_ids": [6, 7]},
+        "keys: expected support_ids and support_counts, got support_ids alone",
+    ),
+    "counts": (
+        {**GOOD, "support_ids": [6, 7], "support_counts": [1, 2]},
+        "ids: expected 3, the sum of counts, got 2",
+    ),
+    "support": (
+        {**GOOD, "support_ids": [6, 8], "support_counts": [1, 1]},
+        "support.ids: expected the token of each label once among its ids, got 7 0 times at position 2",
+    ),
     "unknown": ({**GOOD, "logprobs": []}, "keys: expected none but tokens, labels, sampler_log_probs, old_log_probs, "),
     "no tokens": ({"tokens": [], "labels": []}, "tokens: expected shape [length] with length > 0, got (0,)"),
     "lengths": ({**GOOD, "labels": [0, 1]}, "labels: expected booleans of shape (3,), got bool array of shape (2,)"),
@@ -287,6 +315,14 @@ ARRAYS = {
         "versions: expected 1 values, one for each label or 2 values, one for each document, got 3",
     ),
     "old": ({**ONE, "versions": np.array([1, -1])}, "documents[1]: versions: expected integers in [0, 2147483647], got"),
+    "support": (
+        {"support_ids": np.array([6, 7]), "support_counts": np.array([2])},
+        "support_counts: expected 2 values, one for each label, got 1",
+    ),
+    "supports": (
+        {"support_ids": np.array([6, 8]), "support_counts": np.array([1, 1])},
+        "documents[0]: support.ids: expected the token of each label once among its ids",
+    ),
     "long": (
         {"offsets": np.array([0, 4])} | {"reward": np.ones(1)},
         "documents[0]: expected at most 3 tokens, the length of a row, got 4",
@@ -354,6 +390,11 @@ def test_refuses_to_write_what_could_not_be_read(tmp_path):
             "a.safetensors",
             [one, none],
             r"documents\[1\]: expected sampler_log_probs as in other documents \(or a .jsonl file\), got None",
+        ),
+        (
+            "a.safetensors",
+            [one, dataclasses.replace(one, support=Support.from_lists([[2]]))],
+            "documents: expected a support in all or in none, got 1 of them",
         ),
         (
             "a.safetensors",

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int, Integer
 from jaxlogp._arrays import AnyArray
 from jaxlogp.errors import describe, is_concrete, require, require_integer, require_mask
 
-_PADDING_ID = -1
+PADDING_ID = -1
 _MOST_IDS = 2**31
 
 
@@ -124,6 +124,33 @@ class Support:
         return cls._checked(flat, numbers, capacity, shape)
 
     @classmethod
+    def concatenate(cls, parts: Sequence["Support"]) -> "Support":
+        """Makes the support of tokens in one dimension from those of successive tokens, as they come from the host.
+
+        Example:
+            >>> first, second = Support.from_lists([[7]]), Support.from_lists([[3, 5], [2]])
+            >>> Support.concatenate([first, second]).counts.tolist()
+            [1, 2, 1]
+        """
+        counts = [np.asarray(part.counts).reshape(-1) for part in parts]
+        ids = [np.asarray(part.ids)[: number.sum()] for part, number in zip(parts, counts, strict=True)]
+        # The empty array gives the dtype where there is no part.
+        return cls(*(np.concatenate([np.zeros(0, np.int32), *arrays]) for arrays in (ids, counts)))
+
+    def part(self, start: int, stop: int) -> "Support":
+        """Returns the support of tokens [start, stop) of one dimension, without padding, on the host.
+
+        Example:
+            >>> Support.from_lists([[7], [3, 5], [2]]).part(1, 3).ids.tolist()
+            [3, 5, 2]
+        """
+        counts = np.asarray(self.counts)
+        first = int(counts[:start].sum())
+        return Support(
+            np.asarray(self.ids)[first : first + int(counts[start:stop].sum())].copy(), counts[start:stop].copy()
+        )
+
+    @classmethod
     def _checked(cls, ids: Any, counts: np.ndarray, capacity: int | None, shape: tuple[int, ...] | None) -> "Support":
         flat = _integers(ids, "ids")
         shape = counts.shape if shape is None else tuple(shape)
@@ -134,7 +161,7 @@ class Support:
         ok = isinstance(capacity, int | np.integer) and capacity >= max(flat.size, 1)
         require(ok, "capacity", expected, describe(capacity))
         _check_ids(flat, counts, _MOST_IDS, None, ("ids", "counts"))
-        padded = np.full(capacity, _PADDING_ID, np.int32)
+        padded = np.full(capacity, PADDING_ID, np.int32)
         padded[: flat.size] = flat
         return cls(padded, counts.astype(np.int32))
 

@@ -1,0 +1,60 @@
+"""The ids that tokens were drawn from, recorded on the device row by row.
+
+A row keeps its ids one after the other, `IDS_PER_TOKEN` for every token of the longest completion: sets are small where the
+model is sure, and large at a few tokens. What is not kept cannot be drawn. So a log-prob on the recorded ids is exactly
+that of the draw, also where the room has made a set smaller.
+
+Shapes: B rows, N new tokens, V vocabulary entries.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+IDS_PER_TOKEN = 32
+"""Ids for which a row, and the trainer's micro-batch, have room, for each of their tokens."""
+MOST_IDS = 1024
+"""Largest number of ids of one token."""
+
+
+class RecordedSupport(NamedTuple):
+    """Ids of rows of tokens: those of a row one after the other, how many each token has, and whether the room has left out
+    some of a token's."""
+
+    ids: Int[Array | np.ndarray, "B capacity"]
+    counts: Int[Array | np.ndarray, "B N"]
+    cut: Bool[Array | np.ndarray, "B N"]
+
+    @classmethod
+    def empty(cls, rows: int, new_tokens: int, vocab_size: int) -> "RecordedSupport":
+        """Returns the support of rows without tokens."""
+        ids = jnp.zeros((rows, new_tokens * min(IDS_PER_TOKEN, vocab_size)), jnp.int32)
+        counts = jnp.zeros((rows, new_tokens), jnp.int32)
+        return cls(ids, counts, counts > 0)
+
+    def room(self, step: Int[Array, ""]) -> Int[Array, " B"]:
+        """Returns how many ids the next token may have, so that every token after it can have one."""
+        (_, capacity), new_tokens = self.ids.shape, self.counts.shape[1]
+        left = capacity - jnp.sum(self.counts, axis=1) - (new_tokens - 1 - step)
+        return jnp.minimum(left, MOST_IDS)
+
+    def extended(self, kept: Bool[Array, "B V"], cut: Bool[Array, " B"], step: Int[Array, ""]) -> "RecordedSupport":
+        """Returns the support with that of one more token: `kept` among the vocabulary, none where a row has ended."""
+        capacity = self.ids.shape[1]
+        numbers = jnp.arange(min(capacity, kept.shape[1], MOST_IDS), dtype=jnp.int32)
+        count = jnp.sum(kept, axis=1, dtype=jnp.int32)
+        start = jnp.sum(self.counts, axis=1)
+        # What is not below the count is written nowhere.
+        places = jnp.where(numbers < count[:, None], start[:, None] + numbers, capacity)
+        rows = jnp.arange(len(start), dtype=jnp.int32)[:, None]
+        ids = self.ids.at[rows, places].set(_first_ids(kept, numbers), mode="drop")
+        return RecordedSupport(ids, self.counts.at[:, step].set(count), self.cut.at[:, step].set(cut))
+
+
+def _first_ids(kept: Bool[Array, "B V"], numbers: Int[Array, " n"]) -> Int[Array, "B n"]:
+    """Returns the first ids that are kept, in their order; beyond the last one, anything."""
+    reached = jnp.cumsum(kept, axis=1, dtype=jnp.int32)
+    return jax.vmap(lambda row: jnp.searchsorted(row, numbers + 1))(reached).astype(jnp.int32)
