@@ -58,6 +58,8 @@ class SamplerSpeedConfig:
     """Device meshes, without sequence ranks."""
     top_p: float = 1.0
     """Draw among the likeliest tokens of this probability only."""
+    record_support: bool = False
+    """With --top-p: record the ids that each token is drawn from."""
     layers: int | None = None
     """Layers instead of the model's."""
     repeats: int = 3
@@ -118,7 +120,8 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     model = SampledModel(graph, mesh)
 
     def run(new_tokens: int) -> None:
-        options = SamplingOptions(new_tokens, temperature=1.0, top_p=config.top_p)
+        filters = {"top_p": config.top_p, "record_support": config.record_support}
+        options = SamplingOptions(new_tokens, temperature=1.0, **filters)
         sampler = DecoderSampler(model, CompletionRule(options, eos_ids=(), pad_id=0))
         sampler(state, prompts, lengths, config.copies, jax.random.key(0))
 
