@@ -20,8 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from experiments.command_line import arguments_of, run_command
-from experiments.config import CheckpointConfig, Config, GuardsConfig, ModelConfig, OptimizerConfig, ScheduleConfig
-from experiments.config.run import SUPERVISED
+from experiments.config import (
+    SUPERVISED,
+    CheckpointConfig,
+    Config,
+    GuardsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from experiments.distributed import ProcessOptions
 from experiments.loop.resume import set_up_resume
 from experiments.loop.run import Result, set_up

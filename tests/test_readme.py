@@ -17,8 +17,7 @@ import experiments
 import jaxlogp
 from benchmarks.head_speed import __main__ as head_speed
 from experiments import chat, command_line, evaluate, export, grpo, plot, sft
-from experiments.config import Config
-from experiments.config.ranges import validate
+from experiments.config import Config, validate
 from jaxlogp.head import registry
 from jaxlogp.head.registry import ENGINES
 from tests.experiments.tiny import tiny

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.trials.processes import tiny_config
-from experiments.config.reports import CheckpointConfig
+from experiments.config import CheckpointConfig
 from experiments.loop.run import set_up
 from experiments.runs.environment import versions_text
 

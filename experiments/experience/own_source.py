@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.config.run import STORED
 from experiments.experience.experience import Experience, Policy
+from experiments.experience.options import STORED
 from experiments.named import OWN, call_named, import_named
 from jaxlogp import Document, Support
 from jaxlogp.errors import describe, require

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from experiments.config import RolloutConfig, ScheduleConfig
+from experiments.experience.options import RolloutConfig, ScheduleConfig
 from experiments.experience.order import EpochOrder
 from experiments.models.mesh import MeshSpec
 from experiments.models.tokenizer import Tokenizer

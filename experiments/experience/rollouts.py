@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.config import RolloutConfig
 from experiments.experience.counts import RolloutCounts
 from experiments.experience.experience import Experience, ExperienceSource, Policy
+from experiments.experience.options import RolloutConfig
 from experiments.experience.prompts import PromptOrder, encode_prompt, fits_completion
 from experiments.experience.scoring import score
 from experiments.refusal import NotFinite, Refusal, require_finite

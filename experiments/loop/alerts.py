@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.config import GuardsConfig
 from experiments.experience.counts import RolloutCounts
+from experiments.learner.options import GuardsConfig
 
 WINDOW = 32
 """Gradient norms that a median is taken of."""

@@ -8,10 +8,10 @@ import jax
 from flax import nnx
 
 from experiments.config import Config
-from experiments.config.run import STORED
 from experiments.experience.document_list import DocumentList
 from experiments.experience.experience import ExperienceSource
 from experiments.experience.limits import Limits
+from experiments.experience.options import STORED
 from experiments.experience.own_source import OwnSource
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from experiments.compilation_cache import cache_report
-from experiments.config.changes import may_change
+from experiments.config import is_changeable
 from experiments.loop.assemble import CHECK_PROMPTS, Setup
 from experiments.loop.loop import Progress
 from experiments.models.mesh import parse_mesh
@@ -74,7 +74,7 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
         console.say(programs)
     if limit is None or need.total <= limit:
         return
-    cures = [cure for option, cure in CURES.items() if not resumed or may_change(option)]
+    cures = [cure for option, cure in CURES.items() if not resumed or is_changeable(option)]
     fits = ", ".join([*cures, "a device with more memory"])
     sentence = f"memory: a device needs {need} and has {size(limit)}; try {fits}"
     if need.state > limit or need.total > ACCURACY * limit:

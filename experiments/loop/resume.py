@@ -8,8 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-from experiments.config import Config, validate
-from experiments.config.changes import changed
+from experiments.config import Config, apply_changes, validate
 from experiments.experience.own_source import resolve_source
 from experiments.loop.assemble import Setup
 from experiments.loop.loop import Progress
@@ -44,7 +43,7 @@ def resume(
     Args:
         path: run folder, or RUN@STEP to go back to the checkpoint of that step.
         changes: options by dotted name, as in ``{"schedule.steps": 2000}``. Those that may change (see
-            `experiments.config.changes`), all but quiet, are saved in the run folder and hold for later resumes.
+            `experiments.config`), all but quiet, are saved in the run folder and hold for later resumes.
         task: your own task, if the run began with one.
         reward: your own reward, if the run began with one.
         model: your own model, if the run began with one.
@@ -81,7 +80,7 @@ def _set_up(
 ) -> Run:
     stored = load_config(folder.config, Config)
     quiet = bool(changes.get("quiet", False))
-    kept = changed(stored, _as_stored(changes, stored))
+    kept = apply_changes(stored, _as_stored(changes, stored))
     kept = dataclasses.replace(kept, quiet=stored.quiet)
     config = dataclasses.replace(with_own_copy(kept, folder), quiet=quiet)
     validate(config)

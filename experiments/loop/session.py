@@ -4,8 +4,7 @@ import signal
 from dataclasses import dataclass
 from typing import Protocol
 
-from experiments.config import Config
-from experiments.config.changes import fixed_values
+from experiments.config import Config, identity_options
 from experiments.loop.assemble import Setup
 from experiments.loop.loop import Loop, Outcome, Progress, resume_hint
 from experiments.loop.phase import Phase, training_phase
@@ -129,7 +128,7 @@ class _Session:
 
 def identity_of_run(folder: RunFolder, config: Config) -> Identity:
     """What a run is, where it lies being no part of it."""
-    options = fixed_values(load_config(folder.config, Config))
+    options = identity_options(load_config(folder.config, Config))
     options = {field: value for field, value in options.items() if field not in ("name", "out")}
     # The bits of an invariant run are the same on every mesh.
     mesh = "any" if config.invariant else str(parse_mesh(config.mesh))

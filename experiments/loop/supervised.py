@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.config import Config, ScheduleConfig
-from experiments.config.run import SUPERVISED
+from experiments.config import SUPERVISED, Config, ScheduleConfig
 from experiments.experience.conversations import Conversations, load_conversations
 from experiments.experience.experience import Policy
 from experiments.experience.limits import Limits

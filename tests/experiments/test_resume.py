@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import grpo
-from experiments.config import Config
-from experiments.config.changes import changed, fixed_values, may_change
+from experiments.config import Config, apply_changes, identity_options, is_changeable
 from experiments.loop import resume as module
 from experiments.loop import run as run_module
 from experiments.loop.loop import Progress
@@ -38,7 +37,7 @@ def folder(tmp_path):
 
 def resumption(folder, **changes):
     stored = load_config(folder.config, Config)
-    return Resumption(folder, stored, changed(stored, changes))
+    return Resumption(folder, stored, apply_changes(stored, changes))
 
 
 def at(step):
@@ -74,28 +73,28 @@ def test_differences_are_refused_with_a_list_and_equal_values_taken(folder):
     stored = load_config(folder.config, Config)
     words = "--loss.name: the run has gspo, given grpo; --optimizer.b2: the run has None, given 0.5; start a new run"
     with pytest.raises(ValueError, match=words):
-        changed(stored, {"loss.name": "grpo", "seed": 0, "schedule.steps": 7, "optimizer.b2": 0.5})
+        apply_changes(stored, {"loss.name": "grpo", "seed": 0, "schedule.steps": 7, "optimizer.b2": 0.5})
     same = {"loss.name": "gspo", "model.num_layers": 1, "schedule.steps": STEPS, "rollout.stop": ()}
-    assert changed(stored, same) == stored
+    assert apply_changes(stored, same) == stored
 
 
 def test_auto_is_what_the_run_made_of_it(folder):
     stored = load_config(folder.config, Config).resolved()
     assert stored.model.dtype == "float32" and stored.rollout.rescore is False
-    assert changed(stored, {"model.dtype": "auto", "rollout.rescore": None, "warm_start.max_steps": 12}) == stored
+    assert apply_changes(stored, {"model.dtype": "auto", "rollout.rescore": None, "warm_start.max_steps": 12}) == stored
     with pytest.raises(ValueError, match="--model.dtype: the run has float32, given bfloat16"):
-        changed(stored, {"model.dtype": "bfloat16"})
+        apply_changes(stored, {"model.dtype": "bfloat16"})
 
 
 def test_what_may_change():
-    free = {field for field in flat_fields(Config) if may_change(field)}
+    free = {field for field in flat_fields(Config) if is_changeable(field)}
     assert free == {
         *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
         *("evaluation.every", "evaluation.num_prompts", "drift.every"),
         *("checkpoint.every", "checkpoint.every_minutes", "checkpoint.keep"),
         *("guards.max_refused_steps", "guards.spike_factor", "guards.replica_every"),
     }
-    assert fixed_values(Config()).keys() == flat_fields(Config).keys() - free
+    assert identity_options(Config()).keys() == flat_fields(Config).keys() - free
 
 
 def test_the_new_goal_is_kept_in_the_run_folder(folder):

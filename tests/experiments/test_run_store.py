@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.config import Config
-from experiments.config.changes import fixed_values
+from experiments.config import Config, identity_options
 from experiments.experience.scoring import Sample
 from experiments.loop.load import load_run
 from experiments.runs import files, identity
@@ -41,7 +40,7 @@ def opened(path, mesh="data=1", data=None):
 
 
 def identity_in(folder, mesh="data=1", data=None):
-    options = fixed_values(load_config(folder.config, Config))
+    options = identity_options(load_config(folder.config, Config))
     options = {name: value for name, value in options.items() if name not in ("name", "out")}
     return identity_of(options, mesh, RunParts(examples=data))
 

@@ -1,4 +1,4 @@
-"""Options of the warm start."""
+"""Options of training: the warm start, drift reports and guards."""
 
 from dataclasses import dataclass
 
@@ -31,3 +31,25 @@ class WarmStartConfig:
         """Returns AdamW at a rate that rises to its peak and stays there."""
         steps = max(1, min(WARM_UP_STEPS, (self.max_steps or 0) // 4))
         return Optimizer(adamw(), optax.linear_schedule(0.0, self.learning_rate, steps), elementwise=True)
+
+
+@dataclass(frozen=True)
+class DriftConfig:
+    """Report on the distance between sampler and trainer, on tokens that were sampled with the trainer's parameters."""
+
+    every: int = 50
+    """Optimizer steps between reports, the first at step 1 or the first step with such tokens. 0: none.
+    A report costs a forward pass over the documents of a step, or nothing with --rollout.rescore."""
+
+
+@dataclass(frozen=True)
+class GuardsConfig:
+    """Checks during training. A step with a non-finite number is always refused."""
+
+    max_refused_steps: int = 5
+    """Consecutive refused steps after which the run ends, with a checkpoint and exit code 4."""
+    spike_factor: float = 10.0
+    """Warn of a gradient norm that is this many times the median of the 32 norms before it. 0: never."""
+    replica_every: int = 50
+    """Optimizer steps between bitwise comparisons of the copies of parameters and optimizer state on all devices.
+    A copy that differs ends the run with exit code 4. Checkpoints are compared as well. 0: never."""

@@ -1,22 +1,132 @@
-"""Ranges of all options."""
+"""Every option of a run, the rules that span sections, and what a resume may change.
+
+Each section is in the package that it configures. ``python -m experiments.grpo --help`` prints the docstrings.
+"""
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from experiments.config.correction import CorrectionConfig, RejectionConfig
-from experiments.config.data import RewardConfig
-from experiments.config.rollout import RolloutConfig
-from experiments.config.run import STORED, Config
+from experiments.experience.options import STORED, EvaluationConfig, RolloutConfig, ScheduleConfig
 from experiments.invariant.options import ENGINES as INVARIANT_ENGINES
 from experiments.invariant.options import InvarianceConfig
+from experiments.learner.loss_options import CorrectionConfig, LossConfig, RejectionConfig
+from experiments.learner.optimizers import OptimizerConfig
+from experiments.learner.options import WARM_START_STEPS, DriftConfig, GuardsConfig, WarmStartConfig
 from experiments.models.attention import NAMES
 from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
+from experiments.models.options import ModelConfig
 from experiments.models.remat import POLICIES
-from experiments.options import flat_fields, option_name, refused_as, value_of
+from experiments.options import flat_fields, option_name, refused_as, replaced, value_of
+from experiments.runs.options import CheckpointConfig
+from experiments.tasks.options import DataConfig, RewardConfig
 from jaxlogp.errors import require
+from jaxlogp.losses import PolicyLoss
 from jaxlogp.policy.algorithms import ADVANTAGES, OVER_BATCH
+
+SUPERVISED = "sft:"
+"""Before the path of a file, in the place of a task: a run that learns from its documents."""
+COMPLETION_OF_LOADED_MODEL = 256
+"""Default longest completion of a model from disk, in tokens, as in TRL."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Policy loss on a verifiable task, from a warm-started small decoder or from a model on disk."""
+
+    preset: str | None = None
+    """Named defaults, which --help shows together with this option; other options override them.
+    smollm2: SmolLM2-135M-Instruct (extra smollm2) on word problems."""
+    task: str = "addition"
+    """Task: addition, comparison or word_problems (each also with :SIZE).
+    Or reasoning_gym:NAME, jsonl:PATH, or module:name of your own (docs/your_data.md)."""
+    source: str | None = None
+    """Documents to train on: module:name of a function (policy, step) -> documents, or of a class (docs/own_rollouts.md).
+    Or stored:PATH, a file of documents with log-probs. None: prompts of the task, completed and rewarded."""
+    seed: int = 0
+    """Seed of parameters, data order and sampling."""
+    out: str = "runs"
+    """Folder in which run folders are made."""
+    name: str | None = None
+    """Name of the run folder. None: composed from task, loss, seed and time."""
+    mesh: str = "data=1,fsdp=1,sequence=1,tensor=1"
+    """Device mesh: data and fsdp split the documents, sequence the tokens of a row, tensor vocabulary and features.
+    fsdp and sequence also split parameters and optimizer state. One of the sizes may be -1: the remaining devices."""
+    invariant: bool = False
+    """Bitwise equal on every mesh and in any number of processes, sampler and trainer included; several times slower."""
+    quiet: bool = False
+    """Print only warnings and the final scores."""
+    log_every: int | None = None
+    """Steps between printed rows, in a pipe or a file. None: about 40 rows per run, 10 per warm start.
+    The first and the last step always have a row. A terminal shows one line instead, which is redrawn."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)
+    invariance: InvarianceConfig = field(default_factory=InvarianceConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the run learns from the documents of a file, instead of from completions."""
+        return self.task.startswith(SUPERVISED)
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss compares the sampler's log-probs with the trainer's at the time of sampling."""
+        return self.correction.level is not None or self.rejection.reads_sampler
+
+    def policy_loss(self, longest_completion: int) -> PolicyLoss:
+        """Returns the loss with its correction and rejection; arguments and errors are those of `LossConfig.policy_loss`."""
+        loss = self.loss.policy_loss(longest_completion)
+        correction, rejection = self.correction.correction(), self.rejection.rejection()
+        return replace(loss, correction=correction, rejection=rejection)
+
+    def resolved(self) -> "Config":
+        """Returns the options with every value filled in that follows from others or from the device."""
+        rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
+        schedule = self.schedule.resolved(own_source=self.source is not None, supervised=self.supervised)
+        if rollout.rescore is None:
+            # 0 documents a step takes a whole rollout.
+            several = schedule.epochs_per_rollout > 1 or schedule.docs_per_step % completions != 0
+            rescore = (self.reads_sampler or several) and not self.supervised
+            rollout = replace(rollout, rescore=rescore)
+        warm_start = self.warm_start
+        if warm_start.max_steps is None:
+            steps = WARM_START_STEPS if self.model.path is None and not self.supervised else 0
+            warm_start = replace(warm_start, max_steps=steps)
+        model, invariance = self.model.resolved(self.invariant), self.invariance
+        if self.invariant:
+            dtype = "float32" if model.fp32_head else model.dtype
+            invariance = invariance.resolved(dtype, small_vocabulary=self.model.has_task_vocabulary)
+        loaded = self.model.path is not None
+        if loaded and rollout.max_new_tokens is None:
+            rollout = replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)
+        rates = {"loaded": loaded, "adapters": self.lora.rank > 0, "supervised": self.supervised}
+        return replace(
+            self,
+            loss=self.loss.resolved(),
+            optimizer=self.optimizer.resolved(**rates),
+            drift=replace(self.drift, every=0) if self.supervised else self.drift,
+            schedule=schedule,
+            model=model,
+            rollout=rollout,
+            warm_start=warm_start,
+            invariance=invariance,
+        )
 
 
 def validate(config: Config) -> MeshSpec:
@@ -60,12 +170,12 @@ def validate(config: Config) -> MeshSpec:
 
 def _validate_values(config: Config) -> None:
     """Checks what holds for every number and every text."""
-    for field in flat_fields(Config):
-        option, value = option_name(field), value_of(config, field)
+    for name in flat_fields(Config):
+        option, value = option_name(name), value_of(config, name)
         if isinstance(value, int):
             require(abs(value) < 2**31, option, "a number below 2^31", value)
         # The losses have ranges of their own, some of them open.
-        if isinstance(value, float) and not field.startswith("loss."):
+        if isinstance(value, float) and not name.startswith("loss."):
             require(math.isfinite(value), option, "a finite number", value)
         for text in value if isinstance(value, tuple) else (value,):
             require(not isinstance(text, str) or "\0" not in text, option, "text without a null character", repr(text))
@@ -79,12 +189,6 @@ def _validate_unused(config: Config) -> None:
     resamples = rollout.resample_degenerate or rollout.max_resamples == RolloutConfig.max_resamples
     expected = "None or True with --correction or --rejection, which compare the trainer's log-probs with the sampler's"
     require(not config.reads_sampler or rollout.rescore is not False, "--rollout.rescore", expected, False)
-    correction, default = config.correction, CorrectionConfig()
-    expected = "no other options without --correction.level"
-    require(correction.level is not None or correction == default, "--correction", expected, "other options")
-    expected = "no value without a rule of --rejection"
-    only = config.rejection == RejectionConfig(keep_denominator=True)
-    require(not only, "--rejection.keep-denominator", expected, "the option")
     expected = "no value without --rollout.resample-degenerate"
     require(resamples, "--rollout.max-resamples", expected, rollout.max_resamples)
     resolved = config.resolved()
@@ -251,3 +355,53 @@ _CHOICES = {
     "model.remat": ("auto", *POLICIES),
     "schedule.accumulate": ("float32", "bfloat16"),
 }
+
+
+_CHANGEABLE = {
+    *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),
+    *("evaluation", "checkpoint", "drift", "guards"),
+}
+# With it a checkpoint holds the policy that training began with; one that was saved without it cannot bring it back.
+_FIXED = ("evaluation.kl",)
+
+
+def is_changeable(name: str) -> bool:
+    """Returns True if a resume may change an option: the place and length of the run and its reports, not its identity."""
+    return name not in _FIXED and not _CHANGEABLE.isdisjoint({name, name.partition(".")[0]})
+
+
+def identity_options(config: Config) -> dict[str, Any]:
+    """Returns all other options by dotted name, which a run keeps from its start."""
+    return {name: value_of(config, name) for name in flat_fields(Config) if not is_changeable(name)}
+
+
+def apply_changes(stored: Config, changes: Mapping[str, Any]) -> Config:
+    """Returns the options of a run with the changes of a resume by dotted name; equal values are no change.
+
+    One ValueError names all options that may not change and have values other than the run's.
+
+    Example:
+        >>> apply_changes(Config(), {"schedule.steps": 2000, "loss.name": "grpo"}).schedule.steps
+        2000
+    """
+    given = replaced(stored, changes)
+    # "auto" and None stand for what the run made of them.
+    resolved = given.resolved()
+    changed = {
+        name: value
+        for name, value in changes.items()
+        if value_of(stored, name) not in (value_of(given, name), value_of(resolved, name))
+    }
+    refused = [
+        f"{option_name(name)}: the run has {_shown(value_of(stored, name))}, given {_shown(value_of(given, name))}"
+        for name in changed
+        if not is_changeable(name)
+    ]
+    if refused:
+        listed = "; ".join(refused)
+        raise ValueError(f"--resume: these options cannot be changed: {listed}; start a new run to change them")
+    return replaced(stored, changed)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

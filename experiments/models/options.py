@@ -70,7 +70,7 @@ class ModelConfig:
             own = {name: options[name] for name in options if name not in _NOT_OF_THE_DECODER}
             return DecoderConfig(vocab_size=vocab_size, qk_norm=True, **own)
         require(self.name in NAMED_SHAPES, "--model.name", f"one of {', '.join(NAMED_SHAPES)}", self.name)
-        self._leave_to("name")
+        self._refuse_decided_by("name")
         shape = NAMED_SHAPES[self.name]
         expected = f"a shape for at least {vocab_size} tokens"
         require(shape.vocab_size >= vocab_size, "--model.name", expected, f"{self.name}, {shape.vocab_size}")
@@ -81,11 +81,11 @@ class ModelConfig:
 
         ValueError if an option is set that the model on disk decides.
         """
-        self._leave_to("path")
+        self._refuse_decided_by("path")
         options = vars(self.resolved(invariant))
         return dataclasses.replace(config, **{name: options[name] for name in _OF_ANY_MODEL})
 
-    def _leave_to(self, option: str) -> None:
+    def _refuse_decided_by(self, option: str) -> None:
         """Raises ValueError where another option than `option` says what that one decides."""
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
