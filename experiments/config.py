@@ -6,26 +6,22 @@ Each section is in the package that it configures. ``python -m experiments.grpo 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from experiments.experience.options import STORED, EvaluationConfig, RolloutConfig, ScheduleConfig
-from experiments.invariant.options import ENGINES as INVARIANT_ENGINES
 from experiments.invariant.options import InvarianceConfig
 from experiments.learner.loss_options import CorrectionConfig, LossConfig, RejectionConfig
 from experiments.learner.optimizers import OptimizerConfig
 from experiments.learner.options import WARM_START_STEPS, DriftConfig, GuardsConfig, WarmStartConfig
-from experiments.models.attention import NAMES
-from experiments.models.decoder_config import RESIDUAL_DTYPES
 from experiments.models.lora import ADAPTABLE, LoraConfig
 from experiments.models.mesh import MeshSpec, parse_mesh
 from experiments.models.options import ModelConfig
-from experiments.models.remat import POLICIES
-from experiments.options import flat_fields, option_name, refused_as, replaced, value_of
+from experiments.options import AtLeast, check_ranges, flat_fields, option_name, refused_as, replaced, value_of
 from experiments.runs.options import CheckpointConfig
 from experiments.tasks.options import DataConfig, RewardConfig
 from jaxlogp.errors import require
 from jaxlogp.losses import PolicyLoss
-from jaxlogp.policy.algorithms import ADVANTAGES, OVER_BATCH
+from jaxlogp.policy.algorithms import OVER_BATCH
 
 SUPERVISED = "sft:"
 """Before the path of a file, in the place of a task: a run that learns from its documents."""
@@ -46,7 +42,7 @@ class Config:
     source: str | None = None
     """Documents to train on: module:name of a function (policy, step) -> documents, or of a class (docs/own_rollouts.md).
     Or stored:PATH, a file of documents with log-probs. None: prompts of the task, completed and rewarded."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0)] = 0
     """Seed of parameters, data order and sampling."""
     out: str = "runs"
     """Folder in which run folders are made."""
@@ -59,7 +55,7 @@ class Config:
     """Bitwise equal on every mesh and in any number of processes, sampler and trainer included; several times slower."""
     quiet: bool = False
     """Print only warnings and the final scores."""
-    log_every: int | None = None
+    log_every: Annotated[int | None, AtLeast(1)] = None
     """Steps between printed rows, in a pipe or a file. None: about 40 rows per run, 10 per warm start.
     The first and the last step always have a row. A terminal shows one line instead, which is redrawn."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -91,9 +87,8 @@ class Config:
 
     def policy_loss(self, longest_completion: int) -> PolicyLoss:
         """Returns the loss with its correction and rejection; arguments and errors are those of `LossConfig.policy_loss`."""
-        loss = self.loss.policy_loss(longest_completion)
-        correction, rejection = self.correction.correction(), self.rejection.rejection()
-        return replace(loss, correction=correction, rejection=rejection)
+        parts = {"correction": self.correction.correction(), "rejection": self.rejection.rejection()}
+        return replace(self.loss.policy_loss(longest_completion), **parts)
 
     def resolved(self) -> "Config":
         """Returns the options with every value filled in that follows from others or from the device."""
@@ -140,18 +135,7 @@ def validate(config: Config) -> MeshSpec:
         rollout_mesh = parse_mesh(config.rollout.mesh or "")
     expected = "no sequence ranks, since a rollout has one token of a row at a time"
     require(rollout_mesh.sequence == 1, "--rollout.mesh", expected, config.rollout.mesh)
-    for option, lowest in _LOWEST.items():
-        value = value_of(config, option)
-        require(value is None or value >= lowest, option_name(option), f"at least {lowest}", value)
-    for option, (lowest, highest) in _WITHIN.items():
-        value = value_of(config, option)
-        require(lowest <= value <= highest, option_name(option), f"a number in [{lowest}, {highest}]", value)
-    for option in _POSITIVE:
-        value = value_of(config, option)
-        require(value is None or 0.0 < value < math.inf, option_name(option), "a finite number > 0", value)
-    for option, choices in _CHOICES.items():
-        value = value_of(config, option)
-        require(value is None or value in choices, option_name(option), f"one of {', '.join(choices)}", value)
+    check_ranges(config)
     _validate_unused(config)
     config.policy_loss(1)
     _validate_source(config)
@@ -295,67 +279,11 @@ def _validate_lora(config: Config) -> None:
 
 
 _OF_ROLLOUTS = (
-    "prompts_per_rollout",
-    "num_generations",
-    "stop",
-    "mask_truncated",
-    "resample_degenerate",
-    "top_k",
-    "top_p",
-    "min_p",
+    *("prompts_per_rollout", "num_generations", "stop", "mask_truncated", "resample_degenerate"),
+    *("top_k", "top_p", "min_p"),
 )
 _OF_REINFORCEMENT = ("rollout", "reward", "loss", "correction", "rejection", "warm_start", "drift")
 _OF_HEAD = ("engine", "gradient_filter")
-_LOWEST = {
-    "seed": 0,
-    "log_every": 1,
-    "lora.rank": 0,
-    "warm_start.max_steps": 0,
-    "warm_start.batch_size": 1,
-    "warm_start.check_every": 1,
-    "rollout.prompts_per_rollout": 1,
-    "rollout.num_generations": 2,
-    "rollout.max_prompt_tokens": 1,
-    "rollout.max_new_tokens": 1,
-    "rollout.max_resamples": 1,
-    "invariance.leaf_rows": 1,
-    "invariance.block": 1,
-    "schedule.steps": 0,
-    "schedule.docs_per_step": 0,
-    "schedule.epochs_per_rollout": 1,
-    "schedule.rows": 1,
-    "schedule.row_length": 2,
-    "schedule.epochs": 1,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0.0,
-    "evaluation.every": 0,
-    "evaluation.num_prompts": 1,
-    "drift.every": 0,
-    "checkpoint.every": 0,
-    "checkpoint.every_minutes": 0.0,
-    "checkpoint.keep": 1,
-    "guards.max_refused_steps": 1,
-    "guards.spike_factor": 0.0,
-    "guards.replica_every": 0,
-}
-_WITHIN = {
-    "warm_start.target": (0.0, 1.0),
-    # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
-    "rollout.temperature": (0.01, 100.0),
-}
-_POSITIVE = ("warm_start.learning_rate", "lora.alpha", "optimizer.learning_rate", "optimizer.max_grad_norm")
-_CHOICES = {
-    "invariance.engine": ("auto", *INVARIANT_ENGINES),
-    "loss.advantages": tuple(ADVANTAGES),
-    "loss.metrics": ("none", "basic", "with_entropy"),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.param_dtype": ("float32", "bfloat16"),
-    "model.residual_dtype": RESIDUAL_DTYPES,
-    "model.attention": NAMES,
-    "model.remat": ("auto", *POLICIES),
-    "schedule.accumulate": ("float32", "bfloat16"),
-}
-
 
 _CHANGEABLE = {
     *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),

@@ -1,13 +1,51 @@
-"""Options as fields of nested dataclasses: by dotted name (``schedule.docs_per_step``), and as they are typed
-(``--schedule.docs-per-step``)."""
+"""Options as fields of nested dataclasses: by dotted name (``schedule.docs_per_step``), as they are typed
+(``--schedule.docs-per-step``), and with a range in their annotation (``Annotated[int, AtLeast(1)]``)."""
 
 import contextlib
 import dataclasses
+import math
 import typing
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jaxlogp.errors import require
+
 OptionsT = TypeVar("OptionsT")
+
+
+class Range:
+    """Values that an option may have, besides None, and how a refusal says so: a mark in its annotation."""
+
+    def __init__(self, expected: str, allows: Callable[[Any], bool]) -> None:
+        self.expected, self.allows = expected, allows
+
+
+class AtLeast(Range):
+    """Numbers from `lowest` on."""
+
+    def __init__(self, lowest: float) -> None:
+        super().__init__(f"at least {lowest}", lambda value: value >= lowest)
+
+
+class Within(Range):
+    """Numbers from `lowest` to `highest`, both included."""
+
+    def __init__(self, lowest: float, highest: float) -> None:
+        super().__init__(f"a number in [{lowest}, {highest}]", lambda value: lowest <= value <= highest)
+
+
+class Positive(Range):
+    """Finite numbers above 0."""
+
+    def __init__(self) -> None:
+        super().__init__("a finite number > 0", lambda value: 0.0 < value < math.inf)
+
+
+class OneOf(Range):
+    """Some texts."""
+
+    def __init__(self, *choices: str) -> None:
+        super().__init__(f"one of {', '.join(choices)}", choices.__contains__)
 
 
 def option_name(field: str) -> str:
@@ -31,6 +69,19 @@ def flat_fields(options: type, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + each.name] = hint
     return found
+
+
+def range_of(hint: Any) -> Range | None:
+    """Returns the range in an annotation, or None."""
+    return next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Range)), None)
+
+
+def check_ranges(options: Any) -> None:
+    """Compares every option with its range; the ValueError names the option as it is typed."""
+    for name, hint in flat_fields(type(options)).items():
+        value, allowed = value_of(options, name), range_of(hint)
+        if allowed is not None and value is not None:
+            require(allowed.allows(value), option_name(name), allowed.expected, value)
 
 
 def value_of(options: Any, field: str) -> Any:

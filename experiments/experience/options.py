@@ -1,8 +1,9 @@
 """Options of the documents of a step: their source, how they are sampled, how many there are, and held-out prompts."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from experiments.options import refused_as
+from experiments.options import AtLeast, OneOf, Within, refused_as
 from experiments.sampling.options import SamplingOptions
 
 STORED = "stored:"
@@ -17,24 +18,24 @@ SUPERVISED_DOCS_PER_STEP = 32
 class ScheduleConfig:
     """Size of an optimizer step, and number of steps."""
 
-    steps: int = 1000
+    steps: Annotated[int, AtLeast(0)] = 1000
     """Optimizer steps."""
-    docs_per_step: int | None = None
+    docs_per_step: Annotated[int | None, AtLeast(0)] = None
     """Documents per optimizer step, over all data ranks; a step ends with the micro-batch that reaches it, and with
     --invariant exactly there. 0: all documents of one rollout.
     None: 512, or 0 with --source; 32 of supervised learning."""
-    epochs_per_rollout: int = 1
+    epochs_per_rollout: Annotated[int, AtLeast(1)] = 1
     """Passes over the completions of a rollout, each in an order of its own, in steps of --schedule.docs-per-step."""
-    rows: int | None = None
+    rows: Annotated[int | None, AtLeast(1)] = None
     """Packed rows of one micro-batch on one data rank.
     None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere; with --invariant
     --invariance.leaf-rows."""
-    row_length: int | None = None
+    row_length: Annotated[int | None, AtLeast(2)] = None
     """Tokens of one packed row; no document may be longer. None: the task's longest document."""
-    accumulate: str = "float32"
+    accumulate: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
     """Dtype of the gradient's sums over micro-batches: float32, or bfloat16, which rounds at every addition.
     Does not affect loss, counts and metrics."""
-    epochs: int | None = None
+    epochs: Annotated[int | None, AtLeast(1)] = None
     """Passes over the training data, after which the run ends. None: repeat it until the last step."""
 
     def resolved(self, *, own_source: bool, supervised: bool) -> "ScheduleConfig":
@@ -49,9 +50,9 @@ class ScheduleConfig:
 class EvaluationConfig:
     """Exact match on held-out prompts, sampled at temperature 1 and decoded greedily."""
 
-    every: int = 100
+    every: Annotated[int, AtLeast(0)] = 100
     """Optimizer steps between evaluations. 0: only before and after training."""
-    num_prompts: int = 512
+    num_prompts: Annotated[int, AtLeast(1)] = 512
     """Number of held-out prompts."""
     kl: bool = False
     """Report the KL of the policy to the initial one as well, on the sampled completions.
@@ -62,11 +63,12 @@ class EvaluationConfig:
 class RolloutConfig:
     """Sampling of completions."""
 
-    prompts_per_rollout: int = 64
+    prompts_per_rollout: Annotated[int, AtLeast(1)] = 64
     """Prompts per rollout, all completed with the same parameters."""
-    num_generations: int = 8
+    num_generations: Annotated[int, AtLeast(2)] = 8
     """Completions per prompt: the size of an advantage group."""
-    temperature: float = 1.0
+    # Beyond this, logits or their gradients leave the range of fp32, or nothing is left of a difference between them.
+    temperature: Annotated[float, Within(0.01, 100.0)] = 1.0
     """Divisor of the logits, in the sampler and in the trainer."""
     top_k: int | None = None
     """Sample among this many most likely tokens. None: all.
@@ -77,9 +79,9 @@ class RolloutConfig:
     """Sample among tokens at least this many times as likely as the most likely one. 0: all."""
     stop: tuple[str, ...] = ()
     """Stop strings. A completion ends with the token that completes one, and does not count as truncated."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Annotated[int | None, AtLeast(1)] = None
     """Longest prompt in tokens, special tokens included. None: the task's own limit."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, AtLeast(1)] = None
     """Longest completion in tokens, end token included.
     None: the task's longest answer for a new model, 256 for one from disk."""
     mask_truncated: bool = False
@@ -95,7 +97,7 @@ class RolloutConfig:
     resample_degenerate: bool = False
     """Sample further prompts until a rollout has its number of groups whose rewards differ (dynamic sampling, DAPO).
     Other groups have no gradient. Surplus groups are discarded."""
-    max_resamples: int = 10
+    max_resamples: Annotated[int, AtLeast(1)] = 10
     """With --rollout.resample-degenerate: further attempts per rollout, after which groups of equal rewards complete it."""
 
     def sampling_options(self, max_new_tokens: int, *, record_support: bool = False) -> SamplingOptions:

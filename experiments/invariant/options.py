@@ -1,11 +1,12 @@
 """Options of runs whose bits do not depend on the mesh."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 
 from experiments.models.dtype_choice import capability_of
+from experiments.options import AtLeast, OneOf
 from jaxlogp.errors import require
 from jaxlogp.invariance import ReductionOrder
 
@@ -55,13 +56,13 @@ def head_here(name: str, dtype: str, *, small_vocabulary: bool) -> HeadChoice:
 class InvarianceConfig:
     """Settings that determine the bits of a run with --invariant: leaves of rows and granules of the vocabulary."""
 
-    leaf_rows: int = 8
+    leaf_rows: Annotated[int, AtLeast(1)] = 8
     """Rows (documents) that are computed together: the micro-batch of a data rank.
     A GPU is fastest with many, up to all completions of a rank."""
-    block: int = 16
+    block: Annotated[int, AtLeast(1)] = 16
     """Tokens of a row that the layers read at a time; the sampler reads the whole newest block for each token.
     A GPU is fastest if --invariance.leaf-rows times this is 512 to 1024."""
-    engine: str = "auto"
+    engine: Annotated[str, OneOf("auto", *ENGINES)] = "auto"
     """Engine of the head: fixed_order, hopper (NVIDIA Hopper, bfloat16), or auto (hopper if it can run)."""
 
     def resolved(self, dtype: str, *, small_vocabulary: bool) -> "InvarianceConfig":

@@ -3,14 +3,15 @@
 import dataclasses
 import inspect
 from dataclasses import dataclass
+from typing import Annotated
 
-from experiments.options import option_name, refused_as
+from experiments.options import OneOf, option_name, refused_as
 from jaxlogp import losses
 from jaxlogp.errors import require
 from jaxlogp.head import ChunkedEngine, GradientFilter, HopperEngine
 from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import Correction, PolicyLoss, Rejection
-from jaxlogp.policy.algorithms import ALGORITHMS, Algorithm, find_algorithm
+from jaxlogp.policy.algorithms import ADVANTAGES, ALGORITHMS, Algorithm, find_algorithm
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class LossConfig:
     """Weight of an entropy bonus."""
     grad_divisor: float | None = None
     """Divisor of the gradient. None: that of the reported loss."""
-    advantages: str | None = None
+    advantages: Annotated[str | None, OneOf(*ADVANTAGES)] = None
     """Advantages of completions (docs/losses.md). None: those of the algorithm.
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
     Against a greedy completion of each prompt: greedy_baseline.
@@ -59,7 +60,7 @@ class LossConfig:
     on_support: bool = False
     """Take log-probs, KL and entropy over the ids that each token was drawn from, instead of over the whole vocabulary.
     The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave: the only logits that are computed."""
-    metrics: str = "with_entropy"
+    metrics: Annotated[str, OneOf("none", "basic", "with_entropy")] = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
     """Engine of the head: auto, chunked, hopper, reference, triton, or a name given to register_engine."""

@@ -5,12 +5,15 @@ B begins with zeros, so that the adapted model begins as the base. The parameter
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
+
+from experiments.options import AtLeast, Positive
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Not the head: it is one matrix [V, H] for the products of trainer and sampler alike. Nor the embedding table."""
@@ -20,9 +23,9 @@ ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 class LoraConfig:
     """Low-rank adapters of a model from disk. They alone are trained and saved, and kept in float32."""
 
-    rank: int = 0
+    rank: Annotated[int, AtLeast(0)] = 0
     """Rank of the adapters. 0: none, the whole model is trained."""
-    alpha: float = 16.0
+    alpha: Annotated[float, Positive()] = 16.0
     """Multiplier of an adapter's product, times --lora.rank."""
     modules: tuple[str, ...] = ADAPTABLE
     """Projections with an adapter."""

@@ -2,13 +2,16 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 
-from experiments.models.decoder_config import DecoderConfig
+from experiments.models.attention import NAMES
+from experiments.models.decoder_config import RESIDUAL_DTYPES, DecoderConfig
 from experiments.models.dtype_choice import dtype_here
 from experiments.models.named_shapes import NAMED_SHAPES
-from experiments.options import option_name
+from experiments.models.remat import POLICIES
+from experiments.options import OneOf, option_name
 from jaxlogp.errors import require
 
 
@@ -44,18 +47,18 @@ class ModelConfig:
     """Use the embedding table as the head."""
     fp32_head: bool = False
     """Compute the head in float32, in trainer and sampler. Does not remove bf16 drift (docs/numerics.md)."""
-    dtype: str = "auto"
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
     """Dtype of activations and head: float32, bfloat16 or auto.
     auto: bfloat16 on GPUs that multiply it (NVIDIA of compute capability 8 and later), otherwise float32."""
-    param_dtype: str = "float32"
+    param_dtype: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
     """Dtype of the parameters that the model reads: float32 or bfloat16.
     With bfloat16 the optimizer updates a separate float32 copy."""
-    residual_dtype: str = "auto"
+    residual_dtype: Annotated[str, OneOf(*RESIDUAL_DTYPES)] = "auto"
     """Dtype of the residual stream, in trainer and sampler: float32 or auto (that of --model.dtype)."""
-    attention: str = "auto"
+    attention: Annotated[str, OneOf(*NAMES)] = "auto"
     """Attention over packed rows: einsum, chunked, hopper, tokamax, cudnn, repeatable or auto (the fastest that can run).
     repeatable, and auto with --invariant: hopper if it can run, otherwise einsum; their gradients repeat bitwise."""
-    remat: str = "auto"
+    remat: Annotated[str, OneOf("auto", *POLICIES)] = "auto"
     """Recomputation in the backward pass: none, products, attention, full or auto (none on a CPU, otherwise attention).
     none keeps what the compiler chooses, attention its results and the layers' inputs, full the inputs alone."""
 

@@ -1,14 +1,19 @@
 """Wrong inputs of every command: one line, an exit code, and no traceback. Refused before anything is compiled."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from experiments import chat, evaluate, export, grpo, plot
+from experiments.config import Config, validate
+from experiments.learner.optimizers import DECAY
+from experiments.options import AtLeast, OneOf, Positive, Within, flat_fields, option_name, range_of, replaced
 from experiments.runs.config_file import save_config
 from experiments.runs.folder import RunFolder
 from tests.experiments.tiny import tiny
@@ -107,39 +112,21 @@ GRPO = [
     ("--seed -1", "--seed: expected at least 0, got -1"),
     ("--seed 2147483648", "--seed: expected a number below 2^31, got 2147483648"),
     ("--seed " + "9" * 40, "--seed: expected a number below 2^31, got 999"),
-    ("--schedule.steps -1", "--schedule.steps: expected at least 0, got -1"),
-    ("--schedule.steps 99999999999", "--schedule.steps: expected a number below 2^31"),
-    ("--schedule.docs-per-step -1", "--schedule.docs-per-step: expected at least 0"),
     ("--schedule.rows 0", "--schedule.rows: expected at least 1"),
-    ("--schedule.row-length 1", "--schedule.row-length: expected at least 2"),
     (
         "--schedule.row-length 4",
         "--schedule.row-length: expected at least 11, the longest document of this task, got 4",
     ),
-    ("--schedule.epochs 0", "--schedule.epochs: expected at least 1"),
-    ("--schedule.accumulate float16", "--schedule.accumulate: expected one of float32, bfloat16, got float16"),
-    ("--warm-start.max-steps -1", "--warm-start.max-steps: expected at least 0"),
-    ("--warm-start.batch-size 0", "--warm-start.batch-size: expected at least 1"),
-    ("--warm-start.check-every 0", "--warm-start.check-every: expected at least 1"),
     ("--warm-start.target 1.5", "--warm-start.target: expected a number in [0.0, 1.0], got 1.5"),
     ("--warm-start.target nan", "--warm-start.target: expected a finite number, got nan"),
-    ("--warm-start.learning-rate 0", "--warm-start.learning-rate: expected a finite number > 0"),
-    ("--rollout.prompts-per-rollout 0", "--rollout.prompts-per-rollout: expected at least 1"),
-    ("--rollout.num-generations 1", "--rollout.num-generations: expected at least 2"),
-    ("--rollout.temperature 0", "--rollout.temperature: expected a number in [0.01, 100.0], got 0.0"),
-    ("--rollout.temperature 1e-30", "--rollout.temperature: expected a number in [0.01, 100.0], got 1e-30"),
-    ("--rollout.temperature inf", "--rollout.temperature: expected a finite number"),
     ("--rollout.top-k 0", "--rollout.top-k: expected at least 1"),
     ("--rollout.top-p 0", "--rollout.top-p: expected a number above 0, at most 1"),
-    ("--rollout.top-p nan", "--rollout.top-p: expected a finite number"),
     ("--rollout.min-p 2", "--rollout.min-p: expected a number in [0, 1]"),
     ("--rollout.stop ''", "--rollout.stop: expected texts of at least one character"),
-    ("--rollout.max-prompt-tokens 0", "--rollout.max-prompt-tokens: expected at least 1"),
     (
         "--rollout.max-prompt-tokens 2",
         "--rollout.max-prompt-tokens: expected at least 7, for the prompts of this task",
     ),
-    ("--rollout.max-new-tokens 0", "--rollout.max-new-tokens: expected at least 1"),
     # Options under which no answer fits.
     *(
         (f"--task {task} --rollout.max-new-tokens {room}", f"{NO_ROOM} {least}, for the shortest answer, got {room}")
@@ -159,48 +146,20 @@ GRPO = [
             "--task jsonl:{place}/long.jsonl --data.max-text-bytes 99999 --rollout.prompts-per-rollout 99999",
         )
     ),
-    ("--optimizer.name sgd", "--optimizer.name: expected one of adamw, adafactor, muon, got sgd"),
-    ("--optimizer.schedule step", "--optimizer.schedule: expected one of constant, cosine, linear, got step"),
     ("--optimizer.learning-rate 0", "--optimizer.learning-rate: expected a finite number > 0"),
-    ("--optimizer.learning-rate -1", "--optimizer.learning-rate: expected a finite number > 0"),
-    ("--optimizer.learning-rate nan", "--optimizer.learning-rate: expected a finite number, got nan"),
-    ("--optimizer.b1 1.0", "--optimizer.b1: expected a decay in [0, 1), got 1.0"),
-    ("--optimizer.b1 -1", "--optimizer.b1: expected a decay in [0, 1), got -1.0"),
-    ("--optimizer.b2 1", "--optimizer.b2: expected a decay in [0, 1), got 1.0"),
-    ("--optimizer.b2 nan", "--optimizer.b2: expected a finite number, got nan"),
-    ("--optimizer.name muon --optimizer.momentum 1", "--optimizer.momentum: expected a decay in [0, 1), got 1.0"),
     ("--optimizer.momentum 0.9", "--optimizer.momentum: expected None for optimizer 'adamw'"),
     ("--optimizer.name adafactor --optimizer.b1 0.9", "--optimizer.b1: expected None for optimizer 'adafactor'"),
-    ("--optimizer.weight-decay inf", "--optimizer.weight-decay: expected a finite number, got inf"),
-    ("--optimizer.weight-decay -0.1", "--optimizer.weight-decay: expected at least 0.0, got -0.1"),
     (
         "--optimizer.weight-decay 1e9",
         "--optimizer.weight-decay: expected at most 2000, which is 1 / --optimizer.learning-rate",
     ),
-    ("--optimizer.max-grad-norm 0", "--optimizer.max-grad-norm: expected a finite number > 0"),
-    ("--optimizer.warmup-steps -1", "--optimizer.warmup-steps: expected at least 0"),
     ("--optimizer.final-rate 0.1", "--optimizer.final-rate: expected None for schedule 'constant'"),
-    (
-        "--optimizer.schedule cosine --optimizer.final-rate 2",
-        "--optimizer.final-rate: expected a share in [0, 1]",
-    ),
-    ("--evaluation.num-prompts 0", "--evaluation.num-prompts: expected at least 1"),
-    ("--evaluation.every -1", "--evaluation.every: expected at least 0"),
-    ("--drift.every -1", "--drift.every: expected at least 0"),
-    ("--checkpoint.keep 0", "--checkpoint.keep: expected at least 1"),
-    ("--checkpoint.every -1", "--checkpoint.every: expected at least 0"),
-    ("--checkpoint.every-minutes -1", "--checkpoint.every-minutes: expected at least 0.0"),
-    ("--guards.max-refused-steps 0", "--guards.max-refused-steps: expected at least 1"),
-    ("--guards.spike-factor -1", "--guards.spike-factor: expected at least 0.0, got -1.0"),
-    ("--guards.spike-factor nan", "--guards.spike-factor: expected a finite number, got nan"),
-    ("--guards.replica-every -1", "--guards.replica-every: expected at least 0"),
     # Losses.
     ("--loss.name ppo", "--loss.name: expected one of cispo, "),
     (
         "--schedule.epochs-per-rollout 2 --schedule.docs-per-step 0",
         "--schedule.docs-per-step: expected at least 1 with --schedule.epochs-per-rollout, got 0",
     ),
-    ("--schedule.epochs-per-rollout 0", "--schedule.epochs-per-rollout: expected at least 1, got 0"),
     (
         "--loss.name reinforce_pp --rollout.resample-degenerate",
         "--loss.advantages: expected none over a whole rollout with --rollout.resample-degenerate, ",
@@ -211,8 +170,6 @@ GRPO = [
     ("--loss.epsilon nan", "--loss.epsilon: expected a number in (0, 1), got nan"),
     ("--loss.length 5", "--loss.length: expected None for loss 'grpo' without --loss.reduction constant_length, got 5"),
     ("--loss.reduction mean", "--loss.reduction: expected "),
-    ("--loss.advantages best", "--loss.advantages: expected one of group, centred, leave_one_out, length_weighted, "),
-    ("--loss.metrics all", "--loss.metrics: expected one of none, basic, with_entropy, got all"),
     ("--loss.kl-coefficient -1", "--loss.kl-coefficient: expected "),
     ("--loss.kl-estimator k9 --loss.kl-coefficient 0.1", "--loss.kl-estimator: expected "),
     ("--loss.gradient-filter 1", "--loss.gradient-filter: expected None or a number in [0, 1), got 1.0"),
@@ -228,9 +185,6 @@ GRPO = [
     ("--model.num-layers 0", "--model.num-layers: expected a positive integer, got 0"),
     ("--model.num-heads 4 --model.num-kv-heads 3", "--model.num-kv-heads: expected a divisor of 4 query heads, got 3"),
     ("--model.dtype float64", "--model.dtype: expected one of auto, float32, bfloat16, got float64"),
-    ("--model.residual-dtype half", "--model.residual-dtype: expected one of "),
-    ("--model.attention flash", "--model.attention: expected one of auto, "),
-    ("--model.remat some", "--model.remat: expected one of auto, "),
     ("--model.name gpt2", "--model.name: expected one of qwen3-0.6b, qwen3-1.7b, llama-3.2-1b, got gpt2"),
     (
         "--model.name qwen3-0.6b --model.num-layers 2",
@@ -355,7 +309,6 @@ GRPO = [
     ),
     ("--resume {place}/run --schedule.steps -1", "--schedule.steps: expected at least 0, got -1"),
     ("--resume {place}/run --mesh data=64", "--mesh: expected 64 devices"),
-    ("--resume {place}/run --checkpoint.keep 0", "--checkpoint.keep: expected at least 1"),
     (
         "--resume {place}/run --optimizer.learning-rate inf",
         "--optimizer.learning-rate: expected a finite number, got inf",
@@ -439,6 +392,14 @@ OTHERS = [
     ("plot", "{place}/no-kind", "metrics.jsonl line 1: expected an object with step and kind"),
 ]
 
+RANGES = {name: found for name, hint in flat_fields(Config).items() if (found := range_of(hint)) is not None}
+BY_OBJECTS = {
+    *("rollout.top_k", "rollout.top_p", "rollout.min_p", "data.max_text_bytes", "reward.length", "reward.buffer"),
+    *("model.hidden_size", "model.intermediate_size", "model.num_layers"),
+    *("model.num_heads", "model.num_kv_heads", "model.head_dim"),
+}
+"""Numbers that are compared by what is made of them, as those of the sections loss, correction and rejection are."""
+
 TABLE = [
     *(("grpo", arguments, words) for arguments, words in GRPO),
     *(("grpo", f"--task jsonl:{{place}}/{name}.jsonl", words) for name, words in BAD_FILES.items()),
@@ -457,6 +418,61 @@ def test_one_line_and_exit_code_2(command, arguments, words, place, tmp_path, ca
     assert stopped.value.code == 2 and len(lines) == 1, lines
     assert lines[0].startswith("error: ") and words.replace("{place}", str(place)) in lines[0], lines
     assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
+
+
+def kind_of(name):
+    """The type of an option of one number or text, else None."""
+    hint = flat_fields(Config)[name]
+    bare = typing.get_args(hint)[0] if range_of(hint) else hint
+    return next((kind for kind in (int, float, str) if kind in (bare, *typing.get_args(bare))), None)
+
+
+def refusal(name, value):
+    with pytest.raises(ValueError) as refused:
+        validate(replaced(Config(), {name: value}))
+    return str(refused.value)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", RANGES)
+def test_every_range_is_compared(name):
+    probes = {int: (-1, 0, 1), float: (-1.0, 0.0, 2.0), str: ("none of them",)}[kind_of(name)]
+    wrong = [value for value in probes if not RANGES[name].allows(value)]
+    assert wrong
+    for value in wrong:
+        assert refusal(name, value) == f"{option_name(name)}: expected {RANGES[name].expected}, got {value}"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("allowed", "inside", "outside", "expected"),
+    [
+        (AtLeast(2), (2, 3, 2**40), (1, -2), "at least 2"),
+        (Within(0.01, 1.0), (0.01, 0.5, 1.0), (0.0, 1.001, -1.0), "a number in [0.01, 1.0]"),
+        (Positive(), (1e-300, 7.0), (0.0, -1.0, math.inf, math.nan), "a finite number > 0"),
+        (DECAY, (0.0, 0.5), (-0.1, 1.0), "a decay in [0, 1)"),
+        (OneOf("a", "b"), ("a", "b"), ("", "ab", "c"), "one of a, b"),
+    ],
+)
+def test_ranges(allowed, inside, outside, expected):
+    assert all(map(allowed.allows, inside)) and not any(map(allowed.allows, outside)) and allowed.expected == expected
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", [name for name in flat_fields(Config) if kind_of(name)])
+def test_every_number_has_a_range_and_every_value_can_be_stored(name):
+    section, kind = name.partition(".")[0], kind_of(name)
+    assert kind is str or (name in RANGES) != (name in BY_OBJECTS or section in ("loss", "correction", "rejection"))
+    if kind is int:
+        expected, wrong = "a number below 2^31", (2**31, -(2**31))
+    elif kind is float:
+        # Some losses have open ranges, and sentences of their own.
+        expected, wrong = "a finite number", () if section == "loss" else (math.nan, math.inf)
+    else:
+        expected, wrong = "text without a null character", ("a\0b",)
+    for value in wrong:
+        shown = repr(value) if kind is str else value
+        assert refusal(name, value) == f"{option_name(name)}: expected {expected}, got {shown}"
 
 
 @pytest.mark.bad_input
