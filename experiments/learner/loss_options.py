@@ -59,7 +59,7 @@ class LossConfig:
     Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
     on_support: bool = False
     """Take log-probs, KL and entropy over the ids that each token was drawn from, instead of over the whole vocabulary.
-    The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave: the only logits that are computed."""
+    The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave."""
     metrics: Annotated[str, OneOf("none", "basic", "with_entropy")] = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"

@@ -253,7 +253,7 @@ def test_supports_are_refused_where_nothing_takes_them():
 
 
 REFUSED = {
-    "--loss.on-support: expected no value without --rollout.top-k, --rollout.top-p or --rollout.min-p": {"rollout": RolloutConfig()},
+    "--loss.on-support: expected no value without --rollout.top-k": {"rollout": RolloutConfig()},
     "--loss.on-support: expected no value with --invariant": {"invariant": True, "rollout": RolloutConfig(top_k=2)},
     "--loss.engine: expected auto with --loss.on-support": {"loss": LossConfig(on_support=True, engine="chunked")},
     "--loss.gradient-filter: expected None with --loss.on-support": {
