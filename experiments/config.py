@@ -110,10 +110,13 @@ class Config:
         loaded = self.model.path is not None
         if loaded and rollout.max_new_tokens is None:
             rollout = replace(rollout, max_new_tokens=COMPLETION_OF_LOADED_MODEL)
+        loss = self.loss.resolved()
+        if loss.on_support is None:
+            loss = replace(loss, on_support=rollout.filters and self.source is None)
         rates = {"loaded": loaded, "adapters": self.lora.rank > 0, "supervised": self.supervised}
         return replace(
             self,
-            loss=self.loss.resolved(),
+            loss=loss,
             optimizer=self.optimizer.resolved(**rates),
             drift=replace(self.drift, every=0) if self.supervised else self.drift,
             schedule=schedule,
@@ -141,11 +144,12 @@ def validate(config: Config) -> MeshSpec:
     _validate_source(config)
     _validate_supervised(config)
     _validate_filter(config)
+    # Checks them.
+    config.rollout.sampling_options(config.rollout.max_new_tokens or 1)
+    expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
+    require(not (config.invariant and config.rollout.filters), "--rollout", expected, "a part of it")
     _validate_support(config, mesh)
     _validate_lora(config)
-    if config.rollout.sampling_options(config.rollout.max_new_tokens or 1).filters:
-        expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
-        require(not config.invariant, "--rollout", expected, "a part of it")
     config.resolved().optimizer.optimizer(config.schedule.steps)
     if config.invariant:
         _validate_invariant(config, mesh)
@@ -249,15 +253,13 @@ def _validate_filter(config: Config) -> None:
 
 
 def _validate_support(config: Config, mesh: MeshSpec) -> None:
-    if not config.loss.on_support:
+    if not config.resolved().loss.on_support:
         return
-    option, engine = "--loss.on-support", config.loss.engine
-    filters = config.source is not None or config.rollout.sampling_options(1).filters
+    option, engine, threshold = "--loss.on-support", config.loss.engine, config.loss.gradient_filter
     expected = "no value without --rollout.top-k, --rollout.top-p or --rollout.min-p, where all tokens are drawn"
-    require(filters, option, expected, True)
-    require(not config.invariant, option, "no value with --invariant, whose sampler draws from all tokens", True)
-    require(engine == "auto", "--loss.engine", "auto with --loss.on-support, which brings its own", engine)
-    threshold = config.loss.gradient_filter
+    require(config.source is not None or config.rollout.filters, option, expected, True)
+    expected = "auto with --loss.on-support, which brings its own (False: log-probs of the whole vocabulary)"
+    require(engine == "auto", "--loss.engine", expected, engine)
     expected = "None with --loss.on-support, whose gradient is that of the ids alone"
     require(threshold is None, "--loss.gradient-filter", expected, threshold)
     require(mesh.sequence == 1, "--mesh", "no sequence ranks with --loss.on-support", config.mesh)

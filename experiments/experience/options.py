@@ -72,7 +72,7 @@ class RolloutConfig:
     """Divisor of the logits, in the sampler and in the trainer."""
     top_k: int | None = None
     """Sample among this many most likely tokens. None: all.
-    The loss takes log-probs of the whole distribution, unless --loss.on-support is given."""
+    Log-probs are then those over the tokens that are left (--loss.on-support)."""
     top_p: float = 1.0
     """Sample among the fewest most likely tokens whose probabilities sum to this. 1: all."""
     min_p: float = 0.0
@@ -99,6 +99,11 @@ class RolloutConfig:
     Other groups have no gradient. Surplus groups are discarded."""
     max_resamples: Annotated[int, AtLeast(1)] = 10
     """With --rollout.resample-degenerate: further attempts per rollout, after which groups of equal rewards complete it."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are not drawn at all."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
     def sampling_options(self, max_new_tokens: int, *, record_support: bool = False) -> SamplingOptions:
         """Returns how a rollout draws completions of up to so many tokens; ValueError if an option is out of range."""

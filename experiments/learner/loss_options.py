@@ -57,9 +57,10 @@ class LossConfig:
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
     Against a greedy completion of each prompt: greedy_baseline.
     Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
-    on_support: bool = False
+    on_support: bool | None = None
     """Take log-probs, KL and entropy over the ids that each token was drawn from, instead of over the whole vocabulary.
-    The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave."""
+    The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave.
+    None: with one of these, so that sampler and trainer have the same distribution."""
     metrics: Annotated[str, OneOf("none", "basic", "with_entropy")] = "with_entropy"
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"

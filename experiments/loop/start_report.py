@@ -166,7 +166,8 @@ def _corrected(config: Config) -> str:
     weights = (
         "" if level is None else f", weights {level} {kind} ({config.correction.low:g} to {config.correction.high:g})"
     )
-    return weights + ("" if config.rejection.rejection() is None else ", with rejection")
+    support = " on what the sampler drew from" if config.loss.on_support else ""
+    return support + weights + ("" if config.rejection.rejection() is None else ", with rejection")
 
 
 def _described(config: Config, model: ModelSource) -> str:

@@ -53,7 +53,7 @@ def test_the_preset_cut_to_two_steps(tmp_path, missing):
     stored = load_config(result.run.config, Config)
     preset = PRESETS["smollm2"]
     assert stored.preset == "smollm2" and stored.model.path == str(path)
-    assert (stored.task, stored.data, stored.loss) == (preset.task, preset.data, preset.loss.resolved())
+    assert (stored.task, stored.data, stored.loss) == (preset.task, preset.data, preset.resolved().loss)
     assert (stored.optimizer, stored.rollout.mask_truncated) == (preset.optimizer, True)
     assert (stored.schedule.steps, stored.rollout.max_new_tokens) == (2, 64)
     records = train_records(result)

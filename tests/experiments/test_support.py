@@ -254,7 +254,7 @@ def test_supports_are_refused_where_nothing_takes_them():
 
 REFUSED = {
     "--loss.on-support: expected no value without --rollout.top-k": {"rollout": RolloutConfig()},
-    "--loss.on-support: expected no value with --invariant": {"invariant": True, "rollout": RolloutConfig(top_k=2)},
+    "--rollout: expected the whole distribution": {"invariant": True},
     "--loss.engine: expected auto with --loss.on-support": {"loss": LossConfig(on_support=True, engine="chunked")},
     "--loss.gradient-filter: expected None with --loss.on-support": {
         "loss": LossConfig(on_support=True, gradient_filter=0.1)
@@ -270,3 +270,13 @@ def test_options_that_do_not_fit_are_refused(words):
     validate(base)
     with pytest.raises(ValueError, match=f"^{words}"):
         validate(replace(base, **REFUSED[words]))
+
+
+def test_it_is_on_where_some_tokens_are_not_drawn():
+    def resolved(**changes):
+        return replace(TINY, **changes).resolved().loss.on_support
+
+    narrow = RolloutConfig(min_p=0.1)
+    assert resolved() is False and resolved(rollout=narrow) is True
+    assert resolved(rollout=narrow, loss=LossConfig(on_support=False)) is False
+    assert resolved(source="a:b") is False and resolved(source="a:b", loss=LossConfig(on_support=True)) is True
