@@ -20,6 +20,7 @@ from experiments.refusal import NotFinite
 from experiments.runs.checkpoint import complete_steps, restore_template
 from experiments.runs.config_file import from_json
 from experiments.runs.console import RunConsole
+from experiments.runs.files import kind_of
 from experiments.runs.folder import RunFolder
 from experiments.runs.signals import Signals
 from experiments.runs.stops import GuardAbort, Interrupted
@@ -30,6 +31,8 @@ from jaxlogp.errors import require
 
 def resume_hint(folder: RunFolder, config: Config, *, finished: bool = False) -> str:
     """Returns the last saved step of a run, and the command that resumes it."""
+    if kind_of(folder.config) != "file":
+        return f"the run folder {folder.path} is gone"
     program = "sft" if config.supervised else "grpo"
     steps, warm = complete_steps(folder.checkpoints), complete_steps(folder.warm_start)
     saved = f"step {steps[-1]}" if steps else f"step {warm[-1]} of the warm start" if warm else "nothing"

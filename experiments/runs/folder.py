@@ -36,6 +36,8 @@ from jaxlogp.errors import require
 
 LONGEST_NAME_BYTES = 200
 """File systems take 255, and files inside add to theirs."""
+LARGEST_LOG_BYTES = 1 << 32
+"""Read at a time; a step takes some 2000."""
 NO_PARTS = RunParts()
 STEP_OF_RUN = re.compile(r"(.+)@(0|[1-9][0-9]{0,17})", re.ASCII | re.DOTALL)
 
@@ -236,6 +238,8 @@ class MetricsWriter:
 def read_metrics(path: Path) -> MetricsLog:
     """Reads metrics.jsonl; ValueError for a damaged line other than an unfinished last one, with its number."""
     try:
+        size = path.stat().st_size
+        require(size <= LARGEST_LOG_BYTES, str(path), f"at most {LARGEST_LOG_BYTES} bytes", size)
         *whole, last = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: expected a readable file, got {type(error).__name__}: {error}") from error

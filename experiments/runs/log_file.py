@@ -4,16 +4,21 @@ A mark is the length of a log and the sha256 of its content at the time of a che
 checkpoint finds exactly this content, or is refused; later lines are cut off once nothing else can refuse the run.
 """
 
+import errno
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from experiments.runs.config_file import to_json
 from experiments.runs.files import open_file, write_whole
 from jaxlogp.errors import require
+
+CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,14 @@ class LogFile:
         self.path = path
         self._stream = open_file(path)
         try:
-            content = self._stream.readall()
-            self.kept, rest = content[: mark.size], content[mark.size :]
-            self._sha256 = hashlib.sha256(self.kept)
             expected = f"the first {mark.size} bytes as they were when the checkpoint was saved"
-            require(len(self.kept) == mark.size, str(path), expected, f"a file that ends after {len(content)}")
+            size = os.fstat(self._stream.fileno()).st_size
+            require(size >= mark.size, str(path), expected, f"a file that ends after {size}")
+            self.kept = b"".join(_chunks(self._stream, mark.size))
+            self._sha256 = hashlib.sha256(self.kept)
             require(self._sha256.hexdigest() == mark.sha256, str(path), expected, "a change before this mark")
+            self._later_lines = _count_lines(self._stream)
             self._size = self._stream.seek(mark.size)
-            self._later_lines = len(rest.splitlines())
         except BaseException:
             self._stream.close()
             raise
@@ -66,7 +71,9 @@ class LogFile:
         return number
 
     def append(self, record: dict[str, Any]) -> None:
+        """Adds a line; OSError if somebody has removed, replaced or changed the length of the file since the last one."""
         assert not self._later_lines, "cut comes first"
+        self._require_untouched()
         plain = {name: to_json(value, name) for name, value in record.items()}
         line = json.dumps(plain, allow_nan=False).encode() + b"\n"
         write_whole(self._stream, line)
@@ -80,3 +87,36 @@ class LogFile:
 
     def close(self) -> None:
         self._stream.close()
+
+    def _require_untouched(self) -> None:
+        # Lines would go on to a file that has no name any more, or behind a hole of zeros.
+        ours = os.fstat(self._stream.fileno())
+        try:
+            named = self.path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            found = "it is gone"
+        else:
+            is_ours = (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+            found = f"it has {ours.st_size} bytes" if is_ours else "another file has its name"
+            if is_ours and ours.st_size == self._size:
+                return
+        words = f"the log was changed during the run: expected the {self._size} bytes that were written, but {found}"
+        raise OSError(errno.EIO, words, str(self.path))
+
+
+def _chunks(stream: FileIO, size: int | None = None) -> Iterator[bytes]:
+    """Yields the next bytes of a file, up to so many."""
+    while size is None or size > 0:
+        chunk = stream.read(CHUNK_BYTES if size is None else min(size, CHUNK_BYTES))
+        if not chunk:
+            return
+        size = None if size is None else size - len(chunk)
+        yield chunk
+
+
+def _count_lines(stream: FileIO) -> int:
+    """Returns the number of lines that are left, an unfinished last one included; the file may be larger than the memory."""
+    lines, last = 0, b"\n"
+    for chunk in _chunks(stream):
+        lines, last = lines + chunk.count(b"\n"), chunk[-1:]
+    return lines + (last != b"\n")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from experiments.command_line import exit_code
 from experiments.experience.scoring import Sample
 from experiments.runs import environment
 from experiments.runs.config_file import save_config
@@ -307,6 +308,19 @@ def test_damage_after_the_checkpoint_is_cut_off_with_a_sentence(run, rest):
     assert run.metrics.read_bytes() == good
 
 
+def test_a_log_larger_than_the_memory_is_cut_or_refused(run):
+    with MetricsWriter(run) as writer:
+        write_steps(writer, [1])
+        marks = writer.marks()
+    good = run.metrics.read_bytes()
+    os.truncate(run.metrics, 2**32 + 1)
+    with pytest.raises(ValueError, match="metrics.jsonl: expected at most 4294967296 bytes, got 4294967297"):
+        read_metrics(run.metrics)
+    with MetricsWriter(run, marks) as writer:
+        assert writer.cut() == ["metrics.jsonl: 1 lines written after the checkpoint dropped"]
+    assert run.metrics.read_bytes() == good
+
+
 def test_without_a_checkpoint_the_logs_begin_again(run):
     with MetricsWriter(run) as writer:
         assert writer.cut() == []
@@ -315,6 +329,28 @@ def test_without_a_checkpoint_the_logs_begin_again(run):
         assert writer.cut()[0] == "metrics.jsonl: 2 lines written before there was a checkpoint dropped"
         write_steps(writer, [1], "warm_start")
     assert written(run) == [("warm_start", 1)]
+
+
+CHANGES = {
+    "cut": (lambda log: os.truncate(log, 3), "it has 3 bytes"),
+    "gone": (lambda log: log.unlink(), "it is gone"),
+    "folder": (lambda log: log.parent.rename(log.parent.with_name("moved")), "it is gone"),
+    "other": (lambda log: (log.rename(log.with_name("x")), log.write_bytes(b"")), "another file has its name"),
+    "link": (lambda log: (log.rename(log.with_name("x")), log.symlink_to(log.with_name("x"))), "another file has"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_log_that_somebody_changes_during_the_run_is_noticed_at_the_next_line(run, name):
+    change, words = CHANGES[name]
+    with MetricsWriter(run) as writer:
+        write_steps(writer, [1])
+        size = run.metrics.stat().st_size
+        change(run.metrics)
+        expected = f"the log was changed during the run: expected the {size} bytes that were written, but {words}"
+        with pytest.raises(OSError, match=expected) as caught:
+            write_steps(writer, [2])
+    assert exit_code(caught.value) == 3
 
 
 def test_a_torn_last_line_is_reported(run):
