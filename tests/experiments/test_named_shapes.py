@@ -78,7 +78,7 @@ def test_a_run_reads_back_any_token_of_the_larger_vocabulary(tmp_path, monkeypat
     assert max(int(document.tokens.max()) for document in drawn) >= 16
 
 
-@pytest.mark.parametrize("tokenizer", [CharTokenizer("0123456789", 64), ByteTokenizer(1000)])
+@pytest.mark.parametrize("tokenizer", [CharTokenizer("0123456789", num_ids=64), ByteTokenizer(num_ids=1000)])
 def test_ids_after_the_symbols_stand_for_nothing(tokenizer):
     last = tokenizer.vocab_size - 1
     assert last in (63, 999) and tokenizer.decode([last, *tokenizer.encode("7"), last]) == "\ufffd7\ufffd"
@@ -87,9 +87,9 @@ def test_ids_after_the_symbols_stand_for_nothing(tokenizer):
 @pytest.mark.bad_input
 def test_fewer_ids_than_symbols():
     with pytest.raises(ValueError, match="^num_ids: expected at least 13, got 12"):
-        CharTokenizer("0123456789", 12)
+        CharTokenizer("0123456789", num_ids=12)
     with pytest.raises(ValueError, match="^num_ids: expected at least 259, got 256"):
-        ByteTokenizer(256)
+        ByteTokenizer(num_ids=256)
 
 
 @pytest.mark.parametrize(
