@@ -79,6 +79,8 @@ def test_logits_are_those_of_transformers(family, tmp_path, monkeypatch):
 def test_config_json_is_written_so_that_it_reads_back_the_same(family):
     config = decoder_config(JsonObject("config.json", CONFIGS[family]))
     assert decoder_config(JsonObject("config.json", config_json(config))) == config
+    computed = dataclasses.replace(config, dtype="bfloat16", residual_dtype="float32", remat="full")
+    assert config_json(computed) == config_json(config), "how a model is computed is not its own"
 
 
 def test_both_spellings_of_rotary_options_are_one():

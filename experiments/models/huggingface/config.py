@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.models.decoder_config import DecoderConfig, SlidingLayers
-from experiments.models.huggingface.files import JsonObject
+from experiments.models.huggingface.files import JsonObject, is_integer
 from experiments.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from jaxlogp.errors import require
 
@@ -123,8 +123,7 @@ def _gemma(file: JsonObject, model_type: str, hidden: int) -> dict[str, Any]:
 
 def _rope(file: JsonObject, model_type: str) -> tuple[float, RopeScaling | None, float | None]:
     """Returns base and stretch of the rotary frequencies, and the base of sliding layers if it is another."""
-    rotated = file.values.get("partial_rotary_factor")
-    require(rotated in (None, 1, 1.0), f"{file.place}, partial_rotary_factor", "whole heads that are rotated", rotated)
+    _require_whole_heads(file)
     if model_type != "gemma3_text":
         if file.has("rope_parameters"):
             parameters = file.object("rope_parameters")
@@ -140,10 +139,13 @@ def _rope(file: JsonObject, model_type: str) -> tuple[float, RopeScaling | None,
     return file.number("rope_theta", 1e6), scaling, file.number("rope_local_base_freq", 1e4)
 
 
+def _require_whole_heads(file: JsonObject) -> None:
+    rotated = file.values.get("partial_rotary_factor", 1)
+    require(rotated in (None, 1), f"{file.place}, partial_rotary_factor", "whole heads that are rotated", rotated)
+
+
 def _scaling(parameters: JsonObject) -> RopeScaling | None:
-    rotated = parameters.values.get("partial_rotary_factor")
-    place = f"{parameters.place}, partial_rotary_factor"
-    require(rotated in (None, 1, 1.0), place, "whole heads that are rotated", rotated)
+    _require_whole_heads(parameters)
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     known = kind in ("default", "linear", "llama3")
     require(known, f"{parameters.place}, rope_type", "default, linear or llama3", repr(kind))
@@ -182,7 +184,7 @@ def _layer_types(file: JsonObject, model_type: str, layers: int) -> list[str]:
         return [SLIDING] * layers
     if model_type in ("qwen2", "qwen3"):
         first = file.values.get("max_window_layers", 28)
-        is_count = isinstance(first, int) and not isinstance(first, bool) and first >= 0
+        is_count = is_integer(first) and first >= 0
         require(is_count, f"{file.place}, max_window_layers", "an integer of at least 0", repr(first))
         return [SLIDING if layer >= first else FULL for layer in range(layers)]
     period = 2 if model_type == "gemma2" else file.integer("sliding_window_pattern", 6)
@@ -194,7 +196,10 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 
     ValueError if no model type of `FAMILIES` has this combination of options.
     """
-    plain = _plain(config)
+    # Without dtypes and how it is computed, which are not the model's.
+    computed = ("dtype", "param_dtype", "residual_dtype", "fp32_head", "remat", "attention")
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    plain = dataclasses.replace(config, **{name: defaults[name] for name in computed})
     for model_type in FAMILIES:
         values = _as_family(plain, model_type)
         try:
@@ -203,17 +208,10 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         except ValueError:
             # A type that refuses these options, such as an odd window: it is not the one.
             continue
-    optional = [each for each in dataclasses.fields(plain) if each.default is not dataclasses.MISSING]
-    options = {each.name: getattr(plain, each.name) for each in optional}
-    changed = {each.name: options[each.name] for each in optional if options[each.name] != each.default}
+    options = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
+    changed = {name: getattr(plain, name) for name, value in options.items() if getattr(plain, name) != value}
     expected = f"a model that transformers has as one of {', '.join(FAMILIES)}"
     raise ValueError(f"export: expected {expected}, got one with {changed}")
-
-
-def _plain(config: DecoderConfig) -> DecoderConfig:
-    """Drops what is not the model's: dtypes and how it is computed."""
-    computed = {"dtype": "float32", "param_dtype": "float32", "fp32_head": False, "remat": "none", "attention": "auto"}
-    return dataclasses.replace(config, **computed)
 
 
 def _as_family(config: DecoderConfig, model_type: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """A decoder written as a checkpoint directory that transformers loads: config.json, safetensors, tokenizer."""
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,13 @@ def export(params: nnx.State, config: DecoderConfig, files: Mapping[str, bytes],
 def _write_weights(params: nnx.State, config: DecoderConfig, folder: Path, dtype: np.dtype) -> None:
     from safetensors.numpy import save_file
 
-    shards = _shards(config, dtype.itemsize)
-    tensors = _tensors(params, config, dtype)
+    parameters = parameters_of(config)
+    sizes: dict[str, int] = {}
+    for parameter in parameters:
+        size = math.prod(parameter.stored_shape) * dtype.itemsize
+        sizes |= dict.fromkeys(parameter.tensors(HUGGING_FACE), size)
+    shards = _shards(sizes)
+    tensors = _tensors(params, parameters, dtype)
     files: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -87,32 +93,27 @@ def _write_weights(params: nnx.State, config: DecoderConfig, folder: Path, dtype
         (folder / file).chmod((folder / "config.json").stat().st_mode)
         files |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(_size(parameter) for parameter in parameters_of(config)) * dtype.itemsize
-        (folder / INDEX).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": files}))
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        (folder / INDEX).write_bytes(_json(index))
 
 
-def _shards(config: DecoderConfig, itemsize: int) -> list[list[str]]:
+def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
     """Returns names of tensors, file by file, each of at most MAX_SHARD_BYTES or one tensor."""
-    shards, size = [[]], 0
-    for parameter in parameters_of(config):
-        for name in parameter.tensors(HUGGING_FACE):
-            each = int(np.prod(parameter.stored_shape)) * itemsize
-            if shards[-1] and size + each > MAX_SHARD_BYTES:
-                shards.append([])
-                size = 0
-            shards[-1].append(name)
-            size += each
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = MAX_SHARD_BYTES
+        shards[-1].append(name)
+        room -= size
     return shards
 
 
-def _size(parameter: Parameter) -> int:
-    return int(np.prod(parameter.shape)) * (parameter.layers or 1)
-
-
-def _tensors(params: nnx.State, config: DecoderConfig, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields every tensor in the order of `_shards`, one parameter on the host at a time."""
+def _tensors(params: nnx.State, parameters: Sequence[Parameter], dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields every tensor, one parameter on the host at a time."""
     tree = nnx.to_pure_dict(params)
-    for parameter in parameters_of(config):
+    for parameter in parameters:
         values: Any = tree
         for key in parameter.path:
             values = values[key]

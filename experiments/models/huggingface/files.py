@@ -1,8 +1,8 @@
 """The small files of a checkpoint directory, as JSON objects with checked values."""
 
 import json
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,36 +47,32 @@ class JsonObject:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Returns a positive integer; the default stands in for a missing one, and None for no default."""
-        value = self._value(key, default)
-        is_integer = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
-        require(is_integer, f"{self.place}, {key}", "a positive integer", repr(value))
-        return value
+        return self._value(key, default, "a positive integer", lambda value: is_integer(value) and 1 <= value < 2**31)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a finite number above 0, likewise."""
-        value = self._value(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-        require(is_number, f"{self.place}, {key}", "a finite number above 0", repr(value))
-        return float(value)
+        def is_right(value: Any) -> bool:
+            return (is_integer(value) or isinstance(value, float)) and 0 < value <= sys.float_info.max
+
+        return float(self._value(key, default, "a finite number above 0", is_right))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        require(isinstance(value, bool), f"{self.place}, {key}", "true or false", repr(value))
-        return value
+        return self._value(key, default, "true or false", lambda value: isinstance(value, bool))
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default)
-        require(isinstance(value, str), f"{self.place}, {key}", "a string", repr(value))
-        return value
+        return self._value(key, default, "a string", lambda value: isinstance(value, str))
 
     def object(self, key: str) -> "JsonObject":
         """Returns an object; a missing one is empty."""
-        value = self._value(key, {})
-        require(isinstance(value, dict), f"{self.place}, {key}", "an object", repr(value))
+        value = self._value(key, {}, "an object", lambda value: isinstance(value, dict))
         return JsonObject(f"{self.place}, {key}", value)
 
-    def _value(self, key: str, default: Any) -> Any:
+    def _value(self, key: str, default: Any, expected: str, is_right: Callable[[Any], bool]) -> Any:
         value = self.values.get(key)
         value = default if value is None else value
         require(value is not None, self.place, f"the key {key}", "none")
+        require(is_right(value), f"{self.place}, {key}", expected, repr(value))
         return value
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
