@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from experiments.extras import import_extra
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.huggingface.config import MAX_LAYERS
 from jaxlogp.errors import require
@@ -59,10 +60,7 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         ValueError: if there is no such file, it is not a GGUF, it is damaged, or the extra is not installed.
     """
-    try:
-        import gguf
-    except ImportError:
-        require(False, "gguf", 'the extra gguf (pip install -e ".[experiments,gguf]")', "no package gguf")
+    gguf = import_extra("gguf", "gguf", "gguf")
     require(path.is_file(), "gguf", "a file", f"{path.name}, which is not a file")
     with path.open("rb") as stream:
         magic = stream.read(len(MAGIC))
@@ -105,7 +103,12 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
     scaling = file.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
     scaled = scaling != "none" or "rope_freqs.weight" in file.tensors
     require(not scaled, "gguf, rotary frequencies", "none that are scaled", repr(scaling))
-    sizes = {name: _size(file, f"{ARCHITECTURE}.{key}") for name, key in _SIZES.items()}
+    sizes: dict[str, int] = {}
+    for name, key in _SIZES.items():
+        size = file.value(f"{ARCHITECTURE}.{key}")
+        is_size = isinstance(size, int) and size >= 1
+        require(is_size, f"gguf, {ARCHITECTURE}.{key}", "a positive integer", repr(size))
+        sizes[name] = size
     layers = sizes["num_layers"]
     require(layers <= MAX_LAYERS, f"gguf, {ARCHITECTURE}.block_count", f"at most {MAX_LAYERS}", layers)
     head_dim = int(
@@ -121,12 +124,6 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
         tie_embeddings="output.weight" not in file.tensors,
         **sizes,
     )
-
-
-def _size(file: GgufFile, key: str) -> int:
-    value = file.value(key)
-    require(isinstance(value, int) and value >= 1, f"gguf, {key}", "a positive integer", repr(value))
-    return value
 
 
 _SIZES = {

@@ -4,6 +4,7 @@ Needs the extra `gguf` (package tokenizers). What is not in the file is how text
 file only names it. The name known here is "smollm": every digit on its own, the rest by GPT-2's pattern.
 """
 
+from experiments.extras import import_extra
 from experiments.models.gguf import GgufFile
 from experiments.models.huggingface.chat_template import ChatTemplate
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
@@ -19,20 +20,19 @@ def load_gguf_tokenizer(file: GgufFile, *, chat_template: bool | None = True) ->
 
     ValueError if it is of another kind or lacks a chat template that has to be there, or the extra is not installed.
     """
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError:
-        require(False, "gguf", 'the extra gguf (pip install -e ".[experiments,gguf]")', "no package tokenizers")
+    package = import_extra("tokenizers", "gguf", "gguf")
     for key, expected in (("tokenizer.ggml.model", MODEL), ("tokenizer.ggml.pre", SPLIT)):
         require(file.value(key) == expected, f"gguf, {key}", repr(expected), repr(file.value(key)))
     tokens, types = file.value("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in file.value("tokenizer.ggml.merges")]
-    inner = Tokenizer(models.BPE(vocab={token: place for place, token in enumerate(tokens)}, merges=merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    inner.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    inner.decoder = decoders.ByteLevel()
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    inner = package.Tokenizer(package.models.BPE(vocab=vocabulary, merges=merges))
+    before = package.pre_tokenizers
+    digits, byte_level = before.Digits(individual_digits=True), before.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = before.Sequence([digits, byte_level])
+    inner.decoder = package.decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    inner.add_special_tokens([package.AddedToken(token, special=True, normalized=False) for token in control])
     eos_id = int(file.value("tokenizer.ggml.eos_token_id"))
     pad_id = int(file.metadata.get("tokenizer.ggml.padding_token_id", eos_id))
     template = None

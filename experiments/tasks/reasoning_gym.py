@@ -23,6 +23,7 @@ import random
 import re
 from typing import Any
 
+from experiments.extras import import_extra
 from experiments.tasks.protocol import Example, Split, check_seed, check_split, draw_example, split_of
 
 POOL_SIZE = 10_000
@@ -129,12 +130,7 @@ class ReasoningGymTask:
 
 
 def _create(task: str, dataset: str, seed: int) -> Any:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f'task {task!r}: expected the tasks extra, got no module {error.name!r}: pip install -e ".[tasks]"'
-        ) from error
+    reasoning_gym = import_extra("reasoning_gym", f"task {task!r}", "tasks")
     known = reasoning_gym.factory.DATASETS
     if dataset not in known:
         close = difflib.get_close_matches(dataset, known, n=5, cutoff=0.5)

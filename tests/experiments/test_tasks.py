@@ -1,6 +1,5 @@
 """Tasks: splits that share no prompt, examples that repeat exactly, rewards, limits, and every refusal."""
 
-import builtins
 import os
 import subprocess
 import sys
@@ -163,15 +162,9 @@ def test_names_make_the_task_again(family):
 
 
 def test_reasoning_gym_missing(monkeypatch):
-    find = builtins.__import__
-
-    def without(name, *rest):
-        if name.partition(".")[0] == "reasoning_gym":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return find(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"no module 'reasoning_gym': pip install -e \"\.\[tasks\]\"") as caught:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    words = r"expected the extra tasks \(pip install -e \"\.\[experiments,tasks\]\"\), got no package reasoning_gym"
+    with pytest.raises(ValueError, match=words) as caught:
         make_task("reasoning_gym:chain_sum")
     assert "\n" not in str(caught.value)
 

@@ -5,7 +5,6 @@ output (template_process.py).
 """
 
 import atexit
-import importlib.util
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.extras import import_extra
 from jaxlogp.errors import require
 
 Message = Mapping[str, str]
@@ -45,8 +45,7 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        installed = importlib.util.find_spec("jinja2") is not None
-        require(installed, "chat template", 'the extra hf (pip install -e ".[experiments,hf]")', "no package jinja2")
+        import_extra("jinja2", "chat template", "hf")
         # Compiled here, so that an error of syntax is found when the template is read.
         self._ask("a Jinja program", None)
 

@@ -1,28 +1,25 @@
 """The trainer's own tokenizers in the form of tokenizer.json, for models from nothing that are exported."""
 
+from experiments.extras import import_extra
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID, ByteTokenizer, CharTokenizer
-from jaxlogp.errors import require
 
 SPECIAL = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
 
 
 def pretrained_form(tokenizer: CharTokenizer | ByteTokenizer) -> PretrainedTokenizer:
     """Returns a byte-pair tokenizer without any merges: its symbols stay single, and prompts begin with the start token."""
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    except ImportError:
-        require(False, "tokenizer", 'the extra hf (pip install -e ".[experiments,hf]")', "no package tokenizers")
+    package = import_extra("tokenizers", "tokenizer", "hf")
     symbols = list(tokenizer.alphabet) if isinstance(tokenizer, CharTokenizer) else _byte_symbols()
     vocabulary = SPECIAL | {symbol: number for number, symbol in enumerate(symbols, start=NUM_SPECIAL)}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner = package.Tokenizer(package.models.BPE(vocab=vocabulary, merges=[]))
     if isinstance(tokenizer, ByteTokenizer):
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        inner.decoder = decoders.ByteLevel()
+        inner.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = package.decoders.ByteLevel()
     else:
-        inner.decoder = decoders.Fuse()
-    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    inner.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS_ID)])
+        inner.decoder = package.decoders.Fuse()
+    inner.add_special_tokens([package.AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    inner.post_processor = package.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS_ID)])
     return PretrainedTokenizer(inner, tokenizer.eos_ids, tokenizer.pad_id, None)
 
 

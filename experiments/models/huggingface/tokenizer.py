@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.extras import import_extra
 from experiments.models.huggingface.chat_template import ChatTemplate, Message
-from experiments.models.huggingface.files import JsonObject, read_object, read_text
+from experiments.models.huggingface.files import JsonObject, is_integer, read_object, read_text
 from experiments.models.huggingface.turn_spans import render_turns
 from experiments.models.tokenizer import UNKNOWN
 from jaxlogp.errors import require
@@ -73,7 +74,7 @@ class PretrainedTokenizer:
         return ids.tolist(), labels.tolist()
 
     def longest_prompt(self, text_tokens: int) -> int:
-        """See `Tokenizer.longest_prompt`; a token is at least a byte of text."""
+        # A token is at least a byte of text.
         return len(self.encode_prompt("")) + text_tokens
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -126,13 +127,10 @@ def load_tokenizer(path: Path, *, chat_template: bool | None = True) -> Pretrain
 
 
 def _inner(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        require(False, "tokenizer", 'the extra hf (pip install -e ".[experiments,hf]")', "no package tokenizers")
+    package = import_extra("tokenizers", "tokenizer", "hf")
     text = read_text(path / "tokenizer.json")
     try:
-        inner = Tokenizer.from_str(text)
+        inner = package.Tokenizer.from_str(text)
     # The package raises bare exceptions for all that it cannot read.
     except Exception as error:
         raise ValueError(f"tokenizer.json: expected a tokenizer, got {error}") from None
@@ -170,6 +168,6 @@ def _template(path: Path, options: JsonObject, tokens: dict[str, str], *, needed
 def _id_list(file: JsonObject, key: str) -> list[int]:
     values = file.values[key]
     values = values if isinstance(values, list) else [values]
-    are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in values)
+    are_ids = all(is_integer(each) and 0 <= each < 2**31 for each in values)
     require(are_ids, f"{file.place}, {key}", "an id or a list of them", repr(values))
     return values

@@ -2,12 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.extras import import_extra
 from experiments.models.huggingface.files import read_object
 from jaxlogp.errors import require
 
@@ -27,7 +28,7 @@ class SafetensorsDirectory:
 
     def __init__(self, path: Path) -> None:
         self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         indexed = _weight_map(path) if (path / INDEX).exists() else None
         for file in [path / SINGLE] if indexed is None else sorted({path / name for name in indexed.values()}):
             require(file.is_file(), "model weights", f"a directory with {file.name}", f"none in {path}")
@@ -37,11 +38,6 @@ class SafetensorsDirectory:
                 seen = self._files[name].name if name in self._files else "no file"
                 require(seen == file, f"{INDEX}, tensor {name}", f"to be in {seen}, which has it", file)
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor by name."""
-        return self._shapes
-
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor in the dtype in which it is stored."""
         with opened_safetensors(self._files[name], self._files[name].name) as tensors:
@@ -49,11 +45,11 @@ class SafetensorsDirectory:
 
     def drop_copy(self, name: str, original: str) -> None:
         """Omits a tensor that is stored a second time, such as a tied head, and raises ValueError if it differs."""
-        if name in self._shapes and original in self._shapes:
+        if name in self.shapes and original in self.shapes:
             same = np.array_equal(self.read(name), self.read(original))
             expected = f"a copy of {original}, as tie_word_embeddings says"
             require(same, f"weights, tensor {name}", expected, "different values")
-            del self._shapes[name]
+            del self.shapes[name]
 
     def _read_header(self, file: Path) -> None:
         with opened_safetensors(file, file.name) as tensors:
@@ -64,7 +60,7 @@ class SafetensorsDirectory:
                 dtype, place = view.get_dtype(), f"{file.name}, tensor {name}"
                 require(dtype in DTYPES, place, f"one of {', '.join(DTYPES)}", dtype)
                 require(name not in self._files, place, "a tensor that no other file has", "one of two")
-                self._files[name], self._shapes[name] = file, tuple(view.get_shape())
+                self._files[name], self.shapes[name] = file, tuple(view.get_shape())
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -85,12 +81,9 @@ def opened_safetensors(file: Path, place: str) -> Generator[Any, None, None]:
     Raises:
         ValueError: if the file is damaged or cut short, or the extra hf is not installed.
     """
+    safetensors = import_extra("safetensors", place, "hf")
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        require(False, place, 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
-    try:
-        with safe_open(file, framework="numpy") as tensors:
+        with safetensors.safe_open(file, framework="numpy") as tensors:
             yield tensors
-    except (SafetensorError, OSError, OverflowError) as error:
+    except (safetensors.SafetensorError, OSError, OverflowError) as error:
         raise ValueError(f"{place}: expected a whole safetensors file, got {error}") from None
