@@ -143,7 +143,7 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
         name,
         mesh_text,
         rows,
-        nnx.merge(graph, state).cached_attention_run().implementation,
+        shape.cached_attention_run(mesh).implementation,
         step * 1e3,
         bound * 1e3,
         spec.ranks * rows / step,

@@ -26,10 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import (
     AllowedKeys,
-    AttentionRun,
     KVCache,
     RowCache,
     attend,
+    attend_packed,
     empty_cache,
     first_keys,
     mask_bias,
@@ -129,11 +129,8 @@ class Decoder(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
         within = positions < lengths[:, None]
         hidden, keys, values = self._forward(tokens, positions, within.astype(jnp.int32), keep_keys_values=True)
-        implementation = self.cached_attention_run().implementation
+        implementation = self.config.cached_attention_run(self.mesh).implementation
         return hidden, empty_cache(keys, values, lengths, slots, implementation, self.mesh)
-
-    def cached_attention_run(self) -> AttentionRun:
-        return self.config.cached_attention_run(self.mesh)
 
     def layers_apart(self) -> tuple[DecoderLayer, ...]:
         """Returns the layers one by one, their matrices in the activations' dtype; to be called once before a loop of steps.
@@ -180,13 +177,6 @@ class Decoder(nnx.Module):
             x = layer.finish(x, attended)
         return self._final_norm(x)[:, 0], replace(cache, layers=tuple(held), filled=cache.filled + 1)
 
-    @staticmethod
-    def _allowed(positions: Int[Array, "B C"], slots: int, window: int | None) -> Array:
-        """Returns the bias of the scores, [B, C, S]: a query reads the slots up to its own."""
-        slot = jnp.arange(slots, dtype=jnp.int32)
-        allowed = slot <= positions[:, :, None]
-        return mask_bias(allowed if window is None else allowed & (slot > positions[:, :, None] - window))
-
     def read_block(
         self,
         tokens: Int[Array, "B C"],
@@ -202,7 +192,13 @@ class Decoder(nnx.Module):
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         full, sliding = self._rotations(positions)
         windows = [self.config.window_of(index) for index in range(len(layers))]
-        biases = {window: self._allowed(positions, cache[0].keys.shape[2], window) for window in set(windows)}
+        slots = jnp.arange(cache[0].keys.shape[2], dtype=jnp.int32)
+
+        def bias(window: int | None) -> Array:
+            allowed = slots <= positions[:, :, None]
+            return mask_bias(allowed if window is None else allowed & (slots > positions[:, :, None] - window))
+
+        biases = {window: bias(window) for window in set(windows)}
         x, held = self._embed(tokens), []
         for layer, window, before in zip(layers, windows, cache, strict=True):
             queries, keys, values = layer.queries_keys_values(x, full if window is None else sliding)
@@ -226,7 +222,7 @@ class Decoder(nnx.Module):
             # Within what is rematerialised: the backward pass gathers again instead of keeping whole parameters.
             layer, view = gathered(nnx.merge(graph, state), self.mesh), _view_of(views, is_sliding)
             queries, keys, values = layer.queries_keys_values(x, view.tables)
-            x = layer.finish(x, layer.attend(queries, keys, values, view))
+            x = layer.finish(x, attend_packed(queries, keys, values, view.keys, **layer.attention_options))
             return x, (keys, values) if keep_keys_values else (None, None)
 
         most = MAX_UNROLLED_LAYERS_ON_GPU if jax.default_backend() == "gpu" else MAX_UNROLLED_LAYERS

@@ -14,7 +14,14 @@ from jaxlogp.head import HeadSpec
 
 DTYPES = ("float32", "bfloat16")
 RESIDUAL_DTYPES = ("auto", "float32")
-ACTIVATIONS = ("silu", "gelu_tanh")
+_CHOICES = {
+    "activation": ("silu", "gelu_tanh"),
+    "dtype": DTYPES,
+    "param_dtype": DTYPES,
+    "residual_dtype": RESIDUAL_DTYPES,
+    "attention": NAMES,
+    "remat": tuple(POLICIES),
+}
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,8 @@ class SlidingLayers:
     rope_theta: float | None = None
 
     def __post_init__(self) -> None:
-        is_size = isinstance(self.window, int) and not isinstance(self.window, bool) and self.window >= 1
-        require(is_size, "sliding.window", "a positive integer", repr(self.window))
-        kinds = isinstance(self.layers, tuple) and all(isinstance(each, bool) for each in self.layers)
-        require(kinds and any(self.layers), "sliding.layers", "True or False a layer, once True", repr(self.layers))
+        require(self.window >= 1, "sliding.window", "a positive integer", self.window)
+        require(any(self.layers), "sliding.layers", "True or False a layer, once True", self.layers)
         if self.rope_theta is not None:
             require(1.0 < self.rope_theta < math.inf, "sliding.rope_theta", "a finite number above 1", self.rope_theta)
 
@@ -116,24 +121,12 @@ class DecoderConfig:
         require(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
         require(1.0 < self.rope_theta < math.inf, "rope_theta", "a finite number above 1", self.rope_theta)
         require(0.0 < self.rms_norm_eps < 1.0, "rms_norm_eps", "a number between 0 and 1", self.rms_norm_eps)
-        is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
-        require(is_scaling, "rope_scaling", "a scaling of experiments.models.rope, or None", repr(self.rope_scaling))
         layers = self.num_layers if self.sliding is None else len(self.sliding.layers)
         require(layers == self.num_layers, "sliding.layers", f"one for each of {self.num_layers} layers", layers)
-        require(self.activation in ACTIVATIONS, "activation", " or ".join(ACTIVATIONS), repr(self.activation))
         for name in ("query_scale", "attention_softcap", "logit_softcap", "embed_scale"):
             value = getattr(self, name)
             require(value is None or 0.0 < value < math.inf, name, "a finite number above 0", value)
-        # Made once, for its checks.
-        _ = self.head_spec
-        for name in ("dtype", "param_dtype"):
-            require(getattr(self, name) in DTYPES, name, " or ".join(DTYPES), repr(getattr(self, name)))
-        choices_of = {
-            "attention": NAMES,
-            "remat": tuple(POLICIES),
-            "residual_dtype": RESIDUAL_DTYPES,
-        }
-        for name, choices in choices_of.items():
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
             require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
 

@@ -18,7 +18,6 @@ from experiments.models.attention import (
     LayerCache,
     NormAndRotation,
     attend_cached,
-    attend_packed,
     attend_triton,
     first_readable,
 )
@@ -76,7 +75,7 @@ class DecoderLayer(nnx.Module):
         """Computes products of the same features as one from now on, where so many tensor ranks divide them."""
         for name, parts in JOINED.items():
             modules = [getattr(self, part) for part in parts]
-            if JoinedProjections.can_join(modules, shards):
+            if all(module.out_shape[0] % shards == 0 for module in modules):
                 setattr(self, name, JoinedProjections(modules, shards))
                 for part in parts:
                     delattr(self, part)
@@ -95,10 +94,6 @@ class DecoderLayer(nnx.Module):
         if self.config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         return rotate(queries, tables), rotate(keys, tables), values
-
-    def attend(self, queries: Array, keys: Array, values: Array, view: View) -> Float[Array, "B T N D"]:
-        """Returns what the queries [B, T, N, D] read of the keys and values [B, T, K, D]."""
-        return attend_packed(queries, keys, values, view.keys, **self.attention_options)
 
     def attend_new(
         self,

@@ -100,11 +100,6 @@ class JoinedProjections(nnx.Module):
         for module in modules:
             del module.kernel
 
-    @staticmethod
-    def can_join(modules: Sequence[Projection], shards: int) -> bool:
-        """Returns True if so many ranks divide the heads, or features, of every module."""
-        return all(module.out_shape[0] % shards == 0 for module in modules)
-
     def __call__(self, x: Float[Array, "*tokens I"]) -> tuple[Float[Array, "*tokens_and_outputs"], ...]:
         leading = x.shape[:-1]
         return tuple(

@@ -53,12 +53,6 @@ class MeshSpec:
     sequence: int = 1
     tensor: int = 1
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
-            is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            require(is_size, "mesh", f"a positive integer as {field.name}", repr(size))
-
     @property
     def num_devices(self) -> int:
         return self.ranks * self.sequence * self.tensor

@@ -123,41 +123,49 @@ def _traced_decoder(config: DecoderConfig, mesh: jax.sharding.Mesh | None) -> tu
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), mesh=mesh)))
 
 
-def check_tensors(config: DecoderConfig, source: TensorSource, column: int) -> None:
-    """Raises ValueError, before the first tensor is read, if one is missing, has another shape, or is left over."""
-    wanted = {name: parameter.stored_shape for parameter in parameters_of(config) for name in parameter.tensors(column)}
-    missing = [name for name in wanted if name not in source.shapes]
-    require(not missing, "model weights", "every tensor of the model", f"no {_some(missing)}")
-    for name, shape in wanted.items():
-        seen = tuple(source.shapes[name])
-        require(seen == shape, f"weights, tensor {name}", f"shape {list(shape)}", list(seen))
-    left_over = sorted(set(source.shapes) - set(wanted))
-    require(not left_over, "model weights", "no other tensors than the model's", _some(left_over))
+@dataclass(frozen=True)
+class Weights:
+    """Tensors that are a decoder's parameters; raises ValueError if one is missing, has another shape, or is left over."""
+
+    config: DecoderConfig
+    source: TensorSource
+    column: int
+
+    def __post_init__(self) -> None:
+        shapes = self.source.shapes
+        wanted: dict[str, tuple[int, ...]] = {}
+        for parameter in parameters_of(self.config):
+            wanted |= dict.fromkeys(parameter.tensors(self.column), parameter.stored_shape)
+        missing = [name for name in wanted if name not in shapes]
+        require(not missing, "model weights", "every tensor of the model", f"no {_some(missing)}")
+        for name, shape in wanted.items():
+            seen = tuple(shapes[name])
+            require(seen == shape, f"weights, tensor {name}", f"shape {list(shape)}", list(seen))
+        left_over = sorted(set(shapes) - set(wanted))
+        require(not left_over, "model weights", "no other tensors than the model's", _some(left_over))
+
+    def load(self, config: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
+        """Reads all parameters straight into their shardings, in the dtype of `config`, which is this one but for dtypes.
+
+        ValueError if a tensor cannot be read, or holds NaN or an infinity.
+        """
+        _, state = abstract_decoder(config)
+        places = nnx.to_pure_dict(shardings(state))
+        dtype = np.dtype(jax.numpy.dtype(config.param_dtype))
+        loaded: dict[str, Any] = {}
+        for parameter in parameters_of(config):
+            sharding, target = places, loaded
+            for key in parameter.path[:-1]:
+                sharding, target = sharding[key], target.setdefault(key, {})
+            tensors = (_finite(name, self.source.read(name), dtype) for name in parameter.tensors(self.column))
+            layers = map(parameter.from_stored, tensors)
+            target[parameter.path[-1]] = _placed(parameter, layers, dtype, sharding[parameter.path[-1]])
+        nnx.replace_by_pure_dict(state, loaded)
+        return state
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def load_parameters(
-    config: DecoderConfig, source: TensorSource, column: int, shardings: Callable[[nnx.State], Any]
-) -> nnx.State:
-    """Reads all parameters straight into their shardings, in the dtype of `config.param_dtype`.
-
-    ValueError if a tensor cannot be read, or holds NaN or an infinity.
-    """
-    _, state = abstract_decoder(config)
-    places = nnx.to_pure_dict(shardings(state))
-    dtype = np.dtype(jax.numpy.dtype(config.param_dtype))
-    loaded: dict[str, Any] = {}
-    for parameter in parameters_of(config):
-        sharding, target = places, loaded
-        for key in parameter.path[:-1]:
-            sharding, target = sharding[key], target.setdefault(key, {})
-        layers = (parameter.from_stored(_finite(name, source.read(name), dtype)) for name in parameter.tensors(column))
-        target[parameter.path[-1]] = _placed(parameter, layers, dtype, sharding[parameter.path[-1]])
-    nnx.replace_by_pure_dict(state, loaded)
-    return state
 
 
 def _finite(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:

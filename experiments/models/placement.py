@@ -37,11 +37,11 @@ def _placed(x: Any, sharding: Sharding) -> jax.Array:
 
 def on_device(tree: Any, device: jax.Device) -> Any:
     """Puts whole arrays on a device of this process; those over all processes have to be whole on one of its devices."""
-    return jax.device_put(jax.tree.map(_of_this_process, tree), device)
 
+    def of_this_process(x: Any) -> Any:
+        return x if not isinstance(x, jax.Array) or x.is_fully_addressable else x.addressable_data(0)
 
-def _of_this_process(x: Any) -> Any:
-    return x if not isinstance(x, jax.Array) or x.is_fully_addressable else x.addressable_data(0)
+    return jax.device_put(jax.tree.map(of_this_process, tree), device)
 
 
 def whole_on_host(tree: Any) -> Any:

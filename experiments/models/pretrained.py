@@ -4,16 +4,10 @@ What is small (sizes, options, tokenizer) is read and checked at once. Weights a
 are known, straight into them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
-from flax import nnx
-
-from experiments.models import gguf, parameters
-from experiments.models.decoder import Decoder
+from experiments.models import gguf
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.gguf_tokenizer import load_gguf_tokenizer
 from experiments.models.huggingface.config import decoder_config
@@ -22,29 +16,8 @@ from experiments.models.huggingface.files import read_object
 from experiments.models.huggingface.tokenizer import PretrainedTokenizer, load_tokenizer
 from experiments.models.huggingface.weights import SafetensorsDirectory
 from experiments.models.packaged import located
-from experiments.models.sharding import on_one_device
+from experiments.models.parameters import GGUF, HUGGING_FACE, Weights
 from jaxlogp.errors import require
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tensors that are a decoder's parameters; raises ValueError if one is missing, has another shape, or is left over."""
-
-    config: DecoderConfig
-    source: parameters.TensorSource
-    column: int
-
-    def __post_init__(self) -> None:
-        parameters.check_tensors(self.config, self.source, self.column)
-
-    def load(self, config: DecoderConfig, shardings: Callable[[nnx.State], Any]) -> nnx.State:
-        """Reads the parameters into the shardings, in the dtype of `config`, which is this one but for dtypes."""
-        return parameters.load_parameters(config, self.source, self.column, shardings)
-
-    def decoder(self) -> Decoder:
-        """Returns the whole model on one device."""
-        graph, _ = parameters.abstract_decoder(self.config)
-        return nnx.merge(graph, self.load(self.config, on_one_device(jax.devices()[0])))
 
 
 @dataclass(frozen=True)
@@ -59,11 +32,11 @@ class Pretrained:
     def weights(self) -> Weights:
         """Opens the weights, and reads none yet; ValueError if files are missing or damaged, or have other tensors."""
         if self.file is not None:
-            return Weights(self.config, self.file, parameters.GGUF)
+            return Weights(self.config, self.file, GGUF)
         source = SafetensorsDirectory(self.path)
         if self.config.tie_embeddings:
             source.drop_copy("lm_head.weight", "model.embed_tokens.weight")
-        return Weights(self.config, source, parameters.HUGGING_FACE)
+        return Weights(self.config, source, HUGGING_FACE)
 
 
 def small_files(pretrained: Pretrained) -> dict[str, bytes]:

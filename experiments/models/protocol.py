@@ -51,20 +51,17 @@ def check_model(model: Any, vocab_size: int, argument: str = "model") -> None:
     graph, state = nnx.split(model)
     row = jax.ShapeDtypeStruct((1, 2), jnp.int32)
 
-    def again(state) -> Any:
-        return nnx.merge(graph, state)
+    specs = []
 
-    hidden = jax.eval_shape(lambda state, *row: again(state).hidden_states(*row), state, row, row, row)
-    spec_seen = []
+    def outputs(state, row):
+        traced: Any = nnx.merge(graph, state)
+        spec, weight = traced.head()
+        specs.append(spec)
+        return traced.hidden_states(row, row, row), weight
 
-    def weight_of(state):
-        spec, weight = again(state).head()
-        spec_seen.append(spec)
-        return weight
-
-    weight = jax.eval_shape(weight_of, state)
-    seen = type(spec_seen[0]).__name__
-    require(isinstance(spec_seen[0], HeadSpec), f"{argument}, head", "a HeadSpec and a weight", seen)
+    hidden, weight = jax.eval_shape(outputs, state, row)
+    seen = type(specs[0]).__name__
+    require(isinstance(specs[0], HeadSpec), f"{argument}, head", "a HeadSpec and a weight", seen)
     rows = f"a weight [{vocab_size}, H], one row for each id of the tokenizer"
     require(weight.ndim == 2 and weight.shape[0] == vocab_size, f"{argument}, head", rows, list(weight.shape))
     wanted = [1, 2, weight.shape[1]]

@@ -26,11 +26,8 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         require(1.0 <= self.factor < math.inf, "rope_scaling.factor", "a finite number of at least 1", self.factor)
-        require(self.low_freq_factor > 0, "rope_scaling.low_freq_factor", "a positive number", self.low_freq_factor)
         above = self.low_freq_factor < self.high_freq_factor < math.inf
         require(above, "rope_scaling.high_freq_factor", f"more than {self.low_freq_factor}", self.high_freq_factor)
-        context = self.original_max_position_embeddings
-        require(context >= 1, "rope_scaling.original_max_position_embeddings", "at least 1", context)
 
     def stretch(self, frequencies: np.ndarray) -> np.ndarray:
         """Returns the stretched frequencies, radians per position."""

@@ -62,7 +62,7 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
     replicated = NamedSharding(mesh, P())
 
     def sharding_of(path, leaf):
-        if not isinstance(leaf, nnx.Variable):
+        if not _is_variable(leaf):
             return replicated
         # A part of an optimizer that leaves a parameter to another part keeps nothing of it.
         if not jax.tree.leaves(leaf):
@@ -72,8 +72,11 @@ def parameter_shardings(state: nnx.Module | nnx.State, mesh: Mesh):
         spec = _spec(path, names, leaf.shape, mesh) if len(names) == len(leaf.shape) else P()
         return leaf.replace(NamedSharding(mesh, spec))
 
-    is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(sharding_of, state, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(sharding_of, state, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _spec(path: tuple, names: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -140,8 +143,7 @@ def gathered(module: ModuleT, mesh: Mesh | None) -> ModuleT:
             return leaf
         return leaf.replace(resharded(leaf.get_value(), NamedSharding(mesh, rest), NamedSharding(mesh, split)))
 
-    is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(whole, state, is_leaf=is_leaf))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(whole, state, is_leaf=_is_variable))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

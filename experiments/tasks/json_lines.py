@@ -10,7 +10,7 @@ import math
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from experiments.tasks.protocol import Message
 
@@ -23,15 +23,8 @@ MAX_BYTES = 2**30
 Parsed = TypeVar("Parsed")
 
 
-class Lines(NamedTuple):
-    """The lines of a file without their ends, and the sha256 of the file."""
-
-    lines: list[bytes]
-    digest: str
-
-
-def read_lines(path: str | Path) -> Lines:
-    """Reads a file, all of it, into memory.
+def read_lines(path: str | Path) -> tuple[list[bytes], str]:
+    """Reads the lines of a file, all of it, into memory; returns them without their ends, and the sha256 of the file.
 
     Raises:
         ValueError: if the file cannot be read, is a pipe or a device, is larger than `MAX_BYTES`, or is empty.
@@ -51,12 +44,13 @@ def read_lines(path: str | Path) -> Lines:
         lines.pop()
     if not lines:
         raise ValueError(f"file {path}: expected one JSON object a line, got an empty file")
-    return Lines(lines, hashlib.sha256(content).hexdigest())
+    return lines, hashlib.sha256(content).hexdigest()
 
 
 def digest_of(path: str | Path) -> tuple[str, str]:
     """Returns the absolute path of a file of lines, and its sha256; raises as `read_lines`."""
-    return str(Path(path).resolve()), read_lines(path).digest
+    _, digest = read_lines(path)
+    return str(Path(path).resolve()), digest
 
 
 def parse_lines(path: str | Path, parse: Callable[[bytes], Parsed]) -> tuple[list[Parsed], str]:

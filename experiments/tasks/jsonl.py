@@ -56,11 +56,7 @@ class JsonlOptions:
 
 @dataclass(frozen=True)
 class JsonlFormat(JsonlOptions):
-    """The same options, checked, and what they do; see `experiments.tasks.numbers.same_number` for the numeric verifier.
-
-    Raises:
-        ValueError: an option out of range.
-    """
+    """The same options, checked; raises ValueError for one out of range."""
 
     def __post_init__(self) -> None:
         require(self.verifier in VERIFIERS, "verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))
@@ -75,17 +71,13 @@ class JsonlFormat(JsonlOptions):
         require(groups == 1, "answer_pattern", expected, f"{groups} groups in {self.answer_pattern!r}")
 
     def require_default(self) -> None:
-        """Refuses options of files where there is no file.
-
-        Raises:
-            ValueError: an option that is not the default; names it as it is written on the command line.
-        """
+        """Raises ValueError for an option that is not the default, where there is no file."""
         for each in fields(self):
             option, value = f"--data.{each.name.replace('_', '-')}", getattr(self, each.name)
             require(value == each.default, option, "no value with a task other than jsonl:PATH", value)
 
     def parse(self, line: bytes) -> Example:
-        """One example from one line; the message of its ValueError is the reason alone."""
+        """Returns the example of a line; the message of its ValueError is the reason alone."""
         record = parse_object(line)
         prompt_key = self._prompt_key(record)
         known = (prompt_key, self.answer_key, METADATA)
@@ -160,12 +152,10 @@ class JsonlTask:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Length of the longest prompt of the file in UTF-8 bytes."""
         return self._longest(lambda example: prompt_text(example.prompt))
 
     @property
     def max_answer_tokens(self) -> int:
-        """Length of the longest answer of the file in UTF-8 bytes."""
         return self._longest(lambda example: example.answer)
 
     def _longest(self, text: Callable[[Example], str]) -> int:

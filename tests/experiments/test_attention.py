@@ -10,11 +10,11 @@ import pytest
 from experiments.loop.run import set_up
 from experiments.models.attention import (
     AttentionCall,
+    AttentionRun,
     attend_packed,
     choose_attention,
     first_keys,
 )
-from experiments.models.attention.allowed import AllowedKeys
 from experiments.models.attention.chunked import BLOCK, attend_chunked
 from experiments.models.attention.einsum import attend, mask_bias
 from tests.experiments.tiny import tiny
@@ -83,7 +83,7 @@ def oracle(queries, keys, values, d_out, visible, softcap):
 
 @functools.partial(jax.jit, static_argnames=("implementation", "softcap"))
 def value_and_gradients(q, k, v, d_out, ids, window, *, implementation, softcap):
-    allowed = AllowedKeys.of(first_keys(ids, window), implementation)
+    allowed = AttentionRun(implementation, "named").allow(first_keys(ids, window))
     out, pull_back = jax.vjp(lambda *x: attend_packed(*x, allowed, scale=SCALE, softcap=softcap), q, k, v)
     return out, *pull_back(d_out)
 
@@ -160,7 +160,7 @@ def temporaries(implementation, length):
     shapes = [jax.ShapeDtypeStruct((1, length, n, 64), jnp.bfloat16) for n in (2, 1, 1)]
 
     def loss(q, k, v, ids):
-        allowed = AllowedKeys.of(first_keys(ids), implementation)
+        allowed = AttentionRun(implementation, "named").allow(first_keys(ids))
         return jnp.sum(attend_packed(q, k, v, allowed, scale=SCALE).astype(jnp.float32))
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
@@ -178,7 +178,7 @@ def test_one_query_over_the_cache_is_the_last_row_of_the_whole():
     length, softcap = 9, 3.0
     q, k, v, _ = operands(length, rows=1)
     ids = jnp.zeros((1, length), jnp.int32)
-    allowed = AllowedKeys.of(first_keys(ids, 5), "einsum")
+    allowed = AttentionRun("einsum", "named").allow(first_keys(ids, 5))
     whole = attend_packed(q, k, v, allowed, scale=SCALE, softcap=softcap)
     visible = (jnp.arange(length) >= length - 5)[None, None]
     step = attend(q[:, -1:], k, v, mask_bias(visible), scale=SCALE, softcap=softcap)

@@ -102,6 +102,6 @@ def test_tokens_read_one_by_one_are_as_near_to_fp32_as_the_whole_row():
         read = lambda cache, token: model.decode_step(token, cache)[::-1]  # noqa: E731
         return jax.lax.scan(read, cache, ids[:, 130:].T)[1].swapaxes(0, 1)
 
-    assert model.cached_attention_run().implementation == "triton"
+    assert model.config.cached_attention_run().implementation == "triton"
     read = np.asarray(one_by_one(jnp.asarray(ids)), np.float32)
     assert np.linalg.norm(read - wanted) < 1.25 * np.linalg.norm(whole - wanted)

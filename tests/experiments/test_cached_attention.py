@@ -79,7 +79,7 @@ def generated(implementation, attend, steps, dtype):
     prompt_keys, prompt_values, queries, keys, values = map(jnp.asarray, case(dtype))
     cache = empty_cache(prompt_keys, prompt_values, jnp.asarray(PROMPT_LENGTHS), NEW, implementation)
     cache = cache.repeat_rows(2)
-    assert cache.shared == (implementation == "triton")
+    assert (cache.prompt_of_row is not None) == (implementation == "triton")
     layers = list(cache.layers)
     # All tokens but the last in one go: what single steps would have stored.
     stored = [x[: steps - 1].transpose(1, 2, 0, 3) for x in (keys, values)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.models.pretrained import open_pretrained
+from tests.experiments.tiny_directory import decoder_on_disk
 from tests.experiments.tiny_gguf import oracle_hidden, write_tiny_gguf
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
@@ -26,7 +27,7 @@ def tiny(tmp_path_factory):
 def test_hidden_states_equal_the_forward_pass_in_the_convention_of_the_file(tiny):
     ids = np.random.default_rng(1).integers(0, len(tiny.vocabulary), 20).astype(np.int32)
     tokens = jnp.asarray(ids)[None]
-    decoder = open_pretrained(tiny.path, chat_template=False).weights().decoder()
+    decoder = decoder_on_disk(tiny.path, chat_template=False)
     seen = decoder.hidden_states(tokens, jnp.arange(20)[None], jnp.zeros_like(tokens))
     # Hidden states have a root mean square of about 1; fp32 roundings of two layers.
     np.testing.assert_allclose(np.asarray(seen)[0], oracle_hidden(tiny.tensors, ids), atol=2e-5)

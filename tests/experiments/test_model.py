@@ -330,7 +330,6 @@ def test_an_axis_without_a_rule_is_named():
         ("qk_norm", "yes"),
         ("dtype", "float16"),
         ("param_dtype", "fp32"),
-        ("rope_scaling", 8.0),
         ("activation", "relu"),
         ("attention_softcap", 0.0),
         ("logit_softcap", 0.0),

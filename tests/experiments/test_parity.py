@@ -19,7 +19,7 @@ from experiments.models.pretrained import open_pretrained, small_files
 from experiments.models.tokenizer import ByteTokenizer, CharTokenizer
 from experiments.sampling.sample_token import logits_of
 from tests.experiments.samples import rule, sample
-from tests.experiments.tiny_directory import CONFIGS, VOCAB, write_tiny_directory
+from tests.experiments.tiny_directory import CONFIGS, VOCAB, decoder_on_disk, write_tiny_directory
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
@@ -57,7 +57,7 @@ def directory(request, tmp_path_factory):
 
 
 def test_logits_and_greedy_continuations_through_the_cache_are_equal(directory):
-    model, reference = open_pretrained(directory).weights().decoder(), theirs(directory)
+    model, reference = decoder_on_disk(directory), theirs(directory)
     seen, wanted = our_logits(model, TOKENS), their_logits(reference, TOKENS)
     np.testing.assert_allclose(seen, wanted, atol=1e-4, rtol=0)
     # Prompts of three lengths, so that windows pass the empty slots behind the shorter ones. No token is the end.

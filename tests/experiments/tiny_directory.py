@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
+from experiments.models.decoder import Decoder
 from experiments.models.huggingface.config import decoder_config
 from experiments.models.huggingface.files import JsonObject
-from experiments.models.parameters import HUGGING_FACE, parameters_of
+from experiments.models.parameters import HUGGING_FACE, abstract_decoder, parameters_of
+from experiments.models.pretrained import open_pretrained
+from experiments.models.sharding import on_one_device
 
 SPECIAL = ("<|end|>", "<|user|>", "<|model|>")
 END = 256
@@ -124,3 +129,10 @@ def tokenizer_json() -> str:
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return inner.to_str()
+
+
+def decoder_on_disk(path: Path, *, chat_template: bool = True) -> Decoder:
+    """The whole model on one device."""
+    found = open_pretrained(path, chat_template=chat_template)
+    graph, _ = abstract_decoder(found.config)
+    return nnx.merge(graph, found.weights().load(found.config, on_one_device(jax.devices()[0])))

@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.models.attention.einsum import mask_bias
 from experiments.models.attention.hopper.bounds import Bounds
 
 
@@ -57,12 +56,3 @@ class AllowedKeys:
     prepared: Float[Array, "B T T"] | Bounds | None
     implementation: str = field(metadata={"static": True})
     mesh: Mesh | None = field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, first: Int[Array, "B T"], implementation: str, mesh: Mesh | None = None) -> "AllowedKeys":
-        prepared = None
-        if implementation == "einsum":
-            prepared = mask_bias(packed_mask(first))
-        elif implementation == "hopper":
-            prepared = Bounds.of(first)
-        return cls(first, prepared, implementation, mesh)

@@ -77,11 +77,6 @@ class KVCache:
     implementation: str = field(metadata={"static": True})
     copies: int = field(default=1, metadata={"static": True})
 
-    @property
-    def shared(self) -> bool:
-        """Whether rows share prompts; else each has a copy of its own."""
-        return self.prompt_of_row is not None
-
     def repeat_rows(self, copies: int) -> "KVCache":
         """Returns the cache with every row `copies` times, side by side."""
         return replace(self._of_rows(lambda x: jnp.repeat(x, copies, axis=0)), copies=copies * self.copies)
@@ -92,8 +87,9 @@ class KVCache:
 
     def _of_rows(self, moved: Callable[[Array], Array]) -> "KVCache":
         def of_layer(layer: LayerCache) -> LayerCache:
-            own = LayerCache(*map(moved, layer)) if not self.shared else layer
-            return own._replace(keys=moved(layer.keys), values=moved(layer.values))
+            if self.prompt_of_row is None:
+                return LayerCache(*map(moved, layer))
+            return layer._replace(keys=moved(layer.keys), values=moved(layer.values))
 
         return replace(
             self,

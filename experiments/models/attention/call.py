@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from experiments.models.dtype_choice import capability_of
 from experiments.models.mesh import HEAD_AXES, SEQUENCE_AXIS, TENSOR_AXIS, num_ranks, row_axes, size_of
 from experiments.models.sharding import resharded
 
@@ -86,14 +87,13 @@ def by_head(attend: Callable[..., Array], mesh: Mesh | None, queries, keys, valu
 
 def needs_nvidia_gpu(generation: int) -> str | None:
     """Returns why there is no NVIDIA GPU of at least this compute capability (its first number), or None."""
-    if jax.default_backend() != "gpu":
+    capability = capability_of(jax.devices()[0])
+    if jax.default_backend() != "gpu" or capability is None:
         return "it needs an NVIDIA GPU"
-    capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
-    major = capability.partition(".")[0]
-    new_enough = major.isdigit() and int(major) >= generation
-    return (
-        None if new_enough else f"it needs an NVIDIA GPU of compute capability {generation} or more, not {capability}"
-    )
+    if capability[0] < generation:
+        seen = ".".join(map(str, capability))
+        return f"it needs an NVIDIA GPU of compute capability {generation} or more, not {seen}"
+    return None
 
 
 def padded_first(first: Int[Array, "B T"], multiple: int) -> Int[Array, "B padded"]:

@@ -5,7 +5,7 @@ A named one is used or an error is raised; "auto" takes the first that can and i
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from experiments.models.attention import cudnn, tokamax
-from experiments.models.attention.allowed import AllowedKeys
+from experiments.models.attention.allowed import AllowedKeys, packed_mask
 from experiments.models.attention.call import AttentionCall, over_heads
 from experiments.models.attention.chunked import attend_chunked
-from experiments.models.attention.einsum import attend
+from experiments.models.attention.einsum import attend, mask_bias
 from experiments.models.attention.hopper import attend as hopper
+from experiments.models.attention.hopper.bounds import Bounds
 from experiments.models.attention.hopper.settings import Settings
 from jaxlogp.errors import require
 
@@ -46,39 +47,37 @@ class AttentionRun:
 
     def allow(self, first: Int[Array, "B T"]) -> AllowedKeys:
         """Returns what `attend_packed` wants to know of the keys: make it once for all layers that read the same keys."""
-        return AllowedKeys.of(first, self.implementation, self.mesh)
+        prepared = None
+        if self.implementation == "einsum":
+            prepared = mask_bias(packed_mask(first))
+        elif self.implementation == "hopper":
+            prepared = Bounds.of(first)
+        return AllowedKeys(first, prepared, self.implementation, self.mesh)
 
 
 def choose_attention(name: str, call: AttentionCall) -> AttentionRun:
     """Returns the implementation to run and the reason; ValueError for an unknown name or one that cannot run here."""
     require(name in NAMES, "attention", f"one of {', '.join(NAMES)}", repr(name))
+    if name == "auto" and call.length <= SHORT:
+        return AttentionRun("einsum", f"auto; rows of {call.length} tokens, no more than {SHORT}", call.mesh)
     if name == "auto":
-        return _automatic(call)
+        return _first_that_can(name, FASTEST_FIRST if jax.default_backend() == "gpu" else (), "chunked", call)
     if name == "repeatable":
-        return _repeatable(call)
+        # Its kernels share no sum between blocks that run at the same time; those of tokamax and cudnn may.
+        return _first_that_can(name, ("hopper",), "einsum", call)
     refusal = WHY_NOT[name](call)
     require(refusal is None, "attention", f"a call that {name!r} takes", refusal)
     return AttentionRun(name, "named by the caller", call.mesh)
 
 
-def _automatic(call: AttentionCall) -> AttentionRun:
-    if call.length <= SHORT:
-        return AttentionRun("einsum", f"auto; rows of {call.length} tokens, no more than {SHORT}", call.mesh)
-    refusals = ["auto"]
-    for name in FASTEST_FIRST if jax.default_backend() == "gpu" else ():
+def _first_that_can(asked: str, names: Sequence[str], otherwise: str, call: AttentionCall) -> AttentionRun:
+    reasons = [asked]
+    for name in names:
         refusal = WHY_NOT[name](call)
         if refusal is None:
-            return AttentionRun(name, "; ".join(refusals), call.mesh)
-        refusals.append(f"{name} not used: {refusal}")
-    return AttentionRun("chunked", "; ".join(refusals), call.mesh)
-
-
-def _repeatable(call: AttentionCall) -> AttentionRun:
-    # Its kernels share no sum between blocks that run at the same time; those of tokamax and cudnn may.
-    refusal = WHY_NOT["hopper"](call)
-    if refusal is None:
-        return AttentionRun("hopper", "repeatable", call.mesh)
-    return AttentionRun("einsum", f"repeatable; hopper not used: {refusal}", call.mesh)
+            return AttentionRun(name, "; ".join(reasons), call.mesh)
+        reasons.append(f"{name} not used: {refusal}")
+    return AttentionRun(otherwise, "; ".join(reasons), call.mesh)
 
 
 @jax.named_scope("attention")
