@@ -37,7 +37,7 @@ ENOUGH_LINES = 5 * HELD_OUT_ONE_IN
 
 
 @dataclass(frozen=True)
-class JsonlOptions:
+class JsonlFormat:
     """Format of the lines of a task file, and the comparison of answers."""
 
     prompt_key: str | None = None
@@ -53,26 +53,22 @@ class JsonlOptions:
     max_text_bytes: int = 4096
     """Longest prompt, and longest answer, in bytes of UTF-8. Every row has memory for the longest one of the file."""
 
-
-@dataclass(frozen=True)
-class JsonlFormat(JsonlOptions):
-    """The same options, checked; raises ValueError for one out of range."""
-
-    def __post_init__(self) -> None:
-        require(self.verifier in VERIFIERS, "verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))
-        require(self.max_text_bytes >= 1, "max_text_bytes", "at least 1", self.max_text_bytes)
+    def check(self) -> None:
+        """Raises ValueError for an option out of range."""
+        require(self.verifier in VERIFIERS, "--data.verifier", f"one of {', '.join(VERIFIERS)}", repr(self.verifier))
+        require(self.max_text_bytes >= 1, "--data.max-text-bytes", "at least 1", self.max_text_bytes)
         if self.answer_pattern is None:
             return
-        expected = "a regular expression with one group"
+        option, expected = "--data.answer-pattern", "a regular expression with one group"
         try:
             groups = re.compile(self.answer_pattern).groups
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"answer_pattern: expected {expected}, got {self.answer_pattern!r}: {error}") from None
-        require(groups == 1, "answer_pattern", expected, f"{groups} groups in {self.answer_pattern!r}")
+            raise ValueError(f"{option}: expected {expected}, got {self.answer_pattern!r}: {error}") from None
+        require(groups == 1, option, expected, f"{groups} groups in {self.answer_pattern!r}")
 
     def require_default(self) -> None:
         """Raises ValueError for an option that is not the default, where there is no file."""
-        for each in fields(self):
+        for each in fields(JsonlFormat):
             option, value = f"--data.{each.name.replace('_', '-')}", getattr(self, each.name)
             require(value == each.default, option, "no value with a task other than jsonl:PATH", value)
 
@@ -134,12 +130,14 @@ class JsonlFormat(JsonlOptions):
 class JsonlTask:
     """The examples of one file by split, in the order of its lines, with the sha256 of the file; `load_jsonl` makes it.
 
+    `exact` says that no completion is right but the answer's own text; otherwise numbers are compared.
+
     The split hashes the prompt and not the path, so a moved or copied file keeps its split.
     """
 
     path: str
     examples: dict[Split, tuple[Example, ...]]
-    format: JsonlFormat
+    exact: bool
     digest: str
 
     family: ClassVar[str] = "jsonl"
@@ -161,11 +159,6 @@ class JsonlTask:
     def _longest(self, text: Callable[[Example], str]) -> int:
         return max(len(text(example).encode()) for split in SPLITS for example in self.examples[split])
 
-    @property
-    def exact(self) -> bool:
-        """Whether no completion is right but the answer's own text."""
-        return self.format.verifier == "exact"
-
     def num_examples(self, split: Split) -> int:
         check_split(split)
         return len(self.examples[split])
@@ -175,22 +168,19 @@ class JsonlTask:
         return self.examples[split][index]
 
     def verify(self, example: Example, completion: str) -> float:
-        """1.0 when the completion is the answer, by the format's verifier."""
         if self.exact:
             return float(completion.strip() == example.answer.strip())
         return float(same_number(completion, example.answer))
 
 
-DEFAULT_FORMAT = JsonlFormat()
-
-
-def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
+def load_jsonl(path: str, form: JsonlFormat) -> JsonlTask:
     """Reads a file of examples, all of it, into memory: UTF-8, one JSON object a line.
 
     Raises:
-        ValueError: the file cannot be read, is a pipe or a device, is too large or empty, or leaves a split
-            empty; or a line is not what it must be, with the number of the line, counted from 1.
+        ValueError: an option is out of range; the file cannot be read, is a pipe or a device, is too large or empty, or
+            leaves a split empty; or a line is not what it must be, with the number of the line, counted from 1.
     """
+    form.check()
     first_line: dict[str, int] = {}
 
     def parse(line: bytes) -> Example:
@@ -211,7 +201,7 @@ def load_jsonl(path: str, form: JsonlFormat = DEFAULT_FORMAT) -> JsonlTask:
                 f"a hash holds out about one prompt in {HELD_OUT_ONE_IN}, so {ENOUGH_LINES} lines or more will do"
             )
     divided = {split: tuple(examples[split]) for split in SPLITS}
-    return JsonlTask(str(Path(path).resolve()), divided, form, digest)
+    return JsonlTask(str(Path(path).resolve()), divided, form.verifier == "exact", digest)
 
 
 def _prompt(key: str, value: Any) -> Prompt:

@@ -1,9 +1,9 @@
 """Options of prompts, answers and rewards."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from experiments.options import refused_as
-from experiments.tasks.jsonl import JsonlFormat, JsonlOptions
+from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import Task
 from experiments.tasks.registry import make_task
@@ -11,7 +11,7 @@ from experiments.tasks.rewards import RewardOptions, Rewards, rewards_for
 
 
 @dataclass(frozen=True)
-class DataConfig(JsonlOptions):
+class DataConfig(JsonlFormat):
     """Presentation of examples to the model. Keys, patterns and verifier belong to task jsonl:PATH alone."""
 
     system: str | None = None
@@ -28,7 +28,7 @@ class DataConfig(JsonlOptions):
         Raises:
             ValueError: if the text or an option cannot be used, or a file has a bad line.
         """
-        return self._asked(make_task(spec, seed=seed, form=self._format()))
+        return self._asked(make_task(spec, seed=seed, form=self))
 
     def own_task(self, task: Task) -> Task:
         """Returns a task from Python, asked as these options say.
@@ -36,7 +36,7 @@ class DataConfig(JsonlOptions):
         Raises:
             ValueError: if a rule is unknown, or an option belongs to files.
         """
-        self._format().require_default()
+        self.require_default()
         return self._asked(task)
 
     def _asked(self, task: Task) -> Task:
@@ -44,10 +44,6 @@ class DataConfig(JsonlOptions):
             return task
         with refused_as("data"):
             return PromptedTask(task, self.system, self.instruction, self.extract)
-
-    def _format(self) -> JsonlFormat:
-        with refused_as("data"):
-            return JsonlFormat(**{each.name: getattr(self, each.name) for each in fields(JsonlFormat)})
 
 
 @dataclass(frozen=True)

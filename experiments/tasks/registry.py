@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.named import call_named, import_named, is_module_name
 from experiments.tasks.arithmetic import Addition, Comparison
-from experiments.tasks.jsonl import DEFAULT_FORMAT, JsonlFormat, load_jsonl
+from experiments.tasks.jsonl import JsonlFormat, load_jsonl
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import SPLITS, SizedTask, Task
 from experiments.tasks.reasoning_gym import ReasoningGymTask
@@ -15,6 +15,7 @@ from experiments.tasks.word_problems import WordProblems
 from jaxlogp.errors import describe, require
 
 SIZED_TASKS: dict[str, type[SizedTask]] = {task.family: task for task in (Addition, Comparison, WordProblems)}
+DEFAULT_FORMAT = JsonlFormat()
 TASK_FORMS = (
     *(f"{family}[:SIZE]" for family in SIZED_TASKS),
     "reasoning_gym:NAME",
