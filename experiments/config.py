@@ -148,7 +148,7 @@ def validate(config: Config) -> MeshSpec:
     config.rollout.sampling_options(config.rollout.max_new_tokens or 1)
     expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
     require(not (config.invariant and config.rollout.filters), "--rollout", expected, "a part of it")
-    _validate_support(config, mesh)
+    _validate_support(config)
     _validate_lora(config)
     config.resolved().optimizer.optimizer(config.schedule.steps)
     if config.invariant:
@@ -252,7 +252,7 @@ def _validate_filter(config: Config) -> None:
     require(filtered, option, f"None with --loss.engine {engine} (hopper and chunked have a filter)", threshold)
 
 
-def _validate_support(config: Config, mesh: MeshSpec) -> None:
+def _validate_support(config: Config) -> None:
     if not config.resolved().loss.on_support:
         return
     option, engine, threshold = "--loss.on-support", config.loss.engine, config.loss.gradient_filter
@@ -262,7 +262,6 @@ def _validate_support(config: Config, mesh: MeshSpec) -> None:
     require(engine == "auto", "--loss.engine", expected, engine)
     expected = "None with --loss.on-support, whose gradient is that of the ids alone"
     require(threshold is None, "--loss.gradient-filter", expected, threshold)
-    require(mesh.sequence == 1, "--mesh", "no sequence ranks with --loss.on-support", config.mesh)
 
 
 def _validate_lora(config: Config) -> None:

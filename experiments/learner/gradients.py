@@ -24,10 +24,10 @@ from experiments.learner.backend import GradientBackend, StepGradient, add_gradi
 from experiments.learner.objectives import HeadPlacement, LossTerms, Objective
 from experiments.learner.packing import Round
 from experiments.models.ahead import Ahead, compiled_ahead
-from experiments.models.mesh import TENSOR_AXIS, ranks_here, settled, token_axes
+from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, settled, token_axes
 from experiments.models.placement import whole_on_host
 from experiments.models.sharding import parameter_shardings
-from jaxlogp import MicroBatch, StepSums, linear_log_probs
+from jaxlogp import MicroBatch, StepSums, Support, linear_log_probs
 from jaxlogp.head import HeadRun, record_head_runs
 from jaxlogp.head.registry import EngineChoice, default_shards
 
@@ -90,6 +90,7 @@ class GspmdGradients(GradientBackend):
         if not with_columns:
             # One program, whatever columns there are.
             here = [dataclasses.replace(each, per_token={}) for each in here]
+        here = [dataclasses.replace(each, support=_flat(each.support)) for each in here]
         return jax.tree.map(lambda *pieces: self._over_ranks(given.packing.ranks, pieces), *here)
 
     def _over_ranks(self, ranks: int, pieces: tuple[np.ndarray, ...]) -> Array:
@@ -139,6 +140,7 @@ class GspmdGradients(GradientBackend):
     def _local_parts(
         self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array
     ) -> LossTerms:
+        batch = self._with_own_support(batch)
         with record_head_runs() as runs, jax.named_scope("head"):
             loss, terms, drift = self._objective.from_hidden(hidden, weight, batch, documents_seen, head)
         self.head_run = runs[0]
@@ -148,5 +150,22 @@ class GspmdGradients(GradientBackend):
     def _local_scores(
         self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch
     ) -> Float[Array, "R T"]:
+        batch = self._with_own_support(batch)
         keywords = {"mask": batch.mask, "support": batch.support, **head.keywords()}
         return linear_log_probs(hidden, weight, batch.targets, **keywords).log_probs
+
+    def _with_own_support(self, batch: MicroBatch) -> MicroBatch:
+        """Returns the batch of this rank with the support of its tokens, in the place of that of its whole rows."""
+        if batch.support is None:
+            return batch
+        (rows, tokens), whole = batch.mask.shape, batch.support.counts.size
+        sequence = document_axis(self._mesh)
+        first = 0 if sequence is None else lax.axis_index(sequence) * tokens
+        row, place = (jnp.arange(size, dtype=jnp.int32) for size in (rows, tokens))
+        own = batch.support.of_tokens(row[:, None] * (whole // rows) + first + place)
+        return dataclasses.replace(batch, support=own)
+
+
+def _flat(support: Support | None) -> Support | None:
+    """Returns the support of tokens in one dimension, which no sequence ranks split."""
+    return None if support is None else Support(support.ids, support.counts.reshape(-1))

@@ -153,10 +153,10 @@ def linear_log_probs(
     unsharded = axis_name is None and vocab is None and sequence_dim is None
     mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
-        require(support is None, "support", "a call in a shard_map where the weight is split over a mesh", mesh["mesh"])
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
-        return sharded.sharded_linear_log_probs(hidden, weight, targets, mask=mask, bias=bias, **options)
+        arrays = {"mask": mask, "bias": bias, "support": support}
+        return sharded.sharded_linear_log_probs(hidden, weight, targets, **arrays, **options)
     if unsharded:
         sharded.warn_of_unknown_layout("linear_log_probs", hidden, weight, stacklevel=3)
     specs = leading_spec(hidden, hidden.ndim - 1)

@@ -183,12 +183,11 @@ def linear_policy_loss(
     unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
     mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
-        require(support is None, "support", "a call in a shard_map where the weight is split over a mesh", mesh["mesh"])
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         options |= {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs}
         options |= {"document_ids": document_ids, "num_documents": num_documents}
-        options["labels_per_document"] = labels_per_document
+        options |= {"labels_per_document": labels_per_document, "support": support}
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
         return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
     if unsharded:

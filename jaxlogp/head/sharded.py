@@ -25,11 +25,16 @@ from jaxlogp.head.api import linear_log_probs
 from jaxlogp.head.call import WEIGHT_LAYOUTS, HeadWeight, check_operands
 from jaxlogp.head.policy_loss import linear_policy_loss
 from jaxlogp.head.registry import EngineChoice, default_shards, first_choice, report, with_head_runs
+from jaxlogp.head.support.ids import Support, check_support, mask_by_support
 from jaxlogp.losses import PolicyLoss, grpo, loss_tokens
 from jaxlogp.losses.inputs import labels_of
 
 # Functions that :func:`warn_of_unknown_layout` has warned of.
 _WARNED: set[str] = set()
+
+
+# Arrays of a support of all tokens, from which each rank takes its own.
+_OF_SUPPORT = ("support_ids", "support_counts")
 
 
 class _Layout(NamedTuple):
@@ -59,7 +64,8 @@ class _Layout(NamedTuple):
         return PartitionSpec(*(self.vocab_axis if dim == self.vocab_dim else self.weight_axis for dim in range(2)))
 
     def specs(self, arrays: dict[str, Array | None]) -> dict[str, PartitionSpec]:
-        return {name: PartitionSpec() if x is None or x.ndim == 0 else self.tokens for name, x in arrays.items()}
+        whole = [name for name, x in arrays.items() if x is None or x.ndim == 0 or name in _OF_SUPPORT]
+        return {name: PartitionSpec() if name in whole else self.tokens for name in arrays}
 
 
 def sharded_linear_log_probs(
@@ -74,6 +80,7 @@ def sharded_linear_log_probs(
     weight_axis: str | None = None,
     vocab: VocabShards | None = None,
     bias: Float[Array, " vocab"] | None = None,
+    support: Support | None = None,
     **options: Any,
 ) -> TokenLogProbs:
     """Runs :func:`linear_log_probs` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
@@ -94,6 +101,7 @@ def sharded_linear_log_probs(
             weight is gathered over it and its gradient scattered back.
         vocab: the shards; None for ``VocabShards.aligned``, or those that the order of engine "fixed_order" requires.
         bias: [V] or None.
+        support: the ids that each token was drawn from, of all tokens, or None.
         **options: further keyword arguments of :func:`linear_log_probs`, except ``axis_name``.
 
     Returns:
@@ -113,6 +121,7 @@ def sharded_linear_log_probs(
     out_of_vocab = options.get("out_of_vocab", "error")
     check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
     arrays = {"targets": as_int32(targets), "mask": mask}
+    arrays |= _support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
     return _run(_log_probs, layout, (hidden, weight, bias), arrays, vocab, options)
 
 
@@ -137,6 +146,7 @@ def sharded_linear_policy_loss(
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
+    support: Support | None = None,
     **options: Any,
 ) -> tuple[WeightedSum, TokenLogProbs]:
     """Runs :func:`linear_policy_loss` on global arrays, in a ``shard_map`` over ``mesh``, as one program.
@@ -164,6 +174,7 @@ def sharded_linear_policy_loss(
         labels_per_document: labels of the whole step divided by its documents, as in :func:`jaxlogp.policy_loss`.
         lse: [*tokens] or None, as in :func:`linear_policy_loss`.
         bias: [V] or None.
+        support: the ids that each token was drawn from, of all tokens, or None.
         **options: further keyword arguments of :func:`linear_policy_loss`, except ``axis_name`` and ``document_axis_name``.
 
     Returns:
@@ -184,8 +195,9 @@ def sharded_linear_policy_loss(
     out_of_vocab = options.get("out_of_vocab", "error")
     check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
     documents = {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs, "document_ids": document_ids}
+    of_support = _support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
     # Its checks of values, which the program cannot make; nothing is computed.
-    labels = labels_of(mask, targets.shape)
+    labels = labels_of(mask, targets.shape) if support is None else mask_by_support(support, mask, targets.shape)
     further = documents | {"labels_per_document": labels_per_document}
     # Rules that read log-probs get theirs in the program.
     further["log_probs"] = np.zeros(targets.shape, np.float32)
@@ -193,13 +205,23 @@ def sharded_linear_policy_loss(
     jax.eval_shape(lambda: checked(num_documents=num_documents)[1])
     documents["document_ids"] = None if document_ids is None else as_int32(document_ids)
     arrays: dict[str, Any] = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs}
-    arrays |= documents | {"advantages": advantages, "lse": lse}
+    arrays |= documents | {"advantages": advantages, "lse": lse} | of_support
     arrays["labels_per_document"] = None if labels_per_document is None else jnp.asarray(labels_per_document)
     options = options | {"loss": loss}
     static = num_documents is None or isinstance(num_documents, int | np.integer)
     given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))
     given["num_documents"] = value
     return _run(_policy_loss, layout, (hidden, weight, bias), arrays, vocab, options)
+
+
+def _support_arrays(
+    support: Support | None, targets: Int[AnyArray, "*tokens"], mask: Bool[AnyArray, "*tokens"] | None, vocab_size: int
+) -> dict[str, Array]:
+    """Returns the arrays of a support by name, once its known values have been checked."""
+    if support is None:
+        return {}
+    check_support(support, targets, mask_by_support(support, mask, targets.shape), vocab_size)
+    return dict(zip(_OF_SUPPORT, (as_int32(support.ids), as_int32(support.counts)), strict=True))
 
 
 def known_layout(hidden: Any, weight: Any, weight_layout: str, engine: EngineChoice) -> dict[str, Any] | None:
@@ -271,8 +293,6 @@ def _layout(
     require_axes(mesh, vocab_axis=(vocab_axis,), token_axes=token_axes, weight_axis=weight_axes)
     for name, instead in (("axis_name", "vocab_axis"), ("document_axis_name", "token_axes")):
         require(name not in options, name, f"not to be given ({instead} names it)", repr(options.get(name)))
-    instead = "not to be given (call the plain function in a shard_map, with the support of each rank's tokens)"
-    require("support" not in options, "support", instead, describe(options.get("support")))
     tokens = hidden.shape[:-1]
     split = math.prod(mesh.shape[axis] for axis in token_axes)
     ok = len(tokens) > 0 and tokens[0] % split == 0
@@ -340,6 +360,11 @@ def _program(
         if layout.weight_axis is not None:
             weight = lax.all_gather(weight, layout.weight_axis, axis=1 - layout.vocab_dim, tiled=True)
         given = arrays | dict(options) | {"bias": bias, "axis_name": layout.vocab_axis}
+        if _OF_SUPPORT[0] in given:
+            support, own = Support(*map(given.pop, _OF_SUPPORT)), given["targets"]
+            first = lax.axis_index(layout.token_axes) * own.size if layout.token_axes else 0
+            index = first + jnp.arange(own.size, dtype=jnp.int32).reshape(own.shape)
+            given["support"] = support.of_tokens(index)
         return with_head_runs(lambda: function(layout, hidden, weight, **given))
 
     in_specs = (layout.hidden, layout.weight, PartitionSpec(layout.vocab_axis)), layout.specs(arrays)

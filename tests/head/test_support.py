@@ -24,7 +24,7 @@ from jaxlogp.head.support.engine import SupportEngine
 from jaxlogp.losses import grpo, gspo
 from tests import oracle
 from tests.head import support_case
-from tests.head.support_case import ALL_OPTIONS, VALUE_ERROR, case, check, expected, gradients
+from tests.head.support_case import ALL_OPTIONS, VALUE_ERROR, Values, case, check, expected, gradients
 
 # bf16 gradients are rounded once, by 2^-9 an entry at most.
 BF16_ERROR = 2.0**-9
@@ -234,6 +234,32 @@ def test_every_data_rank_has_its_own_support():
     check(over_ranks(data, VocabShards.even(60, 2), 2, specs), expected(data))
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["sharded", "plain with Explicit axes"])
+def test_global_functions_split_the_support_with_the_tokens(explicit):
+    data = case(tokens=(4, 6))
+    wanted, lists = expected(data, **ALL_OPTIONS), data["lists"]
+    axes = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    operands = [data[name] for name in ("hidden", "weight", "bias")]
+    specs = P("data", None, None), P("tensor", None), P("tensor")
+    placed = [jax.device_put(x, jax.NamedSharding(axes, spec)) for x, spec in zip(operands, specs, strict=True)]
+    given = {"mask": data["mask"], "with_entropy": True, "with_lse": True, **ALL_OPTIONS}
+
+    def values(hidden, weight, bias):
+        options = {**given, "bias": bias, "support": Support.from_lists(lists, capacity=200, shape=(4, 6))}
+        if explicit:
+            return linear_log_probs(hidden, weight, data["targets"], **options)
+        return sharded_linear_log_probs(hidden, weight, data["targets"], mesh=axes, **options)
+
+    def total(*operands):
+        found = values(*operands)
+        return jnp.sum(found.log_probs * data["g_lp"]) + jnp.sum(found.entropy * data["g_entropy"])
+
+    with jax.set_mesh(axes):
+        found = values(*placed)
+        hidden, weight, bias = jax.grad(total, argnums=(0, 1, 2))(*placed)
+    check(Values(found.log_probs, found.entropy, found.lse, hidden, weight, bias), wanted)
+
+
 def test_tokens_split_over_the_vocabulary_axis():
     """Sequence parallelism: hidden states of a part of the tokens, targets and support of all."""
     data = case()
@@ -352,8 +378,12 @@ def test_known_ids_and_options_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call(**changes)
-    with pytest.raises(ValueError, match="^support: expected not to be given"):
-        sharded_linear_log_probs(data["hidden"], data["weight"], data["targets"], mesh=mesh(1, 2), support=support)
+    lists = [*data["lists"][:-1], [(int(data["targets"].flat[-1]) + 1) % 60]]
+    missing = Support.from_lists(lists, capacity=support.ids.size, shape=(3, 8))
+    with pytest.raises(
+        ValueError, match=r"^support.ids: expected the target \d+ among the ids of the token at .*\(2, 7\)"
+    ):
+        sharded_linear_log_probs(data["hidden"], data["weight"], data["targets"], mesh=mesh(1, 2), support=missing)
 
 
 @pytest.mark.bad_input

@@ -7,10 +7,11 @@ from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
-from jaxlogp._arrays import AnyArray
+from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp.errors import describe, is_concrete, require, require_integer, require_mask
 
 PADDING_ID = -1
@@ -150,6 +151,28 @@ class Support:
             np.asarray(self.ids)[first : first + int(counts[start:stop].sum())].copy(), counts[start:stop].copy()
         )
 
+    def of_tokens(self, index: Int[AnyArray, "*part"]) -> "Support":
+        """Returns the support of the tokens at these flat indices, of the same capacity; also in traced code.
+
+        In a ``shard_map`` each rank takes that of its tokens from that of all, wherever the mesh splits them.
+
+        Args:
+            index: int32 [*part], row-major indices in [0, number of tokens), each at most once.
+
+        Example:
+            >>> support = Support.from_lists([[7], [3, 5], [2]])
+            >>> part = support.of_tokens(np.array([2, 1]))
+            >>> part.ids.tolist(), part.counts.tolist()
+            ([2, 3, 5, -1], [1, 2])
+        """
+        flat, capacity = as_int32(self.counts.reshape(-1)), self.ids.shape[0]
+        starts, own = (_at(x, index.reshape(-1), 0) for x in (jnp.cumsum(flat) - flat, flat))
+        ends = jnp.cumsum(own, dtype=jnp.int32)
+        # What a place is away from its id: the same for all places of a token.
+        distance = _at(starts - (ends - own), tokens_of_places(ends, capacity), capacity)
+        ids = _at(self.ids, distance + jnp.arange(capacity, dtype=jnp.int32), PADDING_ID)
+        return Support(ids, own.reshape(index.shape))
+
     @classmethod
     def _checked(cls, ids: Any, counts: np.ndarray, capacity: int | None, shape: tuple[int, ...] | None) -> "Support":
         flat = _integers(ids, "ids")
@@ -164,6 +187,16 @@ class Support:
         padded = np.full(capacity, PADDING_ID, np.int32)
         padded[: flat.size] = flat
         return cls(padded, counts.astype(np.int32))
+
+
+def tokens_of_places(ends: Int[Array, " tokens"], capacity: int) -> Int[Array, " capacity"]:
+    """Returns the token of each place: the number of tokens that end before it."""
+    starts = jnp.zeros(capacity + 1, jnp.int32) + jnp.zeros_like(ends[0])
+    return jnp.cumsum(starts.at[ends].add(1, mode="drop"), dtype=jnp.int32)[:capacity]
+
+
+def _at(x: Int[AnyArray, " n"], index: Int[AnyArray, " m"], fill: int) -> Int[Array, " m"]:
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
 
 
 def _integers(values: Any, argument: str, ndim: int | None = 1) -> np.ndarray:

@@ -12,7 +12,7 @@ from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._targets import LocalTargets
 from jaxlogp._vocab import LocalShard
 from jaxlogp.head.live_rows import live_rows
-from jaxlogp.head.support.ids import Support
+from jaxlogp.head.support.ids import Support, tokens_of_places
 
 
 class LocalSupport(NamedTuple):
@@ -51,7 +51,7 @@ def _localise(
 ) -> tuple[LocalTargets, LocalSupport]:
     (tokens,), (capacity,) = counts.shape, ids.shape
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    token = _tokens_of_places(ends, capacity)
+    token = tokens_of_places(ends, capacity)
 
     def per_token(values: Array) -> Array:
         return jax.ops.segment_sum(values, token, tokens, indices_are_sorted=True)
@@ -70,12 +70,6 @@ def _localise(
     places = live_rows(owned, capacity)
     kept = LocalSupport(places.pack(row, rows), places.pack(token, tokens), places.count, broken)
     return local._replace(invalid=invalid, codes=codes), kept
-
-
-def _tokens_of_places(ends: Int[Array, " tokens"], capacity: int) -> Int[Array, " capacity"]:
-    """Returns the token of each place: the number of tokens that end before it."""
-    starts = jnp.zeros(capacity + 1, jnp.int32) + jnp.zeros_like(ends[0])
-    return jnp.cumsum(starts.at[ends].add(1, mode="drop"), dtype=jnp.int32)[:capacity]
 
 
 def _at(values: Array, token: Int[Array, " places"], fill: Any) -> Array:

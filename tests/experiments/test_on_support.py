@@ -180,7 +180,10 @@ def on_one_device():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2", pytest.param("tensor=5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh",
+    ["sequence=2,tensor=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("data=2,fsdp=2", "tensor=5"))],
+)
 def test_steps_on_the_support_are_the_same_on_every_mesh(mesh):
     steps, params = two_steps(setup_on(mesh, **ON_SUPPORT))
     wanted = on_one_device()
@@ -259,7 +262,6 @@ REFUSED = {
     "--loss.gradient-filter: expected None with --loss.on-support": {
         "loss": LossConfig(on_support=True, gradient_filter=0.1)
     },
-    "--mesh: expected no sequence ranks with --loss.on-support": {"mesh": "sequence=2"},
 }
 
 
