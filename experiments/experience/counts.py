@@ -10,6 +10,9 @@ from jaxtyping import Bool
 from experiments.sampling.policy import Generation
 from experiments.tasks.rewards import Scored
 
+NARROW = 0.9
+"""Ratios are compared with [0.9, 1.1], as in drift reports."""
+
 
 @dataclass(frozen=True)
 class RolloutCounts:
@@ -26,6 +29,8 @@ class RolloutCounts:
         unused: groups with a difference beyond the number that was wanted.
         support_ids: ids that the tokens were drawn from; None where these are not recorded.
         support_cut: tokens that could not be drawn from all of them (`experiments.sampling.support`).
+        support_mass: sum over the tokens of the probability of all ids that each was drawn from, in the whole distribution.
+        support_narrow: tokens where this is below 0.9: so far would log-probs of the whole vocabulary be from the sampler's.
         rewards: sum of what each reward function said, by its name.
     """
 
@@ -43,6 +48,8 @@ class RolloutCounts:
     unused: int = 0
     support_ids: int | None = None
     support_cut: int = 0
+    support_mass: float = 0.0
+    support_narrow: int = 0
     rewards: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -58,6 +65,7 @@ class RolloutCounts:
     ) -> "RolloutCounts":
         """Returns the counts of one draw; `names` are those of the reward functions."""
         supports = [each.support for each in drawn if each.support is not None]
+        masses = np.concatenate([np.zeros(0), *(each.mass for each in drawn if each.mass is not None)])
         return cls(
             groups=degenerate.size,
             degenerate=int(np.sum(degenerate)),
@@ -69,7 +77,9 @@ class RolloutCounts:
             lowest=float(scored.rewards.min()),
             highest=float(scored.rewards.max()),
             support_ids=sum(each.ids.size for each in supports) if supports else None,
-            support_cut=sum(each.num_cut for each in drawn),
+            support_cut=sum(int(each.cut.sum()) for each in drawn if each.cut is not None),
+            support_mass=float(masses.sum(dtype=np.float64)),
+            support_narrow=int(np.sum(masses < NARROW)),
             rewards=dict(zip(names, scored.parts.sum(axis=0, dtype=np.float64).tolist(), strict=True)),
         )
 
@@ -94,7 +104,11 @@ class RolloutCounts:
         resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
         support = {}
         if self.support_ids is not None:
-            support = {"support_mean": self.support_ids / self.tokens, "support_cut": self.support_cut / self.tokens}
+            sums = {
+                "ids": self.support_ids,
+                **{name: getattr(self, f"support_{name}") for name in ("mass", "narrow", "cut")},
+            }
+            support = {f"support_{name}": total / self.tokens for name, total in sums.items()}
         return {
             "degenerate_groups": self.degenerate / self.groups,
             **({} if self.resampled is None else resampled),

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from experiments.models.tokenizer import Tokenizer
 from experiments.processes import processes
@@ -24,14 +24,15 @@ SHORTEST = 8
 
 class Generation(NamedTuple):
     """What was drawn after a prompt: ids with the end token, their log-probs in nats, and why it ended: "stop" (an end token
-    or a stop text) or "length". Where it is recorded, also the support of each token, over which its log-prob then is, and
-    of how many tokens it was cut (`experiments.sampling.support`)."""
+    or a stop text) or "length". Where it is recorded, also the support of each token, over which its log-prob then is,
+    whether it was cut (`experiments.sampling.support`), and its probability in the whole distribution."""
 
     ids: Int[np.ndarray, " tokens"]
     log_probs: Float[np.ndarray, " tokens"]
     finish_reason: Literal["stop", "length"]
     support: Support | None = None
-    num_cut: int = 0
+    cut: Bool[np.ndarray, " tokens"] | None = None
+    mass: Float[np.ndarray, " tokens"] | None = None
 
 
 class Shape(NamedTuple):
@@ -145,12 +146,12 @@ class SamplerPolicy:
     def _generation(self, samples: Samples, row: int, end: int, stop: int | None) -> Generation:
         """Returns what was drawn in a row, up to the token that completes a stop text."""
         ended = stop is not None or int(samples.tokens[row, end - 1]) in self.tokenizer.eos_ids
-        end, support, num_cut = end if stop is None else stop, None, 0
-        if samples.support is not None:
-            ids, counts, cut = (x[row] for x in samples.support)
-            support, num_cut = Support(ids, counts).part(0, end), int(cut[:end].sum())
-        drawn = samples.tokens[row, :end], samples.log_probs[row, :end]
-        return Generation(*drawn, "stop" if ended else "length", support, num_cut)
+        end = end if stop is None else stop
+        drawn = samples.tokens[row, :end], samples.log_probs[row, :end], "stop" if ended else "length"
+        if samples.support is None:
+            return Generation(*drawn)
+        ids, counts, cut, mass = (x[row] for x in samples.support)
+        return Generation(*drawn, Support(ids, counts).part(0, end), cut[:end], mass[:end])
 
 
 def stopped_at(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...]) -> int | None:

@@ -36,6 +36,7 @@ class SampledToken(NamedTuple):
             and min_p leave; equal to `log_probs` without them.
         kept: what it was drawn from, where that is recorded.
         cut: whether the room left out some of what top_k, top_p and min_p leave.
+        mass: the probability of what it was drawn from, in the whole distribution.
     """
 
     tokens: Int[Array, " B"]
@@ -43,6 +44,7 @@ class SampledToken(NamedTuple):
     drawn_log_probs: Float[Array, " B"]
     kept: Bool[Array, "B V"] | None = None
     cut: Bool[Array, " B"] | None = None
+    mass: Float[Array, " B"] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class CompletionRule:
         room = None if support is None else support.room(step)
         sampled = sample_token(logits_of(hidden, *head), keys, self.options, room)
         if support is not None:
-            support = support.extended(sampled.kept & ~done[:, None], sampled.cut & ~done, step)
+            mass = jnp.where(done, 0.0, sampled.mass)
+            support = support.extended(sampled.kept & ~done[:, None], sampled.cut & ~done, mass, step)
         empty = (self.pad_id, 0.0, 0.0)
         sampled = SampledToken(*(jnp.where(done, nothing, new) for nothing, new in zip(empty, sampled, strict=False)))
         return sampled, functools.reduce(jnp.logical_or, (sampled.tokens == end for end in self.eos_ids), done), support
@@ -115,7 +118,9 @@ def sample_token(
         tokens = _invert(drawn_from, jax.vmap(jax.random.uniform)(row_keys))
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - largest[:, 0]
     drawn = chosen - jnp.log(drawn_total)
-    return SampledToken(tokens, chosen - jnp.log(total) if room is None else drawn, drawn, kept, cut)
+    if room is None:
+        return SampledToken(tokens, chosen - jnp.log(total), drawn)
+    return SampledToken(tokens, drawn, drawn, kept, cut, drawn_total / total)
 
 
 def _most_likely(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 IDS_PER_TOKEN = 32
 """Ids for which a row, and the trainer's micro-batch, have room, for each of their tokens."""
@@ -21,19 +21,20 @@ MOST_IDS = 1024
 
 
 class RecordedSupport(NamedTuple):
-    """Ids of rows of tokens: those of a row one after the other, how many each token has, and whether the room has left out
-    some of a token's."""
+    """Ids of rows of tokens: those of a row one after the other, how many each token has, whether the room has left out some
+    of a token's, and the probability of all of them in the whole distribution."""
 
     ids: Int[Array | np.ndarray, "B capacity"]
     counts: Int[Array | np.ndarray, "B N"]
     cut: Bool[Array | np.ndarray, "B N"]
+    mass: Float[Array | np.ndarray, "B N"]
 
     @classmethod
     def empty(cls, rows: int, new_tokens: int, vocab_size: int) -> "RecordedSupport":
         """Returns the support of rows without tokens."""
         ids = jnp.zeros((rows, new_tokens * min(IDS_PER_TOKEN, vocab_size)), jnp.int32)
         counts = jnp.zeros((rows, new_tokens), jnp.int32)
-        return cls(ids, counts, counts > 0)
+        return cls(ids, counts, counts > 0, counts.astype(jnp.float32))
 
     def room(self, step: Int[Array, ""]) -> Int[Array, " B"]:
         """Returns how many ids the next token may have, so that every token after it can have one."""
@@ -41,7 +42,9 @@ class RecordedSupport(NamedTuple):
         left = capacity - jnp.sum(self.counts, axis=1) - (new_tokens - 1 - step)
         return jnp.minimum(left, MOST_IDS)
 
-    def extended(self, kept: Bool[Array, "B V"], cut: Bool[Array, " B"], step: Int[Array, ""]) -> "RecordedSupport":
+    def extended(
+        self, kept: Bool[Array, "B V"], cut: Bool[Array, " B"], mass: Float[Array, " B"], step: Int[Array, ""]
+    ) -> "RecordedSupport":
         """Returns the support with that of one more token: `kept` among the vocabulary, none where a row has ended."""
         capacity = self.ids.shape[1]
         numbers = jnp.arange(min(capacity, kept.shape[1], MOST_IDS), dtype=jnp.int32)
@@ -51,7 +54,8 @@ class RecordedSupport(NamedTuple):
         places = jnp.where(numbers < count[:, None], start[:, None] + numbers, capacity)
         rows = jnp.arange(len(start), dtype=jnp.int32)[:, None]
         ids = self.ids.at[rows, places].set(_first_ids(kept, numbers), mode="drop")
-        return RecordedSupport(ids, self.counts.at[:, step].set(count), self.cut.at[:, step].set(cut))
+        columns = zip(self[1:], (count, cut, mass), strict=True)
+        return RecordedSupport(ids, *(column.at[:, step].set(new) for column, new in columns))
 
 
 def _first_ids(kept: Bool[Array, "B V"], numbers: Int[Array, " n"]) -> Int[Array, "B n"]:

@@ -55,6 +55,9 @@ def test_a_token_is_drawn_from_the_most_likely_that_there_is_room_for(options, r
     # Scaled logits are below 16: their rounding, and that of a difference of two of them.
     np.testing.assert_allclose(sampled.log_probs, wanted, atol=2 * 16 * 2**-24, rtol=0)
     np.testing.assert_array_equal(sampled.log_probs, sampled.drawn_log_probs)
+    whole = probabilities(scaled, np.ones_like(scaled, bool))
+    # A sum of 600 and one of those that are left, in fp32, and one division.
+    np.testing.assert_allclose(sampled.mass, np.sum(whole * np.asarray(sampled.kept), axis=1), rtol=2 * 600 * 2**-24)
 
 
 def test_among_equals_the_lowest_ids_are_kept():
@@ -71,7 +74,8 @@ def test_every_token_of_a_row_has_room_for_one_id():
         room = np.asarray(support.room(jnp.int32(step)))
         kept = np.arange(vocab) < np.minimum(room, [vocab, 3])[:, None]
         done = np.array([False, step == 3])
-        support = support.extended(jnp.asarray(kept & ~done[:, None]), jnp.asarray(room < vocab), jnp.int32(step))
+        kept_now, cut = jnp.asarray(kept & ~done[:, None]), jnp.asarray(room < vocab)
+        support = support.extended(kept_now, cut, jnp.ones(2), jnp.int32(step))
         for row in range(2):
             wanted[row] += np.flatnonzero(kept[row]).tolist() * (not done[row])
     # 52 ids, 52 again, the rest but for one, and that one.
@@ -201,7 +205,8 @@ def test_a_run_trains_on_what_it_draws_and_resumes_to_the_same_bits(tmp_path):
     for record in records:
         # Sampler and trainer have the same numbers on the support: the ratio of an unchanged policy is 1.
         assert record["drift_max"] < 1e-5 and record["support_cut"] == 0.0
-        assert 1.0 <= record["support_mean"] <= 6.0
+        assert 1.0 <= record["support_ids"] <= 6.0
+        assert 0.25 < record["support_mass"] < 1.0 and 0.0 <= record["support_narrow"] <= 1.0
         assert record["head_engine"] == "support" and record["entropy"] <= np.log(6.0) and record["kl_new_ref"] >= 0.0
     # 64 of 96 documents are a step: others wait, with their supports.
     resumed = resume(f"{whole.run.path}@2", {"quiet": True})
