@@ -19,7 +19,7 @@ import numpy as np
 from experiments.experience.limits import NO_LIMITS, Limits
 from experiments.experience.prompts import encode
 from experiments.models.tokenizer import Tokenizer
-from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object
+from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object, parse_prompt
 from experiments.tasks.jsonl import JsonlTask
 from experiments.tasks.protocol import SPLITS, Message, Split, prompt_text, split_of
 from jaxlogp import Document
@@ -71,10 +71,7 @@ def _parse(line: bytes, tokenizer: Tokenizer, limits: Limits) -> tuple[Split, Do
 
 
 def _completion(prompt: Any, completion: Any, tokenizer: Tokenizer) -> tuple[Split, Document]:
-    if isinstance(prompt, list):
-        prompt = parse_messages(PROMPT, prompt)
-    else:
-        check_text(PROMPT, prompt)
+    prompt = parse_prompt(PROMPT, prompt)
     check_text(COMPLETION, completion)
     ids = [*tokenizer.encode(completion), tokenizer.eos_ids[0]]
     document = Document.of_completion(np.array(encode(tokenizer, prompt), np.int32), np.array(ids, np.int32))

@@ -22,6 +22,7 @@ import numpy as np
 from experiments.experience.document_arrays import join_documents, split_documents
 from experiments.experience.document_lines import format_document, parse_document
 from experiments.experience.limits import NO_LIMITS, Limits
+from experiments.extras import import_extra
 from experiments.models.huggingface.weights import opened_safetensors
 from experiments.runs.files import replace_file
 from experiments.tasks.json_lines import parse_lines, require_regular
@@ -91,8 +92,4 @@ def _is_jsonl(path: str | Path) -> bool:
 
 
 def _save(arrays: dict[str, np.ndarray]) -> bytes:
-    try:
-        from safetensors.numpy import save
-    except ImportError:
-        require(False, "documents", 'the extra hf (pip install -e ".[experiments,hf]")', "no package safetensors")
-    return save(arrays)
+    return import_extra("safetensors.numpy", "documents", "hf").save(arrays)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from experiments.tasks.protocol import Message
+from experiments.tasks.protocol import Message, Prompt
 
 METADATA = "metadata"
 """Key of a line whose value may be anything."""
@@ -156,3 +156,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key!r} occurs twice in one object")
         record[key] = value
     return record
+
+
+def parse_prompt(key: str, value: Any) -> Prompt:
+    """Returns a text, or the messages of a list; ValueError naming the key for anything else."""
+    if isinstance(value, list):
+        return parse_messages(key, value)
+    check_text(key, value)
+    return value

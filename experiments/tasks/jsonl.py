@@ -16,13 +16,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_messages, parse_object
+from experiments.tasks.json_lines import METADATA, check_text, parse_lines, parse_object, parse_prompt
 from experiments.tasks.numbers import only_number, same_number
 from experiments.tasks.protocol import (
     HELD_OUT_ONE_IN,
     SPLITS,
     Example,
-    Prompt,
     Split,
     check_index,
     check_split,
@@ -83,7 +82,7 @@ class JsonlFormat:
             raise ValueError(f"unknown key {unknown[0]!r}; a line has {', '.join(known)}, or --data.other-keys")
         if self.answer_key not in record:
             raise ValueError(f"missing key {self.answer_key!r}")
-        prompt, answer = _prompt(prompt_key, record[prompt_key]), self._answer(record[self.answer_key])
+        prompt, answer = parse_prompt(prompt_key, record[prompt_key]), self._answer(record[self.answer_key])
         self._check_length(prompt_key, prompt_text(prompt))
         self._check_length(self.answer_key, answer)
         return Example(prompt, answer, rest if self.other_keys else rest.get(METADATA))
@@ -202,10 +201,3 @@ def load_jsonl(path: str, form: JsonlFormat) -> JsonlTask:
             )
     divided = {split: tuple(examples[split]) for split in SPLITS}
     return JsonlTask(str(Path(path).resolve()), divided, form.verifier == "exact", digest)
-
-
-def _prompt(key: str, value: Any) -> Prompt:
-    if isinstance(value, list):
-        return parse_messages(key, value)
-    check_text(key, value)
-    return value
