@@ -27,6 +27,7 @@ class RolloutCounts:
         resampled: rollouts that were drawn because others had groups without a difference; None where that is not done.
         filled: groups without a difference that were trained on for want of others.
         unused: groups with a difference beyond the number that was wanted.
+        kl: sum over completions of the KL that was subtracted from rewards, in nats; None where none is.
         support_ids: ids that the tokens were drawn from; None where these are not recorded.
         support_cut: tokens that could not be drawn from all of them (`experiments.sampling.support`).
         support_mass: sum over the tokens of the probability of all ids that each was drawn from, in the whole distribution.
@@ -46,6 +47,7 @@ class RolloutCounts:
     resampled: int | None = None
     filled: int = 0
     unused: int = 0
+    kl: float | None = None
     support_ids: int | None = None
     support_cut: int = 0
     support_mass: float = 0.0
@@ -116,6 +118,7 @@ class RolloutCounts:
             "truncated_share": self.truncated / self.completions,
             "completion_length_mean": self.tokens / self.completions,
             **support,
+            **({} if self.kl is None else {"reward_kl": self.kl / self.completions}),
             **{f"reward/{name}": total / self.completions for name, total in self.rewards.items()},
         }
 

@@ -45,6 +45,9 @@ class Policy(Protocol):
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
         """Computes log-probs of the labels of each document by the trainer's forward pass, in nats."""
 
+    def reference_log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
+        """Computes those under the frozen reference; ValueError in a run that keeps none."""
+
 
 @dataclass(frozen=True)
 class Experience:

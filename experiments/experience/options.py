@@ -21,15 +21,15 @@ class ScheduleConfig:
     steps: Annotated[int, AtLeast(0)] = 1000
     """Optimizer steps."""
     docs_per_step: Annotated[int | None, AtLeast(0)] = None
-    """Documents per optimizer step, over all data ranks; a step ends with the micro-batch that reaches it, and with
-    --invariant exactly there. 0: all documents of one rollout.
+    """Documents per optimizer step, over all data ranks. A step ends with the micro-batch that reaches the number.
+    With --invariant it ends exactly there. 0: all documents of one rollout.
     None: 512, or 0 with --source; 32 of supervised learning."""
     epochs_per_rollout: Annotated[int, AtLeast(1)] = 1
     """Passes over the completions of a rollout, each in an order of its own, in steps of --schedule.docs-per-step."""
     rows: Annotated[int | None, AtLeast(1)] = None
     """Packed rows of one micro-batch on one data rank.
-    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere; with --invariant
-    --invariance.leaf-rows."""
+    None: split a step into equal micro-batches of at most about 1024 tokens on a CPU, 16384 elsewhere.
+    With --invariant it is --invariance.leaf-rows."""
     row_length: Annotated[int | None, AtLeast(2)] = None
     """Tokens of one packed row; no document may be longer. None: the task's longest document."""
     accumulate: Annotated[str, OneOf("float32", "bfloat16")] = "float32"

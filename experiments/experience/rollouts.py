@@ -17,6 +17,7 @@ from experiments.refusal import NotFinite, Refusal, require_finite
 from experiments.sampling.options import SamplingOptions
 from experiments.sampling.policy import Generation, Shape
 from experiments.tasks import Example, Rewards
+from experiments.tasks.options import RewardConfig
 from experiments.tasks.rewards import RewardNotFinite
 from jaxlogp import Document
 from jaxlogp.policy.algorithms import ADVANTAGES
@@ -42,7 +43,8 @@ class Rollout(NamedTuple):
 class Rollouts(ExperienceSource):
     """The built-in source: prompts of the task, completed by the policy and rewarded; the number of a rollout is its seed.
 
-    `prompt_tokens` is the most tokens of a prompt, and `advantages` a name in `ADVANTAGES`.
+    `prompt_tokens` is the most tokens of a prompt, `advantages` a name in `ADVANTAGES`, and `reward` says what KL is
+    subtracted from rewards.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Rollouts(ExperienceSource):
         sampling: SamplingOptions,
         prompt_tokens: int,
         advantages: str,
+        reward: RewardConfig | None = None,
     ) -> None:
         self._prompts, self._rewards, self._options = prompts, rewards, options
         self._advantages, self._is_greedy, self._made = ADVANTAGES[advantages], advantages == "greedy_baseline", 0
+        self._reward = RewardConfig() if reward is None else reward
         self.shape = Shape(options.prompts_per_rollout, prompt_tokens, options.num_generations, sampling)
 
     def state(self) -> dict[str, Any]:
@@ -115,7 +119,8 @@ class Rollouts(ExperienceSource):
         lengths = np.array([0 if self._is_masked(each) else len(each.ids) for each in drawn], np.int32)
         shape = (-1, copies)
         baselines = self._greedy_rewards(policy, examples, prompts) if self._is_greedy else None
-        rewards = scored.rewards.reshape(shape)
+        kl = self._kl(policy, [prompts[i // copies] for i in range(len(drawn))], drawn)
+        rewards = (scored.rewards - self._reward.kl_coefficient * kl).astype(np.float32).reshape(shape)
         advantages = jax.device_get(self._advantages(rewards, lengths.reshape(shape), baselines).advantages)
         # There is nothing to learn from such a group: its rewards are equal, unless they are compared with other groups'.
         degenerate = ~advantages.any(axis=1)
@@ -125,7 +130,21 @@ class Rollouts(ExperienceSource):
         fits = [fits_completion(policy.tokenizer, example, sampling.max_new_tokens) for example in examples]
         unfit = fits.count(False) if degenerate.all() else 0
         names = self._rewards.names
-        return Rollout(groups, RolloutCounts.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit))
+        counts = RolloutCounts.of(drawn, scored, names, empty=empty, degenerate=degenerate, unfit=unfit)
+        return Rollout(groups, replace(counts, kl=float(kl.sum())) if self._reward.kl_coefficient else counts)
+
+    def _kl(
+        self, policy: Policy, prompts: list[list[int]], drawn: list[Generation]
+    ) -> Float[np.ndarray, " completions"]:
+        """Returns the KL of each completion to the reference, in nats; zeros where none is subtracted."""
+        if not self._reward.kl_coefficient:
+            return np.zeros(len(drawn))
+        documents = [
+            Document.of_completion(prompt, each.ids, each.log_probs, support=each.support)
+            for prompt, each in zip(prompts, drawn, strict=True)
+        ]
+        scores = policy.reference_log_probs(documents)
+        return np.array([self._reward.kl(each.log_probs, score) for each, score in zip(drawn, scores, strict=True)])
 
     def _greedy_rewards(
         self, policy: Policy, examples: list[Example], prompts: list[list[int]]

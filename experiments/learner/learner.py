@@ -23,6 +23,7 @@ from experiments.learner.update import TrainState, Update, UpdateOutcome
 from experiments.models.ahead import Ahead
 from experiments.refusal import NotFinite, Refusal
 from jaxlogp import Document
+from jaxlogp.errors import require
 
 REFERENCE_COLUMN = "ref_log_probs"
 
@@ -136,6 +137,19 @@ class Learner:
         require_finite_scores("trainer", documents, found)
         return found
 
+    def reference_log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
+        """Returns the log-probs of each document's labels under the reference, in nats.
+
+        Raises:
+            ValueError: none is kept.
+            NotFinite: some are not finite.
+        """
+        expected = "a run that keeps one (--evaluation.kl, or a KL in the loss or the reward)"
+        require(self.reference is not None, "reference", expected, "none")
+        scores = log_probs_of(documents, self.gradients, self.reference, self._scored_packing)
+        require_finite_scores("reference", documents, scores)
+        return scores
+
     def kl_to_reference(self, documents: Sequence[Document]) -> float:
         """Returns KL(policy ‖ reference) at temperature 1, in nats per token of documents that the policy has sampled.
 
@@ -196,9 +210,7 @@ class Learner:
     def _with_reference(self, documents: Sequence[Document]) -> Sequence[Document]:
         if not self._objective.needs_reference:
             return documents
-        scores = log_probs_of(documents, self.gradients, self.reference, self._scored_packing)
-        require_finite_scores("reference", documents, scores)
-        pairs = zip(documents, scores, strict=True)
+        pairs = zip(documents, self.reference_log_probs(documents), strict=True)
         return [replace(each, columns={**each.columns, REFERENCE_COLUMN: values}) for each, values in pairs]
 
     def _drift(self, rounds: list[Round]) -> StepDrift | None:

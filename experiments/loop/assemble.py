@@ -84,7 +84,9 @@ class Setup(Inference):
     def policy(self) -> SamplerPolicy:
         """Returns the policy of the present parameters, from which a source draws."""
         key = self.key if self.config.source is None else jax.random.fold_in(self.key, OWN_SOURCE)
-        return SamplerPolicy(self.samplers, self.params, self.learner.version, self.learner.log_probs, key)
+        learner = self.learner
+        scores = learner.log_probs, key, learner.reference_log_probs
+        return SamplerPolicy(self.samplers, learner.state.params, learner.version, *scores)
 
     def feed(self) -> DocumentFeed:
         """Returns what gives the documents of each step."""
@@ -181,7 +183,7 @@ def _learner(base: Inference) -> Learner:
             replace(base.packing, columns=columns, support_capacity=_support_capacity(base)),
             backend.take_params(),
             temperature=config.rollout.temperature,
-            keeps_reference=config.evaluation.kl,
+            keeps_reference=config.evaluation.kl or config.reward.kl_coefficient > 0.0,
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},
         )
     except EngineUnavailable as error:
@@ -230,7 +232,7 @@ def _rollouts(base: Inference, task: Task) -> Rollouts:
     prompts = PromptOrder(task, config.seed, config.schedule.epochs)
     assert base.rewards is not None, "completions are rewarded"
     sampling = rollout.sampling_options(base.sizes.completion, record_support=config.loss.on_support)
-    return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages)
+    return Rollouts(prompts, base.rewards, rollout, sampling, base.sizes.prompt, config.loss.advantages, config.reward)
 
 
 def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:

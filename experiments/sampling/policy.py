@@ -80,7 +80,7 @@ class SamplerPolicy:
     """The `Policy` of the built-in samplers.
 
     `version` is the number of documents that `params` have been trained on. `log_probs` computes those of documents by the
-    trainer's forward pass. Seeds are folded into `key`, one number after the other.
+    trainer's forward pass, and `reference_log_probs` those under the reference. Seeds are folded into `key`, one by one.
     """
 
     def __init__(
@@ -90,10 +90,12 @@ class SamplerPolicy:
         version: int,
         log_probs: Callable[[Sequence[Document]], list[np.ndarray]],
         key: jax.Array,
+        reference_log_probs: Callable[[Sequence[Document]], list[np.ndarray]] | None = None,
     ) -> None:
         self._samplers, self.version, self._key = samplers, version, key
         self._params: Any = params
         self._log_probs, self.tokenizer = log_probs, samplers.tokenizer
+        self._reference_log_probs = reference_log_probs
 
     def generate(
         self,
@@ -124,6 +126,13 @@ class SamplerPolicy:
         """See `Policy`."""
         self._require_open()
         return self._log_probs(documents)
+
+    def reference_log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
+        """See `Policy`."""
+        self._require_open()
+        require(self._reference_log_probs is not None, "policy", "one that has a reference", "one without")
+        assert self._reference_log_probs is not None, "just required"
+        return self._reference_log_probs(documents)
 
     def end(self) -> None:
         """Ends it with its step."""

@@ -1,8 +1,12 @@
 """Options of prompts, answers and rewards."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from experiments.options import refused_as
+import numpy as np
+from jaxtyping import Float
+
+from experiments.options import AtLeast, OneOf, refused_as
 from experiments.tasks.jsonl import JsonlFormat
 from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import Task
@@ -63,7 +67,19 @@ class RewardConfig:
     """Number of tokens of the functions short and overlong."""
     buffer: int | None = None
     """Number of tokens over which the function overlong falls."""
+    kl_coefficient: Annotated[float, AtLeast(0.0)] = 0.0
+    """Subtract this times the KL of a completion, in nats, to a frozen reference, the policy after the warm start.
+    The sum over its tokens; the metrics reward and reward/NAME are without it."""
+    kl_estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k1"
+    """Estimator of this KL: k1, k2 or k3."""
 
     def rewards(self, task: Task) -> Rewards:
         """Returns the rewards that these options name; errors are those of `rewards_for`."""
         return rewards_for(task, self.functions, self.weights, RewardOptions(self.pattern, self.length, self.buffer))
+
+    def kl(self, ours: Float[np.ndarray, " tokens"], reference: Float[np.ndarray, " tokens"]) -> float:
+        """Returns the estimate of the KL of a completion, in nats, from log-probs of the policy and of the reference."""
+        distance = reference.astype(np.float64) - ours
+        if self.kl_estimator == "k3":
+            return float(np.sum(np.expm1(distance) - distance))
+        return float(np.sum(-distance if self.kl_estimator == "k1" else distance**2 / 2))

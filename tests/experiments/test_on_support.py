@@ -199,7 +199,7 @@ def test_steps_on_the_support_are_the_same_on_every_mesh(mesh):
 @pytest.mark.costly
 def test_a_run_trains_on_what_it_draws_and_resumes_to_the_same_bits(tmp_path):
     changes = {"rollout": {"top_k": 6, "prompts_per_rollout": 24}, "checkpoint": {"every": 1}}
-    changes["loss"] = {"on_support": True, "kl_coefficient": 0.1}
+    changes |= {"loss": {"on_support": True, "kl_coefficient": 0.1}, "reward": {"kl_coefficient": 0.1}}
     whole = train(tiny(tmp_path, "whole", **changes))
     records = train_records(whole)
     for record in records:
@@ -208,6 +208,8 @@ def test_a_run_trains_on_what_it_draws_and_resumes_to_the_same_bits(tmp_path):
         assert 1.0 <= record["support_ids"] <= 6.0
         assert 0.25 < record["support_mass"] < 1.0 and 0.0 <= record["support_narrow"] <= 1.0
         assert record["head_engine"] == "support" and record["entropy"] <= np.log(6.0) and record["kl_new_ref"] >= 0.0
+    # The reference is the policy before the first step.
+    assert abs(records[0]["reward_kl"]) < 1e-4 < abs(records[-1]["reward_kl"])
     # 64 of 96 documents are a step: others wait, with their supports.
     resumed = resume(f"{whole.run.path}@2", {"quiet": True})
     for mine, other in zip(*(jax.tree.leaves(each.setup.params) for each in (whole, resumed)), strict=True):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.config import RolloutConfig
+from experiments.config import RewardConfig, RolloutConfig
 from experiments.experience.counts import RolloutCounts
 from experiments.experience.prompts import PromptOrder
 from experiments.experience.rollouts import Rollouts
@@ -32,9 +32,9 @@ REWARDS = Rewards(
 )
 
 
-def rollouts(advantages="centred", **options):
+def rollouts(advantages="centred", reward=None, **options):
     config = RolloutConfig(prompts_per_rollout=2, num_generations=4, **options)
-    return Rollouts(PromptOrder(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, advantages)
+    return Rollouts(PromptOrder(TASK, 0, None), REWARDS, config, SamplingOptions(3), 5, advantages, reward)
 
 
 def test_a_completion_knows_whether_it_ended():
@@ -84,6 +84,27 @@ def test_advantages_are_those_of_the_algorithm(advantages, expected):
     documents = rollouts(advantages, mask_truncated=True).next(POLICY).documents
     # Differences of numbers below 4 and a quotient, in fp32.
     np.testing.assert_allclose([each.advantages for each in documents], 2 * expected, rtol=0.0, atol=1e-6)
+
+
+class WithReference(ScriptedPolicy):
+    """Its reference has log-probs of the tokens that are further and further from the policy's."""
+
+    def reference_log_probs(self, documents):
+        return [each.sampler_log_probs - np.float32(0.25) * np.arange(1, each.num_labels + 1) for each in documents]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_in_the_reward_is_the_sum_over_the_tokens(estimator):
+    reward = RewardConfig(kl_coefficient=0.5, kl_estimator=estimator)
+    made = rollouts(reward=reward).next(WithReference(TOKENIZER, ANSWERS))
+    steps = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: np.exp(-d) - 1.0 + d}[estimator]
+    kl = [sum(steps(0.25 * (place + 1)) for place in range(count)) for count in (2, 3, 3, 2)]
+    rewards = np.array([1.5, 2.5, 3.0, 1.5]) - 0.5 * np.array(kl)
+    advantages = [each.advantages for each in made.documents]
+    # Differences of numbers below 4 in fp32.
+    np.testing.assert_allclose(advantages, 2 * (rewards - rewards.mean()).tolist(), atol=1e-6)
+    assert [each.reward for each in made.documents[:4]] == [1.5, 2.5, 3.0, 1.5], "those of the functions"
+    assert made.counts.metrics()["reward_kl"] == pytest.approx(np.mean(kl), rel=1e-6)
 
 
 def test_rollouts_are_counted():
