@@ -1,8 +1,8 @@
 """The ids that tokens were drawn from, recorded on the device row by row.
 
 A row keeps its ids one after the other, `IDS_PER_TOKEN` for every token of the longest completion: sets are small where the
-model is sure, and large at a few tokens. What is not kept cannot be drawn. So a log-prob on the recorded ids is exactly
-that of the draw, also where the room has made a set smaller.
+model is sure, and large at a few tokens. `RESERVED_IDS` are kept free for each token that is still to come. What is not kept
+cannot be drawn. So a log-prob on the recorded ids is exactly that of the draw, also where the room has made a set smaller.
 
 Shapes: B rows, N new tokens, V vocabulary entries.
 """
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-IDS_PER_TOKEN = 32
+IDS_PER_TOKEN = 128
 """Ids for which a row, and the trainer's micro-batch, have room, for each of their tokens."""
+RESERVED_IDS = 16
 MOST_IDS = 1024
 """Largest number of ids of one token."""
 
@@ -37,9 +38,10 @@ class RecordedSupport(NamedTuple):
         return cls(ids, counts, counts > 0, counts.astype(jnp.float32))
 
     def room(self, step: Int[Array, ""]) -> Int[Array, " B"]:
-        """Returns how many ids the next token may have, so that every token after it can have one."""
+        """Returns how many ids the next token may have, so that those after it have the ids that are reserved for them."""
         (_, capacity), new_tokens = self.ids.shape, self.counts.shape[1]
-        left = capacity - jnp.sum(self.counts, axis=1) - (new_tokens - 1 - step)
+        reserved = min(RESERVED_IDS, capacity // new_tokens)
+        left = capacity - jnp.sum(self.counts, axis=1) - reserved * (new_tokens - 1 - step)
         return jnp.minimum(left, MOST_IDS)
 
     def extended(

@@ -23,7 +23,7 @@ from experiments.sampling.options import SamplingOptions
 from experiments.sampling.recompute import RecomputeSampler
 from experiments.sampling.sample_token import sample_token
 from experiments.sampling.sampler import DecoderSampler, SampledModel
-from experiments.sampling.support import IDS_PER_TOKEN, MOST_IDS, RecordedSupport
+from experiments.sampling.support import IDS_PER_TOKEN, MOST_IDS, RESERVED_IDS, RecordedSupport
 from jaxlogp import Document, Support
 from tests.experiments import test_objectives
 from tests.experiments.samples import rule
@@ -66,8 +66,9 @@ def test_among_equals_the_lowest_ids_are_kept():
     assert np.flatnonzero(sampled.kept[0]).tolist() == [1, 2, 3] and sampled.cut.all()
 
 
-def test_every_token_of_a_row_has_room_for_one_id():
-    vocab, tokens = IDS_PER_TOKEN + 20, 4
+def test_every_token_of_a_row_has_room_for_the_ids_that_are_reserved():
+    vocab, tokens = 280, 4
+    assert tokens * IDS_PER_TOKEN == 512 and RESERVED_IDS == 16
     support = RecordedSupport.empty(2, tokens, vocab)
     wanted = [[], []]
     for step in range(tokens):
@@ -78,8 +79,8 @@ def test_every_token_of_a_row_has_room_for_one_id():
         support = support.extended(kept_now, cut, jnp.ones(2), jnp.int32(step))
         for row in range(2):
             wanted[row] += np.flatnonzero(kept[row]).tolist() * (not done[row])
-    # 52 ids, 52 again, the rest but for one, and that one.
-    assert np.asarray(support.counts).tolist() == [[52, 52, 23, 1], [3, 3, 3, 0]]
+    # 280 ids each, of 512 in all, while those after them keep theirs.
+    assert np.asarray(support.counts).tolist() == [[280, 200, 16, 16], [3, 3, 3, 0]]
     for row in range(2):
         assert support.ids[row, : len(wanted[row])].tolist() == wanted[row]
     assert RecordedSupport.empty(1, 64, 2 * MOST_IDS).room(jnp.int32(0)).tolist() == [MOST_IDS]
