@@ -57,6 +57,7 @@ def linear_policy_loss(
     sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     loss: PolicyLoss | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
     document_ids: Int[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
     document_axis_name: AxisName | tuple[AxisName, ...] | None = None,
@@ -104,6 +105,7 @@ def linear_policy_loss(
             by a correction or a rejection.
         loss: the loss; None for ``jaxlogp.losses.grpo()``.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
+        penalized: bool [*tokens], True for labels whose drift is penalized, or None; as in :func:`jaxlogp.policy_loss`.
         document_ids: [*tokens], integer document index of each token; None for the rows of [B, T].
         num_documents: number of documents; None along with document_ids. See :func:`jaxlogp.policy_loss`.
         document_axis_name: mesh axis (or axes) over which documents are split.
@@ -185,7 +187,7 @@ def linear_policy_loss(
     if mesh is not None:
         options = {"with_entropy": with_entropy, "with_lse": with_lse, "out_of_vocab": out_of_vocab, "engine": engine}
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
-        options |= {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs}
+        options |= {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs, "penalized": penalized}
         options |= {"document_ids": document_ids, "num_documents": num_documents}
         options |= {"labels_per_document": labels_per_document, "support": support}
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
@@ -194,7 +196,7 @@ def linear_policy_loss(
         # The caller's frame lies beyond that of the decorator.
         sharded.warn_of_unknown_layout("linear_policy_loss", hidden, weight, stacklevel=4)
     given = {"old_log_probs": old_log_probs, "advantages": advantages, "ref_log_probs": ref_log_probs}
-    given["sampler_log_probs"] = sampler_log_probs
+    given |= {"sampler_log_probs": sampler_log_probs, "penalized": penalized}
     if isinstance(num_documents, int | np.integer):
         # A static upper bound of the number of documents.
         loss_tokens = functools.partial(make_loss_tokens, num_documents=num_documents)

@@ -141,6 +141,7 @@ def sharded_linear_policy_loss(
     sampler_log_probs: Float[AnyArray, "*tokens"] | None = None,
     loss: PolicyLoss | None = None,
     ref_log_probs: Float[AnyArray, "*tokens"] | None = None,
+    penalized: Bool[AnyArray, "*tokens"] | None = None,
     document_ids: Int[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
@@ -169,6 +170,7 @@ def sharded_linear_policy_loss(
         sampler_log_probs: [*tokens], log-probs of the targets under the sampler, in nats, or None for old_log_probs.
         loss: the loss; None for ``jaxlogp.losses.grpo()``.
         ref_log_probs: [*tokens], log-probs of the targets under the reference, in nats, or None.
+        penalized: bool [*tokens], True for labels whose drift is penalized, or None.
         document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
         num_documents: number of documents of the whole arrays; None along with document_ids.
         labels_per_document: labels of the whole step divided by its documents, as in :func:`jaxlogp.policy_loss`.
@@ -195,6 +197,7 @@ def sharded_linear_policy_loss(
     out_of_vocab = options.get("out_of_vocab", "error")
     check_targets(targets, mask, hidden.shape[:-1], weight.shape[layout.vocab_dim], out_of_vocab)
     documents = {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs, "document_ids": document_ids}
+    documents["penalized"] = penalized
     of_support = _support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape) if support is None else mask_by_support(support, mask, targets.shape)

@@ -15,7 +15,7 @@ ROWS, LENGTH, HIDDEN, VOCAB = 4, 12, 16, 41
 DOCUMENTS = (9, 3, 20, 4, 5, 7)
 OPTIONS = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 5.0}
 HEAD = ("hidden", "weight", "bias")
-LABELS = ("targets", "old", "advantages", "mask", "ref", "ids")
+LABELS = ("targets", "old", "advantages", "mask", "ref", "ids", "penalized")
 
 
 def problem(
@@ -42,12 +42,15 @@ def problem(
         "ref": garbage_where_masked(log_probs + rng.normal(0.0, 0.3, tokens)),
         "advantages": garbage_where_masked(rng.normal(size=tokens)),
         "ids": jnp.asarray(ids),
+        "penalized": jnp.asarray(rng.random(tokens) < 0.5),
     }
 
 
 def of_the_loss(data, loss):
     """Those arguments by keyword that the loss needs."""
     arguments = {"ref_log_probs": data["ref"]} if loss.kl_coefficient else {}
+    if loss.drift_coefficient:
+        arguments["penalized"] = data["penalized"]
     if loss.entropy_weights == "labels":
         arguments["labels_per_document"] = jnp.sum(data["mask"]).astype(jnp.float32) / len(DOCUMENTS)
     return arguments | ({"document_ids": data["ids"], "num_documents": len(DOCUMENTS)} if loss.needs_documents else {})

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlogp import VocabShards, linear_log_probs, linear_policy_loss
 from jaxlogp.head import record_head_runs
 from jaxlogp.head.chunked import one_pass as chunked_one_pass
-from jaxlogp.losses import cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, reinforce, sapo
+from jaxlogp.losses import cispo, dapo, dr_grpo, grpo, grpo_paper, gspo, kl_cov, reinforce, sapo
 from tests import oracle
 from tests.head import policy_problem
 from tests.head.policy_problem import (
@@ -40,6 +40,7 @@ LOSSES = {
     "sapo, k2": sapo(kl_coefficient=0.2, kl_estimator="k2"),
     "reinforce": reinforce(),
     "grpo_paper, token mean of the entropy": grpo_paper(entropy_coefficient=0.1, entropy_weights="labels"),
+    "kl_cov": kl_cov(drift_coefficient=0.5),
     "gspo, entropy": gspo(entropy_coefficient=0.1),
     "gspo by length, wide bounds": gspo(weighting="length", epsilon=0.2, epsilon_high=0.3),
 }
@@ -485,6 +486,7 @@ def sharded(data, loss, sizes, check_vma=True, outside=False, lse=None, **option
         ("grpo, entropy, k3", (2, 4), False),
         ("grpo, entropy, k3", (1, 3), True),
         ("gspo by length, wide bounds", (2, 3), True),
+        ("kl_cov", (2, 3), False),
         pytest.param("gspo, entropy", (2, 4), False, marks=SLOW),
         pytest.param("grpo_paper, k1", (2, 3), False, marks=SLOW),
         pytest.param("dr_grpo", (4, 2), True, marks=SLOW),

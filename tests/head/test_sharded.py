@@ -17,7 +17,7 @@ from jaxlogp import (
     sharded_linear_policy_loss,
 )
 from jaxlogp.head import ChunkedEngine, record_head_runs, sharded
-from jaxlogp.losses import grpo, gspo
+from jaxlogp.losses import grpo, gspo, kl_cov
 from tests import oracle
 from tests.head import policy_problem
 from tests.head.policy_problem import DOCUMENTS, HEAD, OPTIONS, problem
@@ -174,6 +174,22 @@ def test_a_plain_call_on_concrete_arrays_is_sharded(name, kind):
     with record_head_runs() as runs:
         PLAIN[name](*split(kind))
     assert [run.num_vocab_shards for run in runs] == [2]
+
+
+def test_penalized_labels_reach_a_sharded_loss():
+    """Called by its name, and by the plain call on arrays that are known to be split."""
+    data, loss = problem(vocab=512, bias=False), kl_cov(drift_coefficient=0.5)
+    wanted = policy_problem.two_calls(data, loss)[0].sum
+    bare = policy_problem.two_calls(data, kl_cov(drift_coefficient=0.0))[0].sum
+    options = {"loss": loss, "penalized": data["penalized"]}
+    given = split(AxisType.Auto)
+    for total, _ in (
+        linear_policy_loss(*given, **options),
+        sharded_linear_policy_loss(*given, mesh=mesh(AxisType.Auto), **options),
+    ):
+        assert (
+            abs(float(total.sum) - float(wanted)) < 2 * VALUE_ERROR * given[2].size < abs(float(bare) - float(wanted))
+        )
 
 
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
