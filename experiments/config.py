@@ -141,6 +141,7 @@ def validate(config: Config) -> MeshSpec:
     check_ranges(config)
     _validate_unused(config)
     config.policy_loss(1)
+    config.loss.selection()
     _validate_source(config)
     _validate_supervised(config)
     _validate_filter(config)

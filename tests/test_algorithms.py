@@ -54,8 +54,8 @@ def test_every_algorithm_pairs_a_loss_of_the_library_with_advantages():
         assert each.advantages in ADVANTAGES and each.loss(**options).name in losses.PRESETS, name
         assert each.loss(**options).name == name or each.loss in (losses.grpo, losses.reinforce), name
     assert {each.loss for each in ALGORITHMS.values()} == set(losses.PRESETS.values())
-    pairs = [(each.loss, each.advantages) for each in ALGORITHMS.values()]
-    assert len(pairs) == len(set(pairs)), "no algorithm has two names"
+    parts = [(each.loss, each.advantages, each.selection) for each in ALGORITHMS.values()]
+    assert len(parts) == len(set(parts)), "no algorithm has two names"
 
 
 def test_a_registered_loss_has_group_advantages(monkeypatch):

@@ -60,7 +60,8 @@ def test_labels_below_the_threshold_add_nothing_to_any_loss_of_labels_but_to_its
     assert 0 < kept.sum() < mask.sum()
     old = np.minimum(log_probs + np.float32(0.1), np.float32(-0.01))
     for name, preset in PRESETS.items():
-        loss = preset(**{"length": 9} if name == "dr_grpo" else {})
+        # A penalty is that of all labels.
+        loss = preset(**{"dr_grpo": {"length": 9}, "kl_cov": {"drift_coefficient": 0.0}}.get(name, {}))
         if loss.ratio != "token":
             continue
         parts = []

@@ -72,8 +72,15 @@ class LeafSums:
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
         """See `GradientBackend`."""
+        return self._scored(params, scored, "log_probs")
+
+    def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        """See `GradientBackend`."""
+        return self._scored(params, scored, "entropy")
+
+    def _scored(self, params: nnx.State, scored: Round, name: str) -> np.ndarray:
         _, _, values = self._values_of_leaves(self._programs.load(params), self._placed(scored))
-        return self._programs.ranks.on_host([value.log_probs for value in values]).reshape(scored.shape)
+        return self._programs.ranks.on_host([getattr(value, name) for value in values]).reshape(scored.shape)
 
     def _placed(self, leaves: Round) -> list[MicroBatch]:
         """Returns the leaf of each data rank that this process computes, on its device."""

@@ -54,6 +54,9 @@ class GradientBackend(Protocol):
         They are the same in every process.
         """
 
+    def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        """Returns entropies of the labels of one round in nats, otherwise as `score`."""
+
 
 class Backend(Protocol):
     """A way to compute the same learner: its model in parts, and the sums for an objective.

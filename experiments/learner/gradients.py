@@ -8,7 +8,7 @@ all micro-batches are in.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, settled, token_axes
 from experiments.models.placement import whole_on_host
 from experiments.models.sharding import parameter_shardings
-from jaxlogp import MicroBatch, StepSums, Support, linear_log_probs
+from jaxlogp import MicroBatch, StepSums, Support, TokenLogProbs, linear_log_probs
 from jaxlogp.head import HeadRun, record_head_runs
 from jaxlogp.head.registry import EngineChoice, default_shards
 
@@ -58,7 +58,8 @@ class GspmdGradients(GradientBackend):
         self._frozen, self._frozen_head = nnx.State({}) if frozen is None else frozen, frozen_head
         self._temperature, self._engine, self._accumulate = temperature, engine, jnp.dtype(accumulate)
         self._sums = jax.jit(self._of_micro_batch)
-        self._score = jax.jit(self._of_scoring)
+        self._score = jax.jit(functools.partial(self._of_scoring, self._local_log_probs))
+        self._entropies = jax.jit(functools.partial(self._of_scoring, self._local_entropies))
         self._add = jax.jit(add_gradients, donate_argnums=0)
 
     @property
@@ -80,9 +81,14 @@ class GspmdGradients(GradientBackend):
         return total
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        return self._scored(self._score, params, scored)
+
+    def entropies(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
+        return self._scored(self._entropies, params, scored)
+
+    def _scored(self, program: Callable[..., Array], params: nnx.State, scored: Round) -> np.ndarray:
         batch = self._placed(scored, with_columns=False)
-        log_probs = settled(self._score(params, self._frozen, batch), self._mesh)
-        return whole_on_host(log_probs).reshape(scored.shape)
+        return whole_on_host(settled(program(params, self._frozen, batch), self._mesh)).reshape(scored.shape)
 
     def _placed(self, given: Round, *, with_columns: bool = True) -> MicroBatch:
         """Rows of all ranks in one dimension, each on its own rank, copied from the host directly to each device."""
@@ -118,8 +124,8 @@ class GspmdGradients(GradientBackend):
         sums = StepSums.of(gradients, parts.loss, parts.terms, gradient_dtype=self._accumulate)
         return StepGradient(sums, parts.drift)
 
-    def _of_scoring(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Array:
-        return self._with_head(self._local_scores, (params, frozen), batch, self._token_spec)
+    def _of_scoring(self, local, params: nnx.State, frozen: nnx.State, batch: MicroBatch) -> Array:
+        return self._with_head(local, (params, frozen), batch, self._token_spec)
 
     def _with_head(self, local, states: tuple[nnx.State, ...], batch: MicroBatch, out_specs: P, *replicated):
         """Runs ``local(head, hidden, weight, batch, ...)`` on every rank, from the hidden states of ``batch``."""
@@ -147,12 +153,24 @@ class GspmdGradients(GradientBackend):
         axes = self._token_axes
         return LossTerms(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))
 
-    def _local_scores(
+    def _local_log_probs(
         self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch
     ) -> Float[Array, "R T"]:
+        return self._local_scores(head, hidden, weight, batch).log_probs
+
+    def _local_entropies(
+        self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch
+    ) -> Float[Array, "R T"]:
+        entropies = self._local_scores(head, hidden, weight, batch, with_entropy=True).entropy
+        assert entropies is not None, "they were asked for"
+        return entropies
+
+    def _local_scores(
+        self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch, *, with_entropy: bool = False
+    ) -> TokenLogProbs:
         batch = self._with_own_support(batch)
-        keywords = {"mask": batch.mask, "support": batch.support, **head.keywords()}
-        return linear_log_probs(hidden, weight, batch.targets, **keywords).log_probs
+        keywords = {"mask": batch.mask, "support": batch.support, "with_entropy": with_entropy, **head.keywords()}
+        return linear_log_probs(hidden, weight, batch.targets, **keywords)
 
     def _with_own_support(self, batch: MicroBatch) -> MicroBatch:
         """Returns the batch of this rank with the support of its tokens, in the place of that of its whole rows."""

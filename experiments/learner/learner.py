@@ -1,5 +1,6 @@
 """The learner: parameters, optimizer state and reference, and the one optimizer step that changes them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -18,7 +19,8 @@ from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
 from experiments.learner.packing import Packing, Round
 from experiments.learner.replicas import fingerprint, require_same_frozen
-from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores
+from experiments.learner.scoring import kl_between, log_probs_of, require_finite_scores, scores_of
+from experiments.learner.selection import Selection
 from experiments.learner.update import TrainState, Update, UpdateOutcome
 from experiments.models.ahead import Ahead
 from experiments.refusal import NotFinite, Refusal
@@ -53,6 +55,8 @@ class Learner:
         packing: how documents become micro-batches, with the columns that they bring.
         params: the first parameters, whose memory it takes over.
         temperature: of the policy, that of the sampler.
+        selection: which labels of a step learn, or have their drift penalized; None for all labels alike.
+        seed: seed of the selection's draws; the key of a step follows from it and the `version`.
         keeps_reference: whether the first parameters are kept for `kl_to_reference`, although the objective has no KL.
         labels: of drift reports: `reduction` and `dtype`.
 
@@ -75,13 +79,19 @@ class Learner:
         params: nnx.State,
         *,
         temperature: float = 1.0,
+        selection: Selection | None = None,
+        seed: int = 0,
         keeps_reference: bool = False,
         labels: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._backend, self._objective, self._temperature, self._labels = backend, objective, temperature, labels
+        self._selection, self._key = selection, jax.random.key(seed)
         self.packing, self.keeps_reference = packing, keeps_reference or objective.needs_reference
-        columns = (*packing.columns, REFERENCE_COLUMN) if objective.needs_reference else packing.columns
-        self._step_packing, self._scored_packing = replace(packing, columns=columns), replace(packing, columns=())
+        self._scored_packing = replace(packing, columns=())
+        reference = (REFERENCE_COLUMN,) if objective.needs_reference else ()
+        self._selected_packing = replace(packing, columns=reference)
+        penalized = () if selection is None or selection.column is None else (selection.column,)
+        self._step_packing = replace(packing, columns=(*packing.columns, *reference, *penalized))
         self.gradients = backend.gradients(objective, temperature)
         self._update = Update(optimizer, backend.place, self.gradients.compiler_options)
         self.state = self._update.init(params)
@@ -111,6 +121,7 @@ class Learner:
         try:
             documents = self._with_reference(documents)
             check_documents(documents)
+            documents = self._with_selection(documents)
         except NotFinite as error:
             return StepResult(refusal=self.explain(error.refusal))
         rounds = self._step_packing.rounds(documents)
@@ -125,6 +136,8 @@ class Learner:
         self.version += len(documents)
         counts = {"num_documents": len(documents), "micro_batches": len(rounds)}
         counts["tokens"] = sum(each.num_tokens for each in rounds)
+        if self._selection is not None:
+            counts["selected_fraction"] = self._selection.fraction(documents)
         return StepResult(self._metrics(outcome) | counts, refusal, drift)
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
@@ -212,6 +225,16 @@ class Learner:
             return documents
         pairs = zip(documents, self.reference_log_probs(documents), strict=True)
         return [replace(each, columns={**each.columns, REFERENCE_COLUMN: values}) for each, values in pairs]
+
+    def _with_selection(self, documents: Sequence[Document]) -> Sequence[Document]:
+        selection, params = self._selection, self.state.params
+        if selection is None:
+            return documents
+        program = self.gradients.entropies if selection.reads_entropy else self.gradients.score
+        scores = scores_of(documents, functools.partial(program, params), self._selected_packing)
+        name = "entropies" if selection.reads_entropy else "log-probs"
+        require_finite_scores("trainer", documents, scores, name)
+        return selection(documents, scores, jax.random.fold_in(self._key, self.version))
 
     def _drift(self, rounds: list[Round]) -> StepDrift | None:
         operands = (self.gradients, self.state.params, rounds, self.version)

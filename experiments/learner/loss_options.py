@@ -2,9 +2,11 @@
 
 import dataclasses
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+from experiments.learner.selection import SELECTIONS, Selection, TopEntropy
 from experiments.options import OneOf, option_name, refused_as
 from jaxlogp import losses
 from jaxlogp.errors import require
@@ -19,8 +21,8 @@ class LossConfig:
     """Algorithm: a policy loss with its advantages, and changes to it. None keeps the algorithm's own value."""
 
     name: str = "grpo"
-    """cispo, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, lite_ppo, opo, reinforce, reinforce_pp,
-    reinforce_pp_baseline, remax, rloo, sapo or vespo (docs/losses.md).
+    """cispo, clip_cov, dapo, dr_grpo, gmpo, gpg, grpo, grpo_paper, gspo, gspo_token, kl_cov, lite_ppo, opo, reinforce,
+    reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo or vespo (docs/losses.md).
     Or a loss of your own (register_loss)."""
     epsilon: float | None = None
     """Lower clip range: ratios below 1 - --loss.epsilon are clipped."""
@@ -38,6 +40,17 @@ class LossConfig:
     """cispo: smallest importance weight."""
     weighting: str | None = None
     """gspo: document (equal weights) or length (documents weighted by their number of labels)."""
+    drift_coefficient: float | None = None
+    """kl_cov: weight of |log ratio| of the labels that are penalized."""
+    cov_share: float | None = None
+    """clip_cov and kl_cov: share of the step's labels that stop learning, or that are penalized; at least one label."""
+    cov_low: float | None = None
+    """clip_cov: only labels with a covariance of log-prob and advantage above this may stop learning."""
+    cov_high: float | None = None
+    """clip_cov: only labels with a covariance below this may stop learning."""
+    top_entropy: float | None = None
+    """Share of the step's labels that learn, those of the highest entropy. None: all labels.
+    The others get advantage 0, and keep their place in the divisor of the loss, its KL and its entropy bonus."""
     length: int | None = None
     """dr_grpo, and reduction constant_length: the divisor in tokens. None: the longest completion."""
     reduction: str | None = None
@@ -98,10 +111,10 @@ class LossConfig:
         preset = self.algorithm().loss
         parameters = inspect.signature(preset).parameters
         shared = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        known = {*parameters, *(_SHARED_LOSS_OPTIONS if shared else ())}
-        given = {name: getattr(self, name) for name in _LOSS_OPTIONS if getattr(self, name) is not None}
+        known = {*parameters, *(_SHARED_LOSS_OPTIONS if shared else ()), *self._selection_options()}
+        given = self._given(_LOSS_OPTIONS)
         length = given.pop("length", longest_completion)
-        for name, value in given.items():
+        for name, value in (given | self._given(_SELECTION_OPTIONS)).items():
             expected = f"None for loss {self.name!r}, which has no such option"
             require(name in known, option_name(f"loss.{name}"), expected, value)
         if self.length is not None and "length" not in parameters:
@@ -114,12 +127,39 @@ class LossConfig:
             if self.reduction is not None:
                 length = length if self.reduction == "constant_length" else None
                 loss = dataclasses.replace(loss, reduction=self.reduction, length=length)
-            return loss
+        expected = f"None for loss {self.name!r}: an advantage of 0 would change the mean of its whole document"
+        single = self.top_entropy is None or loss.ratio != "sequence"
+        require(single, "--loss.top-entropy", expected, self.top_entropy)
+        return loss
+
+    def selection(self) -> Selection | None:
+        """Returns the choice among the labels of a step; None if all of them learn alike.
+
+        Raises:
+            ValueError: if the algorithm is unknown, or an option is out of range or does not go with it.
+        """
+        kind = self.algorithm().selection
+        if self.top_entropy is not None:
+            expected = f"None for loss {self.name!r}, which chooses labels by their covariance"
+            require(kind is None, "--loss.top-entropy", expected, self.top_entropy)
+        with refused_as("loss"):
+            if kind is not None:
+                return SELECTIONS[kind](**self._given(self._selection_options()))
+            return None if self.top_entropy is None else TopEntropy(self.top_entropy)
+
+    def _selection_options(self) -> tuple[str, ...]:
+        kind = self.algorithm().selection
+        return () if kind is None else tuple(field.name for field in dataclasses.fields(SELECTIONS[kind]))
+
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 _SHARED_LOSS_OPTIONS = ("kl_coefficient", "kl_estimator", "kl_unbiased", "entropy_coefficient", "grad_divisor")
 _OWN_LOSS_OPTIONS = ("epsilon", "epsilon_high", "delta", "max_weight", "min_weight", "weighting", "length")
-_LOSS_OPTIONS = (*_OWN_LOSS_OPTIONS, "temperature_positive", "temperature_negative", *_SHARED_LOSS_OPTIONS)
+_FURTHER_LOSS_OPTIONS = ("temperature_positive", "temperature_negative", "drift_coefficient")
+_SELECTION_OPTIONS = ("cov_share", "cov_low", "cov_high")
+_LOSS_OPTIONS = (*_OWN_LOSS_OPTIONS, *_FURTHER_LOSS_OPTIONS, *_SHARED_LOSS_OPTIONS)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from experiments.learner.selection import PENALIZED_COLUMN
 from jaxlogp import (
     MicroBatch,
     PolicyMetricTerms,
@@ -153,10 +154,12 @@ class PolicyObjective(Objective):
         return self._with_metrics(loss, constant.log_probs, constant.entropy, batch, documents_seen)
 
     def _documents(self, batch: MicroBatch) -> dict[str, Any]:
+        penalized = batch.per_token.get(PENALIZED_COLUMN)
         return {
             "loss": self.loss,
             "sampler_log_probs": batch.per_token.get(SAMPLER_COLUMN),
             "ref_log_probs": batch.per_token.get("ref_log_probs"),
+            "penalized": None if penalized is None else penalized > 0.0,
             "document_ids": batch.document_ids,
             "num_documents": batch.num_documents[0],
             "document_axis_name": self.document_axis,

@@ -1,13 +1,14 @@
 """Log-probs of documents under some parameters, by the forward pass that the gradients start from."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
 from experiments.learner.backend import GradientBackend
-from experiments.learner.packing import Packing
+from experiments.learner.packing import Packing, Round
 from experiments.refusal import prompt_of, require_finite
 from jaxlogp import Document
 
@@ -16,15 +17,24 @@ def log_probs_of(
     documents: Sequence[Document], gradients: GradientBackend, params: nnx.State, packing: Packing
 ) -> list[Float[np.ndarray, " labels"]]:
     """Returns the log-probs of each document's labels, in nats."""
+    return scores_of(documents, functools.partial(gradients.score, params), packing)
+
+
+def scores_of(
+    documents: Sequence[Document], score: Callable[[Round], np.ndarray], packing: Packing
+) -> list[Float[np.ndarray, " labels"]]:
+    """Returns what `score` computes of each round at the labels of each document."""
     found: list[Float[np.ndarray, " labels"]] = []
     for each in packing.rounds(documents):
-        found += each.at_labels(gradients.score(params, each))
+        found += each.at_labels(score(each))
     return found
 
 
-def require_finite_scores(whose: str, documents: Sequence[Document], log_probs: list[np.ndarray]) -> None:
-    """Raises NotFinite if log-probs of a document are not finite."""
-    require_finite(f"log-probs of the {whose}", log_probs, lambda number: prompt_of(documents[number]))
+def require_finite_scores(
+    whose: str, documents: Sequence[Document], scores: list[np.ndarray], name: str = "log-probs"
+) -> None:
+    """Raises NotFinite if scores of a document are not finite; `name` says what they are."""
+    require_finite(f"{name} of the {whose}", scores, lambda number: prompt_of(documents[number]))
 
 
 def kl_between(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:

@@ -39,6 +39,8 @@ from jaxlogp.policy.documents import SAMPLER_COLUMN
 CHECK_PROMPTS = 512
 MINIBATCHES = 3
 """Added to the seed of a run: the seed of the order of documents in several passes over a rollout."""
+SELECTION = 5
+"""Added to the seed of a run: the seed of the labels that --loss.name clip_cov draws."""
 OWN_SOURCE = 4
 """First number of the seeds of a source of the caller's own, in front of those that it gives."""
 FASTEST_ON_GPU = ("hopper", "triton")
@@ -183,6 +185,8 @@ def _learner(base: Inference) -> Learner:
             replace(base.packing, columns=columns, support_capacity=_support_capacity(base)),
             backend.take_params(),
             temperature=config.rollout.temperature,
+            selection=config.loss.selection(),
+            seed=config.seed + SELECTION,
             keeps_reference=config.evaluation.kl or config.reward.kl_coefficient > 0.0,
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},
         )

@@ -289,8 +289,8 @@ def gpg(**shared: Any) -> PolicyLoss:
 def kl_cov(*, drift_coefficient: float = 1.0, **shared: Any) -> PolicyLoss:
     """Returns KL-Cov's loss: no clip, and a penalty on the drift of the labels of the largest covariance.
 
-    L = -(1 / D) Σ_t m_t (r_t A_t - drift_coefficient p_t |log r_t|), p_t = 1 for the labels `penalized` of `policy_loss`:
-    those of `high_covariance_labels`. It is not in `PRESETS`, because `linear_policy_loss` does not take them.
+    L = -(1 / D) Σ_t m_t (r_t A_t - drift_coefficient p_t |log r_t|), p_t = 1 for the labels given as `penalized`, which are
+    those of `high_covariance_labels`.
 
     Args:
         drift_coefficient: weight of |log r_t|, at least 0 (`ppo_kl_coef` in verl).
@@ -317,6 +317,7 @@ PRESETS: dict[str, Callable[..., PolicyLoss]] = {
         sapo,
         reinforce,
         gpg,
+        kl_cov,
     )
 }
 """Functions of keyword arguments that return a `PolicyLoss`, by name."""

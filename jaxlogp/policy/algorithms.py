@@ -1,4 +1,4 @@
-"""Published algorithms by name: a loss, and the advantages that it is for.
+"""Published algorithms by name: a loss, the advantages that it is for, and which labels learn.
 
 `ADVANTAGES` has functions of rewards and completion lengths; `ALGORITHMS` pairs one of them with a preset of
 `jaxlogp.losses`. docs/losses.md lists papers, formulas, and where an algorithm differs from its paper.
@@ -53,6 +53,8 @@ class Algorithm:
     Attributes:
         loss: function of keyword arguments that returns the loss.
         advantages: name in `ADVANTAGES`.
+        selection: the function of `jaxlogp.policy.selection` that chooses among the labels of a step: "clip_cov" for
+            `clip_cov_advantages`, "kl_cov" for `high_covariance_labels` as `penalized`; None for all labels alike.
 
     Example:
         >>> rloo = ALGORITHMS["rloo"]
@@ -62,10 +64,12 @@ class Algorithm:
 
     loss: Callable[..., PolicyLoss]
     advantages: str = "group"
+    selection: str | None = None
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "cispo": Algorithm(losses.cispo),
+    "clip_cov": Algorithm(losses.grpo, selection="clip_cov"),
     "dapo": Algorithm(losses.dapo),
     "dr_grpo": Algorithm(losses.dr_grpo, "centred"),
     "gmpo": Algorithm(losses.gmpo),
@@ -74,6 +78,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo_paper": Algorithm(losses.grpo_paper),
     "gspo": Algorithm(losses.gspo),
     "gspo_token": Algorithm(losses.gspo_token),
+    "kl_cov": Algorithm(losses.kl_cov, selection="kl_cov"),
     "lite_ppo": Algorithm(losses.grpo, "batch_scaled"),
     "opo": Algorithm(losses.grpo, "length_weighted"),
     "reinforce": Algorithm(losses.reinforce),

@@ -1,5 +1,6 @@
 """A sampler beside the documents of `policy_case`, and corrections in float64, written label by label."""
 
+import dataclasses
 import inspect
 
 import numpy as np
@@ -72,7 +73,8 @@ def spread(values, given):
 class Oracle:
     """The objective and the other parts of a loss apart, each with its slopes: a correction weights the first alone."""
 
-    def __init__(self, loss, bare, given):
+    def __init__(self, loss, given):
+        bare = dataclasses.replace(loss, kl_coefficient=0.0, entropy_coefficient=0.0, drift_coefficient=0.0)
         base = np.array(given.new, np.float64)
         objective = lambda case: expected_losses(bare, case, base)  # noqa: E731
         others = lambda case: expected_losses(loss, case, base) - expected_losses(bare, case, base)  # noqa: E731

@@ -32,6 +32,7 @@ class Case(NamedTuple):
     ref: np.ndarray
     entropy: np.ndarray
     lse: np.ndarray
+    penalized: np.ndarray
 
 
 def case(seed=0, dtype=np.float32):
@@ -52,7 +53,8 @@ def case(seed=0, dtype=np.float32):
     for values in arrays:
         values[~mask] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38, -3e38]), int((~mask).sum()))
     new, old, advantages, ref, entropy, lse = arrays
-    return Case(new, old, advantages, mask, ids, ref, entropy, lse)
+    penalized = rng.random(SHAPE) < 0.5
+    return Case(new, old, advantages, mask, ids, ref, entropy, lse, penalized)
 
 
 def with_labels(given, **changes):
@@ -65,8 +67,8 @@ def with_labels(given, **changes):
 
 
 def expected_losses(loss, given, base=None):
-    """w_t m_t (-objective + kl_coefficient KL_t - entropy_coefficient H_t + z_loss_coefficient lse_t²) of each label,
-    [..., labels], in float64.
+    """w_t m_t (-objective + kl_coefficient KL_t - entropy_coefficient H_t + z_loss_coefficient lse_t²
+    + drift_coefficient p_t |log r_t|) of each label, [..., labels], in float64.
 
     `given.new`, `given.entropy` and `given.lse` may have more axes in front. `base` holds the log-probs that gradients
     stop at: those in the importance weight of `StopGradientWeight`.
@@ -76,7 +78,7 @@ def expected_losses(loss, given, base=None):
         np.asarray(x, np.float64)[..., given.mask]
         for x in (given.new, given.old, base, given.advantages, given.ref, given.entropy, given.lse)
     )
-    ids, result = given.ids[given.mask], []
+    ids, penalized, result = given.ids[given.mask], given.penalized[given.mask], []
     for i, document in enumerate(ids):
         labels = np.flatnonzero(ids == document)
         group = labels if loss.ratio == "sequence" else [i]
@@ -97,6 +99,7 @@ def expected_losses(loss, given, base=None):
             label = label + loss.kl_coefficient * kl * (np.exp(new[..., i] - old[..., i]) if loss.kl_unbiased else 1.0)
         if loss.z_loss_coefficient:
             label = label + loss.z_loss_coefficient * lse[..., i] ** 2
+        label = label + loss.drift_coefficient * penalized[i] * np.abs(new[..., i] - old[..., i])
         bonus = loss.entropy_coefficient * entropy[..., i]
         weights = {"labels": 1.0, "documents": 1.0, "document_mean": 1.0 / len(labels)}
         weights |= {} if loss.length is None else {"constant_length": 1.0 / loss.length}

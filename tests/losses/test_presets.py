@@ -24,6 +24,7 @@ BY_HAND = {
     "mask": np.array([[True, True, False, True]]),
     "document_ids": np.array([[0, 0, 2, 1]]),
     "num_documents": 2,
+    "penalized": np.array([[True, False, True, True]]),
 }
 # Constants of six digits, and three terms with Σ|x| < 6 of ratios of two or three roundings.
 BY_HAND_ERROR = 1e-6 + oracle.fp32_bound(6.0, 3 + 3)
@@ -57,6 +58,8 @@ HAND_COMPUTED = {
     # log 0.6 + log 0.1 - 2 log 0.2 = 0.405465
     "reinforce": (losses.reinforce(), -0.405465 / 2),
     "gpg": (losses.gpg(), -0.405465 / 3),
+    # 1.5 + 0.5 - 2 * 0.5 = 1, and the drifts |log 1.5| = 0.405465 and |log 0.5| = 0.693147 of the labels penalized
+    "kl_cov": (losses.kl_cov(drift_coefficient=0.5), -(1.0 - 0.5 * 1.098612) / 3),
     # With A_1 = -2 a delta changes nothing here; with the ratios turned round it does, see below.
     "grpo with delta": (losses.grpo(delta=1.3), -0.1 / 3),
 }
@@ -135,6 +138,7 @@ def sum_and_gradient(loss, given, document_ids=None):
         ids = given.ids if document_ids is None else document_ids
         number = int(ids.max()) + 1
         options = {"ref_log_probs": given.ref, "entropy": given.entropy, "document_ids": ids, "num_documents": number}
+        options["penalized"] = given.penalized
         result = policy_loss(new, given.old, given.advantages, given.mask, loss=loss, **options)
         return result.mean(), result.sum
 

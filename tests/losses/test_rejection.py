@@ -52,8 +52,7 @@ def kept_oracle(loss, rule, given, values):
     """(losses of the kept labels, count, gradient): the loss of a mask without the rejected labels."""
     gone = rejected_by(rule, given, values)
     less = given._replace(mask=given.mask & ~gone)
-    bare = dataclasses.replace(loss, kl_coefficient=0.0, entropy_coefficient=0.0)
-    oracle, labels = Oracle(loss, bare, less), less.ids[less.mask]
+    oracle, labels = Oracle(loss, less), less.ids[less.mask]
     weights, count = np.ones(len(labels)), expected_count(loss, less)
     if loss.correction is not None:
         weights = spread(weights_of(loss.correction, given, values), given)[less.mask]

@@ -1,0 +1,151 @@
+"""Labels of a step that learn, or whose drift is penalized, chosen among all of its labels before the first micro-batch.
+
+`LossConfig.selection` makes a `Selection`, and the learner scores all documents of the step for it under the present
+parameters. So a quantile, a mean and a draw do not depend on how the step is divided into micro-batches and ranks. The
+choices are those of `jaxlogp.policy.selection`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxlogp import Document, clip_cov_advantages, entropy_threshold, high_covariance_labels, high_entropy_advantages
+from jaxlogp.errors import require
+
+PENALIZED_COLUMN = "penalized"
+
+
+@dataclass(frozen=True)
+class Selection(ABC):
+    """A choice among all labels of a step.
+
+    Attributes:
+        reads_entropy: whether labels are chosen by their entropies, instead of by their log-probs.
+        column: name of the column of the documents that marks the chosen labels with 1; None for a choice by advantages,
+            which become 0 at labels that are not to learn.
+    """
+
+    reads_entropy: ClassVar[bool] = False
+    column: ClassVar[str | None] = None
+
+    @abstractmethod
+    def choose(
+        self,
+        advantages: Float[np.ndarray, " labels"],
+        scores: Float[np.ndarray, " labels"],
+        mask: Bool[np.ndarray, " labels"],
+        key: jax.Array,
+    ) -> Array:
+        """Returns the advantages, or what marks the labels in `column`, for all labels of the step."""
+
+    def __call__(
+        self, documents: Sequence[Document], scores: Sequence[Float[np.ndarray, " labels"]], key: jax.Array
+    ) -> list[Document]:
+        """Returns the documents of a step with the choice in them.
+
+        Args:
+            documents: all documents of the step.
+            scores: entropies or log-probs of the labels of each, in nats.
+            key: key of `jax.random`, a new one for each step.
+        """
+        sizes = [document.num_labels for document in documents]
+        spread = [np.broadcast_to(each.advantages, size) for each, size in zip(documents, sizes, strict=True)]
+        mask = np.arange(_capacity(sum(sizes))) < sum(sizes)
+        chosen = self.choose(_padded(spread, mask), _padded(scores, mask), mask, key)
+        parts = np.split(np.asarray(chosen, np.float32)[mask], np.cumsum(sizes)[:-1])
+        return [self._marked(document, part) for document, part in zip(documents, parts, strict=True)]
+
+    def fraction(self, documents: Sequence[Document]) -> float | None:
+        """Returns the share of labels that learn (whose advantage is not 0), or that are marked; None without labels."""
+        values = [each.advantages if self.column is None else each.columns[self.column] for each in documents]
+        chosen = np.concatenate([np.ravel(value) != 0.0 for value in values])
+        return float(chosen.mean()) if chosen.size else None
+
+    def _marked(self, document: Document, chosen: Float[np.ndarray, " labels"]) -> Document:
+        if self.column is None:
+            return replace(document, advantages=chosen)
+        return replace(document, columns={**document.columns, self.column: chosen})
+
+
+@dataclass(frozen=True)
+class TopEntropy(Selection):
+    """Only labels of the highest entropy learn, this share of all labels.
+
+    Raises:
+        ValueError: if the share is out of range.
+    """
+
+    top_entropy: float
+    reads_entropy = True
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.top_entropy <= 1.0, "top_entropy", "a number in (0, 1]", self.top_entropy)
+
+    def choose(self, advantages, scores, mask, key) -> Array:
+        del key
+        threshold = entropy_threshold(scores, mask, share=self.top_entropy)
+        return high_entropy_advantages(advantages, scores, mask, threshold=threshold)
+
+
+@dataclass(frozen=True)
+class ClipCov(Selection):
+    """A few random labels between two bounds of the covariance do not learn: Clip-Cov.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    cov_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_share(self.cov_share)
+        require(self.cov_low < self.cov_high, "cov_low", f"a number below cov_high = {self.cov_high}", self.cov_low)
+
+    def choose(self, advantages, scores, mask, key) -> Array:
+        bounds = {"share": self.cov_share, "low": self.cov_low, "high": self.cov_high}
+        return clip_cov_advantages(advantages, scores, mask, key=key, **bounds)
+
+
+@dataclass(frozen=True)
+class KlCov(Selection):
+    """Labels of the largest covariance are penalized, this share of all labels: KL-Cov.
+
+    Raises:
+        ValueError: if the share is out of range.
+    """
+
+    cov_share: float = 2e-4
+    column = PENALIZED_COLUMN
+
+    def __post_init__(self) -> None:
+        _check_share(self.cov_share)
+
+    def choose(self, advantages, scores, mask, key) -> Array:
+        del key
+        return high_covariance_labels(scores, advantages, mask, share=self.cov_share)
+
+
+SELECTIONS: dict[str, type[Selection]] = {"clip_cov": ClipCov, "kl_cov": KlCov}
+"""The choices that belong to algorithms, by `Algorithm.selection`; their fields are options of `LossConfig`."""
+
+
+def _check_share(share: float) -> None:
+    require(0.0 < share <= 1.0, "cov_share", "a number in (0, 1]", share)
+
+
+def _capacity(labels: int) -> int:
+    """Returns the next power of two: the library's functions are compiled for each shape, and steps differ in theirs."""
+    return 1 << max(labels - 1, 0).bit_length()
+
+
+def _padded(values: Sequence[np.ndarray], mask: Bool[np.ndarray, " labels"]) -> Float[np.ndarray, " labels"]:
+    padded = np.zeros(mask.shape, np.float32)
+    padded[mask] = np.concatenate(values)
+    return padded
