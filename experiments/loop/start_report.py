@@ -167,6 +167,8 @@ def _corrected(config: Config) -> str:
         "" if level is None else f", weights {level} {kind} ({config.correction.low:g} to {config.correction.high:g})"
     )
     support = " on what the sampler drew from" if config.loss.on_support else ""
+    share = config.loss.top_entropy
+    support += "" if share is None else f", at the {share:.0%} of labels with the highest entropy"
     return support + weights + ("" if config.rejection.rejection() is None else ", with rejection")
 
 
