@@ -145,6 +145,7 @@ def validate(config: Config) -> MeshSpec:
     _validate_source(config)
     _validate_supervised(config)
     _validate_filter(config)
+    config.loss.head_engine()
     # Checks them.
     config.rollout.sampling_options(config.rollout.max_new_tokens or 1)
     expected = "the whole distribution (no top-k, top-p or min-p) with --invariant, whose sampler draws from it"
@@ -285,7 +286,7 @@ _OF_ROLLOUTS = (
     *("top_k", "top_p", "min_p"),
 )
 _OF_REINFORCEMENT = ("rollout", "reward", "loss", "correction", "rejection", "warm_start", "drift")
-_OF_HEAD = ("engine", "gradient_filter")
+_OF_HEAD = ("engine", "token_chunk", "vocab_tile", "gradient_filter")
 
 _CHANGEABLE = {
     *("mesh", "rollout.mesh", "quiet", "log_every", "schedule.steps", "optimizer.learning_rate"),

@@ -51,6 +51,9 @@ class LossConfig:
     top_entropy: float | None = None
     """Share of the step's labels that learn, those of the highest entropy. None: all labels.
     The others get advantage 0, and keep their place in the divisor of the loss, its KL and its entropy bonus."""
+    ratio: str | None = None
+    """Ratio of new to old policy: token, sequence (the geometric mean of a document's, as in gspo), sequence_token (the same
+    value with the gradient of the token's own), or product (of a document's)."""
     length: int | None = None
     """dr_grpo, and reduction constant_length: the divisor in tokens. None: the longest completion."""
     reduction: str | None = None
@@ -78,6 +81,10 @@ class LossConfig:
     """Metrics of a step: none, basic or with_entropy."""
     engine: str = "auto"
     """Engine of the head: auto, chunked, hopper, reference, triton, or a name given to register_engine."""
+    token_chunk: int | None = None
+    """With --loss.engine chunked: tokens of a block of logits. None: the engine's own, or 128 with a gradient filter."""
+    vocab_tile: int | None = None
+    """With --loss.engine chunked: vocabulary columns of a block. None: the engine's own, or 256 with a gradient filter."""
     gradient_filter: float | None = None
     """Skip blocks of the head's gradient in which every probability is below this threshold. Engines hopper and chunked.
     Lossy: at 1.5e-5 (2^-16) the error is below that of bf16 (docs/gradient_filter.md). None: no filter."""
@@ -93,12 +100,21 @@ class LossConfig:
         return found
 
     def head_engine(self) -> EngineChoice:
-        """Returns the engine that the head's calls take, with the gradient filter if there is one."""
-        if self.gradient_filter is None:
-            return self.engine
-        chosen = GradientFilter(self.gradient_filter)
-        # More is skipped in small blocks: these have the size of hopper's.
-        chunked = ChunkedEngine(token_chunk=128, vocab_tile=256, gradient_filter=chosen)
+        """Returns the engine that the head's calls take, with block sizes and the gradient filter if there are any.
+
+        Raises:
+            ValueError: block sizes for another engine, or out of range.
+        """
+        sizes = self._given(("token_chunk", "vocab_tile"))
+        for name, value in sizes.items():
+            expected = f"None with --loss.engine {self.engine} (chunked has blocks of any size)"
+            require(self.engine == "chunked", option_name(f"loss.{name}"), expected, value)
+        with refused_as("loss"):
+            if self.gradient_filter is None:
+                return ChunkedEngine(**sizes) if sizes else self.engine
+            chosen = GradientFilter(self.gradient_filter)
+            # More is skipped in small blocks: these have the size of hopper's.
+            chunked = ChunkedEngine(**{"token_chunk": 128, "vocab_tile": 256, **sizes}, gradient_filter=chosen)
         engines = {"hopper": HopperEngine(gradient_filter=chosen), "chunked": chunked}
         return tuple(engines.values()) if self.engine == "auto" else engines[self.engine]
 
@@ -124,6 +140,8 @@ class LossConfig:
             given["length"] = length
         with refused_as("loss"):
             loss = preset(**given)
+            if self.ratio is not None:
+                loss = dataclasses.replace(loss, ratio=self.ratio)
             if self.reduction is not None:
                 length = length if self.reduction == "constant_length" else None
                 loss = dataclasses.replace(loss, reduction=self.reduction, length=length)

@@ -9,6 +9,7 @@ from experiments.loop.session import identity_of_run
 from experiments.models.lora import LoraConfig
 from experiments.runs.config_file import save_config
 from experiments.runs.folder import RunFolder
+from jaxlogp.head import ChunkedEngine
 from tests.experiments.tiny import tiny
 
 LOADED = ModelConfig(path="/a/model")
@@ -40,6 +41,12 @@ def test_a_gradient_filter_is_that_of_every_engine(engine, names):
     engines = chosen if isinstance(chosen, tuple) else (chosen,)
     assert [(each.name, each.gradient_filter.threshold) for each in engines] == [(name, 0.5) for name in names]
     assert LossConfig(engine=engine).head_engine() == engine
+
+
+def test_blocks_are_those_of_the_chunked_engine():
+    assert LossConfig(engine="chunked", vocab_tile=64).head_engine() == ChunkedEngine(vocab_tile=64)
+    filtered = LossConfig(engine="chunked", token_chunk=32, gradient_filter=0.5).head_engine()
+    assert (filtered.token_chunk, filtered.vocab_tile, filtered.gradient_filter.threshold) == (32, 256, 0.5)
 
 
 @pytest.mark.parametrize(

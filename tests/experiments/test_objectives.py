@@ -163,6 +163,7 @@ OPTIONS = {
     "another length": (LossConfig(name="dr_grpo", length=5), dict(length=5)),
     "another reduction": (LossConfig(reduction="constant_length"), dict(reduction="constant_length", length=9)),
     "k2": (LossConfig(kl_coefficient=0.1, kl_estimator="k2"), dict(kl_coefficient=0.1, kl_estimator="k2")),
+    "another ratio": (LossConfig(ratio="product"), dict(ratio="product", reduction="labels", name="grpo")),
     "grad_divisor": (LossConfig(grad_divisor=7.0), dict(grad_divisor=7.0)),
 }
 

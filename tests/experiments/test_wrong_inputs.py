@@ -175,6 +175,9 @@ GRPO = [
     ("--loss.gradient-filter 1", "--loss.gradient-filter: expected None or a number in [0, 1), got 1.0"),
     ("--loss.gradient-filter -0.1", "--loss.gradient-filter: expected None or a number in [0, 1), got -0.1"),
     ("--loss.gradient-filter nan", "--loss.gradient-filter: expected None or a number in [0, 1), got nan"),
+    ("--loss.vocab-tile 0 --loss.engine chunked", "--loss.vocab-tile: expected an integer > 0, got 0"),
+    ("--loss.token-chunk 64", "--loss.token-chunk: expected None with --loss.engine auto (chunked has blocks"),
+    ("--loss.ratio document", "--loss.ratio: expected one of ('token', 'sequence', 'sequence_token', 'product')"),
     ("--loss.gradient-filter small", "error parsing --loss.gradient-filter"),
     (
         "--loss.gradient-filter 0 --loss.engine triton",
