@@ -86,6 +86,20 @@ def test_every_token_of_a_row_has_room_for_the_ids_that_are_reserved():
     assert RecordedSupport.empty(1, 64, 2 * MOST_IDS).room(jnp.int32(0)).tolist() == [MOST_IDS]
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
+def test_ids_are_those_of_the_entries_that_are_kept(vocab):
+    rng = np.random.default_rng(vocab)
+    kept = rng.random((40, vocab)) < rng.random((40, 1))
+    # Both ends of a word, and one with all of its entries.
+    kept[0], kept[1, 0], kept[2, -1] = True, True, True
+    support = jax.jit(RecordedSupport.extended)(
+        RecordedSupport.empty(40, 8, vocab), kept, kept[:, 0], np.ones(40, np.float32), jnp.int32(0)
+    )
+    for row, ids in enumerate(map(np.flatnonzero, kept)):
+        found = support.ids[row, : min(len(ids), IDS_PER_TOKEN * 8)]
+        assert found.tolist() == ids.tolist()[: len(found)] and support.counts[row, 0] == len(ids)
+
+
 @jax.jit
 def logits_after(state, tokens):
     """The model's logits after every token of one document, by the path that the trainer takes."""
