@@ -143,8 +143,11 @@ class Rollouts(ExperienceSource):
             Document.of_completion(prompt, each.ids, each.log_probs, support=each.support)
             for prompt, each in zip(prompts, drawn, strict=True)
         ]
-        scores = policy.reference_log_probs(documents)
-        return np.array([self._reward.kl(each.log_probs, score) for each, score in zip(drawn, scores, strict=True)])
+        # Of one shape in every rollout, for which the estimator is compiled once.
+        distances = np.zeros((len(drawn), self.shape.options.max_new_tokens), np.float32)
+        for row, each, theirs in zip(distances, drawn, policy.reference_log_probs(documents), strict=True):
+            row[: len(theirs)] = theirs - each.log_probs
+        return self._reward.kl(distances)
 
     def _greedy_rewards(
         self, policy: Policy, examples: list[Example], prompts: list[list[int]]

@@ -12,6 +12,7 @@ from experiments.tasks.prompted import PromptedTask
 from experiments.tasks.protocol import Task
 from experiments.tasks.registry import make_task
 from experiments.tasks.rewards import RewardOptions, Rewards, rewards_for
+from jaxlogp.losses.ratios import KL_ESTIMATORS
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,13 @@ class RewardConfig:
     kl_coefficient: Annotated[float, AtLeast(0.0)] = 0.0
     """Subtract this times the KL of a completion, in nats, to a frozen reference, the policy after the warm start.
     The sum over its tokens; the metrics reward and reward/NAME are without it."""
-    kl_estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k1"
+    kl_estimator: Annotated[str, OneOf(*KL_ESTIMATORS)] = "k1"
     """Estimator of this KL: k1, k2 or k3."""
 
     def rewards(self, task: Task) -> Rewards:
         """Returns the rewards that these options name; errors are those of `rewards_for`."""
         return rewards_for(task, self.functions, self.weights, RewardOptions(self.pattern, self.length, self.buffer))
 
-    def kl(self, ours: Float[np.ndarray, " tokens"], reference: Float[np.ndarray, " tokens"]) -> float:
-        """Returns the estimate of the KL of a completion, in nats, from log-probs of the policy and of the reference."""
-        distance = reference.astype(np.float64) - ours
-        if self.kl_estimator == "k3":
-            return float(np.sum(np.expm1(distance) - distance))
-        return float(np.sum(-distance if self.kl_estimator == "k1" else distance**2 / 2))
+    def kl(self, reference_to_policy: Float[np.ndarray, "N T"]) -> Float[np.ndarray, " N"]:
+        """Returns the estimate of the KL of N completions, in nats, from log π_reference - log π of their tokens, else 0."""
+        return np.asarray(KL_ESTIMATORS[self.kl_estimator](reference_to_policy)).sum(axis=1, dtype=np.float64)

@@ -107,6 +107,14 @@ def test_a_kl_in_the_reward_is_the_sum_over_the_tokens(estimator):
     assert made.counts.metrics()["reward_kl"] == pytest.approx(np.mean(kl), rel=1e-6)
 
 
+def test_a_kl_that_fp32_does_not_hold_is_bounded():
+    """Otherwise every advantage of its group would be NaN."""
+    far = np.array([[1000.0, 0.0], [0.0, -1.0]], np.float32)
+    found = RewardConfig(kl_coefficient=1.0, kl_estimator="k3").kl(far)
+    assert np.isfinite(found).all() and found[0] > 1e6
+    np.testing.assert_allclose(found[1], np.exp(-1.0), rtol=1e-6)
+
+
 def test_rollouts_are_counted():
     made = rollouts()
     assert RolloutCounts().metrics() == {}
