@@ -106,11 +106,8 @@ class RolloutCounts:
         resampled = {"resampled_rollouts": self.resampled, "filled_groups": self.filled, "unused_groups": self.unused}
         support = {}
         if self.support_ids is not None:
-            sums = {
-                "ids": self.support_ids,
-                **{name: getattr(self, f"support_{name}") for name in ("mass", "narrow", "cut")},
-            }
-            support = {f"support_{name}": total / self.tokens for name, total in sums.items()}
+            names = ("support_ids", "support_mass", "support_narrow", "support_cut")
+            support = {name: getattr(self, name) / self.tokens for name in names}
         return {
             "degenerate_groups": self.degenerate / self.groups,
             **({} if self.resampled is None else resampled),

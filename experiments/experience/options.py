@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from experiments.options import AtLeast, OneOf, Within, refused_as
-from experiments.sampling.options import SamplingOptions
+from experiments.sampling.options import SamplingOptions, narrows
 
 STORED = "stored:"
 """Before the path of a file of documents, in the place of the module:name of a source."""
@@ -103,7 +103,7 @@ class RolloutConfig:
     @property
     def filters(self) -> bool:
         """Whether some tokens are not drawn at all."""
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        return narrows(self.top_k, self.top_p, self.min_p)
 
     def sampling_options(self, max_new_tokens: int, *, record_support: bool = False) -> SamplingOptions:
         """Returns how a rollout draws completions of up to so many tokens; ValueError if an option is out of range."""

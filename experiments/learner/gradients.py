@@ -178,9 +178,12 @@ class GspmdGradients(GradientBackend):
             return batch
         (rows, tokens), whole = batch.mask.shape, batch.support.counts.size
         sequence = document_axis(self._mesh)
-        first = 0 if sequence is None else lax.axis_index(sequence) * tokens
-        row, place = (jnp.arange(size, dtype=jnp.int32) for size in (rows, tokens))
-        own = batch.support.of_tokens(row[:, None] * (whole // rows) + first + place)
+        if sequence is None:
+            own = Support(batch.support.ids, batch.support.counts.reshape(rows, tokens))
+        else:
+            row, place = (jnp.arange(size, dtype=jnp.int32) for size in (rows, tokens))
+            first = row[:, None] * (whole // rows) + lax.axis_index(sequence) * tokens
+            own = batch.support.of_tokens(first + place)
         return dataclasses.replace(batch, support=own)
 
 

@@ -109,7 +109,7 @@ def _rollout_facts(
         # For its checks.
         PromptOrder(task, config.seed, config.schedule.epochs)
     count, warm = task.num_examples("train"), config.warm_start.max_steps
-    steps = f"{config.schedule.steps} of {_documents(config)} each, loss {config.loss.name}{_corrected(config)}"
+    steps = f"{config.schedule.steps} of {_documents(config)} each, {_loss(config)}"
     examples = f"{'endless' if count is None else count} training examples"
     data = f"{task.name}, {examples}, {len(prompts)} distinct held-out prompts"
     return _Facts(
@@ -161,15 +161,17 @@ def _rollout(config: Config, task: Task) -> str:
     )
 
 
-def _corrected(config: Config) -> str:
-    level, kind = config.correction.level, config.correction.kind
-    weights = (
-        "" if level is None else f", weights {level} {kind} ({config.correction.low:g} to {config.correction.high:g})"
-    )
-    support = " on what the sampler drew from" if config.loss.on_support else ""
-    share = config.loss.top_entropy
-    support += "" if share is None else f", at the {share:.0%} of labels with the highest entropy"
-    return support + weights + ("" if config.rejection.rejection() is None else ", with rejection")
+def _loss(config: Config) -> str:
+    """The loss, what it is taken over, and what its labels are weighted with or rejected by."""
+    loss, correction = config.loss, config.correction
+    parts = [f"loss {loss.name}" + (" on what the sampler drew from" if loss.on_support else "")]
+    if loss.top_entropy is not None:
+        parts.append(f"at the {loss.top_entropy:.0%} of labels with the highest entropy")
+    if correction.level is not None:
+        parts.append(f"weights {correction.level} {correction.kind} ({correction.low:g} to {correction.high:g})")
+    if config.rejection.rejection() is not None:
+        parts.append("with rejection")
+    return ", ".join(parts)
 
 
 def _described(config: Config, model: ModelSource) -> str:

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from jaxlogp.errors import require
 
 
+def narrows(top_k: int | None, top_p: float, min_p: float) -> bool:
+    """Returns whether these filters leave some tokens that are not drawn at all."""
+    return top_k is not None or top_p < 1.0 or min_p > 0.0
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How a policy draws: tokens from softmax(logits / temperature), and when it ends.
@@ -46,4 +51,4 @@ class SamplingOptions:
     @property
     def filters(self) -> bool:
         """Whether some tokens are not drawn at all."""
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        return narrows(self.top_k, self.top_p, self.min_p)

@@ -30,6 +30,7 @@ from jaxlogp._stats import (
 from jaxlogp.head.call import HeadCall, HeadGradients
 from jaxlogp.head.engine import Engine
 from jaxlogp.head.projection import finish_logits, product_gradient
+from jaxlogp.head.support.ids import values_at
 
 
 class _Kept(NamedTuple):
@@ -95,7 +96,7 @@ class SupportEngine(Engine):
         blocks = self._num_blocks(capacity, width)
         padded = _zeros(call, (blocks * -(-capacity // blocks),))
         products = self._over_blocks(call, width, (row, token), (call.num_columns, tokens), step, padded)[:capacity]
-        bias = None if call.bias is None else call.bias.at[row].get(mode="fill", fill_value=0)
+        bias = None if call.bias is None else values_at(call.bias, row, 0)
         logits = finish_logits(products[None, :], bias, call.spec)[0]
         return jnp.where(jnp.arange(capacity, dtype=jnp.int32) < call.support.count, logits, 0.0)
 
@@ -118,7 +119,7 @@ class SupportEngine(Engine):
         """Sums dz hidden[t] over the ids of each named row: its first id starts the sum, and the others are added."""
         token, hidden, tokens = call.support.token, call.hidden.astype(call.operand_dtype), call.hidden.shape[0]
         named = _named_rows(call)
-        first_dz, first_token = _at(gradient, named.first, 0.0), _at(token, named.first, tokens)
+        first_dz, first_token = values_at(gradient, named.first, 0.0), values_at(token, named.first, tokens)
 
         def sums(first: Array, columns: int) -> Float[Array, "vocab columns"]:
             def products(dz: Array, token: Array) -> Array:
@@ -129,7 +130,7 @@ class SupportEngine(Engine):
 
             arrays, fills = (named.later, token, gradient), (named.first.shape[0], tokens, 0.0)
             total = self._over_blocks(call, columns, arrays, fills, step, products(first_dz, first_token))
-            return _at(total, named.place, 0.0)
+            return values_at(total, named.place, 0.0)
 
         return self._by_columns(call, sums, call.weight.shape, call.weight_gradient_dtype, call.vocab_dim)
 
@@ -212,26 +213,22 @@ def _named_rows(call: HeadCall) -> _NamedRows:
     size = min(rows, capacity)
     named = _zeros(call, (rows,), bool).at[row].set(True, mode="drop")
     place = jnp.where(named, jnp.cumsum(named, dtype=jnp.int32) - 1, size)
-    place_of_id = _at(place, row, size)
+    place_of_id = values_at(place, row, size)
     index = jnp.arange(capacity, dtype=jnp.int32)
     first = (_zeros(call, (size,), jnp.int32) + capacity).at[place_of_id].min(index, mode="drop")
-    return _NamedRows(place, first, jnp.where(_at(first, place_of_id, capacity) == index, size, place_of_id))
+    return _NamedRows(place, first, jnp.where(values_at(first, place_of_id, capacity) == index, size, place_of_id))
 
 
 def _column_of_target(call: HeadCall) -> Int[Array, " capacity"]:
     """Returns 0 for the id that is its token's target, otherwise -1: the target's column in a tile of one column."""
     row, token = call.support.row, call.support.token
-    column = _at(call.targets.column, token, -1)
+    column = values_at(call.targets.column, token, -1)
     return jnp.where(row == column, 0, -1)
 
 
 def _of_tokens(x: Float[Array, " tokens"], token: Int[Array, " capacity"]) -> Float[Array, " capacity"]:
     """Returns the value of each id's token, 0 after the last id: without a cotangent the gradient there is exactly 0."""
-    return _at(x, token, 0.0)
-
-
-def _at(x: Shaped[Array, " n"], index: Int[Array, " m"], fill: Any) -> Shaped[Array, " m"]:
-    return x.at[index].get(mode="fill", fill_value=fill)
+    return values_at(x, token, 0.0)
 
 
 def _take(

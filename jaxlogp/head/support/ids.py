@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp.errors import describe, is_concrete, require, require_integer, require_mask
@@ -166,11 +166,11 @@ class Support:
             ([2, 3, 5, -1], [1, 2])
         """
         flat, capacity = as_int32(self.counts.reshape(-1)), self.ids.shape[0]
-        starts, own = (_at(x, index.reshape(-1), 0) for x in (jnp.cumsum(flat) - flat, flat))
+        starts, own = (values_at(x, index.reshape(-1), 0) for x in (jnp.cumsum(flat, dtype=jnp.int32) - flat, flat))
         ends = jnp.cumsum(own, dtype=jnp.int32)
         # What a place is away from its id: the same for all places of a token.
-        distance = _at(starts - (ends - own), tokens_of_places(ends, capacity), capacity)
-        ids = _at(self.ids, distance + jnp.arange(capacity, dtype=jnp.int32), PADDING_ID)
+        distance = values_at(starts - (ends - own), tokens_of_places(ends, capacity), capacity)
+        ids = values_at(self.ids, distance + jnp.arange(capacity, dtype=jnp.int32), PADDING_ID)
         return Support(ids, own.reshape(index.shape))
 
     @classmethod
@@ -195,7 +195,8 @@ def tokens_of_places(ends: Int[Array, " tokens"], capacity: int) -> Int[Array, "
     return jnp.cumsum(starts.at[ends].add(1, mode="drop"), dtype=jnp.int32)[:capacity]
 
 
-def _at(x: Int[AnyArray, " n"], index: Int[AnyArray, " m"], fill: int) -> Int[Array, " m"]:
+def values_at(x: Shaped[AnyArray, " n"], index: Int[AnyArray, " m"], fill: Any) -> Shaped[Array, " m"]:
+    """Returns the values at the indices, and `fill` at those after the last one."""
     return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
 
 

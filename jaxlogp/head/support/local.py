@@ -1,7 +1,7 @@
 """Rows of one vocabulary shard that a support names: ``localise_support``."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxlogp._arrays import AnyArray, as_int32
 from jaxlogp._targets import LocalTargets
 from jaxlogp._vocab import LocalShard
 from jaxlogp.head.live_rows import live_rows
-from jaxlogp.head.support.ids import Support, tokens_of_places
+from jaxlogp.head.support.ids import Support, tokens_of_places, values_at
 
 
 class LocalSupport(NamedTuple):
@@ -60,21 +60,16 @@ def _localise(
     misplaced = jnp.any(ends < ends - counts)
     inside = (ids >= 0) & (ids < shard.vocab_size)
     outside = per_token((~inside).astype(jnp.int32)) > 0
-    missing = per_token((ids == _at(targets, token, -1)).astype(jnp.int32)) == 0
+    missing = per_token((ids == values_at(targets, token, -1)).astype(jnp.int32)) == 0
     broken = local.mask & (misplaced | (ends > capacity) | outside)
     invalid = local.invalid | broken | (local.mask & missing)
     codes = None if local.codes is None else _mix(local.codes, per_token(_hash(ids)))
 
     row = jnp.where(inside, ids, 0) - shard.start
-    owned = inside & (row >= 0) & (row < shard.width) & _at(local.mask, token, False)
+    owned = inside & (row >= 0) & (row < shard.width) & values_at(local.mask, token, False)
     places = live_rows(owned, capacity)
     kept = LocalSupport(places.pack(row, rows), places.pack(token, tokens), places.count, broken)
     return local._replace(invalid=invalid, codes=codes), kept
-
-
-def _at(values: Array, token: Int[Array, " places"], fill: Any) -> Array:
-    """Returns the value of each place's token, ``fill`` where it has none."""
-    return values.at[token].get(mode="fill", fill_value=fill)
 
 
 def _hash(ids: Int[Array, " places"]) -> Int[Array, " places"]:
