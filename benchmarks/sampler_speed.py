@@ -58,8 +58,12 @@ class SamplerSpeedConfig:
     """Device meshes, without sequence ranks."""
     top_p: float = 1.0
     """Draw among the likeliest tokens of this probability only."""
+    top_k: int | None = None
+    """Draw among this many likeliest tokens only."""
+    temperature: float = 1.0
+    """Divisor of the logits: random weights have flat ones, and below 1 top-p keeps fewer tokens."""
     record_support: bool = False
-    """With --top-p: record the ids that each token is drawn from."""
+    """With --top-p or --top-k: record the ids that each token is drawn from."""
     layers: int | None = None
     """Layers instead of the model's."""
     repeats: int = 3
@@ -120,8 +124,8 @@ def measure(config: SamplerSpeedConfig, choice: tuple[str, str, int], bytes_per_
     model = SampledModel(graph, mesh)
 
     def run(new_tokens: int) -> None:
-        filters = {"top_p": config.top_p, "record_support": config.record_support}
-        options = SamplingOptions(new_tokens, temperature=1.0, **filters)
+        filters = {"top_k": config.top_k, "top_p": config.top_p, "record_support": config.record_support}
+        options = SamplingOptions(new_tokens, temperature=config.temperature, **filters)
         sampler = DecoderSampler(model, CompletionRule(options, eos_ids=(), pad_id=0))
         sampler(state, prompts, lengths, config.copies, jax.random.key(0))
 

@@ -4,6 +4,7 @@
     python -m benchmarks.step_speed --rows 16x2048 4x8192 --remat full products --micro-batches 1 4
     python -m benchmarks.step_speed --model qwen3-1.7b llama-3.2-1b --profile
     python -m benchmarks.step_speed --param-dtype float32 bfloat16 --optimizer adamw adafactor muon
+    python -m benchmarks.step_speed --support none zipf:128 --no-transformers
     python -m benchmarks.step_speed --mesh "" data=2 fsdp=2 tensor=2 --no-transformers
 
 A step is the trainer's own: gradient sums of its micro-batches (copied to the device; bf16 activations, one-pass head, GRPO
@@ -27,7 +28,7 @@ import jax
 
 from benchmarks.profiler import gpu_events
 from benchmarks.step_speed.parts import milliseconds_by_part
-from benchmarks.step_speed.step import Rows, Step
+from benchmarks.step_speed.step import RandomSupport, Rows, Step
 from benchmarks.step_speed.table import Measured, report
 from benchmarks.step_speed.transformers_step import TransformersConfig, measured_elsewhere
 from experiments.command_line import run_command
@@ -65,6 +66,9 @@ class StepSpeedConfig:
     """Optimizers: adamw, adafactor, muon."""
     accumulate: tuple[str, ...] = ("float32",)
     """Dtypes of the gradient's sums over micro-batches."""
+    support: tuple[str, ...] = ("none",)
+    """Ids that log-probs are taken over: none (the whole vocabulary), or LAW:ROOM, random ids, 8 a token on average.
+    LAW is zipf or uniform, and ROOM the ids for which a micro-batch has room, per token: 128 in the trainer."""
     mesh: tuple[str, ...] = ("",)
     """Device meshes; every rank of data and fsdp has the rows."""
     layers: int | None = None
@@ -85,12 +89,14 @@ class StepSpeedConfig:
 
 def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     """Compiles and times one combination."""
-    model, rows_text, micro_batches, attention, remat, engine, param_dtype, optimizer, accumulate, mesh = choice
+    model, rows_text, micro_batches, attention, remat, engine, support, param_dtype, optimizer, accumulate, mesh = (
+        choice
+    )
     rows = rows_of(config, rows_text, micro_batches)
     options = {"dtype": "bfloat16", "param_dtype": param_dtype, "remat": remat, "attention": attention}
     spec = parse_mesh(mesh)
     shape = replace(shape_of(config, model), **options)
-    step = Step(shape, rows, engine, optimizer, accumulate, spec)
+    step = Step(shape, rows, engine, optimizer, accumulate, spec, support_of(support))
     started = time.perf_counter()
     program = step.micro_batch_program()
     compile_seconds = time.perf_counter() - started
@@ -105,7 +111,7 @@ def measure(config: StepSpeedConfig, choice: tuple) -> Measured:
     attended = shape.attention_run(batch_rows, rows.length, make_mesh(spec)).implementation
     head = step.sums.head_run.engine
     named = (model, rows_text, micro_batches, attended, remat, head, param_dtype, optimizer, accumulate, str(spec))
-    measured = Measured("jaxlogp", *named, compile_seconds=compile_seconds)
+    measured = Measured("jaxlogp", *named, support=support, compile_seconds=compile_seconds)
     measured.set_speed(shape, rows, step.num_parameters, median, config.peak)
     measured.state_gib = step.state_bytes / 2**30
     measured.temporaries_gib = program.memory_analysis().temp_size_in_bytes / 2**30
@@ -123,6 +129,16 @@ def rows_of(config: StepSpeedConfig, text: str, micro_batches: int) -> Rows:
     """Rows as they are written: 16x2048."""
     count, length = map(int, text.split("x"))
     return Rows(count, length, config.document, micro_batches)
+
+
+def support_of(text: str) -> RandomSupport | None:
+    """Random supports as they are written: zipf:128; None for none."""
+    if text == "none":
+        return None
+    law, _, room = text.partition(":")
+    expected = "none, zipf:ROOM or uniform:ROOM, with a number of ids"
+    require(law in ("zipf", "uniform") and room.isdecimal() and int(room) > 0, "--support", expected, text)
+    return RandomSupport(law, int(room))
 
 
 def shape_of(config: StepSpeedConfig, model: str) -> DecoderConfig:
@@ -159,11 +175,21 @@ def main(config: StepSpeedConfig) -> list[Measured]:
         decoder.MAX_UNROLLED_LAYERS_ON_GPU = 0
     for model in config.model:
         shape_of(config, model)
+    for support in config.support:
+        support_of(support)
     # Before JAX takes its share of the GPU's memory.
     found = transformers_rows(config) if config.transformers else []
     device = jax.devices()[0]
     print(f"{device.device_kind}, JAX {jax.__version__}", flush=True)
-    lists = (config.model, config.rows, config.micro_batches, config.attention, config.remat, config.engine)
+    lists = (
+        config.model,
+        config.rows,
+        config.micro_batches,
+        config.attention,
+        config.remat,
+        config.engine,
+        config.support,
+    )
     for choice in itertools.product(*lists, config.param_dtype, config.optimizer, config.accumulate, config.mesh):
         # The last step is part of a cycle, through its compiled programs, and its state is large.
         gc.collect()

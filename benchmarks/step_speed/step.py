@@ -1,6 +1,7 @@
 """The trainer's own step for a model of random weights: micro-batch sums, then one update."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
+from benchmarks.support_speed import MOST_IDS, draw_counts, draw_ids
 from experiments.config import OptimizerConfig
 from experiments.learner.backend import StepGradient
 from experiments.learner.gradients import GspmdGradients
@@ -18,7 +20,7 @@ from experiments.models.decoder import Decoder
 from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec, document_axis, make_mesh
 from experiments.models.sharding import place_parameters
-from jaxlogp import Document
+from jaxlogp import Document, Support
 from jaxlogp.losses import grpo
 
 STEPS = 1000
@@ -48,6 +50,19 @@ class Rows:
         return self.rows * self.length
 
 
+@dataclass(frozen=True)
+class RandomSupport:
+    """Random ids that log-probs are taken over, as many as a sampler with top-p keeps.
+
+    Attributes:
+        law: law of the ids, as in `benchmarks.support_speed`.
+        room: ids for which a micro-batch has room, for each of its tokens.
+    """
+
+    law: str
+    room: int
+
+
 class Step:
     """A model's training step, compiled for its rows.
 
@@ -58,6 +73,7 @@ class Step:
         optimizer: name of the optimizer.
         accumulate: dtype of the gradient's sums.
         spec: the device mesh.
+        support: ids that log-probs are taken over; None for the whole vocabulary.
     """
 
     def __init__(
@@ -68,6 +84,7 @@ class Step:
         optimizer: str = "adamw",
         accumulate: str = "float32",
         spec: MeshSpec = ONE_DEVICE,
+        support: RandomSupport | None = None,
     ) -> None:
         mesh = make_mesh(spec)
         # Weights are drawn on the device, whole: their values do not matter.
@@ -82,7 +99,7 @@ class Step:
             functools.partial(place_parameters, mesh=mesh),
         )
         self.state: TrainState = self.update.init(params)
-        self.rounds = packed_rounds(rows, config.vocab_size, spec.ranks)
+        self.rounds = packed_rounds(rows, config.vocab_size, spec.ranks, support)
 
     def __call__(self) -> StepGradient:
         """One step; what it returns is ready when the step is done."""
@@ -102,27 +119,46 @@ class Step:
         return self.sums.ahead(self.state.params, self.rounds[0]).compiled
 
 
-def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1) -> list[Round]:
+def packed_rounds(rows: Rows, vocab_size: int, ranks: int = 1, support: RandomSupport | None = None) -> list[Round]:
     """Micro-batches of random documents, a label on every token but the first; packed as the trainer packs."""
     rng = np.random.default_rng(0)
     per_row = rows.length // rows.document
     tail = rows.length - per_row * rows.document
-    lengths = [rows.document] * per_row + ([tail] if tail > 1 else [])
-    documents = [
-        Document.of_completion(
-            rng.integers(0, vocab_size, 1),
-            rng.integers(0, vocab_size, length - 1),
-            np.full(length - 1, -np.log(vocab_size), np.float32),
-            advantages=float(rng.normal()),
-        )
-        for _ in range(rows.rows)
-        for length in lengths
-        for _ in range(ranks)
-    ]
-    packing = Packing(ranks, rows.rows // rows.micro_batches, rows.length, vocab_size, 0)
+    of_row = [rows.document] * per_row + ([tail] if tail > 1 else [])
+    lengths = [length for _ in range(rows.rows) for length in of_row for _ in range(ranks)]
+    if support is None:
+        documents = [_document(rng, vocab_size, rng.integers(0, vocab_size, length - 1)) for length in lengths]
+        capacity = None
+    else:
+        documents = _documents_on_support(rng, vocab_size, lengths, support.law)
+        capacity = support.room * rows.tokens // rows.micro_batches
+    size = rows.rows // rows.micro_batches, rows.length
+    packing = Packing(ranks, *size, vocab_size, 0, support_capacity=capacity)
     rounds = packing.rounds(documents)
     assert len(rounds) == rows.micro_batches
     return rounds
+
+
+def _documents_on_support(rng: np.random.Generator, vocab_size: int, lengths: list[int], law: str) -> list[Document]:
+    """Draws each token evenly from a support of its own."""
+    ends = np.cumsum([0] + [length - 1 for length in lengths])
+    counts = draw_counts(rng, int(ends[-1]), min(MOST_IDS, vocab_size // 8))
+    drawn = Support.from_counts(counts, draw_ids(rng, counts, vocab_size, law))
+    tokens = drawn.ids[np.cumsum(counts) - counts]
+    return [
+        _document(rng, vocab_size, tokens[start:stop], drawn.part(start, stop))
+        for start, stop in itertools.pairwise(ends.tolist())
+    ]
+
+
+def _document(
+    rng: np.random.Generator, vocab_size: int, completion: np.ndarray, support: Support | None = None
+) -> Document:
+    """Returns a document with the log-probs of a policy that knows nothing."""
+    counts = np.full(completion.size, vocab_size) if support is None else np.asarray(support.counts)
+    log_probs = -np.log(counts.astype(np.float32))
+    prompt, advantage = rng.integers(0, vocab_size, 1), float(rng.normal())
+    return Document.of_completion(prompt, completion, log_probs, support=support, advantages=advantage)
 
 
 def model_flops(config: DecoderConfig, rows: Rows, num_parameters: int, context: int) -> float:

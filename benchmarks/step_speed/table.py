@@ -24,6 +24,7 @@ class Measured:
     optimizer: str
     accumulate: str
     mesh: str = str(MeshSpec())
+    support: str = "none"
     milliseconds: float = 0.0
     tokens_per_second: float = 0.0
     mfu: float = 0.0
@@ -52,6 +53,7 @@ class Measured:
             f"remat {self.remat:9s} {self.head:9s} {self.param_dtype:8s} {self.optimizer:9s} sums {self.accumulate:8s} "
         )
         text += "" if parse_mesh(self.mesh).num_devices == 1 else f"{self.mesh} "
+        text += "" if self.support == "none" else f"support {self.support} "
         if self.why_not is not None:
             return f"{text} {self.why_not}"
         text += (

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.step_speed import __main__ as step_speed
 from benchmarks.step_speed import transformers_step
 from benchmarks.step_speed.parts import OPTIMIZER, OTHER, SCOPES, instruction_scopes, milliseconds_by_part
-from benchmarks.step_speed.step import Rows, model_flops, packed_rounds
+from benchmarks.step_speed.step import RandomSupport, Rows, model_flops, packed_rounds
 from benchmarks.step_speed.table import Measured
 from experiments.models.named_shapes import NAMED_SHAPES
 
@@ -48,6 +48,21 @@ def test_rows_are_packed_as_asked_and_every_slot_but_first_ones_has_a_label():
     assert all(int(np.sum(each.micro_batch(0).mask)) == 2 * (50 - 3) for each in rounds)
 
 
+def test_every_label_is_drawn_from_its_support_and_the_room_is_that_of_the_micro_batch():
+    rows = Rows(rows=4, length=50, document=20, micro_batches=2)
+    for each in packed_rounds(rows, vocab_size=300, support=RandomSupport("zipf", room=20)):
+        batch = each.micro_batch(0)
+        assert batch.support.ids.shape == (2 * 50 * 20,)
+        counts = np.asarray(batch.support.counts)
+        np.testing.assert_array_equal(counts > 0, batch.mask)
+        starts = np.cumsum(counts.reshape(-1)) - counts.reshape(-1)
+        labels = np.asarray(batch.mask).reshape(-1)
+        np.testing.assert_array_equal(batch.support.ids[starts[labels]], batch.targets[batch.mask])
+        old = batch.per_token["old_log_probs"][batch.mask]
+        np.testing.assert_allclose(old, -np.log(counts[batch.mask]), rtol=1e-6)
+        assert 1 < counts[batch.mask].mean() < 20
+
+
 def test_operations_of_the_published_shape():
     config = NAMED_SHAPES["qwen3-0.6b"]
     rows = Rows(rows=16, length=2048, document=700, micro_batches=1)
@@ -85,6 +100,13 @@ def test_a_peer_is_counted_with_its_own_parameters_and_whole_rows(monkeypatch):
     by_hand = 4 * 512 * (6 * 1000 + 12 * 2 * 16 * 128 * 256) / 0.5 / 989e12
     np.testing.assert_allclose([row.mfu, row.mfu_documents], by_hand)
     assert "Liger" in str(row) and "MFU" in str(row)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("support", ["zipf", "normal:8", "zipf:0", "uniform:some", "none:3"])
+def test_a_support_that_is_none_ends_before_anything_is_measured(support):
+    with pytest.raises(ValueError, match="^--support: expected none, zipf:ROOM or uniform:ROOM, with a number of ids"):
+        step_speed.main(step_speed.StepSpeedConfig(support=(support,), transformers=False))
 
 
 @pytest.mark.bad_input
