@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from experiments.invariant.leaf_exchange import LeafExchange
 from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.learner.backend import StepGradient, add_gradients
-from experiments.learner.objectives import Objective
+from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import Round
 from jaxlogp import MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
@@ -61,11 +61,13 @@ class LeafSums:
     def ahead(self, params: nnx.State, padding: Round) -> None:
         """See `GradientBackend`; several programs a leaf."""
 
-    def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
+    def accumulate(
+        self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
+    ) -> StepGradient | None:
         """Adds every round's leaves in the order of their documents, neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
         for each in rounds:
-            for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), version)):
+            for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), version, constants)):
                 tree.push(leaf)
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
@@ -95,23 +97,26 @@ class LeafSums:
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         return inputs, hidden, self._programs.head(loaded, hidden, targets, mask)
 
-    def _sums_of_leaves(self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int) -> list[StepGradient]:
+    def _sums_of_leaves(
+        self, loaded: Loaded, batches: list[MicroBatch], documents_seen: int, constants: LossConstants
+    ) -> list[StepGradient]:
         """Returns the sums of one leaf of each data rank; every array has a first dimension of 1."""
         inputs, hidden, values = self._values_of_leaves(loaded, batches)
-        seen = np.int32(documents_seen)
+        of_step = (np.int32(documents_seen), constants)
         parts, cotangents = zip(
-            *(self._loss(value, batch, seen) for value, batch in zip(values, batches, strict=True)), strict=True
+            *(self._loss(value, batch, *of_step) for value, batch in zip(values, batches, strict=True)), strict=True
         )
         targets, mask = [batch.targets for batch in batches], [batch.mask for batch in batches]
         gradients = self._programs.head_vjp(loaded, hidden, targets, mask, list(cotangents))
         operands = zip(loaded.ranks, inputs, parts, gradients, strict=True)
         return [self._leaf(*each, *pair) for *each, pair in operands]
 
-    def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen):
+    def _one_loss(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array, constants: LossConstants):
         """Returns loss, metric terms and drift of one leaf, and the loss sum's gradient for log-probs and entropies."""
 
         def total(log_probs, entropy):
-            parts = self._objective.from_log_probs(TokenLogProbs(log_probs, entropy), batch, documents_seen)
+            values = TokenLogProbs(log_probs, entropy)
+            parts = self._objective.from_log_probs(values, batch, documents_seen, constants)
             return parts.loss.sum, parts
 
         cotangents, parts = jax.grad(total, argnums=(0, 1), has_aux=True)(values.log_probs, values.entropy)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from experiments.learner.objectives import Objective
+from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
 from experiments.learner.packing import Round
 from experiments.learner.replicas import Replicas
 from experiments.models.ahead import Ahead
@@ -45,7 +45,9 @@ class GradientBackend(Protocol):
     def ahead(self, params: nnx.State, padding: Round) -> Ahead | None:
         """Compiles the program of one round before its first call; None if it is not a single one."""
 
-    def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
+    def accumulate(
+        self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
+    ) -> StepGradient | None:
         """Returns the sums of a step, nothing divided; None without rounds. `version` is that of the parameters."""
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:

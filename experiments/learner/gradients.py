@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from experiments.learner.backend import GradientBackend, StepGradient, add_gradients
-from experiments.learner.objectives import HeadPlacement, LossTerms, Objective
+from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
 from experiments.learner.packing import Round
 from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, settled, token_axes
@@ -68,15 +68,18 @@ class GspmdGradients(GradientBackend):
         return compiled._cache_size()
 
     def trace(self, params: nnx.State, padding: Round) -> None:
-        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
+        jax.eval_shape(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
 
     def ahead(self, params: nnx.State, padding: Round) -> Ahead:
-        return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0))
+        return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
 
-    def accumulate(self, params: nnx.State, rounds: Iterable[Round], version: int) -> StepGradient | None:
+    def accumulate(
+        self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
+    ) -> StepGradient | None:
         total = None
         for each in rounds:
-            part = settled(self._sums(params, self._frozen, self._placed(each), np.int32(version)), self._mesh)
+            operands = (params, self._frozen, self._placed(each), np.int32(version), constants)
+            part = settled(self._sums(*operands), self._mesh)
             total = part if total is None else self._add(total, part)
         return total
 
@@ -113,9 +116,11 @@ class GspmdGradients(GradientBackend):
     def _spec_of(self, x: Array) -> P:
         return self._token_spec if x.ndim > 1 else self._row_spec
 
-    def _of_micro_batch(self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen) -> StepGradient:
+    def _of_micro_batch(
+        self, params: nnx.State, frozen: nnx.State, batch: MicroBatch, documents_seen: Array, constants: LossConstants
+    ) -> StepGradient:
         def global_sum(params):
-            parts = self._with_head(self._local_parts, (params, frozen), batch, P(), documents_seen)
+            parts = self._with_head(self._local_parts, (params, frozen), batch, P(), documents_seen, constants)
             return parts.loss.sum, parts
 
         gradients, parts = jax.grad(global_sum, has_aux=True)(params)
@@ -144,11 +149,18 @@ class GspmdGradients(GradientBackend):
         return mapped(hidden, shards.shard_rows(weight), batch, *replicated)
 
     def _local_parts(
-        self, head: HeadPlacement, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array
+        self,
+        head: HeadPlacement,
+        hidden: Array,
+        weight: Array,
+        batch: MicroBatch,
+        documents_seen: Array,
+        constants: LossConstants,
     ) -> LossTerms:
         batch = self._with_own_support(batch)
         with record_head_runs() as runs, jax.named_scope("head"):
-            loss, terms, drift = self._objective.from_hidden(hidden, weight, batch, documents_seen, head)
+            operands = (hidden, weight, batch, documents_seen, constants)
+            loss, terms, drift = self._objective.from_hidden(*operands, head)
         self.head_run = runs[0]
         axes = self._token_axes
         return LossTerms(loss.psum(axes), terms.psum(axes), lax.pmax(drift, axes))

@@ -126,7 +126,8 @@ class Learner:
             return StepResult(refusal=self.explain(error.refusal))
         rounds = self._step_packing.rounds(documents)
         drift = self._drift(rounds) if report_drift else None
-        total = self.gradients.accumulate(self.state.params, rounds, self.version)
+        constants = self._objective.constants(documents)
+        total = self.gradients.accumulate(self.state.params, rounds, self.version, constants)
         assert total is not None, "a step has at least one document"
         self.state, outcome = self._update(self.state, total)
         outcome = jax.device_get(outcome)

@@ -192,6 +192,8 @@ class CorrectionConfig:
     """Smallest weight of kind mask."""
     high: float = 2.0
     """Largest weight."""
+    normalize: bool = False
+    """Divide the weights by their mean over all labels of the step."""
 
     def correction(self) -> Correction | None:
         """Returns the correction of the loss; ValueError if an option is out of range."""

@@ -4,15 +4,18 @@ An objective has two forms of the same loss, for the two kinds of sums: `from_hi
 `from_log_probs` where log-probs have been computed. Both return sums of one data rank, not reduced over the mesh.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from experiments.learner.selection import PENALIZED_COLUMN
+from experiments.learner.selection import PENALIZED_COLUMN, label_mask, padded_labels
 from jaxlogp import (
+    Document,
     MicroBatch,
     PolicyMetricTerms,
     TokenLogProbs,
@@ -29,7 +32,7 @@ from jaxlogp import (
 )
 from jaxlogp.head import HeadSpec
 from jaxlogp.head.registry import EngineChoice
-from jaxlogp.losses import PolicyLoss
+from jaxlogp.losses import Correction, PolicyLoss, correction_weight_sum
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 
 
@@ -40,6 +43,20 @@ class LossTerms(NamedTuple):
     loss: WeightedSum
     terms: PolicyMetricTerms
     drift: Float[Array, ""]
+
+
+class LossConstants(NamedTuple):
+    """Numbers of the loss that all micro-batches of a step share, known before the first: arguments of their program.
+
+    Attributes:
+        mean_weight: mean of the correction's weights over all labels, read by a correction that normalizes.
+    """
+
+    mean_weight: Float[np.ndarray, ""] | Array = np.ones((), np.float32)
+
+
+NO_CONSTANTS = LossConstants()
+"""Those of a loss that reads none."""
 
 
 class HeadPlacement(NamedTuple):
@@ -70,12 +87,23 @@ class Objective(Protocol):
     @property
     def needs_reference(self) -> bool: ...
 
+    def constants(self, documents: Sequence[Document]) -> LossConstants:
+        """Returns the numbers that the loss of a step takes from all its documents."""
+
     def from_hidden(
-        self, hidden: Array, weight: Array, batch: MicroBatch, documents_seen: Array, head: HeadPlacement
+        self,
+        hidden: Array,
+        weight: Array,
+        batch: MicroBatch,
+        documents_seen: Array,
+        constants: LossConstants,
+        head: HeadPlacement,
     ) -> LossTerms:
         """Computes the terms from hidden states and the head's weight."""
 
-    def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array) -> LossTerms:
+    def from_log_probs(
+        self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Array, constants: LossConstants
+    ) -> LossTerms:
         """Computes the terms from log-probs and entropies, differentiable in both."""
 
 
@@ -86,19 +114,26 @@ class CrossEntropy(Objective):
     with_entropy = False
     needs_reference = False
 
+    def constants(self, documents: Sequence[Document]) -> LossConstants:
+        del documents
+        return NO_CONSTANTS
+
     def from_hidden(
         self,
         hidden: Float[Array, "R T H"],
         weight: Float[Array, "V H"],
         batch: MicroBatch,
         documents_seen: Int[Array, ""],
+        constants: LossConstants,
         head: HeadPlacement,
     ) -> LossTerms:
         values = linear_log_probs(hidden, weight, batch.targets, mask=batch.mask, **head.keywords())
-        return self.from_log_probs(values, batch, documents_seen)
+        return self.from_log_probs(values, batch, documents_seen, constants)
 
-    def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossTerms:
-        del documents_seen
+    def from_log_probs(
+        self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""], constants: LossConstants
+    ) -> LossTerms:
+        del documents_seen, constants
         loss = weighted_sum(-values.log_probs, batch.mask)
         # No label has log-probs of a sampler to differ from.
         no_drift = masked_max(jnp.zeros(batch.mask.shape, jnp.float32), batch.mask & False)
@@ -121,15 +156,22 @@ class PolicyObjective(Objective):
     def needs_reference(self) -> bool:
         return self.loss.kl_coefficient != 0.0
 
+    def constants(self, documents: Sequence[Document]) -> LossConstants:
+        correction = self.loss.correction
+        if correction is None or not correction.normalize:
+            return NO_CONSTANTS
+        return LossConstants(mean_weight(correction, documents))
+
     def from_hidden(
         self,
         hidden: Float[Array, "R T H"],
         weight: Float[Array, "V H"],
         batch: MicroBatch,
         documents_seen: Int[Array, ""],
+        constants: LossConstants,
         head: HeadPlacement,
     ) -> LossTerms:
-        columns = batch.per_token
+        columns, further = batch.per_token, self._further(batch, constants)
         loss, values = linear_policy_loss(
             hidden,
             weight,
@@ -137,23 +179,25 @@ class PolicyObjective(Objective):
             columns["old_log_probs"],
             columns["advantages"],
             batch.mask,
-            **self._documents(batch),
+            **further,
             support=batch.support,
             with_entropy=self.with_entropy,
             **head.keywords(),
         )
         # Metrics reduce them by pmax, which JAX cannot differentiate.
         values = lax.stop_gradient(values)
-        return self._with_metrics(loss, values.log_probs, values.entropy, batch, documents_seen)
+        return self._with_metrics(loss, values, batch, documents_seen, further)
 
-    def from_log_probs(self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""]) -> LossTerms:
-        columns = batch.per_token
+    def from_log_probs(
+        self, values: TokenLogProbs, batch: MicroBatch, documents_seen: Int[Array, ""], constants: LossConstants
+    ) -> LossTerms:
+        columns, further = batch.per_token, self._further(batch, constants)
         inputs = (columns["old_log_probs"], columns["advantages"], batch.mask)
-        loss = policy_loss(values.log_probs, *inputs, entropy=values.entropy, **self._documents(batch))
-        constant = lax.stop_gradient(values)
-        return self._with_metrics(loss, constant.log_probs, constant.entropy, batch, documents_seen)
+        loss = policy_loss(values.log_probs, *inputs, entropy=values.entropy, **further)
+        return self._with_metrics(loss, lax.stop_gradient(values), batch, documents_seen, further)
 
-    def _documents(self, batch: MicroBatch) -> dict[str, Any]:
+    def _further(self, batch: MicroBatch, constants: LossConstants) -> dict[str, Any]:
+        """Returns the keywords that losses and metrics share."""
         penalized = batch.per_token.get(PENALIZED_COLUMN)
         return {
             "loss": self.loss,
@@ -163,23 +207,45 @@ class PolicyObjective(Objective):
             "document_ids": batch.document_ids,
             "num_documents": batch.num_documents[0],
             "document_axis_name": self.document_axis,
+            "mean_weight": constants.mean_weight,
         }
 
     def _with_metrics(
-        self, loss: WeightedSum, log_probs: Array, entropy: Array | None, batch: MicroBatch, documents_seen: Array
+        self,
+        loss: WeightedSum,
+        values: TokenLogProbs,
+        batch: MicroBatch,
+        documents_seen: Array,
+        further: dict[str, Any],
     ) -> LossTerms:
         columns = batch.per_token
-        drift = _drift(log_probs, batch, documents_seen)
+        drift = _drift(values.log_probs, batch, documents_seen)
         if self.metrics == "none":
             return LossTerms(loss, PolicyMetricTerms({}), drift)
-        inputs = (log_probs, columns["old_log_probs"], columns["advantages"], batch.mask)
-        terms = policy_metric_terms(*inputs, entropy=entropy, level=self.metrics, **self._documents(batch))
+        inputs = (values.log_probs, columns["old_log_probs"], columns["advantages"], batch.mask)
+        terms = policy_metric_terms(*inputs, entropy=values.entropy, level=self.metrics, **further)
         present = jnp.arange(batch.rewards.shape[0], dtype=jnp.int32) < batch.num_documents[0]
         if self.document_axis is not None:
             # Every rank along the axis knows all rewards; the first one counts them.
             present = present & (lax.axis_index(self.document_axis) == 0)
         terms = terms | reward_terms(batch.rewards, present)
         return LossTerms(loss, terms | staleness_terms(documents_seen, batch.model_versions, present), drift)
+
+
+def mean_weight(correction: Correction, documents: Sequence[Document]) -> Float[np.ndarray, ""]:
+    """Returns the mean of a correction's weights over all labels of a step; every process computes the same."""
+    drawn = [each for each in documents if each.num_labels]
+    sizes = [each.num_labels for each in drawn]
+    mask = label_mask(sum(sizes))
+    if not drawn:
+        return NO_CONSTANTS.mean_weight
+    columns = ([each.ratio_log_probs for each in drawn], [each.sampler_log_probs for each in drawn])
+    old, sampler = (padded_labels(column, mask) for column in columns)
+    ids = np.zeros(mask.shape, np.int32)
+    ids[mask] = np.repeat(np.arange(len(drawn)), sizes)
+    # An array: a Python number would compile the sums of documents for each number of them.
+    documents_of = {"document_ids": ids, "num_documents": jnp.asarray(len(drawn), jnp.int32)}
+    return np.asarray(correction_weight_sum(correction, old, sampler, mask, **documents_of).mean(), np.float32)
 
 
 def _drift(log_probs: Float[Array, "R T"], batch: MicroBatch, documents_seen: Int[Array, ""]) -> Float[Array, ""]:

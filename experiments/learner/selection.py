@@ -55,8 +55,8 @@ class Selection(ABC):
         """
         sizes = [document.num_labels for document in documents]
         spread = [np.broadcast_to(each.advantages, size) for each, size in zip(documents, sizes, strict=True)]
-        mask = np.arange(_capacity(sum(sizes))) < sum(sizes)
-        chosen = self.choose(_padded(spread, mask), _padded(scores, mask), mask, key)
+        mask = label_mask(sum(sizes))
+        chosen = self.choose(padded_labels(spread, mask), padded_labels(scores, mask), mask, key)
         parts = np.split(np.asarray(chosen, np.float32)[mask], np.cumsum(sizes)[:-1])
         return [self._marked(document, part) for document, part in zip(documents, parts, strict=True)]
 
@@ -140,12 +140,16 @@ def _check_share(share: float) -> None:
     require(0.0 < share <= 1.0, "cov_share", "a number in (0, 1]", share)
 
 
-def _capacity(labels: int) -> int:
-    """Returns the next power of two: the library's functions are compiled for each shape, and steps differ in theirs."""
-    return 1 << max(labels - 1, 0).bit_length()
+def label_mask(labels: int) -> Bool[np.ndarray, " labels"]:
+    """Returns a mask with so many labels in front, padded to the next power of two.
+
+    The library's functions are compiled for each shape, and steps differ in their number of labels.
+    """
+    return np.arange(1 << max(labels - 1, 0).bit_length()) < labels
 
 
-def _padded(values: Sequence[np.ndarray], mask: Bool[np.ndarray, " labels"]) -> Float[np.ndarray, " labels"]:
+def padded_labels(values: Sequence[np.ndarray], mask: Bool[np.ndarray, " labels"]) -> Float[np.ndarray, " labels"]:
+    """Joins the values of the labels of each document, as fp32 with 0 where masked."""
     padded = np.zeros(mask.shape, np.float32)
     padded[mask] = np.concatenate(values)
     return padded

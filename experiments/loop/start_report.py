@@ -168,7 +168,8 @@ def _loss(config: Config) -> str:
     if loss.top_entropy is not None:
         parts.append(f"at the {loss.top_entropy:.0%} of labels with the highest entropy")
     if correction.level is not None:
-        parts.append(f"weights {correction.level} {correction.kind} ({correction.low:g} to {correction.high:g})")
+        mean = ", normalized" if correction.normalize else ""
+        parts.append(f"weights {correction.level} {correction.kind} ({correction.low:g} to {correction.high:g}{mean})")
     if config.rejection.rejection() is not None:
         parts.append("with rejection")
     return ", ".join(parts)

@@ -145,6 +145,7 @@ def sharded_linear_policy_loss(
     document_ids: Int[AnyArray, "*tokens"] | None = None,
     num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     support: Support | None = None,
@@ -174,6 +175,7 @@ def sharded_linear_policy_loss(
         document_ids: [*tokens], ids of documents of the whole arrays; None for the rows of [B, T].
         num_documents: number of documents of the whole arrays; None along with document_ids.
         labels_per_document: labels of the whole step divided by its documents, as in :func:`jaxlogp.policy_loss`.
+        mean_weight: mean of the correction's weights over the whole step, as in :func:`jaxlogp.policy_loss`.
         lse: [*tokens] or None, as in :func:`linear_policy_loss`.
         bias: [V] or None.
         support: the ids that each token was drawn from, of all tokens, or None.
@@ -201,7 +203,8 @@ def sharded_linear_policy_loss(
     of_support = _support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape) if support is None else mask_by_support(support, mask, targets.shape)
-    further = documents | {"labels_per_document": labels_per_document}
+    of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight}
+    further = documents | of_step
     # Rules that read log-probs get theirs in the program.
     further["log_probs"] = np.zeros(targets.shape, np.float32)
     checked = functools.partial(loss_tokens, loss, old_log_probs, advantages, labels, **further)
@@ -209,7 +212,7 @@ def sharded_linear_policy_loss(
     documents["document_ids"] = None if document_ids is None else as_int32(document_ids)
     arrays: dict[str, Any] = {"targets": as_int32(targets), "mask": mask, "old_log_probs": old_log_probs}
     arrays |= documents | {"advantages": advantages, "lse": lse} | of_support
-    arrays["labels_per_document"] = None if labels_per_document is None else jnp.asarray(labels_per_document)
+    arrays |= {name: None if value is None else jnp.asarray(value) for name, value in of_step.items()}
     options = options | {"loss": loss}
     static = num_documents is None or isinstance(num_documents, int | np.integer)
     given, value = (options, num_documents) if static else (arrays, as_int32(num_documents))

@@ -1,6 +1,6 @@
 """Policy losses as objects made of orthogonal parts, presets of published losses, and values as unreduced sums."""
 
-from jaxlogp.losses.correction import MAX_LOG_WEIGHT, Correction
+from jaxlogp.losses.correction import MAX_LOG_WEIGHT, Correction, correction_weight_sum
 from jaxlogp.losses.documents import DocumentLayout
 from jaxlogp.losses.loss import LossTokens, PolicyLoss, loss_tokens, policy_loss, reduce_losses, weighted_losses
 from jaxlogp.losses.objectives import (
@@ -36,6 +36,7 @@ __all__ = [
     "cispo",
     "Clipped",
     "Correction",
+    "correction_weight_sum",
     "dapo",
     "DocumentLayout",
     "dr_grpo",

@@ -22,7 +22,7 @@ from jaxlogp._arrays import AnyArray, compute_dtype
 from jaxlogp._reduce import WeightedSum
 from jaxlogp.errors import describe, is_number, require
 from jaxlogp.losses import reductions
-from jaxlogp.losses.correction import Correction
+from jaxlogp.losses.correction import Correction, normalized
 from jaxlogp.losses.documents import DocumentLayout, document_layout, with_rows
 from jaxlogp.losses.inputs import (
     advantages_of_tokens,
@@ -246,6 +246,7 @@ def policy_loss(
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> WeightedSum:
     """Computes an unreduced policy loss: a sum, and the count that divides it over a whole optimizer step.
 
@@ -284,6 +285,9 @@ def policy_loss(
             the axis gives the loss of the whole documents, once.
         labels_per_document: D / M of the whole step, all parts together; needed with entropy weights "labels" unless
             the reduction is "labels".
+        mean_weight: mean of the correction's weights over all labels of the whole step, all parts together, such as the
+            `mean` of the :func:`jaxlogp.losses.correction_weight_sum` of all; needed along with sampler_log_probs if the
+            correction normalizes.
 
     Returns:
         The sum (fp32, or float64 for float64 log-probs, like every loss and metric) and the int32 count of this part of
@@ -323,6 +327,7 @@ def policy_loss(
         num_documents=num_documents,
         document_axis_name=document_axis_name,
         labels_per_document=labels_per_document,
+        mean_weight=mean_weight,
     )
     losses = weighted_losses(loss, flat(log_probs), tokens, **jax.tree.map(flat, values))
     return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
@@ -388,6 +393,7 @@ def loss_tokens(
     num_documents: int | np.integer | Integer[AnyArray, ""] | None = None,
     document_axis_name: str | tuple[str, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
     """Prepares the inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
 
@@ -405,6 +411,7 @@ def loss_tokens(
         num_documents: number of documents, as in :func:`jaxlogp.policy_loss`.
         document_axis_name: mesh axis (or axes) over which documents are split.
         labels_per_document: D / M of the whole step, as in :func:`jaxlogp.policy_loss`.
+        mean_weight: mean of the correction's weights over the whole step, as in :func:`jaxlogp.policy_loss`.
 
     Returns:
         The tokens for `weighted_losses`, and the int32 count of this part of the step.
@@ -460,7 +467,7 @@ def loss_tokens(
     if "sampler_log_probs" in constants:
         logs = policies.log_weights(mask)
         weights = jnp.where(jnp.isnan(logs), jnp.nan, weights)
-        corrections = _corrections(loss, logs, mask, layout)
+        corrections = _corrections(loss, logs, mask, layout, mean_weight)
     tokens = LossTokens(
         constants.get("old_log_probs"),
         constants["advantages"],
@@ -498,11 +505,15 @@ def _corrections(
     log_weights: Float[Array, " tokens"],
     mask: Bool[AnyArray, " tokens"],
     layout: DocumentLayout | None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None,
 ) -> Float[Array, " tokens"] | None:
     """Returns the weight of each objective, 0 where masked; None if all are 1."""
     if loss.correction is None:
         return None
-    return jnp.where(mask, loss.correction.weights(loss.correction.ratios(log_weights, layout)), 0.0)
+    weights = loss.correction.weights(loss.correction.ratios(log_weights, layout))
+    if loss.correction.normalize:
+        weights = normalized(weights, mean_weight)
+    return jnp.where(mask, weights, 0.0)
 
 
 def policies_of(constants: dict[str, Array]) -> Policies:

@@ -200,6 +200,7 @@ def policy_metrics(
     penalized: Bool[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
@@ -244,6 +245,7 @@ def policy_metrics(
         penalized=penalized,
         lse=lse,
         labels_per_document=labels_per_document,
+        mean_weight=mean_weight,
         level=level,
         document_axis_name=document_axis_name,
     )
@@ -265,6 +267,7 @@ def policy_metric_terms(
     penalized: Bool[AnyArray, "*tokens"] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
+    mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
@@ -290,7 +293,8 @@ def policy_metric_terms(
     - mismatch_k1, mismatch_k3: Σ_t m_t of the estimates -x and exp(x) - x - 1 of KL(μ ‖ π_old) for x = log π_old - log μ,
       divided by the labels; x is bounded by ±`MAX_LOG_WEIGHT` in both;
     - correction_weight, correction_weight_squared, max_correction_weight: mean, mean square and maximum over labels of the
-      weight c of the loss's correction, without one of π_old / μ; effective_sample_size: (Σ c)² / (n Σ c²) over n labels;
+      weight c of the loss's correction, before it is normalized, without one of π_old / μ; effective_sample_size:
+      (Σ c)² / (n Σ c²) over n labels;
     - truncated_fraction, weight_masked_fraction, rejected_fraction: share of labels whose weight is limited by a correction
       of kind "truncate" or "mask", or that a rejection takes out; truncated_document_fraction and
       weight_masked_document_fraction: share of documents with such a label, rejected_document_fraction: share of documents
@@ -321,6 +325,7 @@ def policy_metric_terms(
         penalized: bool [*tokens], labels whose drift is penalized, for loss_drift; or None.
         lse: [*tokens], log Σ e^z of each token, for loss_z; or None.
         labels_per_document: labels of the whole step divided by its documents, as in `policy_loss`.
+        mean_weight: mean of the correction's weights over the whole step, as in `policy_loss`.
         level: "none" (no term at all), "basic" or "with_entropy".
         document_axis_name: mesh axis over which documents are split, as in `policy_loss`.
 
@@ -349,7 +354,7 @@ def policy_metric_terms(
     document_ids, num_documents = with_rows(mask, document_ids, num_documents)
     layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name, needed=loss.needs_documents)
     options = {"document_ids": document_ids, "num_documents": num_documents, "document_axis_name": document_axis_name}
-    options["labels_per_document"] = labels_per_document
+    options |= {"labels_per_document": labels_per_document, "mean_weight": mean_weight}
     flat_mask, dtype = flat(mask), compute_dtype(log_probs)
     tokens = {name: constant(values, flat_mask, dtype) for name, values in given.items()}
     of_sampler = sampler_log_probs is not None or loss.correction is not None or loss.rejection is not None

@@ -13,7 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlogp import head as jaxlogp_head
 from jaxlogp import losses, sharded_linear_policy_loss
-from jaxlogp.losses import MAX_LOG_WEIGHT, PRESETS, Correction, PolicyLoss, grpo, gspo, policy_loss
+from jaxlogp.losses import (
+    MAX_LOG_WEIGHT,
+    PRESETS,
+    Correction,
+    PolicyLoss,
+    correction_weight_sum,
+    grpo,
+    gspo,
+    policy_loss,
+)
 from jaxlogp.policy.accumulate import StepSums
 from tests.head import policy_problem
 from tests.losses.correction_case import Oracle, loss_of, ratios_at, sampler, spread, weights_of
@@ -311,6 +320,143 @@ def test_shards_of_vocabulary_and_tokens_give_the_unsharded_loss(correction):
     )
 
 
+NORMALIZED = [dataclasses.replace(correction, normalize=True) for correction in CORRECTIONS]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "kl_cov"])
+def test_normalized_weights_have_mean_1_over_the_step_in_float64(name):
+    given = case(seed=1, dtype=np.float64)
+    values = sampler(given)
+    expected = Oracle(loss_of(name, **EXTRAS), given)
+
+    @jax.jit
+    def run(new, means):
+        results = []
+        for correction, mean in zip(NORMALIZED, means, strict=True):
+            options = given_to(loss_of(name, correction=correction, **EXTRAS), given)
+            options |= {"sampler_log_probs": values, "mean_weight": mean}
+
+            def total(x, options=options):
+                result = policy_loss(x, given.old, given.advantages, given.mask, **options)
+                return result.sum, result.count
+
+            results.append(jax.value_and_grad(total, has_aux=True)(new))
+        return results
+
+    with jax.enable_x64(True):
+        options = {"document_ids": given.ids, "num_documents": DOCUMENTS}
+        means = [
+            correction_weight_sum(correction, given.old, values, given.mask, **options).mean()
+            for correction in NORMALIZED
+        ]
+        results = run(jnp.asarray(given.new), means)
+    for correction, mean, ((value, count), gradient) in zip(NORMALIZED, means, results, strict=True):
+        weights = weights_of(correction, given, values)
+        assert abs(float(mean) / weights.mean() - 1.0) < 1e-13 and abs(weights.mean() - 1.0) > 1e-3, correction
+        terms = expected.losses(weights / weights.mean())
+        assert int(count) == expected_count(loss_of(name), given), "weights change no denominator"
+        assert abs(float(value) - terms.sum()) < 1e-13 * np.abs(terms).max(), correction
+        assert scaled_error(gradient, expected.gradient(weights / weights.mean())) < 1e-9, correction
+
+
+@pytest.mark.parametrize("correction", [NORMALIZED[1], NORMALIZED[2]], ids=["token", "sequence"])
+def test_any_cut_into_micro_batches_gives_the_normalized_step(correction):
+    given = case(seed=1)
+    values = sampler(given)
+    documents = {"document_ids": given.ids, "num_documents": DOCUMENTS}
+    weights = weights_of(correction, given, values)
+    terms = Oracle(losses.grpo(), given).losses(weights / weights.mean())
+
+    def masks(cut):
+        return [given.mask & np.isin(given.ids, part) for part in cut]
+
+    def step(cut):
+        total = sum(correction_weight_sum(correction, given.old, values, mask, **documents) for mask in masks(cut))
+        assert int(total.count) == given.mask.sum()
+        options = documents | {"sampler_log_probs": values, "mean_weight": total.mean()}
+        options["loss"] = grpo(correction=correction)
+        return float(sum(policy_loss(*given[:3], mask, **options) for mask in masks(cut)).mean())
+
+    cuts = [[range(DOCUMENTS)], [range(2), range(2, 5)], [[document] for document in range(DOCUMENTS)]]
+    for cut in cuts:
+        assert abs(step(cut) - terms.mean()) < ERROR
+    # The control: a mean of one's own for each micro-batch is another loss.
+    own = sum(
+        policy_loss(
+            *given[:3],
+            mask,
+            loss=grpo(correction=correction),
+            sampler_log_probs=values,
+            mean_weight=correction_weight_sum(correction, given.old, values, mask, **documents).mean(),
+            **documents,
+        )
+        for mask in masks(cuts[1])
+    )
+    assert abs(float(own.mean()) - terms.mean()) > 1e-3
+
+
+@pytest.mark.parametrize("correction", [NORMALIZED[0], NORMALIZED[3]], ids=["token", "sequence"])
+def test_ranks_that_split_documents_have_the_normalized_weights_of_the_whole(correction):
+    given = case(seed=1)
+    values = sampler(given)
+    mesh, specs = Mesh(np.array(jax.devices()[:8]), ("sequence",)), (P("sequence"),) * 6
+
+    def local(new, old, advantages, mask, ids, values):
+        documents = {"document_ids": ids, "num_documents": jnp.int32(DOCUMENTS), "document_axis_name": "sequence"}
+        mean = correction_weight_sum(correction, old, values, mask, **documents).psum("sequence").mean()
+        options = documents | {"loss": grpo(correction=correction), "sampler_log_probs": values, "mean_weight": mean}
+        return policy_loss(new, old, advantages, mask, **options).psum("sequence").mean(), mean
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))
+    value, mean = run(*(x.reshape(-1) for x in (*given[:5], values)))
+    weights = weights_of(correction, given, values)
+    assert abs(float(mean) / weights.mean() - 1.0) < ERROR
+    assert abs(float(value) - Oracle(grpo(), given).losses(weights / weights.mean()).mean()) < ERROR
+
+
+def test_weights_that_are_all_0_stay_0():
+    given = case(seed=1)
+    values = np.where(given.mask, given.old - 3.0, np.nan).astype(np.float32)
+    correction = Correction(kind="mask", normalize=True)
+    options = given_to(grpo(correction=correction), given) | {"sampler_log_probs": values}
+    mean = correction_weight_sum(correction, given.old, values, given.mask).mean()
+
+    def total(new):
+        return policy_loss(new, given.old, given.advantages, given.mask, mean_weight=mean, **options).sum
+
+    value, gradient = jax.value_and_grad(total)(jnp.asarray(given.new))
+    assert float(mean) == 0.0 == float(value) and not np.any(gradient)
+    assert np.isnan(jax.jit(lambda x: policy_loss(*given[:4], mean_weight=x, **options).sum)(np.float32(np.nan)))
+
+
+def test_normalized_weights_of_a_linear_head():
+    """In one pass, sharded, and as the loss of log-probs."""
+    data, correction = head_problem(), NORMALIZED[2]
+    documents = policy_problem.of_the_loss(data, losses.grpo_paper())
+    documents = {name: documents[name] for name in ("document_ids", "num_documents")}
+    total = correction_weight_sum(correction, data["old"], data["sampler"], data["mask"], **documents)
+    mean, loss = float(total.mean()), losses.grpo_paper(correction=correction)
+    assert abs(mean - 1.0) > 1e-3
+    plain = losses.grpo_paper(correction=dataclasses.replace(correction, normalize=False))
+
+    def scaled(data, loss):
+        """The loss has no part but the objective."""
+        value, values = in_two_calls(data, loss)
+        return dataclasses.replace(value, sum=value.sum / mean), values
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+
+    def sharded(data, loss):
+        operands = (data[name] for name in ("hidden", "weight", "targets", "old", "advantages", "mask"))
+        options = policy_problem.OPTIONS | policy_problem.of_the_loss(data, loss) | {"bias": data["bias"]}
+        options |= {"sampler_log_probs": data["sampler"], "loss": loss, "engine": "chunked", "mesh": mesh}
+        return sharded_linear_policy_loss(*operands, mean_weight=mean, **options)
+
+    expected = policy_problem.run(scaled, data, plain)
+    policy_problem.compare(policy_problem.run(in_one_call, data, loss, mean_weight=mean), expected)
+    policy_problem.compare(policy_problem.differentiated(data, lambda given: sharded(given, loss)), expected)
+
+
 BAD = {
     "level": (lambda: Correction("document"), "level", "'document'"),
     "kind": (lambda: Correction(kind="clip"), "kind", "'clip'"),
@@ -319,6 +465,22 @@ BAD = {
     "low NaN": (lambda: Correction(kind="mask", low=math.nan), "low", "nan"),
     "low of a truncation": (lambda: Correction(low=0.5), "low", "0.5"),
     "high below 1": (lambda: Correction(high=0.9), "high", "0.9"),
+    "normalize a number": (lambda: Correction(normalize=1), "normalize", "1"),
+    "the sum of another class": (
+        lambda: correction_weight_sum(grpo(), *[np.zeros(3, np.float32)] * 2),
+        "correction",
+        "",
+    ),
+    "the sum of log-probs above 0": (
+        lambda: correction_weight_sum(Correction(), *[np.ones(3, np.float32)] * 2),
+        "old_log_probs",
+        "1.0",
+    ),
+    "the sum without documents": (
+        lambda: correction_weight_sum(CORRECTIONS[2], *[np.zeros(3, np.float32)] * 2),
+        "document_ids",
+        "None",
+    ),
     "high a name": (lambda: Correction(high="2"), "high", "2"),
     "a number in place of the correction": (lambda: grpo(correction=2.0), "correction", "2.0"),
     "a class in place of the correction": (lambda: PolicyLoss("x", correction=Correction), "correction", "class"),
@@ -344,6 +506,8 @@ BAD_ARRAYS = {
     "NaN": ({"sampler_log_probs": with_value(np.nan)}, "sampler_log_probs", "nan at position (1, 2)"),
     "infinite": ({"sampler_log_probs": with_value(-np.inf)}, "sampler_log_probs", "-inf at position (1, 2)"),
     "above 0": ({"sampler_log_probs": with_value(0.3)}, "sampler_log_probs", "0.3"),
+    "without the mean": ({"loss": grpo(correction=NORMALIZED[0])}, "mean_weight", "None"),
+    "with means": ({"loss": grpo(correction=NORMALIZED[0]), "mean_weight": np.ones(2)}, "mean_weight", "(2,)"),
     "without the old policy's": ({"old_log_probs": None}, "old_log_probs", "None"),
     "without documents": (
         {name: GOOD[name].reshape(-1) for name in GOOD if name != "loss"} | {"loss": grpo(correction=CORRECTIONS[2])},
