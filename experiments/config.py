@@ -142,6 +142,7 @@ def validate(config: Config) -> MeshSpec:
     _validate_unused(config)
     config.policy_loss(1)
     config.loss.selection()
+    config.loss.entropy_control()
     _validate_source(config)
     _validate_supervised(config)
     _validate_filter(config)

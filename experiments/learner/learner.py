@@ -15,6 +15,7 @@ from jaxtyping import Float
 from experiments.learner.backend import Backend
 from experiments.learner.diagnosis import check_documents, explain_refusal
 from experiments.learner.drift import StepDrift, measure_drift
+from experiments.learner.entropy_control import EntropyControl
 from experiments.learner.objectives import Objective
 from experiments.learner.optimizers import Optimizer
 from experiments.learner.packing import Packing, Round
@@ -56,6 +57,7 @@ class Learner:
         params: the first parameters, whose memory it takes over.
         temperature: of the policy, that of the sampler.
         selection: which labels of a step learn, or have their drift penalized; None for all labels alike.
+        entropy_control: rule of the coefficient that the objective takes as `entropy_scale`; None for a constant bonus.
         seed: seed of the selection's draws; the key of a step follows from it and the `version`.
         keeps_reference: whether the first parameters are kept for `kl_to_reference`, although the objective has no KL.
         labels: of drift reports: `reduction` and `dtype`.
@@ -65,6 +67,7 @@ class Learner:
         state: parameters and optimizer state; a step takes over their memory.
         reference: a copy of the parameters of the last `begin`, where one is kept.
         version: documents seen, whose number names the parameters.
+        entropy_coefficient: coefficient of the entropy bonus in the next step; None without `entropy_control`.
 
     Raises:
         EngineUnavailable: a head that cannot run here.
@@ -80,6 +83,7 @@ class Learner:
         *,
         temperature: float = 1.0,
         selection: Selection | None = None,
+        entropy_control: EntropyControl | None = None,
         seed: int = 0,
         keeps_reference: bool = False,
         labels: Mapping[str, Any] = MappingProxyType({}),
@@ -97,6 +101,8 @@ class Learner:
         self.state = self._update.init(params)
         self.reference: nnx.State | None = None
         self.version = 0
+        self._entropy_control = entropy_control
+        self.entropy_coefficient = None if entropy_control is None else entropy_control.first
         self.gradients.trace(self.state.params, self._step_packing.padding())
 
     def programs(self) -> tuple[Ahead, Ahead] | None:
@@ -127,6 +133,8 @@ class Learner:
         rounds = self._step_packing.rounds(documents)
         drift = self._drift(rounds) if report_drift else None
         constants = self._objective.constants(documents)
+        if self.entropy_coefficient is not None:
+            constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
         total = self.gradients.accumulate(self.state.params, rounds, self.version, constants)
         assert total is not None, "a step has at least one document"
         self.state, outcome = self._update(self.state, total)
@@ -139,7 +147,13 @@ class Learner:
         counts["tokens"] = sum(each.num_tokens for each in rounds)
         if self._selection is not None:
             counts["selected_fraction"] = self._selection.fraction(documents)
-        return StepResult(self._metrics(outcome) | counts, refusal, drift)
+        metrics = self._metrics(outcome) | counts
+        if self._entropy_control is not None and self.entropy_coefficient is not None:
+            metrics["entropy_coefficient"] = self.entropy_coefficient
+            # A refused step leaves the state as it is, and the entropy of one may not be finite.
+            if outcome.applied:
+                self.entropy_coefficient = self._entropy_control.after(self.entropy_coefficient, metrics)
+        return StepResult(metrics, refusal, drift)
 
     def log_probs(self, documents: Sequence[Document]) -> list[Float[np.ndarray, " labels"]]:
         """Returns the log-probs of each document's labels under the present parameters, in nats.
@@ -198,8 +212,14 @@ class Learner:
         return arrays if self.reference is None else {**arrays, "reference": nnx.to_pure_dict(self.reference)}
 
     def counters(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of it as JSON: the version, and a fingerprint of what is not trained."""
-        return {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
+        """Returns what a checkpoint holds of it as JSON.
+
+        It is the version, a fingerprint of what is not trained, and the coefficient of a controlled entropy bonus.
+        """
+        counters = {"version": self.version, "frozen": fingerprint(self._backend.frozen)}
+        if self.entropy_coefficient is not None:
+            counters["entropy_coefficient"] = self.entropy_coefficient
+        return counters
 
     def template(self) -> dict[str, Any]:
         """Returns arrays of the shapes and places of those to restore."""
@@ -220,6 +240,8 @@ class Learner:
         saved = arrays.get("reference")
         self.reference = None if saved is None else self._backend.place(_like(params, saved))
         self.version = counters["version"]
+        if self._entropy_control is not None:
+            self.entropy_coefficient = counters["entropy_coefficient"]
 
     def _with_reference(self, documents: Sequence[Document]) -> Sequence[Document]:
         if not self._objective.needs_reference:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from experiments.learner.entropy_control import EntropyControl
 from experiments.learner.selection import SELECTIONS, Selection, TopEntropy
 from experiments.options import OneOf, option_name, refused_as
 from jaxlogp import losses
@@ -65,7 +66,14 @@ class LossConfig:
     kl_unbiased: bool | None = None
     """Weigh the KL by the ratio to the policy that sampled, which makes its gradient that of the KL (DeepSeek-V3.2)."""
     entropy_coefficient: float | None = None
-    """Weight of an entropy bonus."""
+    """Weight of an entropy bonus, with --loss.entropy-target that of the first step."""
+    entropy_target: float | None = None
+    """Entropy, in nats, that the weight of the entropy bonus follows. None: the weight stays.
+    After a step with less entropy the weight rises by --loss.entropy-step, after one with more it falls."""
+    entropy_step: float | None = None
+    """Change of the weight of the entropy bonus after each step, with --loss.entropy-target. None: 0.005."""
+    entropy_maximum: float | None = None
+    """Largest weight of the entropy bonus, with --loss.entropy-target. None: 1."""
     grad_divisor: float | None = None
     """Divisor of the gradient. None: that of the reported loss."""
     advantages: Annotated[str | None, OneOf(*ADVANTAGES)] = None
@@ -129,6 +137,11 @@ class LossConfig:
         shared = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         known = {*parameters, *(_SHARED_LOSS_OPTIONS if shared else ()), *self._selection_options()}
         given = self._given(_LOSS_OPTIONS)
+        if self.entropy_target is not None:
+            expected = f"None for loss {self.name!r}, which has no entropy bonus"
+            require("entropy_coefficient" in known, "--loss.entropy-target", expected, self.entropy_target)
+            # The coefficient of each step is its factor.
+            given["entropy_coefficient"] = 1.0
         length = given.pop("length", longest_completion)
         for name, value in (given | self._given(_SELECTION_OPTIONS)).items():
             expected = f"None for loss {self.name!r}, which has no such option"
@@ -164,6 +177,24 @@ class LossConfig:
             if kind is not None:
                 return SELECTIONS[kind](**self._given(self._selection_options()))
             return None if self.top_entropy is None else TopEntropy(self.top_entropy)
+
+    def entropy_control(self) -> EntropyControl | None:
+        """Returns the rule that the weight of the entropy bonus follows; None if it stays.
+
+        Raises:
+            ValueError: if an option is out of range or does not go with the others.
+        """
+        names = {"entropy_coefficient": "first", "entropy_step": "step", "entropy_maximum": "maximum"}
+        given = self._given(names)
+        if self.entropy_target is None:
+            for name in ("entropy_step", "entropy_maximum"):
+                expected = "None without --loss.entropy-target"
+                require(name not in given, option_name(f"loss.{name}"), expected, given.get(name))
+            return None
+        expected = "with_entropy along with --loss.entropy-target, which reads the entropy of each step"
+        require(self.metrics == "with_entropy", "--loss.metrics", expected, self.metrics)
+        with refused_as("loss"):
+            return EntropyControl(self.entropy_target, **{names[name]: value for name, value in given.items()})
 
     def _selection_options(self) -> tuple[str, ...]:
         kind = self.algorithm().selection

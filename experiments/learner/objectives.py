@@ -50,9 +50,11 @@ class LossConstants(NamedTuple):
 
     Attributes:
         mean_weight: mean of the correction's weights over all labels, read by a correction that normalizes.
+        entropy_scale: factor of the entropy coefficient.
     """
 
     mean_weight: Float[np.ndarray, ""] | Array = np.ones((), np.float32)
+    entropy_scale: Float[np.ndarray, ""] | Array = np.ones((), np.float32)
 
 
 NO_CONSTANTS = LossConstants()
@@ -142,11 +144,19 @@ class CrossEntropy(Objective):
 
 @dataclass(frozen=True)
 class PolicyObjective(Objective):
-    """A policy loss of `jaxlogp.losses`, with its metrics."""
+    """A policy loss of `jaxlogp.losses`, with its metrics.
+
+    Attributes:
+        loss: the loss.
+        metrics: level of the metrics, as in `policy_metric_terms`.
+        document_axis: mesh axis over which documents are split, or None.
+        scales_entropy: whether the entropy coefficient is multiplied by `LossConstants.entropy_scale`.
+    """
 
     loss: PolicyLoss
     metrics: str
     document_axis: str | None = None
+    scales_entropy: bool = False
 
     @property
     def with_entropy(self) -> bool:
@@ -208,6 +218,7 @@ class PolicyObjective(Objective):
             "num_documents": batch.num_documents[0],
             "document_axis_name": self.document_axis,
             "mean_weight": constants.mean_weight,
+            "entropy_scale": constants.entropy_scale if self.scales_entropy else None,
         }
 
     def _with_metrics(

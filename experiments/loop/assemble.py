@@ -186,6 +186,7 @@ def _learner(base: Inference) -> Learner:
             backend.take_params(),
             temperature=config.rollout.temperature,
             selection=config.loss.selection(),
+            entropy_control=config.loss.entropy_control(),
             seed=config.seed + SELECTION,
             keeps_reference=config.evaluation.kl or config.reward.kl_coefficient > 0.0,
             labels={"reduction": f"mesh {config.mesh}", "dtype": dtype},
@@ -206,7 +207,8 @@ def _support_capacity(base: Inference) -> int | None:
 def _policy_objective(base: Inference) -> PolicyObjective:
     # What a source of one's own draws may be as long as a row.
     longest = base.sizes.completion if base.config.source is None else base.sizes.row
-    return PolicyObjective(base.config.policy_loss(longest), base.config.loss.metrics, document_axis(base.mesh))
+    config, scales = base.config, base.config.loss.entropy_target is not None
+    return PolicyObjective(config.policy_loss(longest), config.loss.metrics, document_axis(base.mesh), scales)
 
 
 def _built_in_source(base: Inference) -> ExperienceSource:

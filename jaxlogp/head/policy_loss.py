@@ -63,6 +63,7 @@ def linear_policy_loss(
     document_axis_name: AxisName | tuple[AxisName, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     with_entropy: bool = False,
     with_lse: bool = False,
@@ -112,6 +113,7 @@ def linear_policy_loss(
         document_axis_name: mesh axis (or axes) over which documents are split.
         labels_per_document: labels of the whole step divided by its documents, for a token mean of the entropy.
         mean_weight: mean of the correction's weights over the whole step, for a correction that normalizes.
+        entropy_scale: factor of the entropy coefficient, as in :func:`jaxlogp.policy_loss`.
         lse: [*tokens], log Σ_v e^z of exactly the logits that this call would compute, in nats
             (:func:`jaxlogp.linear_log_probs` with ``with_lse``), for a step strictly on policy. old_log_probs, of the same
             call, are then taken as the log-probs, every ratio is 1, and only the gradients are computed. Excludes entropy.
@@ -184,6 +186,7 @@ def linear_policy_loss(
     check_operands(hidden, weight, bias, weight_layout)
     missing = lse is not None and old_log_probs is None
     require(not missing, "old_log_probs", "the log-probs that lse belongs to", None)
+    of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
     unsharded = (axis_name, vocab, sequence_dim, document_axis_name) == (None,) * 4
     mesh = sharded.known_layout(hidden, weight, weight_layout, engine) if unsharded else None
     if mesh is not None:
@@ -191,7 +194,7 @@ def linear_policy_loss(
         options |= {"weight_layout": weight_layout, "frozen_head": frozen_head, **spec.keywords(), **mesh}
         options |= {"sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs, "penalized": penalized}
         options |= {"document_ids": document_ids, "num_documents": num_documents}
-        options |= {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "support": support}
+        options |= {"support": support, **of_step}
         arguments = hidden, weight, targets, old_log_probs, advantages, mask
         return sharded.sharded_linear_policy_loss(*arguments, loss=loss, lse=lse, bias=bias, **options)
     if unsharded:
@@ -204,7 +207,7 @@ def linear_policy_loss(
         loss_tokens = functools.partial(make_loss_tokens, num_documents=num_documents)
     else:
         loss_tokens, given = make_loss_tokens, given | {"num_documents": num_documents}
-    given |= {"document_ids": document_ids, "labels_per_document": labels_per_document, "mean_weight": mean_weight}
+    given |= {"document_ids": document_ids, **of_step}
     specs = PartitionSpec(), leading_spec(hidden, hidden.ndim - 1)
     return automatic_axes(run, hidden, weight, bias, targets, mask, support, lse, given, out_specs=specs)
 

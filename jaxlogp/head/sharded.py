@@ -146,6 +146,7 @@ def sharded_linear_policy_loss(
     num_documents: int | np.integer | Int[AnyArray, ""] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
     lse: Float[AnyArray, "*tokens"] | None = None,
     bias: Float[Array, " vocab"] | None = None,
     support: Support | None = None,
@@ -176,6 +177,7 @@ def sharded_linear_policy_loss(
         num_documents: number of documents of the whole arrays; None along with document_ids.
         labels_per_document: labels of the whole step divided by its documents, as in :func:`jaxlogp.policy_loss`.
         mean_weight: mean of the correction's weights over the whole step, as in :func:`jaxlogp.policy_loss`.
+        entropy_scale: factor of the entropy coefficient, as in :func:`jaxlogp.policy_loss`.
         lse: [*tokens] or None, as in :func:`linear_policy_loss`.
         bias: [V] or None.
         support: the ids that each token was drawn from, of all tokens, or None.
@@ -203,7 +205,7 @@ def sharded_linear_policy_loss(
     of_support = _support_arrays(support, targets, mask, weight.shape[layout.vocab_dim])
     # Its checks of values, which the program cannot make; nothing is computed.
     labels = labels_of(mask, targets.shape) if support is None else mask_by_support(support, mask, targets.shape)
-    of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight}
+    of_step = {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
     further = documents | of_step
     # Rules that read log-probs get theirs in the program.
     further["log_probs"] = np.zeros(targets.shape, np.float32)

@@ -247,6 +247,7 @@ def policy_loss(
     document_axis_name: str | tuple[str, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> WeightedSum:
     """Computes an unreduced policy loss: a sum, and the count that divides it over a whole optimizer step.
 
@@ -288,6 +289,8 @@ def policy_loss(
         mean_weight: mean of the correction's weights over all labels of the whole step, all parts together, such as the
             `mean` of the :func:`jaxlogp.losses.correction_weight_sum` of all; needed along with sampler_log_probs if the
             correction normalizes.
+        entropy_scale: factor of the entropy coefficient; an array may change from step to step without recompiling. None
+            for 1.
 
     Returns:
         The sum (fp32, or float64 for float64 log-probs, like every loss and metric) and the int32 count of this part of
@@ -328,6 +331,7 @@ def policy_loss(
         document_axis_name=document_axis_name,
         labels_per_document=labels_per_document,
         mean_weight=mean_weight,
+        entropy_scale=entropy_scale,
     )
     losses = weighted_losses(loss, flat(log_probs), tokens, **jax.tree.map(flat, values))
     return WeightedSum(jnp.sum(losses), count, loss.grad_divisor)
@@ -394,6 +398,7 @@ def loss_tokens(
     document_axis_name: str | tuple[str, ...] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
 ) -> tuple[LossTokens, Int[Array, ""]]:
     """Prepares the inputs of a policy loss that do not depend on the policy: checked, flat, masked, weighted.
 
@@ -412,6 +417,7 @@ def loss_tokens(
         document_axis_name: mesh axis (or axes) over which documents are split.
         labels_per_document: D / M of the whole step, as in :func:`jaxlogp.policy_loss`.
         mean_weight: mean of the correction's weights over the whole step, as in :func:`jaxlogp.policy_loss`.
+        entropy_scale: factor of the entropy coefficient, as in :func:`jaxlogp.policy_loss`.
 
     Returns:
         The tokens for `weighted_losses`, and the int32 count of this part of the step.
@@ -476,7 +482,7 @@ def loss_tokens(
         flat(penalized) if drifts else None,
         kept,
         weights,
-        _entropy_weights(loss, weights, labels_per_document),
+        _entropy_weights(loss, weights, labels_per_document, entropy_scale),
         corrections,
         kept_layout if loss.ratio != "token" else None,
     )
@@ -527,10 +533,25 @@ def _entropy_weights(
     loss: PolicyLoss,
     weights: Float[Array, " tokens"],
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None,
+    scale: float | np.floating | Float[AnyArray, ""] | None,
 ) -> Float[Array, " tokens"] | None:
-    """Returns the weights of a token mean in a sum that is divided by documents; None if those of the loss serve."""
-    if loss.entropy_coefficient == 0.0 or loss.entropy_weights == "reduction" or loss.reduction == "labels":
+    """Returns the weights of the entropies in the sum, `scale` included; None if those of the loss serve."""
+    if loss.entropy_coefficient == 0.0:
         return None
+    if loss.entropy_weights == "labels" and loss.reduction != "labels":
+        weights = _token_mean_weights(weights, labels_per_document)
+    elif scale is None:
+        return None
+    if scale is None:
+        return weights
+    require(jnp.ndim(scale) == 0, "entropy_scale", "one number", describe(scale))
+    return jnp.asarray(scale, weights.dtype) * weights
+
+
+def _token_mean_weights(
+    weights: Float[Array, " tokens"], labels_per_document: float | np.floating | Float[AnyArray, ""] | None
+) -> Float[Array, " tokens"]:
+    """Returns the weights of a token mean in a sum that is divided by documents."""
     why = "the labels of the whole step divided by its documents, for entropy_weights 'labels'"
     given = labels_per_document is not None and jnp.ndim(labels_per_document) == 0
     require(given, "labels_per_document", why, describe(labels_per_document))

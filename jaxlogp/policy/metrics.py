@@ -201,6 +201,7 @@ def policy_metrics(
     lse: Float[AnyArray, "*tokens"] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
@@ -246,6 +247,7 @@ def policy_metrics(
         lse=lse,
         labels_per_document=labels_per_document,
         mean_weight=mean_weight,
+        entropy_scale=entropy_scale,
         level=level,
         document_axis_name=document_axis_name,
     )
@@ -268,6 +270,7 @@ def policy_metric_terms(
     lse: Float[AnyArray, "*tokens"] | None = None,
     labels_per_document: float | np.floating | Float[AnyArray, ""] | None = None,
     mean_weight: float | np.floating | Float[AnyArray, ""] | None = None,
+    entropy_scale: float | np.floating | Float[AnyArray, ""] | None = None,
     level: str = "basic",
     document_axis_name: str | tuple[str, ...] | None = None,
 ) -> PolicyMetricTerms:
@@ -326,6 +329,7 @@ def policy_metric_terms(
         lse: [*tokens], log Σ e^z of each token, for loss_z; or None.
         labels_per_document: labels of the whole step divided by its documents, as in `policy_loss`.
         mean_weight: mean of the correction's weights over the whole step, as in `policy_loss`.
+        entropy_scale: factor of the entropy coefficient, as in `policy_loss`.
         level: "none" (no term at all), "basic" or "with_entropy".
         document_axis_name: mesh axis over which documents are split, as in `policy_loss`.
 
@@ -354,7 +358,7 @@ def policy_metric_terms(
     document_ids, num_documents = with_rows(mask, document_ids, num_documents)
     layout = loss_layout(loss, mask, document_ids, num_documents, document_axis_name, needed=loss.needs_documents)
     options = {"document_ids": document_ids, "num_documents": num_documents, "document_axis_name": document_axis_name}
-    options |= {"labels_per_document": labels_per_document, "mean_weight": mean_weight}
+    options |= {"labels_per_document": labels_per_document, "mean_weight": mean_weight, "entropy_scale": entropy_scale}
     flat_mask, dtype = flat(mask), compute_dtype(log_probs)
     tokens = {name: constant(values, flat_mask, dtype) for name, values in given.items()}
     of_sampler = sampler_log_probs is not None or loss.correction is not None or loss.rejection is not None

@@ -222,6 +222,13 @@ def test_the_entropy_of_a_loss_with_a_bonus_is_returned(loss):
     assert oracle.scaled_error(values.entropy, entropy) < 1e-5 and values.lse is None
 
 
+@pytest.mark.parametrize("loss", [grpo(entropy_coefficient=0.4), gspo(entropy_coefficient=0.4)], ids=lambda x: x.name)
+def test_the_factor_of_an_entropy_bonus_reaches_one_pass_and_two_steps(loss):
+    data = problem()
+    product = dataclasses.replace(loss, entropy_coefficient=0.1)
+    compare(run(one_call, data, loss, entropy_scale=0.25), run(two_calls, data, product))
+
+
 def from_log_probs(name, loss=grpo(), **options):
     """The loss plus the sum of a value, and the values."""
 

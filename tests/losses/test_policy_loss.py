@@ -167,6 +167,37 @@ def test_the_token_mean_of_the_entropy_is_that_of_the_step_however_it_is_cut():
     np.testing.assert_allclose(-sum(sums).mean(), expected, rtol=oracle.fp32_bound(1.0, 24))
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("entropy_weights", ["reduction", "labels"])
+def test_a_scaled_entropy_bonus_is_that_of_the_product(reduction, entropy_weights):
+    given, more = case(), {"reduction": reduction, "length": REDUCTIONS[reduction]}
+    loss = PolicyLoss("any", entropy_coefficient=0.5, entropy_weights=entropy_weights, **more)
+    options = given_to(loss, given) | {"labels_per_document": given.mask.sum() / DOCUMENTS}
+    traces = []
+
+    @jax.jit
+    def run(entropy, scale):
+        traces.append(scale)
+
+        def total(entropy):
+            terms = options | {"entropy": entropy, "entropy_scale": scale}
+            return policy_loss(given.new, given.old, given.advantages, given.mask, **terms).sum
+
+        return jax.value_and_grad(total)(entropy)
+
+    for scale in (0.0, 0.3, 2.0):
+        value, gradient = run(jnp.asarray(given.entropy), np.float32(scale))
+        product = dataclasses.replace(loss, entropy_coefficient=0.5 * scale)
+        assert sum_error(value, product, given) < ERROR, scale
+        if scale:
+            assert scaled_error(gradient, expected_gradient(product, given, "entropy")) < ERROR, scale
+        else:
+            assert not np.any(gradient)
+    assert len(traces) == 1, "another factor is no other program"
+    with pytest.raises(ValueError, match="^entropy_scale: expected one number"):
+        policy_loss(given.new, given.old, given.advantages, given.mask, **options, entropy_scale=np.ones(2))
+
+
 def test_the_case_meets_every_bound():
     """What makes the test above see a bound: labels and documents on both sides of each of them."""
     given = case()
