@@ -62,11 +62,12 @@ class Failure(NamedTuple):
 
 @dataclass
 class Processes:
-    """All processes of a run, seen from one of them."""
+    """All processes of a run, seen from one of them; calls of one `channel` come from one thread."""
 
     index: int = 0
     count: int = 1
     _store: Any = None
+    channel: str = ""
     _gathers: int = 0
     _ending: threading.Event = field(default_factory=threading.Event)
 
@@ -86,12 +87,31 @@ class Processes:
         if self.count == 1:
             return [value]
         self._gathers += 1
-        self._store.key_value_set(f"{ROOM}/{self._gathers}/{self.index}", json.dumps([what, value]))
+        self._store.key_value_set(self._key(self._gathers, self.index), json.dumps([what, value]))
         values = [self._value_of(process, what) for process in range(self.count)]
         # Whoever has all values of this gather knows that all have read those of the one before.
         if self._gathers > 1:
-            self._store.key_value_delete(f"{ROOM}/{self._gathers - 1}/{self.index}")
+            self._store.key_value_delete(self._key(self._gathers - 1, self.index))
         return values
+
+    def attempt(self, what: str, make: Callable[[], T]) -> list[T]:
+        """Returns what `make` returns in every process, as `gather` does; if it fails in one, all of them fail.
+
+        Raises:
+            OSError: the first failure.
+        """
+        if self.count == 1:
+            return [make()]
+        try:
+            result = {"value": make()}
+        except OSError as error:
+            result = {"failure": [error.errno, error.strerror or str(error)]}
+        gathered = self.gather(what, result)
+        for process, theirs in enumerate(gathered):
+            if "failure" in theirs:
+                number, text = theirs["failure"]
+                raise OSError(number, text if process == self.index else f"process {process}: {text}")
+        return [theirs["value"] for theirs in gathered]
 
     def each_its_part(self, what: str, count: int, make: Callable[[range], list[Any]]) -> list[Any]:
         """Returns values of `count` things in all processes, each of which makes its part, as `gather` takes them."""
@@ -108,7 +128,7 @@ class Processes:
         """Returns the numbers of those of `count` things that are this process's to make."""
         return range(self.index, count, self.count)
 
-    def of_first(self, what: str, make: Callable[[], T]) -> T:
+    def from_first(self, what: str, make: Callable[[], T]) -> T:
         """Calls `make` on process 0, and returns its result in all processes."""
         return self.gather(what, make() if self.first else None)[0]
 
@@ -135,7 +155,7 @@ class Processes:
         return counts
 
     def _value_of(self, process: int, what: str) -> Any:
-        key, started, said = f"{ROOM}/{self._gathers}/{process}", time.monotonic(), False
+        key, started, said = self._key(self._gathers, process), time.monotonic(), False
         witness = 1 if process == 0 else 0
         while (text := self._read(key)) is None:
             waited = time.monotonic() - started
@@ -146,6 +166,9 @@ class Processes:
         if theirs != what:
             raise RuntimeError(f"process {process} is at {theirs!r} where process {self.index} is at {what!r}")
         return value
+
+    def _key(self, gather: int, process: int) -> str:
+        return f"{ROOM}/{self.channel}{gather}/{process}"
 
     def _read(self, key: str) -> str | None:
         """Returns the value of a key, waited for a moment; None where there is none yet."""
@@ -258,17 +281,20 @@ class Processes:
         os._exit(code)
 
 
-_HERE: list[Processes] = []
+_CHANNELS: dict[str, Processes] = {}
 
 
-def processes() -> Processes:
-    """Returns the processes that this one has been started with; itself alone if `jax.distributed` was not initialized."""
+def processes(channel: str = "") -> Processes:
+    """Returns the processes that this one has been started with; itself alone if `jax.distributed` was not initialized.
+
+    The main thread has the channel without a name.
+    """
     state = distributed.global_state
     if state.client is None or state.num_processes == 1:
         return Processes()
-    if not _HERE:
-        _HERE.append(Processes(state.process_id, state.num_processes, state.client))
-    return _HERE[0]
+    if channel not in _CHANNELS:
+        _CHANNELS[channel] = Processes(state.process_id, state.num_processes, state.client, channel)
+    return _CHANNELS[channel]
 
 
 def start(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:

@@ -39,7 +39,7 @@ from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, run_and_step
 from experiments.runs.identity import RunParts
-from experiments.runs.store import read_checkpoint
+from experiments.runs.run_writer import read_checkpoint
 from experiments.tasks import Task
 from jaxlogp.errors import require
 

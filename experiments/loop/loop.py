@@ -22,9 +22,9 @@ from experiments.runs.config_file import from_json
 from experiments.runs.console import RunConsole
 from experiments.runs.files import kind_of
 from experiments.runs.folder import RunFolder
+from experiments.runs.run_writer import RunWriter
 from experiments.runs.signals import Signals
 from experiments.runs.stops import GuardAbort, Interrupted
-from experiments.runs.store import FollowedStore, RunStore
 from experiments.tasks.rewards import RewardFailed, RewardNotFinite
 from jaxlogp.errors import require
 
@@ -71,8 +71,16 @@ class Outcome(NamedTuple):
     exhausted: bool
 
 
-def take_step(setup: Setup, feed: DocumentFeed, *, report_drift: bool = False) -> tuple[StepResult, Taken] | None:
+def take_step(
+    setup: Setup, feed: DocumentFeed, *, report_drift: bool = False, when_drawn: Callable[[], None] = lambda: None
+) -> tuple[StepResult, Taken] | None:
     """Draws documents and takes one optimizer step on them, or refuses it; None if the data has ended.
+
+    Args:
+        setup: what the run consists of.
+        feed: gives the documents.
+        report_drift: whether to compare sampler and trainer.
+        when_drawn: called between the two, before the update takes over the memory of the parameters.
 
     Raises:
         RewardFailed: if a reward function is broken; nothing has been taken of the data, as if the step had not begun.
@@ -88,6 +96,7 @@ def take_step(setup: Setup, feed: DocumentFeed, *, report_drift: bool = False) -
         return StepResult(refusal=setup.learner.explain(taken.refusal)), taken
     if not taken.documents:
         return None
+    when_drawn()
     return setup.learner.step(taken.documents, report_drift=report_drift), taken
 
 
@@ -98,7 +107,7 @@ class Loop:
         phase: what it runs.
         folder: where the run is kept.
         console: what it prints.
-        store: its checkpoints and logs.
+        writer: its checkpoints and logs.
         signals: that have been received.
 
     Attributes:
@@ -111,13 +120,13 @@ class Loop:
         phase: Phase,
         folder: RunFolder,
         console: RunConsole,
-        store: RunStore | FollowedStore,
+        writer: RunWriter,
         signals: Signals,
     ) -> None:
         self._phase, self._setup, self._feed = phase, phase.setup, phase.feed
         setup = phase.setup
         self._config, self._learner = setup.config, setup.learner
-        self._folder, self._console, self._store, self._signals = folder, console, store, signals
+        self._folder, self._console, self._writer, self._signals = folder, console, writer, signals
         self._monitor = StepMonitor(setup.config.guards, setup.sizes.completion)
         self.before: Scores | None = None
         self.progress, self._exhausted = Progress(), False
@@ -132,7 +141,7 @@ class Loop:
             ValueError: if there is no such checkpoint, or one that this run cannot go on from.
         """
         learner = self._learner
-        restored = self._store.restore(restore_template(learner.template(), self._setup.mesh), step)
+        restored = self._writer.restore(restore_template(learner.template(), self._setup.mesh), step)
         for warning in restored.warnings:
             self._console.warn(warning)
         record, self._saved_step = restored.record, restored.step
@@ -170,8 +179,8 @@ class Loop:
         self.before = self._evaluate()
         self._save()
         # Once a step is logged, a resume can no longer begin this phase again.
-        self._store.wait_until_finished()
-        self._store.forget_warm_start()
+        self._writer.wait_until_finished()
+        self._writer.forget_warm_start()
         self._say_scores(self.before)
 
     @property
@@ -181,7 +190,8 @@ class Loop:
     def _step(self) -> bool:
         """One step with its records; False if the data had ended before it."""
         started = time.perf_counter()
-        done = self._with_rewards(lambda: take_step(self._setup, self._feed, report_drift=self._drift_is_due))
+        options = {"report_drift": self._drift_is_due, "when_drawn": self._writer.wait_until_copied}
+        done = self._with_rewards(lambda: take_step(self._setup, self._feed, **options))
         if done is None:
             self._exhausted = True
             return False
@@ -199,14 +209,14 @@ class Loop:
         refusal = None if result.refusal is None else result.refusal.sentence(tokenizer)
         progress.step += 1
         progress.refused = 0 if refusal is None else progress.refused + 1
-        values, step, metrics = self._values(result, taken, started), progress.step, self._store.metrics
+        values, step, writer = self._values(result, taken, started), progress.step, self._writer
         if refusal is not None:
             values["refused"] = refusal
-        metrics.write(step, self._phase.name, values)
+        writer.write(step, self._phase.name, values)
         self._console.step(step, values)
         if drift is not None:
             progress.drift_step = step
-            metrics.write(step, "drift", drift.metrics(tokenizer))
+            writer.write(step, "drift", drift.metrics(tokenizer))
             for line in drift.lines(tokenizer):
                 self._console.say(f"step {step}: {line}")
         if refusal is not None:
@@ -251,8 +261,8 @@ class Loop:
         scores, values, samples = self._with_rewards(lambda: phase.evaluate(step))
         if log:
             values = {**values, "seconds": time.perf_counter() - started}
-            self._store.metrics.write(step, phase.evaluation_name, values)
-            self._store.metrics.write_samples(step, "held_out", [each._asdict() for each in samples])
+            self._writer.write(step, phase.evaluation_name, values)
+            self._writer.write_samples(step, "held_out", [each._asdict() for each in samples])
             self.progress.evaluated = step
             self.progress.reached = phase.is_reached(scores)
         return scores
@@ -280,7 +290,7 @@ class Loop:
     def _time_has_come(self) -> bool:
         minutes = self._config.checkpoint.every_minutes
         passed = lambda: time.monotonic() - self._saved_at >= 60.0 * minutes  # noqa: E731
-        return bool(minutes) and processes().of_first("time to save", passed)
+        return bool(minutes) and processes().from_first("time to save", passed)
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one; never of a state that cannot be trained on."""
@@ -293,14 +303,14 @@ class Loop:
         self._console.say(f"{self._phase.at(step)}: saving a checkpoint")
         before = None if self.before is None else self.before._asdict()
         counters = {"progress": vars(self.progress), "learner": learner.counters(), "feed": self._feed.state()}
-        self._store.save(step, learner.arrays(), **counters, before=before)
+        self._writer.save(step, learner.arrays(), **counters, before=before)
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def _save_now(self) -> None:
         """A durable checkpoint of this step, if there is anything to save yet."""
         if self.before is not None or self.progress.step > 0:
             self._save()
-            self._store.wait_until_finished()
+            self._writer.wait_until_finished()
 
     def _with_rewards(self, function: Callable[[], Any]) -> Any:
         """The function's result; a broken reward or source ends the run, once what is done has been saved."""
@@ -317,7 +327,7 @@ class Loop:
     def _require(self, step: int, what: str, found: str | None) -> None:
         """Ends the run without a checkpoint of a damaged state."""
         if found is not None:
-            self._store.wait_until_finished()
+            self._writer.wait_until_finished()
             raise GuardAbort(f"{self._phase.at(step)}: {what}: {found}; {resume_hint(self._folder, self._config)}")
 
     def _answer_signals(self) -> None:

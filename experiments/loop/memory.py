@@ -12,7 +12,7 @@ from experiments.config import is_changeable
 from experiments.loop.assemble import CHECK_PROMPTS, Setup
 from experiments.loop.loop import Progress
 from experiments.models.mesh import parse_mesh
-from experiments.models.placement import bytes_a_device, total_bytes
+from experiments.models.placement import bytes_a_device, bytes_of_process, total_bytes
 from experiments.processes import processes
 from experiments.runs.console import RunConsole
 
@@ -35,11 +35,13 @@ class MemoryNeed(NamedTuple):
         state: parameters, optimizer state, the reference, and whatever else is held all the time.
         parts: what comes on top at different moments, by name; empty where that is not known.
         compiling: most bytes that were held so far. In small runs the compiler takes most, to try out products.
+        host: bytes of a process, not of a device, that a checkpoint takes until it is written.
     """
 
     state: int
     parts: Mapping[str, int] = MappingProxyType({})
     compiling: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -68,7 +70,8 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
     # Of all processes: each knows its own devices.
     limits = processes().gather("memory of devices", device_limit(setup.mesh.local_devices))
     limit = min((each for each in limits if each is not None), default=None)
-    console.say(f"memory per device: {need}" + ("" if limit is None else f"; limit: {size(limit)}"))
+    of_device = f"memory per device: {need}" + ("" if limit is None else f"; limit: {size(limit)}")
+    console.say(of_device + (f"; on the host, for a checkpoint: {size(need.host)}" if need.host else ""))
     programs = cache_report()
     if programs is not None:
         console.say(programs)
@@ -85,9 +88,10 @@ def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed
 def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     """What a run needs, its warm start included; of `--invariant`, whose programs are many small ones, the state alone."""
     state, params = _state(setup, warm_start_to_come), setup.learner.state.params
+    alone = MemoryNeed(state, host=bytes_of_process(setup.learner.template()))
     programs = setup.learner.programs()
     if programs is None:
-        return MemoryNeed(state)
+        return alone
     micro_batch, update = (program.compiled.memory_analysis() for program in programs)
     shapes = setup.shapes
     if warm_start_to_come:
@@ -96,7 +100,7 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
     draws = {name: setup.samplers.memory(params, shape) for name, shape in shapes.items()}
     known = {name: number for name, number in draws.items() if number is not None}
     if micro_batch is None or update is None or len(known) < len(draws):
-        return MemoryNeed(state)
+        return alone
     held = bytes_a_device(params) + bytes_a_device(setup.backend.frozen)
     batch = max(0, micro_batch.argument_size_in_bytes - held)
     gradients = micro_batch.output_size_in_bytes
@@ -107,7 +111,7 @@ def memory_need(setup: Setup, *, warm_start_to_come: bool) -> MemoryNeed:
         "update": gradients + update.temp_size_in_bytes + update.output_size_in_bytes - update.alias_size_in_bytes,
         **known,
     }
-    return MemoryNeed(state, parts, peak_bytes(setup.mesh.local_devices) or 0)
+    return alone._replace(parts=parts, compiling=peak_bytes(setup.mesh.local_devices) or 0)
 
 
 def _state(setup: Setup, warm_start_to_come: bool) -> int:

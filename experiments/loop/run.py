@@ -189,7 +189,7 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
     both = user.task is not None and names_user_task(config.task)
     require(not both, "--task", "no task of your own where train is given one", config.task)
     task = given_task(config, user.task)
-    path = Path(processes().of_first("run folder", lambda: str(_new_path(config, task))))
+    path = Path(processes().from_first("run folder", lambda: str(_new_path(config, task))))
     found = find_parts(config, user, task, source)
     setup = found.assemble(path, dtype)
     say_memory(setup, Progress(), RunConsole(config.quiet))

@@ -14,9 +14,9 @@ from experiments.runs.config_file import load_config
 from experiments.runs.console import RunConsole
 from experiments.runs.folder import RunFolder, read_metrics
 from experiments.runs.identity import Identity, RunParts, identity_of
+from experiments.runs.run_writer import RunWriter
 from experiments.runs.signals import Signals, caught_signals
 from experiments.runs.stops import Interrupted
-from experiments.runs.store import FollowedStore, RunStore, open_store
 from jaxlogp.errors import require
 
 
@@ -53,10 +53,10 @@ def run_to_end(
         identity = identity_of_run(folder, setup.config)
         with (
             caught_signals() as signals,
-            open_store(folder, setup.config.checkpoint.keep, identity) as store,
+            RunWriter(folder, setup.config.checkpoint.keep, identity) as writer,
         ):
-            run = _Session(setup, folder, console, store, signals, resumption)
-            return run.resume_training(step) if resumption is not None and store.begun else run.begin(step)
+            run = _Session(setup, folder, console, writer, signals, resumption)
+            return run.resume_training(step) if resumption is not None and writer.begun else run.begin(step)
     except KeyboardInterrupt:
         sentence = f"SIGINT twice: stopped at once; {resume_hint(folder, setup.config)}"
         # No other process knows of it: they would wait for this one.
@@ -69,7 +69,7 @@ class _Session:
     setup: Setup
     folder: RunFolder
     console: RunConsole
-    store: RunStore | FollowedStore
+    writer: RunWriter
     signals: Signals
     resumption: Resumption | None
 
@@ -78,8 +78,8 @@ class _Session:
         training = self._loop(training_phase(self.setup))
         training.restore(step)
         self.resumption.check(self.setup, training.progress)
-        self._take_up(f"at step {training.progress.step}", training.progress.step)
-        self.store.forget_warm_start()
+        self._discard_newer(f"at step {training.progress.step}", training.progress.step)
+        self.writer.forget_warm_start()
         return training.run()
 
     def begin(self, step: int | None) -> Outcome:
@@ -90,39 +90,39 @@ class _Session:
             self.resumption.check(self.setup, Progress())
         if self.setup.warms_up:
             self._warm_start()
-            self.store.enter(self.folder.checkpoints)
+            self.writer.enter(self.folder.checkpoints)
         else:
-            self.store.begin()
-            self._take_up("from the beginning")
+            self.writer.begin()
+            self._discard_newer("from the beginning")
             self.setup.learner.begin(self.setup.learner.release())
         return self._loop(training_phase(self.setup)).run()
 
     def _warm_start(self) -> None:
-        self.store.enter(self.folder.warm_start)
+        self.writer.enter(self.folder.warm_start)
         phase = self.setup.warm_start()
         loop = self._loop(phase)
-        if self.resumption is not None and self.store.begun:
+        if self.resumption is not None and self.writer.begun:
             loop.restore()
         else:
-            self.store.begin()
+            self.writer.begin()
         steps = loop.progress.step
-        self._take_up(f"at step {steps} of the warm start" if steps else "from the beginning of the warm start")
+        self._discard_newer(f"at step {steps} of the warm start" if steps else "from the beginning of the warm start")
         self.console.say(f"warm start: at most {phase.steps} steps")
         loop.run()
         self.console.say(f"warm start: ended after step {loop.progress.step}")
         self.setup.learner.begin(phase.setup.learner.release())
 
     def _loop(self, phase: Phase) -> Loop:
-        return Loop(phase, self.folder, self.console, self.store, self.signals)
+        return Loop(phase, self.folder, self.console, self.writer, self.signals)
 
-    def _take_up(self, where: str, step: int = 0) -> None:
+    def _discard_newer(self, where: str, step: int = 0) -> None:
         """Changes the folder for the first time: what comes after the checkpoint goes."""
         if self.resumption is not None:
             self.resumption.keep()
-        for line in self.store.take_up():
+        for line in self.writer.discard_newer():
             self.console.warn(line)
         if self.resumption is not None:
-            self.store.record_resume(step)
+            self.writer.record_resume(step)
             self.console.say(f"resumed {self.folder.path} {where}")
 
 

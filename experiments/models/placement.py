@@ -57,6 +57,32 @@ def _whole(x: jax.Array | np.ndarray) -> np.ndarray:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
+def over_processes(x: jax.Array) -> jax.Array:
+    """Returns an array that every process has whole as one over a device of each, and any other as it is."""
+    if jax.process_count() == 1 or not x.is_fully_addressable:
+        return x
+    first: dict[int, jax.Device] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    mesh = jax.make_mesh((len(first),), ("process",), (jax.sharding.AxisType.Auto,), devices=list(first.values()))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    here = jax.device_put(x, first[jax.process_index()])
+    return jax.make_array_from_single_device_arrays(x.shape, place, [here])
+
+
+def bytes_of_process(tree: Any) -> int:
+    """Returns the bytes of a tree's shards on the devices of this process, equal ones counted once.
+
+    Shapes, dtypes and places of the arrays are enough.
+    """
+
+    def shards(leaf: Any) -> int:
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        return len(set(map(str, places))) * math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+    return sum(shards(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def bytes_a_device(tree: Any) -> int:
     """Returns the bytes of the shards of a tree on one device that has a shard of each array.
 

@@ -1,7 +1,8 @@
 """Checkpoints that are durable when they are on the list, and that never return damaged numbers.
 
-A save returns once the arrays are in the host's memory; a thread has Orbax write them. Every step carries a record and a
-sha256 of each file, and a digest that seals both (see `step_files`). A restore compares them before Orbax opens anything.
+A thread copies the arrays to the host's memory and has Orbax write them, in every process its shards. Every step carries a
+record and a sha256 of each file, and a digest that seals both (see `step_files`). A restore compares them before Orbax opens
+anything. Process 0 alone makes, renames and removes folders.
 """
 
 import errno
@@ -9,14 +10,15 @@ import itertools
 import os
 import re
 import shutil
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 
-from experiments.models.placement import placed
+from experiments.models.placement import over_processes, total_bytes
+from experiments.processes import processes
 from experiments.runs.config_file import exact_json
 from experiments.runs.files import (
     UNFINISHED,
@@ -28,13 +30,18 @@ from experiments.runs.files import (
     unfinished,
 )
 from experiments.runs.step_files import (
+    ROOM_BESIDE_ARRAYS,
     CheckpointRecord,
     Manifest,
+    compare_files,
+    files_of_arrays,
     form_of,
-    on_host,
     read_arrays,
     read_manifest,
-    write_step,
+    require_room,
+    seal_files,
+    write_arrays,
+    write_manifest,
 )
 from jaxlogp.errors import require
 
@@ -59,19 +66,20 @@ class Restored(NamedTuple):
 def restore(folder: Path, template: Any, step: int | None = None, *, whole: bool = True) -> Restored:
     """Reads one step of a folder, checked, into the template's structure and shardings; writes nothing.
 
-    Without `step`, the newest intact one is read. A step requested by number is never replaced. A `whole` template has every
-    array of the step; of others, only its arrays are read. ValueError if there is no such step, no intact step, or an array
-    whose path, shape or dtype is not the template's.
+    All processes call it, and each reads its shards. Without `step`, the newest intact one is read. A step requested
+    by number is never replaced. A `whole` template has every array of the step; of others, only its arrays are read.
+
+    Raises:
+        ValueError: no such step, no intact step, or an array whose path, shape or dtype is not the template's.
     """
-    steps = numbered(folder)
+    steps = processes().from_first("saved steps", lambda: numbered(folder))
     require(bool(steps), "checkpoints", f"at least one complete step in {folder}", "none")
     require(step is None or step in steps, "step", f"one of {steps} in {folder}", step)
     manifest, damaged = _newest_intact(folder, steps if step is None else [step])
     wanted = _leaves_by_path(template)
     _check_template(manifest, wanted, whole=whole)
-    host = read_arrays(folder / str(manifest.step), manifest, wanted.keys())
-    there = [placed(host.pop(path), leaf.sharding) for path, leaf in wanted.items()]
-    arrays = jax.tree.unflatten(jax.tree.structure(template), there)
+    read = read_arrays(folder / str(manifest.step), manifest, wanted)
+    arrays = jax.tree.unflatten(jax.tree.structure(template), [read[path] for path in wanted])
     # int() takes 031 and digits of every script, so that two names could be one step.
     odd = sorted(name for name in os.listdir(folder) if name.isdecimal() and not STEP_NAME.fullmatch(name))
     warnings = tuple(f"{ascii(name)} in {folder} is not the name of a step; left alone" for name in odd)
@@ -79,15 +87,20 @@ def restore(folder: Path, template: Any, step: int | None = None, *, whole: bool
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, whose lock the caller holds, and keeps the newest `keep`; `restore` reads them."""
+    """Writes the checkpoints of a run, whose lock the caller holds, and keeps the newest `keep`; `restore` reads them.
+
+    With several processes, all of them make the same calls.
+    """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        make_folder(folder)
-        self.folder, self._keep = folder, keep
-        if kind_of(folder / QUARANTINE) != "nothing":
-            require_kind(folder / QUARANTINE, "folder")
+        self.folder, self._keep, self._here = folder, keep, processes("checkpoints/")
+        if self._here.first:
+            make_folder(folder)
+            if kind_of(folder / QUARANTINE) != "nothing":
+                require_kind(folder / QUARANTINE, "folder")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._copied = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +109,7 @@ class Checkpoints:
         self.close()
 
     def save(self, step: int, arrays: Any, record: CheckpointRecord) -> None:
-        """Saves one step; returns once the arrays are in the host's memory. It is durable once `complete_steps` has it.
+        """Saves one step, which is durable once `complete_steps` has it; the arrays are those of `wait_until_copied`.
 
         ValueError if the step is not newer than all others, or JSON would change the record; OSError if the save before this
         one could not be written.
@@ -105,7 +118,18 @@ class Checkpoints:
         latest = max(numbered(self.folder), default=None)
         require(latest is None or step > latest, "step", f"a step after {latest}, the newest saved one", step)
         values = exact_json(record, "record")
-        self._pending = self._thread.submit(self._write, step, values, on_host(_leaves_by_path(arrays)))
+        self._copied.clear()
+        self._pending = self._thread.submit(self._write, step, values, _leaves_by_path(arrays))
+
+    def wait_until_copied(self) -> None:
+        """Returns once nothing reads the arrays of the last save any more, before a program takes their memory over.
+
+        OSError if a save has failed so far, as of `wait_until_finished`.
+        """
+        if self._pending is not None:
+            self._copied.wait()
+            if self._pending.done():
+                self.wait_until_finished()
 
     def wait_until_finished(self) -> None:
         """Returns once the save in progress is durable.
@@ -123,7 +147,7 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
 
-    def continue_from(self, restored: Restored) -> list[str]:
+    def quarantine_newer(self, restored: Restored) -> list[str]:
         """Moves the steps after the restored one to the quarantine, with the reasons; returns a sentence for each."""
         sentences, back = [], f"the run went back to step {restored.step}"
         for newer in reversed([step for step in numbered(self.folder) if step > restored.step]):
@@ -132,20 +156,39 @@ class Checkpoints:
             sentences.append(f"{sentence}; moved to {self._quarantine(newer, reason or back)}")
         return sentences
 
-    def _write(self, step: int, record: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        fresh = unfinished(self.folder / str(step))
+    def _write(self, step: int, record: dict[str, Any], leaves: dict[str, jax.Array]) -> None:
+        here, place = self._here, self.folder / str(step)
+        fresh = Path(here.from_first("name of a checkpoint", lambda: str(unfinished(place))))
         try:
-            self._remove_unfinished()
-            fresh.mkdir()
-            write_step(fresh, step, record, arrays)
-            fresh.rename(self.folder / str(step))
-            sync_folder(self.folder)
-            for old in complete_steps(self.folder)[: -self._keep]:
-                self._remove(old)
+            size = total_bytes(leaves)
+            here.attempt("folder of a checkpoint", lambda: self._make(fresh, size) if here.first else None)
+            forms = {path: form_of(leaf) for path, leaf in leaves.items()}
+            saved = {path: over_processes(leaves.pop(path)) for path in forms}
+            here.attempt("arrays of a checkpoint", lambda: write_arrays(fresh, saved, self._copied.set))
+            files = here.from_first("files of a checkpoint", lambda: files_of_arrays(fresh))
+            mine = [files[number] for number in here.part_of(len(files))]
+            sealed = here.in_order(here.attempt("sha256 of files", lambda: seal_files(fresh, mine)))
+            manifest = {"step": step, "record": record, "leaves": forms, "files": dict(zip(files, sealed, strict=True))}
+            here.attempt("a checkpoint", lambda: self._complete(fresh, place, manifest) if here.first else None)
         except OSError as error:
-            shutil.rmtree(fresh, ignore_errors=True)
+            if here.first:
+                shutil.rmtree(fresh, ignore_errors=True)
             words = f"checkpoint step {step} could not be written: {error.strerror or error}"
             raise OSError(error.errno or errno.EIO, words, str(self.folder)) from error
+        finally:
+            self._copied.set()
+
+    def _make(self, fresh: Path, size: int) -> None:
+        self._remove_unfinished()
+        fresh.mkdir()
+        require_room(fresh, size + ROOM_BESIDE_ARRAYS)
+
+    def _complete(self, fresh: Path, place: Path, manifest: dict[str, Any]) -> None:
+        write_manifest(fresh, manifest)
+        fresh.rename(place)
+        sync_folder(self.folder)
+        for old in complete_steps(self.folder)[: -self._keep]:
+            self._remove(old)
 
     def _remove_unfinished(self) -> None:
         """Removes what killed processes have left."""
@@ -196,13 +239,26 @@ def _newest_intact(folder: Path, steps: list[int]) -> tuple[Manifest, dict[int, 
     """The manifest of the newest intact one of the steps, and what is wrong with newer ones."""
     damaged: dict[int, str] = {}
     for step in reversed(steps):
-        try:
-            return read_manifest(folder / str(step), step), damaged
-        except (ValueError, OSError) as reason:
-            # It may quote names from the folder.
-            damaged[step] = " ".join(str(reason).splitlines())
+        manifest = _checked(folder / str(step), step)
+        if isinstance(manifest, Manifest):
+            return manifest, damaged
+        damaged[step] = manifest
     reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
     raise ValueError(f"checkpoints: expected an undamaged step in {folder}, got {reasons}")
+
+
+def _checked(folder: Path, step: int) -> Manifest | str:
+    """The manifest of a step, each of whose files one of the processes has compared; a phrase if it is damaged."""
+    here, manifest, damage = processes(), None, None
+    try:
+        manifest = read_manifest(folder, step)
+        files = sorted(manifest.files.items())
+        compare_files(folder, dict(files[number] for number in here.part_of(len(files))))
+    except (ValueError, OSError) as reason:
+        # It may quote names from the folder.
+        damage = " ".join(str(reason).splitlines())
+    found = next(filter(None, here.gather("checkpoint compared", damage)), None)
+    return found if found is not None or manifest is None else manifest
 
 
 def _leaves_by_path(tree: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The files of one checkpoint: arrays as Orbax writes them, and one manifest that seals them.
+"""The files of one checkpoint: arrays as Orbax writes them, each process its shards, and one manifest that seals them.
 
     20/arrays/          every array under its path, as `orbax.checkpoint.PyTreeCheckpointer` reads it too
     20/manifest.json    {"content": {"step", "record", "leaves", "files"}, "sha256"}
@@ -9,20 +9,21 @@ compared before it opens one. A folder under a number is complete: it was rename
 """
 
 import contextlib
+import errno
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.models.placement import whole_on_host
 from experiments.runs.config_file import from_json, read_sealed
 from experiments.runs.files import (
     create_file,
@@ -41,6 +42,11 @@ ARRAYS = "arrays"
 MANIFEST = "manifest.json"
 ROOM_BESIDE_ARRAYS = 1 << 20
 """Bytes that metadata and manifest may take."""
+CHUNK_BYTES = 1 << 26
+"""Arrays are written in pieces of about so many bytes: a process that reads a part of one reads no more than its pieces."""
+WRITE_TIMEOUT_SECONDS = 600
+"""Processes wait at most so long for the shards of the others."""
+_SAVES = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -74,48 +80,51 @@ class Manifest:
     files: dict[str, str]
 
 
-def on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Copies arrays to the memory of this process; nothing on a device shares them. All processes have to call it."""
-    for leaf in leaves.values():
-        if leaf.is_fully_addressable:
-            leaf.copy_to_host_async()
-    # On a CPU the host's view is the device's memory, which the next step takes over.
-    return {
-        path: np.array(whole_on_host(leaf), order="C", copy=True).reshape(leaf.shape) for path, leaf in leaves.items()
-    }
-
-
 def form_of(leaf: Any) -> str:
     """Returns dtype and shape of an array, or of the template of one: "float32[8, 4]"."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def write_step(folder: Path, step: int, record: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes everything; it is durable when this returns. OSError if the disk is full, or cannot be written to.
+def write_arrays(folder: Path, arrays: Mapping[str, jax.Array], copied: Callable[[], None]) -> None:
+    """Writes this process's shards while all others write theirs; calls `copied` once they are in the host's memory.
 
-    The record is a `CheckpointRecord` as JSON values.
+    On a CPU they are there already: JAX leaves memory that Orbax looks at to its array, whatever is donated.
+
+    Raises:
+        OSError: the disk is full, cannot be written to, or another process has not written its shards.
     """
-    _require_room(folder, sum(array.nbytes for array in arrays.values()) + ROOM_BESIDE_ARRAYS)
+    every = set(range(jax.process_count()))
     try:
-        with _orbax() as checkpointer:
-            checkpointer.save(folder / ARRAYS, args=ocp.args.PyTreeSave(dict(arrays)))
+        with _orbax(every, f"save{next(_SAVES)}", _largest(arrays.values())) as (handler, options):
+            at_once = ocp.options.AsyncOptions(WRITE_TIMEOUT_SECONDS, create_directories_asynchronously=False)
+            with ocp.AsyncCheckpointer(handler, async_options=at_once, multiprocessing_options=options) as checkpointer:
+                chunks = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+                checkpointer.save(folder / ARRAYS, args=ocp.args.PyTreeSave(dict(arrays), chunks))
+                copied()
+                checkpointer.wait_until_finished()
     except Exception as error:
         if isinstance(error, OSError | MemoryError):
             raise
         # Faults of the disk arrive as ValueError, with the file that could not be written in a long first line.
-        raise OSError(f"Orbax: {_first_line(error)}") from error
-    files = {name: _sealed(folder / ARRAYS / name) for name in _files(folder / ARRAYS)}
+        raise OSError(errno.EIO, f"Orbax: {_first_line(error)}") from error
+
+
+def seal_files(folder: Path, names: Sequence[str]) -> list[str]:
+    """Returns the sha256 of files of the arrays, which are durable when this returns."""
+    return [_sealed(folder / ARRAYS / name) for name in names]
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Completes a step with the content of its manifest, as JSON values; all of it is durable when this returns."""
     for parent, _, _ in os.walk(folder):
         sync_folder(Path(parent))
-    leaves = {path: form_of(array) for path, array in arrays.items()}
-    content = {"step": step, "record": record, "leaves": leaves, "files": files}
-    replace_file(folder / MANIFEST, json.dumps({"content": content, "sha256": digest_of_json(content)}).encode())
+    replace_file(folder / MANIFEST, json.dumps({"content": manifest, "sha256": digest_of_json(manifest)}).encode())
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Returns the manifest of a step, once the seal and all files have been compared.
+    """Returns the manifest of a step, once its seal, and the names of all files, have been compared.
 
-    ValueError if anything is missing, too many, or not what was written; OSError if a file cannot be read.
+    ValueError if anything is missing, too many, or not what was written; OSError if it cannot be read.
     """
     require_kind(folder, "folder")
     path, arrays = folder / MANIFEST, folder / ARRAYS
@@ -123,59 +132,81 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     manifest = from_json(read_sealed(path, "content"), Manifest, str(path))
     require(manifest.step == step, str(path), f"that of step {step}", f"that of step {manifest.step}")
     require_kind(arrays, "folder")
-    present, written = set(_files(arrays)), manifest.files.keys()
+    present, written = set(files_of_arrays(folder)), manifest.files.keys()
     seen = f"missing {sorted(written - present)}, unknown {sorted(present - written)}"
     require(present == written, str(arrays), "the files that were written", seen)
-    for name, sha256 in manifest.files.items():
-        # A pipe in the place of a file would block, and a device never end.
-        require_kind(arrays / name, "file")
-        with (arrays / name).open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-        require(found == sha256, str(arrays / name), f"the file that was written, of sha256 {sha256}", found)
     return manifest
 
 
-def read_arrays(folder: Path, manifest: Manifest, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the arrays with the `wanted` paths of an intact step; of the others nothing comes into memory.
+def compare_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Raises ValueError if a file of the arrays is not what was written; OSError if it cannot be read."""
+    for name, sha256 in files.items():
+        path = folder / ARRAYS / name
+        # A pipe in the place of a file would block, and a device never end.
+        require_kind(path, "file")
+        with path.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        require(found == sha256, str(path), f"the file that was written, of sha256 {sha256}", found)
+
+
+def read_arrays(folder: Path, manifest: Manifest, template: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads the arrays with the paths of a template into its shardings: in every process, its shards and nothing else.
 
     ValueError if Orbax cannot read them, or finds others than the manifest has.
     """
-    as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
-    args = ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=as_numpy, partial_restore=True)
-    place = f"checkpoint step {manifest.step}"
+    places = {path: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for path, leaf in template.items()}
+    args = ocp.args.PyTreeRestore(item=dict.fromkeys(template, 0), restore_args=places, partial_restore=True)
+    place, here = f"checkpoint step {manifest.step}", jax.process_index()
     try:
-        with _orbax() as checkpointer:
-            arrays = checkpointer.restore(folder / ARRAYS, args=args)
+        with _orbax({here}, f"process{here}", _largest(template.values())) as (handler, options):
+            with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
+                arrays = checkpointer.restore(folder / ARRAYS, args=args)
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
         raise ValueError(f"{place}: Orbax cannot read it: {type(error).__name__}: {_first_line(error)}") from error
-    for path in wanted:
+    for path in template:
         seen = form_of(arrays[path])
         require(seen == manifest.leaves[path], f"{place}: array {path!r}", manifest.leaves[path], seen)
     return arrays
 
 
 @contextlib.contextmanager
-def _orbax() -> Generator[ocp.Checkpointer, None, None]:
-    """Yields Orbax, without the tracebacks that it logs from each of its threads beside the exception that it raises."""
+def _orbax(
+    processes: set[int], key: str, most_bytes: int
+) -> Generator[tuple[ocp.PyTreeCheckpointHandler, ocp.options.MultiprocessingOptions], None, None]:
+    """Yields what Orbax needs for work of these processes that holds so many bytes at a time, beside the arrays.
+
+    Meanwhile it does not log the tracebacks of each of its threads, beside the exception that it raises.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
-    # Whole arrays, by this process alone: it waits for no other.
-    here = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"process{here}"
-    )
+    # Named processes wait for each other in JAX's coordination service, and not in a collective of the main thread.
+    options = ocp.options.MultiprocessingOptions(min(processes), processes, key)
+    # Replicas would be cut in parts on the device, by a program for each shape.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    gigabytes = (most_bytes + 1) / 1e9
     try:
-        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-            yield checkpointer
+        yield (
+            ocp.PyTreeCheckpointHandler(
+                save_concurrent_gb=gigabytes,
+                restore_concurrent_gb=gigabytes,
+                use_compression=False,
+                multiprocessing_options=options,
+                type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, whole)),
+            ),
+            options,
+        )
     finally:
         logger.setLevel(level)
 
 
-def _require_room(folder: Path, size: int) -> None:
+def _largest(leaves: Iterable[Any]) -> int:
+    return max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def require_room(folder: Path, size: int) -> None:
     """Raises OSError if the disk has less room: Orbax would print a traceback for each of its threads before it raised."""
     place = unfinished(folder / "room")
     try:
@@ -185,12 +216,12 @@ def _require_room(folder: Path, size: int) -> None:
         place.unlink(missing_ok=True)
 
 
-def _files(folder: Path) -> list[str]:
-    """Returns names of everything in a folder that is not a folder, links included, relative to it."""
-    found = []
-    for parent, folders, files in os.walk(folder):
+def files_of_arrays(folder: Path) -> list[str]:
+    """Returns names of everything in the arrays of a step that is not a folder, links included, relative to them."""
+    found, arrays = [], folder / ARRAYS
+    for parent, folders, files in os.walk(arrays):
         links = [name for name in folders if Path(parent, name).is_symlink()]
-        found += [str(Path(parent, name).relative_to(folder)) for name in (*files, *links)]
+        found += [str(Path(parent, name).relative_to(arrays)) for name in (*files, *links)]
     return sorted(found)
 
 

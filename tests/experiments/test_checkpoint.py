@@ -273,7 +273,7 @@ def test_damage_is_named_quarantined_and_survived(copied, mesh, words):
     assert_equal_states(restored.arrays, make_state(mesh, 0))
     assert sorted(entry.name for entry in copied.iterdir()) == ["10", "20"], "a restore moves nothing"
     with Checkpoints(copied) as checkpoints:
-        (warning,) = checkpoints.continue_from(restored)
+        (warning,) = checkpoints.quarantine_newer(restored)
         assert "step 20 is damaged" in warning and "continuing from step 10" in warning and "\n" not in warning
         assert warning.endswith(f"; moved to {copied / 'quarantine' / '20-0'}")
         assert complete_steps(copied) == [10] and os.path.lexists(copied / "quarantine" / "20-0")
@@ -312,23 +312,24 @@ def test_a_half_written_step_is_not_a_step(copied, mesh):
 
 
 def test_a_save_returns_before_it_is_durable_and_keeps_what_it_was_given(tmp_path, monkeypatch):
-    """The thread is held until the caller has reused the memory of what it saves, as the next training step does."""
-    held, write = threading.Event(), checkpoint.write_step
-    monkeypatch.setattr(checkpoint, "write_step", lambda *arguments: held.wait(60) and write(*arguments))
+    """The memory of what is saved is taken over while it is written, as by the next training step."""
+    held, copy = threading.Event(), checkpoint.over_processes
+    monkeypatch.setattr(checkpoint, "over_processes", lambda leaf: held.wait(60) and copy(leaf))
     queued = [1]
-    # Large enough that the CPU backend lends its memory to NumPy.
-    state = {"w": jnp.arange(1 << 16, dtype=jnp.float32)}
+    # Large enough that the CPU backend lends its memory to NumPy, and that a disk takes a while.
+    state = {"w": jnp.arange(1 << 24, dtype=jnp.int32)}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, record(1, queued=queued))
-        assert complete_steps(tmp_path) == []
         queued.append(2)
+        threading.Timer(0.2, held.set).start()
+        checkpoints.wait_until_copied()
+        assert held.is_set() and complete_steps(tmp_path) == []
         taken = jax.jit(lambda state: {"w": state["w"] * 0 - 1}, donate_argnums=0)(state)
-        held.set()
         checkpoints.wait_until_finished()
         assert complete_steps(tmp_path) == [1]
     restored = restore(tmp_path, taken)
     assert restored.record.feed == {"queued": [1]}
-    np.testing.assert_array_equal(restored.arrays["w"], np.arange(1 << 16, dtype=np.float32))
+    np.testing.assert_array_equal(restored.arrays["w"], np.arange(1 << 24, dtype=np.int32))
 
 
 def test_other_names_are_data(copied, mesh):
@@ -344,7 +345,7 @@ def test_other_names_are_data(copied, mesh):
 def test_going_back_to_an_older_step_puts_newer_ones_aside(copied, mesh):
     restored = restore(copied, restore_template(make_state(mesh), mesh), step=10)
     with Checkpoints(copied) as checkpoints:
-        (sentence,) = checkpoints.continue_from(restored)
+        (sentence,) = checkpoints.quarantine_newer(restored)
         assert complete_steps(copied) == [10] and "step 20: the run went back to step 10; moved to" in sentence
         checkpoints.save(11, make_state(mesh, 5), record(11))
     assert complete_steps(copied) == [10, 11]

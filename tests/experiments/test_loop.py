@@ -21,6 +21,7 @@ from experiments.loop.phase import Measured, Phase
 from experiments.models.attention import AttentionRun
 from experiments.models.mesh import make_mesh, parse_mesh
 from experiments.refusal import Refusal
+from experiments.runs import checkpoint
 from experiments.runs.checkpoint import complete_steps
 from experiments.runs.config_file import save_config
 from experiments.runs.console import RunConsole
@@ -197,6 +198,27 @@ def whole(tmp_path_factory):
     assert run()[:2] == (ExactMatch(0.0, 0.0), ExactMatch(63.0, 0.0))
     assert evaluations(folder) == [0, 2, 4, 6]
     return float(trainer.learner.state), records(folder)
+
+
+def test_an_update_waits_until_what_is_saved_is_copied(tmp_path, monkeypatch):
+    """It takes over the memory of the state."""
+    saved, copied, copy, arrays, step = [], [], checkpoint.over_processes, Learner.arrays, Learner.step
+
+    def copy_slowly(leaf):
+        time.sleep(0.1)
+        copied.append(leaf)
+        return copy(leaf)
+
+    def step_after_copy(learner, documents, **options):
+        assert len(copied) == len(saved)
+        return step(learner, documents, **options)
+
+    monkeypatch.setattr(checkpoint, "over_processes", copy_slowly)
+    monkeypatch.setattr(Learner, "arrays", lambda learner: saved.append(learner) or arrays(learner))
+    monkeypatch.setattr(Learner, "step", step_after_copy)
+    *_, run = start(tmp_path, steps=3, checkpoint={"every": 1})
+    run()
+    assert len(copied) > 3
 
 
 MOMENTS = {

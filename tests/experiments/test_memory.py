@@ -58,6 +58,8 @@ def test_a_need_that_no_device_has_is_refused_with_what_may_make_it_fit(monkeypa
     line = f"memory per device: {NEED}"
     assert said(monkeypatch, 80 * GIB) == (f"{line}; limit: 80.0 GiB\n", None)
     assert said(monkeypatch, None) == (f"{line}\n", None)
+    host = said(monkeypatch, None, needed=NEED._replace(host=3 * GIB))[0]
+    assert host == f"{line}; on the host, for a checkpoint: 3.0 GiB\n"
     assert said(monkeypatch, 8 * GIB, steps=0) == ("", None)
     _, error = said(monkeypatch, 8 * GIB)
     assert exit_code(error) == 2

@@ -96,7 +96,27 @@ def test_every_process_gathers_all_values_and_the_store_stays_small(three):
 
 def test_the_first_process_decides(three):
     _, here, _ = three
-    assert in_each(here, lambda each: each.of_first("name", lambda: f"of {each.index}")) == ["of 0"] * 3
+    assert in_each(here, lambda each: each.from_first("name", lambda: f"of {each.index}")) == ["of 0"] * 3
+
+
+def test_a_fault_of_one_process_is_that_of_all(three):
+    _, here, _ = three
+
+    def write(each):
+        if each.index == 1:
+            raise OSError(28, "No space left on device", "/x")
+        return each.index
+
+    assert in_each(here, lambda each: each.attempt("numbers", lambda: each.index)) == [[0, 1, 2]] * 3
+    errors = in_each(here, lambda each: each.attempt("files", lambda: write(each)))
+    assert [error.errno for error in errors] == [28] * 3
+    assert [error.strerror for error in errors] == [
+        "process 1: No space left on device",
+        "No space left on device",
+        "process 1: No space left on device",
+    ]
+    with pytest.raises(OSError, match="/x"):
+        Processes().attempt("files", lambda: write(here[1]))
 
 
 def test_processes_that_gather_different_things_are_told_so(three):

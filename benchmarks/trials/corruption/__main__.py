@@ -2,7 +2,7 @@
 
     python -m benchmarks.trials.corruption --checkpoint 250 --folder 60
 
-Every case damages a fresh copy and resumes it in this process: `RunFolder.open`, the lock, and `RunStore.restore`, which
+Every case damages a fresh copy and resumes it in this process: `RunFolder.open`, the lock, and `RunWriter.restore`, which
 is what `--resume` does. All arrays and all lines of the logs are then compared with what had been saved. Then every file
 that a run writes is written, and everything outside of the folder compared with what it was. Cases of the newest
 checkpoint have a state of a few arrays; those of the folder are done to the run of a tiny trainer. A refusal counts if
@@ -34,7 +34,7 @@ from experiments.runs.config_file import save_config
 from experiments.runs.environment import versions_text
 from experiments.runs.folder import RunFolder
 from experiments.runs.lock import RunLock
-from experiments.runs.store import RunStore
+from experiments.runs.run_writer import RunWriter
 from jaxlogp.errors import require
 
 OPTIONS = (
@@ -73,14 +73,14 @@ def small(parent: Path) -> Subject:
     save_config(folder.config, tiny_config(*OPTIONS))
     table = jax.random.normal(jax.random.key(0), (64, 48))
     state = {"table": table, "half": table.astype(jnp.bfloat16), "count": jnp.int32(3), "key": jnp.zeros(2, jnp.uint32)}
-    with RunLock(folder.lock), RunStore(folder, 2, trial.identity_here(folder)) as store:
-        store.begin()
+    with RunLock(folder.lock), RunWriter(folder, 2, trial.identity_here(folder)) as writer:
+        writer.begin()
         for step in (10, 20):
             for each in range(step - 9, step + 1):
-                store.metrics.write(each, "train", {"loss": 1.0 / each})
-            store.metrics.write_samples(step, "held_out", [trial.SAMPLE])
+                writer.write(each, "train", {"loss": 1.0 / each})
+            writer.write_samples(step, "held_out", [trial.SAMPLE])
             state = jax.tree.map(lambda leaf: leaf + 1, state)
-            store.save(step, state, **trial.COUNTERS)
+            writer.save(step, state, **trial.COUNTERS)
     return _subject(folder, restore_template(state, jax.make_mesh((1,), ("data",))))
 
 

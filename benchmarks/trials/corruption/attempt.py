@@ -22,7 +22,7 @@ from experiments.runs.files import replace_file, write_json
 from experiments.runs.folder import RunFolder
 from experiments.runs.identity import Identity
 from experiments.runs.lock import RunLock
-from experiments.runs.store import RunStore
+from experiments.runs.run_writer import RunWriter
 
 SENTENCE = "goes on, with a sentence"
 UNTOUCHED = "goes on, of no importance"
@@ -74,24 +74,24 @@ def attempt(path: Path, template: Any, saved: Saved) -> Outcome:
     with _standard_error() as errors:
         try:
             folder = RunFolder.open(path)
-            with RunLock(folder.lock), RunStore(folder, 2, identity_here(folder)) as store:
-                restored = store.restore(template)
-                restored = restored._replace(warnings=(*restored.warnings, *store.take_up()))
+            with RunLock(folder.lock), RunWriter(folder, 2, identity_here(folder)) as writer:
+                restored = writer.restore(template)
+                restored = restored._replace(warnings=(*restored.warnings, *writer.discard_newer()))
                 outcome = _judged(path, restored, saved)
-                _go_on(folder, store, restored)
+                _go_on(folder, writer, restored)
         except Exception as error:
             in_order = exit_code(error) in (2, 3) and "\n" not in str(error)
             outcome = Outcome(REFUSED if in_order else TRACEBACK, f"{type(error).__name__}: {error}")
     return Outcome(TRACEBACK, errors[0][:300]) if errors[0].strip() else outcome
 
 
-def _go_on(folder: RunFolder, store: RunStore, restored: Restored) -> None:
+def _go_on(folder: RunFolder, writer: RunWriter, restored: Restored) -> None:
     """Writes everything that a run writes."""
     step = restored.step + 1
     folder.record_resume(restored.step)
-    store.metrics.write(step, "train", {"loss": 0.5})
-    store.metrics.write_samples(step, "train", [SAMPLE])
-    store.save(step, restored.arrays, **COUNTERS)
+    writer.write(step, "train", {"loss": 0.5})
+    writer.write_samples(step, "train", [SAMPLE])
+    writer.save(step, restored.arrays, **COUNTERS)
     write_json(folder.summary, {"step": step})
     replace_file(folder.curves, b"PNG")
 

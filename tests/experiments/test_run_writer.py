@@ -22,7 +22,7 @@ from experiments.runs.config_file import load_config, save_config
 from experiments.runs.folder import RunFolder, read_metrics, run_and_step
 from experiments.runs.identity import RunParts, identity_of, require_settings
 from experiments.runs.lock import RunLock
-from experiments.runs.store import RunStore, read_checkpoint
+from experiments.runs.run_writer import RunWriter, read_checkpoint
 from tests.experiments.tiny import contents, tiny
 
 LINE = Sample("1+1=", "2", "2", 1.0, {"correct": 1.0}, 2, True)._asdict()
@@ -35,8 +35,8 @@ def state(step):
 @contextlib.contextmanager
 def opened(path, mesh="data=1", data=None):
     folder = RunFolder.open(path)
-    with RunLock(folder.lock), RunStore(folder, 2, identity_in(folder, mesh, data)) as store:
-        yield store
+    with RunLock(folder.lock), RunWriter(folder, 2, identity_in(folder, mesh, data)) as writer:
+        yield writer
 
 
 def identity_in(folder, mesh="data=1", data=None):
@@ -51,20 +51,20 @@ def read(path, step=None):
     return read_checkpoint(folder.checkpoints, identity_in(folder), state(0), step)
 
 
-def work(store, steps):
+def work(writer, steps):
     """Two lines and a checkpoint a step, as the loop does."""
     for step in steps:
-        store.metrics.write(step, "train", {"loss": 1.0 / step})
-        store.metrics.write_samples(step, "train", [LINE])
-        store.save(step, state(step), progress={"step": step}, learner={}, feed={}, before=None)
+        writer.write(step, "train", {"loss": 1.0 / step})
+        writer.write_samples(step, "train", [LINE])
+        writer.save(step, state(step), progress={"step": step}, learner={}, feed={}, before=None)
 
 
 def new_run(parent, name="run", data=None):
     folder = RunFolder.create(parent, name, parts=RunParts(examples=data))
     save_config(folder.config, tiny(parent, name))
-    with opened(folder.path, data=data) as store:
-        store.begin()
-        work(store, [1, 2, 3])
+    with opened(folder.path, data=data) as writer:
+        writer.begin()
+        work(writer, [1, 2, 3])
     return folder
 
 
@@ -81,12 +81,12 @@ def run(made, tmp_path):
 
 def went_on(path, **options):
     """Resumes and makes a step; returns the restored step and what was said."""
-    with opened(path, **options) as store:
-        restored = store.restore(state(0))
+    with opened(path, **options) as writer:
+        restored = writer.restore(state(0))
         np.testing.assert_array_equal(restored.arrays["w"], state(restored.step)["w"])
-        said = store.take_up()
-        store.forget_warm_start()
-        work(store, [restored.step + 1])
+        said = writer.discard_newer()
+        writer.forget_warm_start()
+        work(writer, [restored.step + 1])
     return restored.step, (*restored.warnings, *said)
 
 
@@ -109,8 +109,8 @@ def test_nothing_names_the_folder_but_the_option_out(made):
 
 
 def test_a_second_writer_is_refused_with_the_holder(run):
-    with opened(run.path) as store:
-        store.restore(state(0))
+    with opened(run.path) as writer:
+        writer.restore(state(0))
         before = run.metrics.read_bytes()
         holder = f"process {os.getpid()} on "
         with pytest.raises(ValueError, match=rf"one that no other process writes, got it in use by {holder}") as caught:
@@ -218,10 +218,10 @@ def test_an_older_step_by_name(run):
     odd = run.path.with_name("run@2")
     run.path.rename(odd)
     assert run_and_step(str(odd)) == (odd, None), "a folder of that name comes first"
-    with opened(odd) as store:
-        restored = store.restore(state(0), step=2)
-        moved, *cut = store.take_up()
-        work(store, [3])
+    with opened(odd) as writer:
+        restored = writer.restore(state(0), step=2)
+        moved, *cut = writer.discard_newer()
+        work(writer, [3])
     assert restored.step == 2 and "step 3: the run went back to step 2" in moved
     assert cut == [
         "metrics.jsonl: 1 lines written after the checkpoint dropped",
@@ -294,9 +294,9 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on_later(run, size):
     """At the first byte, in a log, in the arrays, in the manifest: what was durable stays, and no thread hangs."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         FullDisk(monkeypatch, size)
-        with pytest.raises(OSError, match="No space left on device"), opened(run.path) as store:
-            store.restore(state(0))
-            work(store, range(4, 10))
+        with pytest.raises(OSError, match="No space left on device"), opened(run.path) as writer:
+            writer.restore(state(0))
+            work(writer, range(4, 10))
     saved = complete_steps(run.checkpoints)
     assert saved[-1] >= 3 and len(list(run.checkpoints.iterdir())) <= 3
     step, _ = went_on(run.path)
@@ -311,9 +311,9 @@ def test_a_folder_that_cannot_be_written(run, monkeypatch, call):
         raise PermissionError(13, os.strerror(13), str(arguments[0]))
 
     monkeypatch.setattr(os, call, refused)
-    with pytest.raises(PermissionError), opened(run.path) as store:
-        store.restore(state(0))
-        work(store, [4])
+    with pytest.raises(PermissionError), opened(run.path) as writer:
+        writer.restore(state(0))
+        work(writer, [4])
     monkeypatch.undo()
     assert went_on(run.path)[0] == 3
 

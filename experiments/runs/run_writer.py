@@ -1,17 +1,16 @@
 """What a run keeps on disk, as one thing: checkpoints, and the logs and the identity that belong to each of them."""
 
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
-from experiments.models.placement import whole_on_host
 from experiments.processes import processes
 from experiments.runs.checkpoint import Checkpoints, Restored, numbered, restore
 from experiments.runs.files import kind_of
 from experiments.runs.folder import MetricsWriter, RunFolder
 from experiments.runs.identity import Identity, compared
+from experiments.runs.log_file import LogMarks
 from experiments.runs.step_files import CheckpointRecord
 
 
@@ -23,17 +22,17 @@ def read_checkpoint(folder: Path, identity: Identity, template: Any, step: int |
     return restored._replace(warnings=(*map(restored.damage, restored.damaged), *restored.warnings))
 
 
-class RunStore:
-    """A run folder open for writing; the caller holds its lock. The identity is that of the run as it is now.
+class RunWriter:
+    """A run folder open for writing, in all processes of the run, of which process 0 holds its lock and writes the logs.
 
-    `begin` or `restore` comes first: they read, and change nothing in the folder. `take_up` comes once nothing else can
-    refuse the run, and before anything is written.
+    The identity is that of the run as it is now. `begin` or `restore` comes first: they read, and change nothing in the
+    folder. `discard_newer` comes once nothing else can refuse the run, and before anything is written.
     """
 
     def __init__(self, folder: RunFolder, keep: int, identity: Identity) -> None:
         self._folder, self._keep, self._identity = folder, keep, identity
         self._checkpoints = Checkpoints(folder.checkpoints, keep)
-        self._metrics: MetricsWriter | None = None
+        self._logs: MetricsWriter | None = None
         self._restored: Restored | None = None
 
     def __enter__(self) -> Self:
@@ -43,14 +42,8 @@ class RunStore:
         try:
             self._checkpoints.close()
         finally:
-            if self._metrics is not None:
-                self._metrics.close()
-
-    @property
-    def metrics(self) -> MetricsWriter:
-        """The logs."""
-        assert self._metrics is not None, "begin or restore comes first"
-        return self._metrics
+            if self._logs is not None:
+                self._logs.close()
 
     @property
     def begun(self) -> bool:
@@ -64,16 +57,31 @@ class RunStore:
 
     def forget_warm_start(self) -> None:
         """Removes the checkpoints of the warm start, once one of the training is durable."""
-        if kind_of(self._folder.warm_start) == "folder":
+        if processes().first and kind_of(self._folder.warm_start) == "folder":
             shutil.rmtree(self._folder.warm_start)
 
     def begin(self) -> None:
         """Opens the logs from the start."""
-        self._metrics = MetricsWriter(self._folder)
+        self._open_logs()
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """As `MetricsWriter.write`."""
+        if self._logs is not None:
+            self._logs.write(step, kind, values)
+
+    def write_samples(self, step: int, phase: str, samples: Iterable[Mapping[str, Any]]) -> None:
+        """As `MetricsWriter.write_samples`."""
+        if self._logs is not None:
+            self._logs.write_samples(step, phase, samples)
 
     def save(self, step: int, arrays: Any, **of_loop: Any) -> None:
         """As `Checkpoints.save`, once the lines of the logs are durable; `of_loop` are the loop's parts of the record."""
-        self._checkpoints.save(step, arrays, CheckpointRecord(self._identity, self.metrics.marks(), **of_loop))
+        marks = LogMarks() if self._logs is None else self._logs.marks()
+        self._checkpoints.save(step, arrays, CheckpointRecord(self._identity, marks, **of_loop))
+
+    def wait_until_copied(self) -> None:
+        """As `Checkpoints.wait_until_copied`."""
+        self._checkpoints.wait_until_copied()
 
     def wait_until_finished(self) -> None:
         """As `Checkpoints.wait_until_finished`."""
@@ -83,63 +91,24 @@ class RunStore:
         """As `restore` of checkpoints, and opens the logs; ValueError also if the run, or a log, is not what it was."""
         self._restored = restored = restore(self._checkpoints.folder, template, step)
         different = compared(restored.record.identity, self._identity, restored.step)
-        self._metrics = MetricsWriter(self._folder, restored.record.logs)
-        processes().gather("restored", restored.step)
+        self._open_logs(restored.record.logs)
         return restored._replace(warnings=(*restored.warnings, *different))
 
-    def take_up(self) -> list[str]:
+    def discard_newer(self) -> list[str]:
         """Leaves of checkpoints and logs what the run resumes from; returns a sentence for all that goes."""
-        processes().gather("run taken up", None)
+        # Process 0 waits for the others, which may still read.
+        processes().gather("run resumed", None)
+        if self._logs is None:
+            return []
         # Killed between the two, a resume finds lines after its checkpoint; the other way round it would miss some.
-        moved = [] if self._restored is None else self._checkpoints.continue_from(self._restored)
-        return [*moved, *self.metrics.cut()]
+        moved = [] if self._restored is None else self._checkpoints.quarantine_newer(self._restored)
+        return [*moved, *self._logs.cut()]
 
     def record_resume(self, step: int) -> None:
         """As `RunFolder.record_resume`."""
-        self._folder.record_resume(step)
+        if processes().first:
+            self._folder.record_resume(step)
 
-
-class FollowedStore:
-    """The store as the other processes have it, logs included: they read the run folder, which process 0 writes."""
-
-    def __init__(self, folder: RunFolder, identity: Identity) -> None:
-        self._checkpoints, self._identity = folder.checkpoints, identity
-        self.metrics = self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def _write_nothing(self, *_: Any) -> None:
-        """Leaves it to process 0."""
-
-    begin = forget_warm_start = wait_until_finished = record_resume = write = write_samples = _write_nothing
-
-    @property
-    def begun(self) -> bool:
-        return bool(numbered(self._checkpoints))
-
-    def enter(self, checkpoints: Path) -> None:
-        self._checkpoints = checkpoints
-
-    def save(self, step: int, arrays: Any, **of_loop: Any) -> None:
-        """Gives process 0 what it saves, one array after the other."""
-        for leaf in jax.tree.leaves(arrays):
-            whole_on_host(leaf)
-
-    def restore(self, template: Any, step: int | None = None) -> Restored:
-        """The step that process 0 has restored."""
-        step = processes().gather("restored", None)[0]
-        return read_checkpoint(self._checkpoints, self._identity, template, step)
-
-    def take_up(self) -> list[str]:
-        """Process 0 waits for the others before it changes the folder."""
-        processes().gather("run taken up", None)
-        return []
-
-
-def open_store(folder: RunFolder, keep: int, identity: Identity) -> RunStore | FollowedStore:
-    """The store of a run, in every process; arguments are those of `RunStore`."""
-    return RunStore(folder, keep, identity) if processes().first else FollowedStore(folder, identity)
+    def _open_logs(self, marks: LogMarks | None = None) -> None:
+        if processes().first:
+            self._logs = MetricsWriter(self._folder, marks)
