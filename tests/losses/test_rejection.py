@@ -66,6 +66,12 @@ def kept_oracle(loss, rule, given, values):
     return terms, count, oracle.gradient(weights, factors)
 
 
+def rules_of(name):
+    """The rules that keep a denominator, which depends on the reduction; of those that take labels alone, every third."""
+    first = [*PRESETS].index(name)
+    return [rule for n, rule in enumerate(RULES.values()) if rule.keep_denominator or (n + first) % 3 == 0]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_and_rule_in_float64(name):
     given = case(seed=1, dtype=np.float64)
@@ -75,7 +81,7 @@ def test_every_preset_and_rule_in_float64(name):
     @jax.jit
     def run(new):
         results = []
-        for rule in RULES.values():
+        for rule in rules_of(name):
             options = given_to(loss_of(name, rejection=rule, correction=correction, **EXTRAS), given)
 
             def total(x, options=options):
@@ -87,7 +93,7 @@ def test_every_preset_and_rule_in_float64(name):
 
     with jax.enable_x64(True):
         results = run(jnp.asarray(given.new))
-    for rule, ((value, count), gradient) in zip(RULES.values(), results, strict=True):
+    for rule, ((value, count), gradient) in zip(rules_of(name), results, strict=True):
         terms, wanted, slope = kept_oracle(loss_of(name, correction=correction, **EXTRAS), rule, given, values)
         assert int(count) == wanted, rule
         assert abs(float(value) - terms.sum()) < 1e-13 * np.abs(terms).max(), rule
