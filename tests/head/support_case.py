@@ -1,5 +1,6 @@
 """Heads on a support, and their values and gradients in float64, token by token."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlogp import Support, linear_log_probs
+from jaxlogp.head import registry
 from tests import oracle
 
 # Contract bounds for fp32 operands, against float64 on the same inputs.
@@ -57,18 +59,23 @@ def case(tokens=(3, 8), width=24, vocab=60, *, dtype=jnp.float32, weight_dtype=N
     }
 
 
-def gradients(data, **options):
-    """`Values` of ``linear_log_probs``, compiled."""
-
-    def objective(operands, given):
+@functools.partial(jax.jit, static_argnames=("options", "engines"))
+def _program(operands, given, *, options, engines):
+    def objective(operands):
         hidden, weight, bias = operands
-        options_here = {"bias": bias, "support": given["support"], "with_entropy": True, "with_lse": True, **options}
-        result = linear_log_probs(hidden, weight, given["targets"], given["mask"], **options_here)
+        more = {"bias": bias, "support": given["support"], "with_entropy": True, "with_lse": True, **dict(options)}
+        result = linear_log_probs(hidden, weight, given["targets"], given["mask"], **more)
         return jnp.sum(result.log_probs * given["g_lp"] + result.entropy * given["g_entropy"]), result
 
+    return jax.grad(objective, has_aux=True)(operands)
+
+
+def gradients(data, **options):
+    """`Values` of ``linear_log_probs``, compiled once for its options and for the engines that a test has put in."""
     arrays = {name: data[name] for name in ("targets", "mask", "support", "g_lp", "g_entropy")}
     operands = data["hidden"], data["weight"], data["bias"]
-    gradient, result = jax.jit(jax.grad(objective, has_aux=True))(operands, arrays)
+    engines = registry.AUTOMATIC_ON_SUPPORT
+    gradient, result = _program(operands, arrays, options=tuple(options.items()), engines=engines)
     return Values(*result, *gradient)
 
 

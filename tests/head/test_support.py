@@ -198,7 +198,7 @@ def over_ranks(data, shards, data_ranks=1, specs=SPECS, **options):
     given = {name: data[name] for name in specs}
     given |= {name: shards.shard_rows(data[name]) for name in ("weight", "bias")}
     mapped = jax.shard_map(local, mesh=mesh(data_ranks, shards.num_shards), in_specs=(specs,), out_specs=out)
-    seen = mapped(given)
+    seen = jax.jit(mapped)(given)
     return seen._replace(weight=shards.unshard_rows(seen.weight), bias=shards.unshard_rows(seen.bias))
 
 
