@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import dataclass
 
 import jax
@@ -18,7 +19,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from experiments.command_line import exit_code
 from experiments.experience.scoring import Sample
-from experiments.runs import environment
+from experiments.runs import environment, log_file
 from experiments.runs.config_file import save_config
 from experiments.runs.environment import describe_git
 from experiments.runs.folder import MetricsWriter, RunFolder, read_metrics
@@ -308,7 +309,7 @@ def test_damage_after_the_checkpoint_is_cut_off_with_a_sentence(run, rest):
     assert run.metrics.read_bytes() == good
 
 
-def test_a_log_larger_than_the_memory_is_cut_or_refused(run):
+def test_a_log_larger_than_the_memory_is_cut_or_refused(run, monkeypatch):
     with MetricsWriter(run) as writer:
         write_steps(writer, [1])
         marks = writer.marks()
@@ -316,8 +317,14 @@ def test_a_log_larger_than_the_memory_is_cut_or_refused(run):
     os.truncate(run.metrics, 2**32 + 1)
     with pytest.raises(ValueError, match="metrics.jsonl: expected at most 4294967296 bytes, got 4294967297"):
         read_metrics(run.metrics)
+    # A thousand times what is read at a time.
+    os.truncate(run.metrics, 2**22)
+    monkeypatch.setattr(log_file, "CHUNK_BYTES", 2**12)
+    tracemalloc.start()
     with MetricsWriter(run, marks) as writer:
         assert writer.cut() == ["metrics.jsonl: 1 lines written after the checkpoint dropped"]
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
     assert run.metrics.read_bytes() == good
 
 
