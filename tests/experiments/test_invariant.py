@@ -22,7 +22,7 @@ BOTH_ENDS = ["data=2,tensor=3"]
 # Every axis, and ranks that are no power of two. Every data rank compiles the programs once more.
 # Three of them, with two tensor ranks, are in the test of the document ratio; six tensor ranks in tests/invariance; two
 # processes in test_two_processes.py.
-SLOW = ["data=1,tensor=8", "data=2,fsdp=2,tensor=2", "data=5,tensor=1"]
+SLOW = ["data=1,tensor=8", "data=2,fsdp=2,tensor=2"]
 MESHES = [pytest.param(each, marks=(pytest.mark.slow, pytest.mark.both_ends)) for each in BOTH_ENDS]
 MESHES += [pytest.param(each, marks=pytest.mark.slow) for each in SLOW]
 
@@ -89,24 +89,19 @@ def few_optimizations():
 @pytest.mark.slow
 def test_the_plain_run_does_break(runs, few_optimizations):
     """The control: without --invariant a mesh changes the bits, and sampler and trainer differ."""
-    results = [run(runs, mesh, invariant=False) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
+    # Untrained, so that the entropy alone is sure to have a gradient.
+    changes = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.1}, "schedule": {"steps": 1}}
+    results = [run(runs, mesh, invariant=False, **changes) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
     assert state_bytes(results[0]) != state_bytes(results[1])
     assert train_records(results[0])[0]["drift_max"] > 0.0
 
 
 @pytest.mark.slow
-def test_the_document_ratio_too(runs):
-    # With what layers keep on GPUs.
-    changes = {"loss": {"name": "gspo"}, "model": {"remat": "attention"}}
-    results = [run(runs, mesh, **changes) for mesh in ("data=1,tensor=1", "data=3,tensor=2")]
-    assert state_bytes(results[0]) == state_bytes(results[1])
-
-
-@pytest.mark.slow
-def test_a_step_of_any_number_of_documents_ends_exactly_there(runs):
+def test_the_document_ratio_too_in_steps_of_any_number_of_documents(runs):
     """44 of rollouts of 64: the last leaf is half full, and the second step begins with 20 that have waited."""
-    schedule = {"docs_per_step": 44}
-    results = [run(runs, mesh, schedule=schedule) for mesh in ("data=1,tensor=1", "data=3,tensor=1")]
+    # With what layers keep on GPUs.
+    changes = {"loss": {"name": "gspo"}, "model": {"remat": "attention"}, "schedule": {"docs_per_step": 44}}
+    results = [run(runs, mesh, **changes) for mesh in ("data=1,tensor=1", "data=3,tensor=2")]
     assert state_bytes(results[0]) == state_bytes(results[1])
     for result, leaves in zip(results, (6, 2), strict=True):
         records = [(record["num_documents"], record["micro_batches"]) for record in train_records(result)]

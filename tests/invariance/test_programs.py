@@ -60,10 +60,9 @@ def test_checkpoint_around_the_head_changes_no_bit():
     [
         (SMALL, 1, jnp.float32, "scan"),
         (SMALL, 4, jnp.bfloat16, "checkpoint"),
-        (MEDIUM, 4, jnp.float32, "checkpoint"),
         (MEDIUM, 4, jnp.float32, "vmap"),
     ],
-    ids=["fp32 V=257, TP 1, scan", "bf16 V=257, TP 4, checkpoint", "fp32 V=1027, checkpoint", "fp32 V=1027, vmap"],
+    ids=["fp32 V=257, TP 1, scan", "bf16 V=257, TP 4, checkpoint", "fp32 V=1027, vmap"],
 )
 def test_what_surrounds_the_head_changes_no_bit_in_other_programs(setting, size, dtype, around):
     check(setting, size, around, dtype)

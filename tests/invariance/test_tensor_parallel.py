@@ -89,18 +89,20 @@ def test_range_laws_hold_exactly():
             assert (found["entropy"].astype(np.float64) <= np.log(setting.vocab)).all(), (name, family)
 
 
-def test_uniform_logits_reach_the_bound_of_entropy_and_do_not_pass_it():
-    for name in ("fp32 V=257", "bf16 V=4099"):
-        setting, _, _ = SETTINGS[name]
-        data = data_for(name, "normal")
-        data["weight"], data["bias"] = jnp.zeros_like(data["weight"]), jnp.zeros_like(data["bias"])
-        entropy = run(setting, 1, data)["entropy"][np.asarray(data["mask"])].astype(np.float64)
-        # log V is of the order of 8: half an ulp of the result and one rounding of the sum.
-        assert (np.log(setting.vocab) - entropy < 2e-6).all() and (entropy <= np.log(setting.vocab)).all()
+@pytest.mark.parametrize("name", ["fp32 V=257", pytest.param("bf16 V=4099", marks=pytest.mark.costly)])
+def test_uniform_logits_reach_the_bound_of_entropy_and_do_not_pass_it(name):
+    setting, _, _ = SETTINGS[name]
+    data = data_for(name, "normal")
+    data["weight"], data["bias"] = jnp.zeros_like(data["weight"]), jnp.zeros_like(data["bias"])
+    entropy = run(setting, 1, data)["entropy"][np.asarray(data["mask"])].astype(np.float64)
+    # log V is of the order of 8: half an ulp of the result and one rounding of the sum.
+    assert (np.log(setting.vocab) - entropy < 2e-6).all() and (entropy <= np.log(setting.vocab)).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["fp32 V=257", "fp32 V=1027, temperature, scale, soft cap"])
+@pytest.mark.parametrize(
+    "name", ["fp32 V=257", pytest.param("fp32 V=1027, temperature, scale, soft cap", marks=pytest.mark.costly)]
+)
 def test_accuracy_against_float64_is_that_of_the_plain_path(name, family):
     """Relation A: no worse than twice the plain path's error plus what fp32 inputs of that size resolve."""
     setting, _, _ = SETTINGS[name]
@@ -139,7 +141,7 @@ def normaliser_program(name, size):
 @pytest.mark.parametrize(
     "name, size",
     [
-        ("fp32 V=257", 8),
+        pytest.param("fp32 V=257", 8, marks=pytest.mark.costly),
         *(
             pytest.param(name, size, marks=pytest.mark.slow)
             for name, size in (("bf16 V=4099", 6), ("fp32 V=258, 8 granules", 8))
