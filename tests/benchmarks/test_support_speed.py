@@ -31,6 +31,7 @@ def test_ids_of_a_token_are_distinct_and_have_their_law(law):
     assert (occurrences.max() > 250) == (law == "zipf")
 
 
+@pytest.mark.costly
 def test_every_program_has_a_row_and_errors_are_those_of_fp32(monkeypatch, capsys):
     monkeypatch.setattr(support_speed, "time_in_turns", functools.partial(time_in_turns, at_least=0.0))
     monkeypatch.setattr(support_speed, "copy_bandwidth", lambda: 1e9)

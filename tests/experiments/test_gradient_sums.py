@@ -68,6 +68,7 @@ def test_bf16_sums_round_once_a_micro_batch_and_loss_and_counts_are_those_of_fp3
     assert {leaf.dtype for leaf in jax.tree.leaves(finished[1].gradients)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_the_gradient_filter_leaves_out_blocks_of_the_heads_gradient():
     """Of four tiles of the vocabulary the first has all targets; no token of the untrained model has p >= 1/2."""
     mesh, tile = make_mesh(MeshSpec()), 256

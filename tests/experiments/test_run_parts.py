@@ -157,7 +157,7 @@ def test_changed_files_of_a_model_are_refused(set_up, tmp_path, monkeypatch, cha
 def trained(tmp_path_factory):
     """Two runs of one step: of the caller's own task, and of the built-in one of the same name."""
     parent = tmp_path_factory.mktemp("runs")
-    sizes = {"schedule": {"steps": 1}, "warm_start": {"max_steps": 1}}
+    sizes = {"schedule": {"steps": 1}, "warm_start": {"max_steps": 0}}
     own = run.train(tiny(parent, "own", task="addition:1", **sizes), task=OwnTask(size=1)).run
     return own, run.train(tiny(parent, "plain", task="addition:1", **sizes)).run
 

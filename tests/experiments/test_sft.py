@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def test_the_loss_of_a_step_is_the_cross_entropy_of_all_its_labels_however_it_is
         tmp_path, "x", path, schedule=ScheduleConfig(steps=1, docs_per_step=DOCUMENTS, rows=4, row_length=24)
     )
     losses = [train_records(whole)[0]["loss"]]
-    for rows, mesh in ((1, ""), (7, ""), (2, "data=2")):
+    for rows, mesh in ((1, ""), (2, "data=2")):
         schedule = dataclasses.replace(first.schedule, rows=rows)
         other = assemble(dataclasses.replace(first, schedule=schedule, mesh=mesh))
         record = take_step(other, other.feed())[0].metrics
@@ -217,13 +218,17 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.bad_input
-def test_a_file_that_changes_is_another_run(tmp_path, path):
+def test_a_file_that_changes_is_another_run(whole, tmp_path, path):
+    run, content = shutil.copytree(whole.run.path, tmp_path / "run"), path.read_bytes()
+    changed = content.replace(b'"completion": "0"', b'"completion": "5"')
+    path.write_bytes(changed)
+    try:
+        with pytest.raises(ValueError, match="^--task: expected the examples that the run began with"):
+            resume(str(run), {"schedule.steps": 9, "quiet": True})
+    finally:
+        path.write_bytes(content)
     own = tmp_path / "own.jsonl"
-    own.write_bytes(path.read_bytes())
-    run = train(options(tmp_path, "run", own)).run
-    own.write_bytes(path.read_bytes().replace(b'"completion": "0"', b'"completion": "5"'))
-    with pytest.raises(ValueError, match="^--task: expected the examples that the run began with"):
-        resume(str(run.path), {"schedule.steps": 9, "quiet": True})
+    own.write_bytes(changed)
     stale = SupervisedFile(str(own))
     assert stale.digest != SupervisedFile(str(path)).digest
     own.write_bytes(path.read_bytes())
