@@ -27,7 +27,6 @@ from experiments.models.decoder_config import DecoderConfig
 from experiments.models.mesh import MeshSpec
 from experiments.models.named_shapes import NAMED_SHAPES
 from experiments.models.tokenizer import tokenizer_for
-from experiments.runs.config_file import load_config
 from experiments.tasks import Example, make_task
 from jaxlogp import PolicyMetricTerms, StepSums, WeightedSum
 from jaxlogp.head import ChunkedEngine, HeadRun, registry
@@ -117,15 +116,11 @@ def test_rescored_log_probs_are_the_trainers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_filtered_run_records_the_filter(tmp_path):
-    schedule = {"steps": 2, "docs_per_step": 32, "rows": 4}
-    options = {"schedule": schedule, "loss": {"gradient_filter": 2.0**-16}, "mesh": "tensor=2"}
-    result = train(short(tmp_path, "filtered", **options), reward=parity)
-    for record in train_records(result):
-        assert record["update_applied"] == 1 and record["head_engine"] == "chunked"
-        assert record["head_reason"].startswith("first of the sequence that can; hopper not used: ")
-        assert record["head_gradient"] == "in two steps: its gradient filter needs the maxima of all tiles first"
-    assert load_config(result.run.config, Config).loss.gradient_filter == 2.0**-16
+def test_a_gradient_filter_reaches_the_head(tmp_path):
+    config = short(tmp_path, "filtered", loss={"gradient_filter": 2.0**-16}, mesh="tensor=2")
+    run = assemble_module.assemble(config).learner.gradients.head_run
+    assert run.engine == "chunked" and run.reason.startswith("first of the sequence that can; hopper not used: ")
+    assert run.gradient == "in two steps: its gradient filter needs the maxima of all tiles first"
 
 
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -111,13 +111,11 @@ GRPO = [
     ("--out " + "x" * 5000, "--out: expected a path that can be made, got xxx"),
     # Numbers.
     ("--seed -1", "--seed: expected at least 0, got -1"),
-    ("--seed 2147483648", "--seed: expected a number below 2^31, got 2147483648"),
     ("--seed " + "9" * 40, "--seed: expected a number below 2^31, got 999"),
     (
         "--schedule.row-length 4",
         "--schedule.row-length: expected at least 11, the longest document of this task, got 4",
     ),
-    ("--warm-start.target nan", "--warm-start.target: expected a finite number, got nan"),
     ("--rollout.top-k 0", "--rollout.top-k: expected at least 1"),
     ("--rollout.top-p 0", "--rollout.top-p: expected a number above 0, at most 1"),
     ("--rollout.min-p 2", "--rollout.min-p: expected a number in [0, 1]"),
@@ -518,7 +516,6 @@ def test_the_table_is_long():
     [
         ("--seed -1", 2, "error: --seed: expected at least 0, got -1"),
         ("--seed -1 --debug", 2, "Traceback"),
-        ("--no-such-option", 2, "error: unrecognized options"),
     ],
 )
 def test_a_process_of_its_own(arguments, code, words, cheap_processes):
