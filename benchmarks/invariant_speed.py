@@ -38,6 +38,7 @@ from experiments.loop.assemble import Setup, assemble
 from experiments.loop.feed import DocumentFeed
 from experiments.loop.loop import take_step
 from experiments.models.named_shapes import NAMED_SHAPES
+from experiments.runs.folder import metric_of
 from experiments.tasks import Completion, Example, Rewards
 from experiments.tasks.rewards import rewards_of
 from jaxlogp.errors import require
@@ -165,7 +166,7 @@ def measure(config: InvariantSpeedConfig, mesh: str, *, invariant: bool) -> Meas
         seconds.append((done[1].rollout_seconds, time.perf_counter() - started))
     later = seconds[1:] or seconds
     rollout, rest = min(drawn for drawn, _ in later), min(whole - drawn for drawn, whole in later)
-    drift = max(record["drift_max"] for record in records)
+    drift = max(metric_of(record, "drift_max") for record in records)
     run = setup.learner.gradients.head_run
     engine = "" if run is None else run.engine
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30

@@ -90,6 +90,10 @@ class Config:
         parts = {"correction": self.correction.correction(), "rejection": self.rejection.rejection()}
         return replace(self.loss.policy_loss(longest_completion), **parts)
 
+    def skips_documents(self) -> bool:
+        """Whether documents whose advantages are all 0 are not computed; ValueError as of `LossConfig.skips`."""
+        return not self.supervised and self.loss.skips(self.policy_loss(1))
+
     def resolved(self) -> "Config":
         """Returns the options with every value filled in that follows from others or from the device."""
         rollout, completions = self.rollout, self.rollout.prompts_per_rollout * self.rollout.num_generations
@@ -143,6 +147,7 @@ def validate(config: Config) -> MeshSpec:
     config.policy_loss(1)
     config.loss.selection()
     config.loss.entropy_control()
+    config.skips_documents()
     _validate_source(config)
     _validate_supervised(config)
     _validate_filter(config)

@@ -65,6 +65,7 @@ import os
 
 from experiments import Config, train
 from experiments.config import DriftConfig
+from experiments.runs.folder import metric_of
 
 config = Config(log_every=100, drift=DriftConfig(every=0))
 steps = os.environ.get("JAXLOGP_NOTEBOOK_STEPS")
@@ -128,11 +129,12 @@ for title, step in (("before", min(sampled_at)), ("after", max(sampled_at))):
 # ## Can the numbers be trusted?
 #
 # The sampler computes log-probs one token at a time, the trainer from packed rows. The two should agree up to rounding.
-# `drift_max` is the largest difference over all sampled tokens of a step. Each rollout is used for one update, so apart
-# from this drift the ratio of new to old probabilities is 1.
+# `computed/drift_max` is the largest difference over the tokens of a step that are computed: completions of a prompt
+# whose rewards are all equal have no advantage, and are not. Each rollout is used for one update, so apart from this
+# drift the ratio of new to old probabilities is 1.
 
 # %%
-drift = [max(record["drift_max"] for record in block) for block in blocks]
+drift = [max(metric_of(record, "drift_max") or 0.0 for record in block) for block in blocks]
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
 axes.semilogy(block_ends, drift, color="#1f5fa8", linewidth=1)
 axes.set_ylim(1e-7, 1)
@@ -141,7 +143,7 @@ axes.set_ylabel("drift_max [nats]")
 axes.set_title("Sampler against trainer, largest of 20 steps")
 plt.show()
 print(f"largest drift of any step: {max(drift):.1e} nats")
-print(f"ratio of the first step: {training[0]['ratio_new_old']:.7f}")
+print(f"ratio of the first step: {metric_of(training[0], 'ratio_new_old'):.7f}")
 print(f"head: {training[0]['head_path']}, engine {training[0]['head_engine']}")
 
 # %% [markdown]

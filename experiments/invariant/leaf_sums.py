@@ -14,7 +14,8 @@ The ranks share the additions (`experiments.invariant.leaf_exchange`); the updat
 on one of its devices. See `experiments.invariant.leaf_programs` for why the programs are separate.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,9 +27,10 @@ from jaxtyping import Array, Float
 from experiments.invariant.leaf_exchange import LeafExchange
 from experiments.invariant.leaf_programs import LeafPrograms, Loaded
 from experiments.learner.backend import StepGradient, add_gradients
+from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
-from experiments.learner.packing import Round
-from jaxlogp import MicroBatch, StepSums, TokenLogProbs
+from experiments.learner.packing import Packing, Round
+from jaxlogp import Document, MicroBatch, StepSums, TokenLogProbs
 from jaxlogp.head import HeadRun
 
 
@@ -61,13 +63,30 @@ class LeafSums:
     def ahead(self, params: nnx.State, padding: Round) -> None:
         """See `GradientBackend`; several programs a leaf."""
 
+    def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
+        """See `GradientBackend`; those of whole leaves, which keep their place in the tree."""
+        computed, rounds = [], []
+        for each in packing.rounds(documents):
+            leaves = [[each.documents[number] for number in numbers] for numbers in each.by_rank]
+            skipped = {rank for rank, leaf in enumerate(leaves) if not any(map(has_effect, leaf))}
+            rounds.append(replace(each, skipped=frozenset(skipped)))
+            computed += [document for rank, leaf in enumerate(leaves) if rank not in skipped for document in leaf]
+        return computed, rounds
+
     def accumulate(
         self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
     ) -> StepGradient | None:
         """Adds every round's leaves in the order of their documents, neighbours first."""
         tree, loaded = TreeFold(self._add), self._programs.load(params)
         for each in rounds:
-            for leaf in self._exchange.deal(self._sums_of_leaves(loaded, self._placed(each), version, constants)):
+            ranks = range(each.packing.ranks)
+            if each.skipped.issuperset(ranks):
+                leaves = [None for _ in ranks]
+            else:
+                sums = self._sums_of_leaves(loaded, self._placed(each), version, constants)
+                # The metrics of a leaf do not depend on which others are computed along with it.
+                leaves = [None if rank in each.skipped else leaf for rank, leaf in enumerate(self._exchange.deal(sums))]
+            for leaf in leaves:
                 tree.push(leaf)
         total = tree.total()
         return None if total is None else self._exchange.whole(total)
@@ -149,7 +168,7 @@ def add_to(state: nnx.State, name: str, extra: Array) -> nnx.State:
 class TreeFold:
     """Adds successive parts in the binary tree over their order, keeping only log2 of their number in memory.
 
-    ((p0 p1) (p2 p3)) p4 for five parts; neutral parts at the end change nothing.
+    ((p0 p1) (p2 p3)) p4 for five parts; neutral parts at the end change nothing. None is neutral, and is not added.
 
     Example:
         >>> fold = TreeFold(lambda a, b: f"({a}{b})")
@@ -166,7 +185,7 @@ class TreeFold:
     def push(self, part: Any) -> None:
         level = 0
         while self._nodes and self._nodes[-1][0] == level:
-            part = self._add(self._nodes.pop()[1], part)
+            part = self._sum(self._nodes.pop()[1], part)
             level += 1
         self._nodes.append((level, part))
 
@@ -175,5 +194,10 @@ class TreeFold:
             return None
         _, total = self._nodes.pop()
         while self._nodes:
-            total = self._add(self._nodes.pop()[1], total)
+            total = self._sum(self._nodes.pop()[1], total)
         return total
+
+    def _sum(self, left: Any | None, right: Any | None) -> Any | None:
+        if left is None or right is None:
+            return right if left is None else left
+        return self._add(left, right)

@@ -1,6 +1,6 @@
 """What a learner computes with: sums of gradients over micro-batches, scores, and where its numbers lie."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from experiments.learner.objectives import NO_CONSTANTS, LossConstants, Objective
-from experiments.learner.packing import Round
+from experiments.learner.packing import Packing, Round
 from experiments.learner.replicas import Replicas
 from experiments.models.ahead import Ahead
-from jaxlogp import StepSums, VocabShards
+from jaxlogp import Document, StepSums, VocabShards
 from jaxlogp.head import HeadRun
 
 
@@ -45,10 +45,13 @@ class GradientBackend(Protocol):
     def ahead(self, params: nnx.State, padding: Round) -> Ahead | None:
         """Compiles the program of one round before its first call; None if it is not a single one."""
 
+    def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
+        """Returns the documents that are computed where those whose advantages are all 0 add nothing, and their rounds."""
+
     def accumulate(
         self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS
     ) -> StepGradient | None:
-        """Returns the sums of a step, nothing divided; None without rounds. `version` is that of the parameters."""
+        """Returns the sums of a step, nothing divided; None without documents. `version` is that of the parameters."""
 
     def score(self, params: nnx.State, scored: Round) -> Float[np.ndarray, "ranks rows row_length"]:
         """Returns log-probs of the labels of one round, 0 elsewhere, by the forward pass that the gradients start from.

@@ -8,7 +8,7 @@ all micro-batches are in.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from experiments.learner.backend import GradientBackend, StepGradient, add_gradients
+from experiments.learner.computed import has_effect
 from experiments.learner.objectives import NO_CONSTANTS, HeadPlacement, LossConstants, LossTerms, Objective
-from experiments.learner.packing import Round
+from experiments.learner.packing import Packing, Round
 from experiments.models.ahead import Ahead, compiled_ahead
 from experiments.models.mesh import TENSOR_AXIS, document_axis, ranks_here, settled, token_axes
 from experiments.models.placement import whole_on_host
 from experiments.models.sharding import parameter_shardings
-from jaxlogp import MicroBatch, StepSums, Support, TokenLogProbs, linear_log_probs
+from jaxlogp import Document, MicroBatch, StepSums, Support, TokenLogProbs, linear_log_probs
 from jaxlogp.head import HeadRun, record_head_runs
 from jaxlogp.head.registry import EngineChoice, default_shards
 
@@ -72,6 +73,10 @@ class GspmdGradients(GradientBackend):
 
     def ahead(self, params: nnx.State, padding: Round) -> Ahead:
         return compiled_ahead(self._sums, params, self._frozen, self._placed(padding), np.int32(0), NO_CONSTANTS)
+
+    def without_zeros(self, documents: Sequence[Document], packing: Packing) -> tuple[list[Document], list[Round]]:
+        computed = [document for document in documents if has_effect(document)]
+        return computed, packing.rounds(computed)
 
     def accumulate(
         self, params: nnx.State, rounds: Iterable[Round], version: int, constants: LossConstants = NO_CONSTANTS

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from experiments.learner.backend import Backend
+from experiments.learner.computed import of_all
 from experiments.learner.diagnosis import check_documents, explain_refusal
 from experiments.learner.drift import StepDrift, measure_drift
 from experiments.learner.entropy_control import EntropyControl
@@ -56,6 +57,7 @@ class Learner:
         packing: how documents become micro-batches, with the columns that they bring.
         params: the first parameters, whose memory it takes over.
         temperature: of the policy, that of the sampler.
+        skips: whether documents whose advantages are all 0 are counted and not computed, where they change nothing else.
         selection: which labels of a step learn, or have their drift penalized; None for all labels alike.
         entropy_control: rule of the coefficient that the objective takes as `entropy_scale`; None for a constant bonus.
         seed: seed of the selection's draws; the key of a step follows from it and the `version`.
@@ -82,6 +84,7 @@ class Learner:
         params: nnx.State,
         *,
         temperature: float = 1.0,
+        skips: bool = False,
         selection: Selection | None = None,
         entropy_control: EntropyControl | None = None,
         seed: int = 0,
@@ -89,7 +92,7 @@ class Learner:
         labels: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._backend, self._objective, self._temperature, self._labels = backend, objective, temperature, labels
-        self._selection, self._key = selection, jax.random.key(seed)
+        self._skips, self._selection, self._key = skips, selection, jax.random.key(seed)
         self.packing, self.keeps_reference = packing, keeps_reference or objective.needs_reference
         self._scored_packing = replace(packing, columns=())
         reference = (REFERENCE_COLUMN,) if objective.needs_reference else ()
@@ -130,24 +133,35 @@ class Learner:
             documents = self._with_selection(documents)
         except NotFinite as error:
             return StepResult(refusal=self.explain(error.refusal))
-        rounds = self._step_packing.rounds(documents)
-        drift = self._drift(rounds) if report_drift else None
+        drift = self._drift(self._step_packing.rounds(documents)) if report_drift else None
+        if self._skips:
+            computed, rounds = self.gradients.without_zeros(documents, self._step_packing)
+        else:
+            computed, rounds = documents, self._step_packing.rounds(documents)
         constants = self._objective.constants(documents)
         if self.entropy_coefficient is not None:
             constants = constants._replace(entropy_scale=np.asarray(self.entropy_coefficient, np.float32))
-        total = self.gradients.accumulate(self.state.params, rounds, self.version, constants)
-        assert total is not None, "a step has at least one document"
-        self.state, outcome = self._update(self.state, total)
+        of_step = (self.version, constants)
+        total = self.gradients.accumulate(self.state.params, rounds, *of_step)
+        if total is None:
+            # No document is computed: the sums of padding are 0.
+            total = self.gradients.accumulate(self.state.params, [self._step_packing.padding()], *of_step)
+        assert total is not None, "padding is a round"
+        count = self._objective.count(documents)
+        self.state, outcome = self._update(self.state, total, count - self._objective.count(computed))
         outcome = jax.device_get(outcome)
         refusal = None
         if not outcome.applied:
             refusal = explain_refusal(outcome.sound, self.state, rounds, self._update, self.gradients)
+        metrics = self._metrics(outcome)
+        if self._skips:
+            metrics = of_all(metrics, documents, count, self.version)
         self.version += len(documents)
         counts = {"num_documents": len(documents), "micro_batches": len(rounds)}
-        counts["tokens"] = sum(each.num_tokens for each in rounds)
+        counts["tokens"] = sum(document.tokens.size for document in documents)
         if self._selection is not None:
             counts["selected_fraction"] = self._selection.fraction(documents)
-        metrics = self._metrics(outcome) | counts
+        metrics |= self._facts(outcome) | counts
         if self._entropy_control is not None and self.entropy_coefficient is not None:
             metrics["entropy_coefficient"] = self.entropy_coefficient
             # A refused step leaves the state as it is, and the entropy of one may not be finite.
@@ -264,13 +278,15 @@ class Learner:
         return measure_drift(*operands, vocab=self._backend.vocab, **self._labels)
 
     def _metrics(self, outcome: UpdateOutcome) -> dict[str, Any]:
+        drift = None if np.isneginf(outcome.drift) else float(outcome.drift)
+        return {name: value.item() for name, value in outcome.metrics.items()} | {"drift_max": drift}
+
+    def _facts(self, outcome: UpdateOutcome) -> dict[str, Any]:
         head_run = self.gradients.head_run
         assert head_run is not None, "a micro-batch has been traced"
         return {
-            **{name: value.item() for name, value in outcome.metrics.items()},
             "loss": float(outcome.loss),
             "grad_norm": float(outcome.grad_norm),
-            "drift_max": None if np.isneginf(outcome.drift) else float(outcome.drift),
             "learning_rate": float(outcome.learning_rate),
             "head_path": head_run.path,
             "head_engine": head_run.engine,

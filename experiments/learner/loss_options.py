@@ -81,6 +81,10 @@ class LossConfig:
     In a group: group (minus its mean, divided by its deviation), centred (not divided), leave_one_out, length_weighted.
     Against a greedy completion of each prompt: greedy_baseline.
     Over a rollout: batch_scaled, batch, batch_baseline, active_group."""
+    skip_zero_advantages: bool | None = None
+    """Count documents whose advantages are all 0 in the divisor of the loss, and do not compute them.
+    Their gradient is exactly 0. Metrics that need the policy's log-probs are then named computed/...
+    None: where the loss has no other part (no KL, entropy bonus, rejection or choice of labels)."""
     on_support: bool | None = None
     """Take log-probs, KL and entropy over the ids that each token was drawn from, instead of over the whole vocabulary.
     The sampler records what --rollout.top-k, --rollout.top-p and --rollout.min-p leave.
@@ -162,6 +166,20 @@ class LossConfig:
         single = self.top_entropy is None or loss.ratio != "sequence"
         require(single, "--loss.top-entropy", expected, self.top_entropy)
         return loss
+
+    def skips(self, loss: PolicyLoss) -> bool:
+        """Returns whether documents whose advantages are all 0 are not computed.
+
+        Args:
+            loss: with its correction and rejection.
+
+        Raises:
+            ValueError: they are not to be, and have an effect.
+        """
+        exact = self.selection() is None and loss.vanishes_without_advantage
+        expected = f"None or False for loss {self.name!r} with these options, on which such documents have an effect"
+        require(exact or not self.skip_zero_advantages, "--loss.skip-zero-advantages", expected, True)
+        return exact if self.skip_zero_advantages is None else self.skip_zero_advantages
 
     def selection(self) -> Selection | None:
         """Returns the choice among the labels of a step; None if all of them learn alike.

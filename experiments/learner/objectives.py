@@ -33,6 +33,7 @@ from jaxlogp import (
 from jaxlogp.head import HeadSpec
 from jaxlogp.head.registry import EngineChoice
 from jaxlogp.losses import Correction, PolicyLoss, correction_weight_sum
+from jaxlogp.losses.reductions import needs_documents
 from jaxlogp.policy.documents import SAMPLER_COLUMN
 
 
@@ -92,6 +93,9 @@ class Objective(Protocol):
     def constants(self, documents: Sequence[Document]) -> LossConstants:
         """Returns the numbers that the loss of a step takes from all its documents."""
 
+    def count(self, documents: Sequence[Document]) -> int:
+        """Returns what documents add to the divisor of the loss."""
+
     def from_hidden(
         self,
         hidden: Array,
@@ -119,6 +123,9 @@ class CrossEntropy(Objective):
     def constants(self, documents: Sequence[Document]) -> LossConstants:
         del documents
         return NO_CONSTANTS
+
+    def count(self, documents: Sequence[Document]) -> int:
+        return sum(document.num_labels for document in documents)
 
     def from_hidden(
         self,
@@ -171,6 +178,10 @@ class PolicyObjective(Objective):
         if correction is None or not correction.normalize:
             return NO_CONSTANTS
         return LossConstants(mean_weight(correction, documents))
+
+    def count(self, documents: Sequence[Document]) -> int:
+        by_document = needs_documents(self.loss.reduction)
+        return len(documents) if by_document else sum(document.num_labels for document in documents)
 
     def from_hidden(
         self,

@@ -105,12 +105,14 @@ class Packing:
 class Round:
     """One micro-batch of every data rank: documents in their order, and the numbers of those of each rank.
 
-    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device.
+    All processes have the documents of all ranks; a process makes arrays only for ranks of which it has a device. Those of
+    the `skipped` ranks add nothing to a sum.
     """
 
     documents: tuple[Document, ...]
     by_rank: tuple[tuple[int, ...], ...]
     packing: Packing
+    skipped: frozenset[int] = frozenset()
     _made: dict[int, MicroBatch] = field(default_factory=dict, repr=False)
 
     @property

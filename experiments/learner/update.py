@@ -1,14 +1,16 @@
 """The one update: sums divided once by the totals of the whole step, guarded, applied."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from experiments.learner.backend import StepGradient
 from experiments.learner.optimizers import Optimizer, OptimizerState
@@ -56,27 +58,30 @@ class Update:
     def place(self, state: TrainState) -> TrainState:
         return TrainState(*map(self._place, state))
 
-    def __call__(self, state: TrainState, step: StepGradient) -> tuple[TrainState, UpdateOutcome]:
-        """Divides by the step's totals and updates.
+    def __call__(self, state: TrainState, step: StepGradient, further: int = 0) -> tuple[TrainState, UpdateOutcome]:
+        """Divides by the step's totals and updates; the loss counts `further` labels or documents, which are not computed.
 
         Where anything is not finite (loss, gradient, the new parameters or the new optimizer state) every bit of the state
         stays as it was. The memory of ``state`` goes to the new one: nothing may read the old one afterwards.
         """
-        return self._program(state)(state, step)
+        return self._program(state)(state, step, np.int32(further))
 
     def ahead(self, state: TrainState, step: StepGradient) -> Ahead:
         """Compiles the program before its first call; of `step` types and places matter."""
-        return compiled_ahead(self._program(state), state, step)
+        return compiled_ahead(self._program(state), state, step, np.int32(0))
 
-    def _program(self, state: TrainState) -> Callable[[TrainState, StepGradient], tuple[TrainState, UpdateOutcome]]:
+    def _program(self, state: TrainState) -> Callable[..., tuple[TrainState, UpdateOutcome]]:
         if self._apply is None:
             places = jax.tree.map(lambda x: x.sharding, state)
             how = {"donate_argnums": 0, "compiler_options": self._compiler_options}
             self._apply = jax.jit(self._applied, out_shardings=(places, None), **how)
         return self._apply
 
-    def _applied(self, state: TrainState, step: StepGradient) -> tuple[TrainState, UpdateOutcome]:
-        finished = step.sums.finish()
+    def _applied(
+        self, state: TrainState, step: StepGradient, further: Int[Array, ""]
+    ) -> tuple[TrainState, UpdateOutcome]:
+        loss = step.sums.loss
+        finished = replace(step.sums, loss=replace(loss, count=loss.count + further)).finish()
         norm = optax.tree.norm(finished.gradients)
         operands = finished.gradients, state.opt_state, state.params
         params, opt_state, rate = self._optimizer.update(*operands)

@@ -185,6 +185,7 @@ def _learner(base: Inference) -> Learner:
             replace(base.packing, columns=columns, support_capacity=_support_capacity(base)),
             backend.take_params(),
             temperature=config.rollout.temperature,
+            skips=config.skips_documents(),
             selection=config.loss.selection(),
             entropy_control=config.loss.entropy_control(),
             seed=config.seed + SELECTION,

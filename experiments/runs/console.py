@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column as Cell
 
 from experiments.processes import processes
+from experiments.runs.folder import metric_of
 from experiments.terminal import printable
 
 HEADER_EVERY = 20
@@ -34,7 +35,7 @@ class Column(NamedTuple):
 
     def text(self, values: Mapping[str, float]) -> str:
         """Formats the metric; a dash if it is not in `values`."""
-        value = values.get(self.metric)
+        value = metric_of(values, self.metric)
         return "-" if value is None else format(value, self.form)
 
 

@@ -256,6 +256,11 @@ def read_metrics(path: Path) -> MetricsLog:
     return MetricsLog(records, torn)
 
 
+def metric_of(values: Mapping[str, Any], name: str) -> Any:
+    """A metric of a step, or that of its computed documents where it is known of these alone; None if there is neither."""
+    return values.get(name, values.get(f"computed/{name}"))
+
+
 def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         require(np.ndim(value) == 0, f"value {name!r}", "a scalar", f"shape {np.shape(value)}")

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.runs.files import replace_file
+from experiments.runs.folder import metric_of
 
 WIDTH, HEIGHT, DPI = 1400, 1200, 100
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d1661c", "#7a7a7a", "#b00020"
@@ -123,8 +124,8 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Sequence[Mapping[str, A
 
 
 def _series(records: Iterable[Mapping[str, Any]], curve: Curve) -> Series:
-    chosen = [each for each in records if each["kind"] == curve.kind and each.get(curve.metric) is not None]
-    values = {record["step"]: float(record[curve.metric]) for record in chosen}
+    found = {each["step"]: metric_of(each, curve.metric) for each in records if each["kind"] == curve.kind}
+    values = {step: float(value) for step, value in found.items() if value is not None}
     return {step: value if math.isfinite(value) else math.nan for step, value in values.items()}
 
 

@@ -165,6 +165,14 @@ class PolicyLoss:
         """Whether the mask depends on the policy in training."""
         return self.rejection is not None and self.rejection.needs_log_probs
 
+    @property
+    def vanishes_without_advantage(self) -> bool:
+        """Whether documents whose advantages are all 0 add exactly 0 to the sum and its gradient, and to the count all that
+        they have: they need not be computed then."""
+        others = (self.kl_coefficient, self.entropy_coefficient, self.z_loss_coefficient, self.drift_coefficient)
+        alone = self.rejection is None and not any(others)
+        return alone and getattr(self.objective, "vanishes_without_advantage", False)
+
     def _check_log_clip(self) -> None:
         if self.log_clip is None:
             return

@@ -23,6 +23,9 @@ class Objective(Protocol):
     For a loss with ratio "sequence" the arrays hold one entry per document: its mean log-ratio, mean log-prob and mean
     advantage. Otherwise they hold one per token, whose log-ratio is its document's for "sequence_token" and "product".
     Entries without a label are 0 in all three and count nowhere.
+
+    An objective may have an attribute `vanishes_without_advantage`, as those here do: True if value and gradient are exactly
+    0 where the advantage is 0.
     """
 
     def value(
@@ -49,7 +52,13 @@ class Objective(Protocol):
         ...
 
 
-class _Unbounded:
+class _Vanishing:
+    """Objectives whose value and gradient are exactly 0 where the advantage is 0."""
+
+    vanishes_without_advantage = True
+
+
+class _Unbounded(_Vanishing):
     """What an objective without a bound on the ratio says of its clipping."""
 
     def clipped(self, ratio: Float[AnyArray, "*shape"]) -> Bool[Array, "*shape"]:
@@ -58,7 +67,7 @@ class _Unbounded:
 
 
 @dataclass(frozen=True)
-class Clipped:
+class Clipped(_Vanishing):
     """min(r A, clip(r) A) with clip(r) = min(max(r, 1 - epsilon), 1 + epsilon_high), the objective of PPO.
 
     The gradient passes where A > 0 and r ≤ 1 + epsilon_high, or A < 0 and r ≥ 1 - epsilon, bounds included. With
@@ -132,7 +141,7 @@ class Clipped:
 
 
 @dataclass(frozen=True)
-class StopGradientWeight:
+class StopGradientWeight(_Vanishing):
     """sg(clip(r)) A log π: a bounded importance weight without gradient, so that every token keeps a gradient.
 
     clip(r) = min(max(r, min_weight), max_weight).

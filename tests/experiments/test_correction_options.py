@@ -123,7 +123,7 @@ def test_normalized_weights_divide_the_step_by_their_mean(level):
     assert abs(mean - 1.0) > 0.02, "the control"
     for name in ("loss", "loss_objective", "grad_norm"):
         assert abs(metrics[name] * mean / plain[name] - 1.0) < 1e-4, name
-    assert abs(metrics["correction_weight"] / mean - 1.0) < LOSS, "the mean before the division"
+    assert abs(metrics["computed/correction_weight"] / mean - 1.0) < LOSS, "the mean before the division"
     assert metrics["loss_count"] == plain["loss_count"]
 
 
@@ -160,7 +160,7 @@ def test_a_run_with_normalized_weights_resumes_to_the_same_bits(tmp_path):
     correction = CorrectionConfig(level="sequence", high=1.0, normalize=True)
     short = {"warm_start": {"max_steps": 4}, "checkpoint": {"every": 1}}
     whole = train(tiny(tmp_path, "whole", correction=correction, **short))
-    assert all(record["correction_weight"] < 1.0 for record in train_records(whole))
+    assert all(record["computed/correction_weight"] < 1.0 for record in train_records(whole))
     resumed = resume(f"{whole.run.path}@2", {"quiet": True})
     for mine, other in zip(
         *(jax.tree.leaves(each.setup.learner.state.params) for each in (whole, resumed)), strict=True
@@ -171,7 +171,7 @@ def test_a_run_with_normalized_weights_resumes_to_the_same_bits(tmp_path):
 @pytest.mark.slow
 def test_a_run_weights_and_rejects_labels(tmp_path):
     """Sampler and trainer differ by rounding alone: no weight is truncated, and most are not exactly 1."""
-    short = {"warm_start": {"max_steps": 4}, "schedule": {"steps": 1}}
+    short = {"warm_start": {"max_steps": 4}, "schedule": {"steps": 1}, "loss": {"skip_zero_advantages": False}}
     plain = train(tiny(tmp_path, "plain", rollout={"rescore": True}, **short))
     weighted = train(tiny(tmp_path, "weighted", correction=CorrectionConfig(level="sequence"), **short))
     masked = train(tiny(tmp_path, "masked", correction=CorrectionConfig("token", "mask", 1.0, 1.0), **short))

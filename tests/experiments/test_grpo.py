@@ -48,9 +48,9 @@ def leaves(result):
 
 def test_the_first_step_is_on_policy(plain):
     first = train_records(plain)[0]
-    assert abs(first["ratio_new_old"] - 1.0) <= DRIFT
-    assert 0.0 <= first["kl_new_old"] <= DRIFT**2
-    assert first["clipped_ratio_fraction"] == 0.0
+    assert abs(first["computed/ratio_new_old"] - 1.0) <= DRIFT
+    assert 0.0 <= first["computed/kl_new_old"] <= DRIFT**2
+    assert first["computed/clipped_ratio_fraction"] == 0.0
     assert first["staleness_max"] == 0.0
     # Without a right and a wrong completion in one group there would be nothing to learn, and nothing to compare.
     assert 0.0 < first["reward_mean"] < 1.0 and first["max_advantage"] > 0.0 > first["min_advantage"]
@@ -58,7 +58,7 @@ def test_the_first_step_is_on_policy(plain):
 
 def test_every_step_logs_drift_head_and_counts(plain):
     for step, record in enumerate(train_records(plain), start=1):
-        assert 0.0 < record["drift_max"] <= DRIFT
+        assert 0.0 < record["computed/drift_max"] <= DRIFT
         assert (record["head_path"], record["head_engine"]) == ("linear_policy_loss", "chunked")
         assert record["head_reason"].startswith("auto; hopper not used: ")
         assert record["head_gradient"] == "in one pass"
@@ -135,7 +135,7 @@ def test_resume_in_the_middle_of_a_rollout(runs):
     ]
     assert drifts[0] == drifts[1] and [step for step, _, _ in drifts[0]] == [1, 3]
     second = train_records(whole)[1]
-    assert second["staleness_max"] > 0 and second["ratio_new_old"] != 1.0
+    assert second["staleness_max"] > 0 and second["computed/ratio_new_old"] != 1.0
 
 
 @pytest.mark.slow

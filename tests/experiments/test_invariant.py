@@ -51,7 +51,15 @@ def state_bytes(result):
 def test_the_state_after_two_steps_is_the_same_to_the_last_bit(single, runs, mesh):
     result = run(runs, mesh)
     assert state_bytes(result) == state_bytes(single)
-    numbers = ("loss", "grad_norm", "reward_mean", "entropy", "new_logprobs", "num_tokens", "num_documents")
+    numbers = (
+        "loss",
+        "grad_norm",
+        "reward_mean",
+        "computed/entropy",
+        "computed/new_logprobs",
+        "num_tokens",
+        "num_documents",
+    )
     for mine, other in zip(train_records(result), train_records(single), strict=True):
         assert {name: mine[name] for name in numbers} == {name: other[name] for name in numbers}
     assert (result.before, result.after) == (single.before, single.after)
@@ -60,9 +68,13 @@ def test_the_state_after_two_steps_is_the_same_to_the_last_bit(single, runs, mes
 def test_sampler_and_trainer_have_the_same_numbers(single):
     """Not by scoring again: the old log-probs are those of the steps in which the tokens were drawn."""
     for record in train_records(single):
-        assert record["drift_max"] == 0.0 and record["kl_new_old"] == 0.0
-        assert record["ratio_new_old_labelled"] == 1.0 and record["clipped_ratio_fraction"] == 0.0
-        assert record["ratio_new_old_sum"] == record["ratio_new_old_squared_sum"] == record["num_tokens"]
+        assert record["computed/drift_max"] == 0.0 and record["computed/kl_new_old"] == 0.0
+        assert record["computed/ratio_new_old_labelled"] == 1.0 and record["computed/clipped_ratio_fraction"] == 0.0
+        assert (
+            record["computed/ratio_new_old_sum"]
+            == record["computed/ratio_new_old_squared_sum"]
+            == record["computed/num_tokens"]
+        )
         assert record["head_engine"] == "fixed_order"
     assert 0.0 < train_records(single)[0]["reward_mean"] < 1.0, "without a gradient all of this would be easy"
 
@@ -71,7 +83,7 @@ def test_sampler_and_trainer_have_the_same_numbers(single):
 def test_rollouts_on_another_mesh_draw_the_trainers_numbers(single, runs):
     result = run(runs, "fsdp=2", rollout={"mesh": "data=2,tensor=4"})
     assert state_bytes(result) == state_bytes(single)
-    assert {record["drift_max"] for record in train_records(result)} == {0.0}
+    assert {record["computed/drift_max"] for record in train_records(result)} == {0.0}
 
 
 @pytest.fixture
@@ -89,7 +101,7 @@ def test_the_plain_run_does_break(runs, few_optimizations):
     changes = {"warm_start": {"max_steps": 0}, "loss": {"entropy_coefficient": 0.1}, "schedule": {"steps": 1}}
     results = [run(runs, mesh, invariant=False, **changes) for mesh in ("data=1,tensor=1", "data=1,tensor=2")]
     assert state_bytes(results[0]) != state_bytes(results[1])
-    assert train_records(results[0])[0]["drift_max"] > 0.0
+    assert train_records(results[0])[0]["computed/drift_max"] > 0.0
 
 
 @pytest.mark.slow

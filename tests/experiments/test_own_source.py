@@ -165,7 +165,7 @@ def test_a_run_from_a_source_by_name_resumes_to_the_same_bits(tmp_path, source):
     records = train_records(whole)
     assert [record["num_documents"] for record in records] == [8, 8] and records[0]["grad_norm"] > 0.0
     assert all(record["update_applied"] == 1 and record["reward_mean"] == 1.0 for record in records)
-    assert records[0]["drift_max"] < 1e-4
+    assert records[0]["computed/drift_max"] < 1e-4
     resumed = resume(f"{whole.run.path}@1", {"quiet": True})
     assert state_bytes(resumed) == state_bytes(whole)
     assert train_records(resumed)[1]["loss"] == records[1]["loss"]

@@ -12,7 +12,7 @@ from jaxlogp import losses
 from jaxlogp.losses import PRESETS, Clipped, PolicyLoss, policy_loss, register_loss
 from jaxlogp.policy.metrics import policy_metrics
 from tests import oracle
-from tests.losses.policy_case import ERROR, SHAPE, case, expected_gradient, scaled_error, sum_error
+from tests.losses.policy_case import DOCUMENTS, ERROR, SHAPE, case, expected_gradient, scaled_error, sum_error
 
 # Document 0 has two labels with A = 1 and the ratios 1.5 and 0.5, document 1 one label with A = -2 and the ratio 0.5;
 # document 2 has none. The logarithms of 0.6, 0.1 and 0.2 are -0.510826, -2.302585 and -1.609438.
@@ -368,3 +368,25 @@ def test_a_loss_is_hashable_and_may_be_a_static_argument():
 
     first, second = (jax.jit(total, static_argnames="loss")(given.new, loss=x) for x in (losses.grpo(), losses.cispo()))
     assert float(first) != float(second)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_documents_without_advantages_add_to_the_count_alone(name):
+    """Exactly 0 to the sum and to its gradient, however far the ratios are from 1."""
+    given, loss = case(), PRESETS[name](**({"length": 9} if name == "dr_grpo" else {}))
+    loss = dataclasses.replace(loss, drift_coefficient=0.0)
+    assert loss.vanishes_without_advantage
+    inputs = (given.old, np.zeros_like(given.advantages), given.mask)
+
+    def total(log_probs):
+        return policy_loss(log_probs, *inputs, loss=loss, document_ids=given.ids, num_documents=DOCUMENTS).sum
+
+    value, slope = jax.value_and_grad(total)(given.new)
+    assert value == 0.0 and not np.any(slope)
+    parts = (
+        {"kl_coefficient": 0.1},
+        {"entropy_coefficient": 0.1},
+        {"z_loss_coefficient": 0.1},
+        {"drift_coefficient": 1.0},
+    )
+    assert not any(dataclasses.replace(loss, **part).vanishes_without_advantage for part in parts)

@@ -1,0 +1,165 @@
+"""Documents whose advantages are all 0: counted and not computed, with loss and parameters of the full computation."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.config import Config, LossConfig, RejectionConfig, validate
+from experiments.learner.computed import COMPUTED
+from experiments.loop.assemble import assemble
+from jaxlogp import Document
+from jaxlogp.losses import PRESETS
+from jaxlogp.policy.metrics import METRICS
+from tests.experiments.tiny import tiny
+
+COUNT, VOCAB = 32, 24
+# fp32 sums of a hundred labels in another order; Adam divides each gradient by its own size.
+LOSS, PARAMS = 1e-5, 2e-4
+SHARES = {"none": 0, "half": COUNT // 2, "all": COUNT}
+WITHOUT_COLUMNS = [name for name, preset in PRESETS.items() if name not in ("kl_cov", "clip_cov")]
+QUICK = ["grpo", "gspo", "dr_grpo"]
+
+
+def learner(skips, mesh="", loss="grpo", **changes):
+    options = {"warm_start": {"max_steps": 0}, "evaluation": {"kl": False}, **changes}
+    options["loss"] = {"name": loss, "skip_zero_advantages": skips}
+    return assemble(tiny("unused", "unused", mesh=mesh, **options)).learner
+
+
+def documents(zeros, seed, learner):
+    """Documents 0, 2, 4, ... have advantages of 0 first, in both of their forms; number 2 has no label."""
+    random, made = np.random.default_rng(seed), []
+    without = set([*range(0, COUNT, 2), *range(1, COUNT, 2)][:zeros])
+    for number in range(COUNT):
+        tokens = random.integers(0, VOCAB, random.integers(4, 12)).astype(np.int32)
+        labels = np.arange(tokens.size) >= (tokens.size if number == 2 else 2)
+        advantages = np.float32(random.normal(size=labels.sum()) if number % 3 else random.normal())
+        advantages = np.zeros_like(advantages) if number in without else advantages
+        old = np.float32(random.uniform(-3.8, -2.6, labels.sum()))
+        reward = float(random.normal())
+        made.append(Document(tokens, labels, advantages, old, reward=reward, versions=max(learner.version - number, 0)))
+    return made
+
+
+def two_steps(learner, zeros):
+    """Metrics of both steps, and the parameters after them."""
+    results = [learner.step(documents(zeros, seed, learner)) for seed in range(2)]
+    assert all(result.refusal is None for result in results)
+    return [result.metrics for result in results], jax.device_get(jax.tree.leaves(learner.state))
+
+
+def check_equal(mine, wanted):
+    (steps, params), (other_steps, other_params) = mine, wanted
+    for one, other in zip(steps, other_steps, strict=True):
+        assert abs(one["loss"] - other["loss"]) <= LOSS and abs(one["grad_norm"] - other["grad_norm"]) <= 10 * LOSS
+        for name, value in other.items():
+            if name in METRICS and name in one:
+                assert one[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for one, other in zip(params, other_params, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=PARAMS)
+
+
+@pytest.fixture(scope="module")
+def full():
+    """Two steps of the full computation, by loss, mesh and number of zeros."""
+    found = {}
+
+    def of(zeros, **options):
+        key = zeros, *sorted(options.items())
+        if key not in found:
+            found[key] = two_steps(learner(False, **options), zeros)
+        return found[key]
+
+    return of
+
+
+LOSSES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITHOUT_COLUMNS]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_is_that_of_the_full_computation(full, loss):
+    for share, zeros in SHARES.items() if loss in QUICK else [("half", SHARES["half"])]:
+        mine = two_steps(learner(True, loss=loss), zeros)
+        check_equal(mine, full(zeros, loss=loss))
+        for step in mine[0]:
+            assert step[COMPUTED + "num_documents"] == (COUNT - zeros if zeros else COUNT - 1), share
+            assert step["num_documents"] == step["num_rewards"] == COUNT and step["num_documents_labelled"] == COUNT - 1
+            assert step["micro_batches"] == (0 if share == "all" else 1)
+            assert "entropy" not in step and (step["loss"] == 0.0) == (step["grad_norm"] == 0.0) == (share == "all")
+
+
+@pytest.mark.costly
+def test_what_is_computed_has_the_metrics_of_its_own_step():
+    """Half of the documents, alone in a step of the full computation."""
+    mine, alone = learner(True), learner(False)
+    (step, _), _ = two_steps(mine, COUNT // 2)
+    kept = [each for each in documents(COUNT // 2, 0, alone) if np.any(each.advantages)]
+    wanted = alone.step(kept).metrics
+    named = {name.removeprefix(COMPUTED) for name in step if name.startswith(COMPUTED)}
+    assert {"entropy_labelled", "ratio_new_old", "clipped_ratio_fraction", "max_ratio_new_old", "drift_max"} <= named
+    for name in named:
+        assert step[COMPUTED + name] == pytest.approx(wanted[name], rel=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=3", "fsdp=2,tensor=2", "sequence=2"])
+@pytest.mark.parametrize("zeros", SHARES.values(), ids=SHARES)
+def test_meshes_and_micro_batches(full, mesh, zeros):
+    """Four rows a rank, so that a step has several micro-batches; all against one device that computes everything."""
+    rows = {"rows": 4, "docs_per_step": COUNT}
+    mine = two_steps(learner(True, mesh, schedule=dataclasses.replace(tiny("", "").schedule, **rows)), zeros)
+    check_equal(mine, full(zeros))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zeros", [0, COUNT // 2, COUNT // 2 + 9, COUNT])
+def test_an_invariant_step_has_the_bits_of_the_full_computation(zeros):
+    """Of 24 + 1 documents in a row some leaves, and of 3 ranks some rounds, are skipped whole."""
+
+    def states(skips, mesh):
+        options = {"invariant": True, "invariance": {"block": 4, "leaf_rows": 2}, "schedule": {"row_length": 12}}
+        steps, state = two_steps(learner(skips, mesh, **options), zeros)
+        return steps, [np.asarray(leaf).tobytes() for leaf in state]
+
+    (whole, wanted), (skipped, state), (three, other) = (
+        states(False, "data=1"),
+        states(True, "data=1"),
+        states(True, "data=3"),
+    )
+    assert wanted == state == other
+    for one, two, full in zip(skipped, three, whole, strict=True):
+        assert (one["loss"], one["grad_norm"]) == (full["loss"], full["grad_norm"]) == (two["loss"], two["grad_norm"])
+        assert {**one, "micro_batches": 0} == {**two, "micro_batches": 0}
+        # Every second document, so that the leaves of two are skipped beyond the first half alone.
+        assert one[COMPUTED + "num_documents"] == COUNT - 2 * max(0, zeros - COUNT // 2)
+
+
+WITH_EFFECT = {
+    "entropy": Config(loss=LossConfig(entropy_coefficient=0.1)),
+    "entropy target": Config(loss=LossConfig(entropy_target=0.1)),
+    "KL": Config(loss=LossConfig(kl_coefficient=0.1)),
+    "top entropy": Config(loss=LossConfig(name="dapo", top_entropy=0.5)),
+    "clip_cov": Config(loss=LossConfig(name="clip_cov")),
+    "kl_cov": Config(loss=LossConfig(name="kl_cov")),
+    "rejection": Config(rejection=RejectionConfig(token=(0.5, 2.0))),
+}
+
+
+@pytest.mark.parametrize("name", WITH_EFFECT)
+def test_where_they_have_an_effect_they_are_computed(name):
+    config = WITH_EFFECT[name]
+    validate(config)
+    assert not config.skips_documents()
+    with pytest.raises(
+        ValueError, match=r"--loss.skip-zero-advantages: expected None or False for loss '\w+' with these"
+    ):
+        validate(dataclasses.replace(config, loss=dataclasses.replace(config.loss, skip_zero_advantages=True)))
+
+
+@pytest.mark.parametrize("name", WITHOUT_COLUMNS)
+def test_every_other_algorithm_skips_them_unless_it_is_told_not_to(name):
+    assert Config(loss=LossConfig(name=name)).skips_documents()
+    assert not Config(loss=LossConfig(name=name, skip_zero_advantages=False)).skips_documents()
