@@ -1,10 +1,12 @@
 """Tokenizers: round trips, special and unused ids, refusals, and saving in a run folder."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from experiments.models.huggingface.tokenizer import PretrainedTokenizer
 from experiments.models.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_for
 from experiments.tasks import make_task
 
@@ -95,3 +97,11 @@ def test_tokenizer_of_a_task(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "é"}) + "\n" for n in range(50)))
     assert tokenizer_for(make_task(f"jsonl:{path}").alphabet) == BYTE
+
+
+def test_the_size_of_a_vocabulary_is_counted_once():
+    """It is read for every prompt of a rollout, and counting takes 30 ms at 50,000 entries."""
+    counted = []
+    inner = SimpleNamespace(get_vocab=lambda with_added_tokens: counted.append(1) or {"a": 3, "b": 7})
+    tokenizer = PretrainedTokenizer(inner, (0,), 0, None)
+    assert [tokenizer.vocab_size for _ in range(3)] == [8] * 3 and len(counted) == 1

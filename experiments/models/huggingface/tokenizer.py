@@ -32,9 +32,9 @@ class PretrainedTokenizer:
     pad_id: int
     template: ChatTemplate | None
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """One more than the largest id. Asked for with every prompt; the vocabulary is built again for each answer."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
