@@ -38,7 +38,7 @@ def of_all(
             found[name] = known[name]
         elif name in METRICS and METRICS[name].divisor == "loss_count":
             # The others add 0.
-            found[name] = value * metrics["loss_count"] / count
+            found[name] = value * metrics["loss_count"] / max(count, 1)
         else:
             found[COMPUTED + name] = value
     counts = {name: metrics[name] for name in ("num_documents", "num_tokens") if name in metrics}

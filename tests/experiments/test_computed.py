@@ -104,6 +104,17 @@ def test_what_is_computed_has_the_metrics_of_its_own_step():
         assert step[COMPUTED + name] == pytest.approx(wanted[name], rel=1e-6), name
 
 
+@pytest.mark.costly
+def test_documents_without_any_label_make_a_step_of_0():
+    """All of them truncated, and masked."""
+    mine = learner(True)
+    made = [Document(np.arange(3, 9, dtype=np.int32), np.zeros(6, bool), np.float32(0.5), np.zeros(0, np.float32))] * 2
+    result = mine.step(made)
+    assert result.refusal is None and result.metrics["num_documents"] == 2
+    named = ("loss", "loss_objective", "grad_norm", "num_tokens", "advantage_labelled", "loss_count")
+    assert [result.metrics[name] for name in named] == [0.0] * len(named)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=3", "fsdp=2,tensor=2", "sequence=2"])
 @pytest.mark.parametrize("zeros", SHARES.values(), ids=SHARES)
