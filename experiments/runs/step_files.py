@@ -193,6 +193,8 @@ def _orbax(
                 save_concurrent_gb=gigabytes,
                 restore_concurrent_gb=gigabytes,
                 use_compression=False,
+                # XLA has at most 64 GiB of it, and never gives it back.
+                enable_pinned_host_transfer=False,
                 multiprocessing_options=options,
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, whole)),
             ),
