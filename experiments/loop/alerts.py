@@ -36,12 +36,7 @@ def with_norm(norms: list[float], norm: float) -> list[float]:
 
 
 class StepMonitor:
-    """Reads every step.
-
-    Args:
-        options: when to warn.
-        max_new_tokens: longest completion, for the sentence.
-    """
+    """Turns the metrics of each step into warnings; `max_new_tokens` is quoted in them."""
 
     def __init__(self, options: GuardsConfig, max_new_tokens: int) -> None:
         self._options, self._max_new_tokens = options, max_new_tokens
@@ -50,7 +45,6 @@ class StepMonitor:
         self._truncated_steps, self._next_truncated = 0, 1
 
     def warnings(self, step: int, values: Mapping[str, Any], counts: RolloutCounts) -> list[str]:
-        """What to say of a step, one line each."""
         found = (self._spike(step, values), self._truncated(step, counts), self._nothing_to_learn(step, counts))
         return [each for each in found if each]
 

@@ -48,12 +48,7 @@ FASTEST_ON_GPU = ("hopper", "triton")
 
 @dataclass(frozen=True)
 class Setup(Inference):
-    """Everything that a run consists of.
-
-    Attributes:
-        attention: the implementation of attention over micro-batches, and why it.
-        source: where documents come from.
-    """
+    """Everything that a run consists of."""
 
     attention: AttentionRun
     learner: Learner
@@ -67,12 +62,10 @@ class Setup(Inference):
 
     @property
     def params(self) -> nnx.State:
-        """The present parameters, until the next step takes over their memory."""
         return self.learner.state.params
 
     @property
     def warnings(self) -> list[str]:
-        """What the console should say before the run."""
         dtype = None if self.model.decoder is None else self.model.decoder.dtype
         found = self.model.warning, slower_head(self.learner.gradients.head_run, dtype)
         return [text for text in found if text is not None]
@@ -91,7 +84,6 @@ class Setup(Inference):
         return SamplerPolicy(self.samplers, learner.state.params, learner.version, *scores)
 
     def feed(self) -> DocumentFeed:
-        """Returns what gives the documents of each step."""
         config = self.config
         return DocumentFeed(
             self.source,
@@ -105,13 +97,12 @@ class Setup(Inference):
 
     @property
     def warms_up(self) -> bool:
-        """Whether the run begins with worked examples."""
         return bool(self.config.warm_start.max_steps)
 
     def warm_start(self) -> Phase:
         """Returns the phase that learns worked examples until enough of sampled answers are right.
 
-        It has an optimizer of its own. The learner gives its parameters away to it; `Learner.begin` takes them back.
+        It has its own optimizer. The learner gives its parameters away to it; `Learner.begin` takes them back.
         """
         options, seed, task, evaluation = self.config.warm_start, self.config.seed, self.task, self.evaluation
         assert not isinstance(task, SupervisedFile) and isinstance(evaluation, AnswerEvaluation), "answers are rewarded"
@@ -150,19 +141,7 @@ def assemble(
     restored: bool = False,
     source: Any = None,
 ) -> Setup:
-    """Makes everything that a run needs.
-
-    Args:
-        config: the options.
-        task: see `make_inference`.
-        rewards: likewise.
-        model: likewise.
-        restored: likewise.
-        source: your own source, which ``config.source`` names.
-
-    Raises:
-        ValueError: as `make_inference`, and if an engine cannot run here.
-    """
+    """Makes everything that a run needs, as `make_inference` does; `source` is your own, which ``config.source`` names."""
     base = make_inference(config, task, rewards, model=model, restored=restored)
     ranks, sizes = base.packing.ranks, base.sizes
     return Setup(
@@ -243,12 +222,7 @@ def _rollouts(base: Inference, task: Task) -> Rollouts:
 
 
 def slower_head(head_run: HeadRun | None, dtype: str | None) -> str | None:
-    """A warning where no engine was named and a slower one runs than a GPU could use, or None.
-
-    Args:
-        head_run: the head call of the trainer.
-        dtype: that the head multiplies; None for a model of the caller's own.
-    """
+    """A warning where no engine was named and a slower one runs than a GPU could use; the head multiplies in `dtype`."""
     if jax.default_backend() != "gpu" or head_run is None or head_run.reason == "named by the caller":
         return None
     if head_run.engine in FASTEST_ON_GPU:

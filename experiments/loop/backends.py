@@ -27,10 +27,8 @@ from jaxlogp.head.registry import default_shards
 class RunBackend(Backend, Protocol):
     """A way to compute the same run, on the device `mesh` of the training.
 
-    Attributes:
-        sampled_frozen: what is not trained, where rollouts are drawn, a copy on a mesh of their own.
-        leaf_rows: rows of a micro-batch, each with a document of its own; None where documents share rows.
-        sampler: how completions are drawn, and why so.
+    `sampled_frozen` is what is not trained, on the mesh of rollouts. `leaf_rows` are rows of a micro-batch with one document
+    each; None where documents share rows. `sampler` says how completions are drawn, and why so.
     """
 
     mesh: jax.sharding.Mesh
@@ -94,7 +92,6 @@ def rollout_mesh(config: Config, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def make_backend(config: Config, model: ModelSource) -> RunBackend:
-    """Makes the backend that the options name."""
     if not config.invariant:
         return GspmdBackend(config, model)
     mesh = make_mesh(parse_mesh(config.mesh))

@@ -29,7 +29,6 @@ class ExactMatch(NamedTuple):
         return f"held-out exact match sampled {self.sampled:.3f}, greedy {self.greedy:.3f}"
 
     def named(self) -> dict[str, float]:
-        """Returns the scores by their names in a summary."""
         return {"held-out exact match (temperature 1)": self.sampled, "held-out exact match (greedy)": self.greedy}
 
 
@@ -43,7 +42,6 @@ class HeldOutLoss(NamedTuple):
         return f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.3f}"
 
     def named(self) -> dict[str, float]:
-        """Returns the scores by their names in a summary."""
         return {"held-out loss": self.loss, "held-out perplexity": self.perplexity}
 
 
@@ -73,7 +71,6 @@ class Answers(NamedTuple):
 
     @property
     def exact_match(self) -> float:
-        """Share of right ones."""
         return float(np.mean(self.verdicts.rewards, dtype=np.float64))
 
 
@@ -88,7 +85,6 @@ class EvaluatedAnswers:
 
     @property
     def scores(self) -> ExactMatch:
-        """How well."""
         return ExactMatch(self.sampled.exact_match, self.greedy.exact_match)
 
     @property
@@ -98,7 +94,6 @@ class EvaluatedAnswers:
         return [Document.of_completion(np.array(prompt, np.int32), each.ids, each.log_probs) for prompt, each in pairs]
 
     def metrics(self) -> dict[str, float]:
-        """Values for the log."""
         values = {f"exact_match_{name}": score for name, score in self.scores._asdict().items()}
         for name, answers in (("sampled", self.sampled), ("greedy", self.greedy)):
             values[f"reward_{name}"] = float(answers.rewards.rewards.mean())
@@ -122,15 +117,7 @@ class Evaluation(Protocol):
 
 
 class AnswerEvaluation:
-    """Held-out prompts, completed with the same random numbers every time.
-
-    Args:
-        task: whose prompts and verdicts.
-        rewards: reward completions.
-        num_prompts: most of them.
-        prompt_tokens: most tokens of a prompt.
-        options: how completions are drawn; temperature and filters are those of an evaluation.
-    """
+    """Held-out prompts, at most `num_prompts`, completed with the same random numbers every time."""
 
     scores = ExactMatch
 
@@ -145,17 +132,10 @@ class AnswerEvaluation:
 
     @property
     def size(self) -> str:
-        """What is scored, in words."""
         fewer = f" (requested: {self._asked}; the task has no more)" if self.shape.prompts < self._asked else ""
         return f"{self.shape.prompts} held-out prompts{fewer}"
 
     def of(self, policy: Policy) -> EvaluatedAnswers:
-        """The evaluation of a policy.
-
-        Raises:
-            RewardFailed: a reward function, or the task's verdict, is broken.
-            RewardNotFinite: of one of them.
-        """
         examples, tokenizer, judges = self._examples, policy.tokenizer, (self._rewards, self._verdict)
         prompts = [encode_prompt(tokenizer, example, self.shape.tokens) for example in examples]
         sampled, greedy = (

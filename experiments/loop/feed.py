@@ -33,14 +33,9 @@ class Taken(NamedTuple):
 class DocumentFeed:
     """Asks a source for documents, step by step.
 
-    Args:
-        source: draws them.
-        packing: how documents become micro-batches.
-        docs_per_step: documents that complete a step; 0 takes one call of the source, whole.
-        exact: whether a step ends exactly there, instead of with the micro-batch that reaches the number.
-        rescore: whether old log-probs are the trainer's instead of the sampler's.
-        epochs: how often each document is trained on; above 1 each time in an order of its own.
-        seed: of these orders.
+    `docs_per_step` documents complete a step; 0 takes one call of the source, whole. An `exact` step ends there, any other
+    with the micro-batch that reaches the number. `rescore` takes the trainer's old log-probs instead of the sampler's. Each
+    document is trained on `epochs` times; above 1, each time in a new order from `seed`.
     """
 
     def __init__(
@@ -62,10 +57,7 @@ class DocumentFeed:
         """Draws the documents of the next step, and packs them; what is drawn beyond them waits for the one after.
 
         All of a step is drawn before any of it is packed, so that the micro-batches do not depend on where a rollout ends.
-
-        Raises:
-            RewardFailed: if a reward function is broken; nothing has been taken of the data.
-            SourceFailed: if a source is; likewise.
+        RewardFailed and SourceFailed pass through; nothing has then been taken of the data.
         """
         started, before = time.perf_counter(), self._source.state()
         waiting, orders = self._queue.documents, self._orders
@@ -86,7 +78,6 @@ class DocumentFeed:
         return {"source": self._source.state(), "queued": self._queue.to_json(), "orders": self._orders}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
         self._source.restore(state["source"])
         self._queue, self._orders = DocumentQueue.from_json(state["queued"]), state["orders"]
 

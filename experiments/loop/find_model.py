@@ -21,14 +21,8 @@ _PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 def find_model(config: Config, task: Task, model: nnx.Module | None, *, restored: bool) -> ModelSource:
     """Returns the model that the options, or the caller, name; of one that is `restored` a checkpoint brings the parameters.
 
-    Args:
-        config: the options; `with_own_model` has put a note of the caller's model into them.
-        task: its tokenizer is that of a model from nothing, and of the user's own.
-        model: passed from Python, or None.
-        restored: whether a checkpoint will bring the parameters.
-
-    Raises:
-        ValueError: a model that cannot be used, or a run that began with another one.
+    `with_own_model` has put a note of the caller's model into the options. The task's tokenizer is that of a model from
+    nothing, and of the user's own.
     """
     options = config.model
     if options.own is not None or model is not None:
@@ -44,11 +38,7 @@ def find_model(config: Config, task: Task, model: nnx.Module | None, *, restored
 
 
 def with_own_model(config: Config, model: nnx.Module | None) -> Config:
-    """The options, with a note of the model that was passed from Python, if any.
-
-    Raises:
-        ValueError: options of the decoder in addition to the user's own model, or two models.
-    """
+    """The options, with a note of the model that was passed from Python, if any."""
     if model is not None:
         expected = "no other options where train is given a model"
         require(config.model == ModelConfig(), "--model", expected, "other options")

@@ -26,15 +26,9 @@ from jaxlogp import Document
 
 @dataclass(frozen=True)
 class Inference:
-    """What draws completions and scores them.
+    """What draws completions and scores them. The backend has the parameters until they are taken.
 
-    Attributes:
-        config: the options, resolved.
-        model: the model that the run began with.
-        backend: how it is computed; it has the parameters until they are taken.
-        sizes: most tokens of a prompt, of a completion and of a row.
-        rewards: None of a supervised run.
-        packing: how documents become micro-batches to score.
+    Rewards are None in a supervised run. The packing is that of documents to score.
     """
 
     config: Config
@@ -49,22 +43,17 @@ class Inference:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to ids and back."""
         return self.model.tokenizer
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The device mesh of the training."""
         return self.backend.mesh
 
     @property
     def key(self) -> jax.Array:
-        """The key of the run's random numbers."""
         return jax.random.key(self.config.seed)
 
     def policy_of(self, params: nnx.State) -> SamplerPolicy:
-        """Returns a policy that draws and scores by these parameters."""
-
         def log_probs(documents: Sequence[Document]) -> list[np.ndarray]:
             gradients = self.backend.gradients(CrossEntropy(), self.config.rollout.temperature)
             return log_probs_of(documents, gradients, params, self.packing)
@@ -80,17 +69,9 @@ def make_inference(
     model: ModelSource | None = None,
     restored: bool = False,
 ) -> Inference:
-    """Makes what draws and scores.
+    """Makes what draws and scores; no parameters are drawn or read if a checkpoint will bring `restored` ones.
 
-    Args:
-        config: the options.
-        task: your own task instead of the one that ``config.task`` names.
-        rewards: your own rewards instead of those that ``config.reward`` names.
-        model: the model, where the caller has made it of the same options, or brings one.
-        restored: whether a checkpoint will bring the parameters: none are drawn or read.
-
-    Raises:
-        ValueError: if an option is out of range, a task unknown, or a mesh does not match.
+    Your own task and rewards stand in for those that the options name; `model` is one made of the same options, or your own.
     """
     mesh = validate(config)
     config = config.resolved()

@@ -57,13 +57,7 @@ def load_run(
 ) -> LoadedRun:
     """Loads the parameters of a run's newest checkpoint, or of RUN@STEP. Writes nothing: the run may be training.
 
-    Args:
-        run: the run folder.
-        change: makes the options to read it with.
-        task: your own task, if the run began with one.
-
-    Raises:
-        ValueError: if there is no run folder or no good checkpoint, or it is one of another run, task or model.
+    `change` makes the options to read it with; `task` is your own, if the run began with one.
     """
     stored = _open(run, task)
     config = change(stored.config)
@@ -124,15 +118,10 @@ class LoadedModel:
 
     @property
     def graph(self) -> nnx.GraphDef[Decoder]:
-        """Graph definition, on one device."""
         return abstract_decoder(self.config)[0]
 
     def files(self) -> dict[str, bytes]:
-        """Those of a checkpoint directory, other than the weights.
-
-        Raises:
-            ValueError: an architecture that transformers does not have.
-        """
+        """The files of a checkpoint directory, without weights; ValueError if transformers lacks the architecture."""
         if self.pretrained is not None:
             return small_files(self.pretrained)
         return made_files(self.config, pretrained_form(self.tokenizer))

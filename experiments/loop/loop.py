@@ -46,12 +46,8 @@ def resume_hint(folder: RunFolder, config: Config, *, finished: bool = False) ->
 class Progress:
     """The counters of a phase, saved with every checkpoint as JSON.
 
-    Attributes:
-        refused: steps in a row, up to the newest, whose update was refused.
-        drift_step: step of the newest drift report.
-        evaluated: step of the newest evaluation in the log; -1 before the first.
-        reached: whether scores have ended the phase.
-        norms: the newest gradient norms.
+    `refused` counts the newest steps in a row whose update was refused. `drift_step` and `evaluated` are the steps of the
+    newest drift report and evaluation in the log, `norms` the newest gradient norms; `reached` means that scores ended it.
     """
 
     step: int = 0
@@ -76,15 +72,8 @@ def take_step(
 ) -> tuple[StepResult, Taken] | None:
     """Draws documents and takes one optimizer step on them, or refuses it; None if the data has ended.
 
-    Args:
-        setup: what the run consists of.
-        feed: gives the documents.
-        report_drift: whether to compare sampler and trainer.
-        when_drawn: called between the two, before the update takes over the memory of the parameters.
-
-    Raises:
-        RewardFailed: if a reward function is broken; nothing has been taken of the data, as if the step had not begun.
-        SourceFailed: if a source is; likewise.
+    `when_drawn` is called between the two, before the update takes over the memory of the parameters. RewardFailed and
+    SourceFailed pass through, as if the step had not begun.
     """
     policy = setup.policy()
     try:
@@ -103,16 +92,7 @@ def take_step(
 class Loop:
     """A phase of a run between its first and its last step.
 
-    Args:
-        phase: what it runs.
-        folder: where the run is kept.
-        console: what it prints.
-        writer: its checkpoints and logs.
-        signals: that have been received.
-
-    Attributes:
-        progress: where it is.
-        before: held-out scores from before the first step; None until they are known, and in a warm start.
+    `before` are held-out scores from before the first step; None until they are known, and in a warm start.
     """
 
     def __init__(
@@ -135,11 +115,7 @@ class Loop:
         self._saved_at = time.monotonic()
 
     def restore(self, step: int | None = None) -> None:
-        """Restores the newest intact checkpoint, or that of a step, on this mesh. Writes nothing.
-
-        Raises:
-            ValueError: if there is no such checkpoint, or one that this run cannot go on from.
-        """
+        """Restores the newest intact checkpoint, or that of a step, on this mesh; ValueError if there is none."""
         learner = self._learner
         restored = self._writer.restore(restore_template(learner.template(), self._setup.mesh), step)
         for warning in restored.warnings:
@@ -188,7 +164,7 @@ class Loop:
         return self._exhausted or self.progress.reached or self.progress.step >= self._phase.steps
 
     def _step(self) -> bool:
-        """One step with its records; False if the data had ended before it."""
+        """Takes a step; False if the data had ended before it."""
         started = time.perf_counter()
         options = {"report_drift": self._drift_is_due, "when_drawn": self._writer.wait_until_copied}
         done = self._with_rewards(lambda: take_step(self._setup, self._feed, **options))
@@ -204,7 +180,6 @@ class Loop:
         return every > 0 and (last == 0 or self.progress.step + 1 >= last + every)
 
     def _record(self, result: StepResult, taken: Taken, started: float) -> None:
-        """Counts a step that is over, and says what it has done."""
         progress, tokenizer, drift = self.progress, self._setup.tokenizer, result.drift
         refusal = None if result.refusal is None else result.refusal.sentence(tokenizer)
         progress.step += 1
@@ -226,7 +201,6 @@ class Loop:
         self._guard(step, refusal)
 
     def _values(self, result: StepResult, taken: Taken, started: float) -> dict[str, Any]:
-        """The metrics of a step, with those that every step has."""
         values, progress = dict(result.metrics), self.progress
         if values:
             norm = values["grad_norm"]
@@ -256,7 +230,6 @@ class Loop:
             self._require(step, "copies differ", self._learner.mismatch())
 
     def _evaluate(self, *, log: bool = True) -> Any:
-        """Scores of the present parameters."""
         started, phase, step = time.perf_counter(), self._phase, self.progress.step
         scores, values, samples = self._with_rewards(lambda: phase.evaluate(step))
         if log:
@@ -331,8 +304,7 @@ class Loop:
             raise GuardAbort(f"{self._phase.at(step)}: {what}: {found}; {resume_hint(self._folder, self._config)}")
 
     def _answer_signals(self) -> None:
-        """Raises `Interrupted` after a signal to any of the processes, with a durable checkpoint of this step if there is
-        anything to save yet."""
+        """Raises `Interrupted` after a signal to any of the processes, once there is a durable checkpoint of this step."""
         here = processes()
         told = here.gather("signals", self._signals.received)
         process = next((process for process, number in enumerate(told) if number is not None), None)

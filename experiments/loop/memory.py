@@ -29,13 +29,10 @@ CURES = {
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes of one device.
+    """Bytes of one device: held all the time, and on top of that at different moments, by name.
 
-    Attributes:
-        state: parameters, optimizer state, the reference, and whatever else is held all the time.
-        parts: what comes on top at different moments, by name; empty where that is not known.
-        compiling: most bytes that were held so far. In small runs the compiler takes most, to try out products.
-        host: bytes of a process, not of a device, that a checkpoint takes until it is written.
+    In small runs the compiler takes most, to try out products: `compiling` is the most that was held so far. `host` is what
+    a checkpoint takes of a process until it is written.
     """
 
     state: int
@@ -58,10 +55,8 @@ class MemoryNeed(NamedTuple):
 
 def say_memory(setup: Setup, progress: Progress, console: RunConsole, *, resumed: bool = False) -> None:
     """Compiles the programs of a step, a rollout and an evaluation, as their first calls would, and prints what they need.
-    Also prints how many came from the cache.
 
-    Raises:
-        ValueError: clearly more than there is, with what may make it fit; of a resume, what can still be changed.
+    ValueError if that is clearly more than there is, with what may make it fit; in a resume, what can still be changed.
     """
     if progress.step >= setup.config.schedule.steps:
         return
@@ -139,11 +134,7 @@ def _several_micro_batches(setup: Setup, warm_start_to_come: bool) -> bool:
 
 
 def require_room(least: int, devices: int) -> None:
-    """Refuses a run that needs more bytes than all its devices have; a CPU's are those of the machine.
-
-    Raises:
-        ValueError: it does not fit. The system would end the process without a word.
-    """
+    """Refuses a run that needs more bytes than all its devices have; a CPU's are those of the machine."""
     if jax.default_backend() == "cpu":
         here = _machine_bytes()
     else:
@@ -176,7 +167,6 @@ def _stats(devices: Sequence[jax.Device], name: str) -> list[int]:
 
 
 def size(number: int) -> str:
-    """A number of bytes, for people."""
     for power, unit in ((30, "GiB"), (20, "MiB")):
         if number >= 2**power:
             return f"{number / 2**power:.1f} {unit}"

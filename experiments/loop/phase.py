@@ -24,19 +24,9 @@ class Measured(NamedTuple):
 class Phase:
     """What one `Loop` runs: steps of a learner on what a source gives.
 
-    Attributes:
-        name: kind of its records in the log.
-        label: name of its progress on the console.
-        setup: learner, source, and the facts of the run.
-        feed: documents of its steps.
-        steps: maximum number of steps.
-        evaluate: evaluates the present parameters after a step, by its number.
-        evaluate_every: steps between evaluations; 0 for none.
-        drift_every: steps between drift reports; 0 for none.
-        evaluates_ends: whether it is also evaluated before the first step and after the last.
-        is_reached: whether scores end the phase.
-        columns: of the rows on the console.
-        rows: about so many rows there.
+    Its records in the log have the kind `name`, and its progress on the console is `label`, with about so many `rows`.
+    `evaluate` takes the number of a step; `evaluates_ends` adds the time before the first step and after the last. 0 in
+    `evaluate_every` and `drift_every` means never. `is_reached` says whether scores end the phase.
     """
 
     name: str
@@ -54,11 +44,9 @@ class Phase:
 
     @property
     def evaluation_name(self) -> str:
-        """The kind of the records of evaluations."""
         return "eval" if self.name == "train" else f"{self.name}_eval"
 
     def at(self, step: int) -> str:
-        """Names a step in a sentence."""
         return f"step {step}" if self.name == "train" else f"step {step} of the warm start"
 
 

@@ -21,7 +21,6 @@ class DocumentQueue:
         return len(self.documents) < max(number, 1)
 
     def add(self, documents: Sequence[Document]) -> None:
-        """Appends documents."""
         self.documents += tuple(documents)
 
     def rounds(self, packing: Packing, at_most: int | None = None) -> Iterator[Round]:
@@ -34,7 +33,6 @@ class DocumentQueue:
             yield taken
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Returns the documents as plain JSON values."""
         return [_to_json(document) for document in self.documents]
 
     @classmethod

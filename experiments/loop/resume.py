@@ -62,7 +62,7 @@ def resume(
 
 
 def set_up_resume(path: str, changes: Mapping[str, Any], user: UserParts = NOTHING_OWN) -> Run:
-    """Makes a run that exists; nothing is restored yet. Errors are those of `resume`."""
+    """Makes a run that exists; nothing is restored yet."""
     require_settings()
     place, step = run_and_step(path)
     folder = RunFolder.open(place)
@@ -108,12 +108,7 @@ class Resumption:
     kept: Config
 
     def check(self, setup: Setup, progress: Progress) -> None:
-        """Prints what the rest of the run needs of memory.
-
-        Raises:
-            ValueError: if the run has passed the number of steps, or a device has too little memory.
-            NothingToDo: if the run has finished.
-        """
+        """Prints what the rest of the run needs of memory; NothingToDo if it has finished, ValueError if it cannot go on."""
         step, steps = progress.step, self.kept.schedule.steps
         require(steps >= step, "--schedule.steps", f"at least {step}, the step that the run has reached", steps)
         # Written last: a run that was killed before it is finished by a resume.
@@ -128,7 +123,6 @@ class Resumption:
         say_memory(setup, progress, RunConsole(setup.config.quiet), resumed=True)
 
     def keep(self) -> None:
-        """Saves the new options."""
         if self.kept != self.stored and processes().first:
             save_config(self.folder.config, self.kept)
 

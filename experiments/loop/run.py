@@ -81,23 +81,19 @@ class Result:
 
     @property
     def params(self) -> nnx.State:
-        """The trained parameters."""
         return self.setup.params
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
-        """Held-out scores by name."""
         after = self.after.named()
         return {name: HeldOut(before, after[name]) for name, before in self.before.named().items()}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is set up but has not begun; :meth:`finish` runs it. It holds the lock of its folder, in the first process.
+    """A run that is set up but has not begun. It holds the lock of its folder, in the first process.
 
-    Attributes:
-        resumption: what a resume asks of it; None for a run that begins.
-        step: of the checkpoint to go on from; None for the newest.
+    `step` is that of the checkpoint to go on from; None for the newest.
     """
 
     setup: Setup
@@ -110,8 +106,7 @@ class Run:
     def finish(self) -> Result:
         """Warm start (or resume), evaluation, reinforcement learning, evaluation; writes the run folder as it goes.
 
-        Raises:
-            Stopped: a signal, or a guard; what was done is saved, and the curves are drawn.
+        When a signal or a guard stops it, what was done is saved, and the curves are drawn.
         """
         with self.lock or contextlib.nullcontext():
             return self._finish()
@@ -139,10 +134,7 @@ class Run:
 class Found:
     """What options and caller name, found and compared between the processes; nothing is compiled.
 
-    Attributes:
-        rewards: the caller's; None for those of the options.
-        source: likewise.
-        parts: what of the run its options do not describe.
+    Rewards and source are the caller's; None for those of the options.
     """
 
     config: Config
@@ -153,7 +145,6 @@ class Found:
     parts: RunParts
 
     def assemble(self, folder: Path, dtype: DtypeChoice, *, restored: bool = False) -> Setup:
-        """Prints what is about to run, then makes all that it consists of."""
         print_start_report(self.config, self.task, self.model, folder, dtype, self.rewards)
         given = {"model": self.model, "restored": restored, "source": self.source}
         return assemble(self.config, self.task, self.rewards, **given)
@@ -162,11 +153,7 @@ class Found:
 def find_parts(
     config: Config, user: UserParts, task: Task | SupervisedFile, source: Any, *, restored: bool = False
 ) -> Found:
-    """Finds rewards and model.
-
-    Raises:
-        ValueError: if one cannot be used, or differs between the processes of a run.
-    """
+    """Finds rewards and model, and compares them between the processes."""
     rewards = given_rewards(config, user.reward)
     require(rewards is None or not config.supervised, "reward", "none in supervised learning", "your own")
     config = dataclasses.replace(config, task=task.name)
@@ -177,7 +164,7 @@ def find_parts(
 
 
 def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
-    """Makes a run and its folder; nothing is trained yet. Errors are those of :func:`train`."""
+    """Makes a run and its folder; nothing is trained yet."""
     require_settings()
     name, source = resolve_source(config.source, user.source)
     config = dataclasses.replace(config, source=name)
@@ -198,11 +185,7 @@ def set_up(config: Config, user: UserParts = NOTHING_OWN) -> Run:
 
 
 def require_same_run(config: Config, task: Task | SupervisedFile) -> None:
-    """Refuses processes that would not compute the same run.
-
-    Raises:
-        ValueError: other versions, options or data in one of them.
-    """
+    """Refuses processes that would not compute the same run: with other versions, options or data."""
     # What one of them prints is its own affair.
     options = {
         option_name(field): to_json(value_of(config, field))
@@ -284,11 +267,6 @@ def given_task(config: Config, task: Task | None) -> Task | SupervisedFile:
 
 
 def given_rewards(config: Config, reward: Reward | RewardPairs | Rewards | None) -> Rewards | None:
-    """The caller's own rewards, if any.
-
-    Raises:
-        ValueError: options of rewards in addition to them.
-    """
     if reward is None:
         return None
     expected = "no other options where train is given a reward"
@@ -329,12 +307,6 @@ def _finish(run: Run, console: RunConsole, outcome: Outcome, seconds: float) -> 
 
 
 def _new_path(config: Config, task: Task | SupervisedFile) -> Path:
-    """Where the run folder will be.
-
-    Raises:
-        ValueError: a name that is not one of a folder, a path that exists already, or one where no folder can be made.
-        OSError: no permission, or a file system that is read-only or full.
-    """
     name = _default_name(config, task.name) if config.name is None else config.name
     require(is_folder_name(name), "--name", "the name of a folder", repr(name))
     size = len(os.fsencode(name))

@@ -44,19 +44,7 @@ NOTHING_OWN = UserParts()
 def parts_of(
     config: Config, task: Task, user: UserParts, rewards: Rewards | None, source: Any, model: ModelSource
 ) -> RunParts:
-    """Returns the parts of a run.
-
-    Args:
-        config: the options, with the names of what the user brings.
-        task: as it is asked.
-        user: what was passed from Python.
-        rewards: those of `user`, as they have been found; None for those of the options.
-        source: the user's, from Python or by name; None for the built-in one, or where it is not asked.
-        model: the model.
-
-    Raises:
-        ValueError: if the processes of a run have different parts.
-    """
+    """Returns the parts of a run; `rewards` and `source` are the caller's own, None for those of the options."""
     code = {**_task_code(task, user.task), **_reward_code(config.reward.functions, rewards)}
     if isinstance(model, UserModel):
         code[f"model {_without_own(config.model.own)}"] = (model.found, type(model.model))
@@ -93,12 +81,7 @@ def _without_own(name: str | None) -> str:
 
 
 def require_own_task(saved: RunParts, own_task: Task | None) -> None:
-    """Refuses to take the options' task for one passed from Python, or the other way round; comes before the task is
-    looked up.
-
-    Raises:
-        ValueError: if the run began with another kind of task.
-    """
+    """Refuses to take the options' task for one passed from Python, or the other way round, before the task is looked up."""
     name = None if own_task is None else type(own_task).__name__
     require(
         name == saved.task,
@@ -109,14 +92,7 @@ def require_own_task(saved: RunParts, own_task: Task | None) -> None:
 
 
 def require_same_parts(saved: RunParts, now: RunParts) -> list[str]:
-    """Compares the parts of a run that is resumed with those that it began with.
-
-    Returns:
-        A warning for each function or class whose source code has changed.
-
-    Raises:
-        ValueError: if anything but source code is different; names it.
-    """
+    """Refuses a resume with other parts, and returns a warning for each function or class whose source code has changed."""
     wanted, given = (None if rewards is None else _listed(rewards) for rewards in (saved.rewards, now.rewards))
     require(
         saved.rewards == now.rewards,
@@ -130,7 +106,6 @@ def require_same_parts(saved: RunParts, now: RunParts) -> list[str]:
 
 
 def files_of(model: ModelSource) -> tuple[tuple[str, str], ...]:
-    """Returns the sha256 of the small files of a model from disk, by name."""
     small = {} if model.pretrained is None else small_files(model.pretrained)
     return tuple(sorted((name, _sha256(data)) for name, data in small.items()))
 

@@ -33,21 +33,10 @@ class Resumption(Protocol):
 def run_to_end(
     setup: Setup, folder: RunFolder, console: RunConsole, resumption: Resumption | None = None, step: int | None = None
 ) -> Outcome:
-    """Runs the phases of a run, from the newest checkpoint of either, up to the last step.
+    """Runs the phases of a run, from the newest checkpoint of either or from a `step` of the training, up to the last step.
 
-    SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised.
-
-    Args:
-        setup: what the run consists of.
-        folder: its folder.
-        console: what it prints.
-        resumption: None for a run that begins.
-        step: of the checkpoint of the training to continue from; None for the newest.
-
-    Raises:
-        Interrupted: if a signal ended it; the message says what is kept, and the command that resumes.
-        GuardAbort: if numbers cannot be trained on, or a reward function is broken; likewise.
-        ValueError: if the run folder cannot be continued.
+    SIGTERM and SIGINT are answered between two steps: a checkpoint is written, then `Interrupted` raised. GuardAbort ends a
+    run whose numbers cannot be trained on, or whose reward function is broken.
     """
     try:
         identity = identity_of_run(folder, setup.config)

@@ -40,9 +40,7 @@ def print_start_report(
 ) -> None:
     """Prints what is about to run, and warnings about options that will not do what they seem to.
 
-    Raises:
-        ValueError: an option out of range, a prompt that does not fit, no answer that fits, or a run that needs more memory
-          than there is here.
+    ValueError if a prompt or every answer is too long, or the run needs more memory than there is here.
     """
     console = RunConsole(config.quiet)
     mesh = parse_mesh(config.mesh)
@@ -130,11 +128,7 @@ def _cache_slots(config: Config, task: Task, model: ModelSource, held_out: int) 
 
 
 def _try_rewards(rewards: Rewards, examples: list[Example], console: RunConsole) -> None:
-    """Scores two completions, so that a broken reward function ends the run before anything is compiled.
-
-    Raises:
-        RewardFailed: if a function raises or returns no number.
-    """
+    """Scores two completions, so that a broken reward function ends the run before anything is compiled."""
     texts = [(examples[0].answer, True), ("", False)]
     said = [Completion(text, num_tokens=len(text) + 1, ended=ended) for text, ended in texts]
     try:
@@ -223,10 +217,8 @@ def check_answer_lengths(
 ) -> str | None:
     """A warning of answers that are longer than completions may be, end token included; None where all fit.
 
-    The bound that a task gives has room for its own answers. Examples without an answer's text say nothing.
-
-    Raises:
-        ValueError: no completion can be right, and nothing else is rewarded.
+    The bound that a task gives has room for its own answers. Examples without an answer's text say nothing. ValueError if no
+    completion can be right, and nothing else is rewarded.
     """
     room = config.rollout.max_new_tokens
     if room is None:

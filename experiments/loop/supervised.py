@@ -25,14 +25,7 @@ from jaxlogp.errors import require
 
 
 class SupervisedFile:
-    """A file of conversations in the place of a task; see `experiments.experience.conversations`.
-
-    Args:
-        path: of the file.
-
-    Attributes:
-        name: "sft:" and the absolute path, the task of a run.
-    """
+    """A file of conversations in the place of a task; see `experiments.experience.conversations`."""
 
     alphabet: ClassVar[None] = None
 
@@ -42,7 +35,6 @@ class SupervisedFile:
 
     @property
     def name(self) -> str:
-        """The task of a run."""
         return f"{SUPERVISED}{self.path}"
 
     @functools.cached_property
@@ -51,11 +43,7 @@ class SupervisedFile:
         return digest_of(self.path)[1]
 
     def load(self, tokenizer: Tokenizer) -> Conversations:
-        """Returns the documents, which are read once for each tokenizer.
-
-        Raises:
-            ValueError: if a line cannot be trained on, there is nothing to train on, or the file has changed.
-        """
+        """Returns the documents, which are read once for each tokenizer; ValueError if the file has changed."""
         if self._loaded is None or self._loaded[0] is not tokenizer:
             found = load_conversations(self.path, tokenizer, Limits(vocab_size=tokenizer.vocab_size))
             require(found.digest == self.digest, "--data.path", "a file that does not change", self.path)
@@ -68,11 +56,6 @@ class SupervisedFile:
         return self._loaded[1]
 
     def sizes(self, tokenizer: Tokenizer, schedule: ScheduleConfig, mesh: MeshSpec, leaf_rows: int | None) -> Sizes:
-        """Returns the sizes of a run.
-
-        Raises:
-            ValueError: if the longest document does not fit into a row, or the mesh does not divide it.
-        """
         documents = self.load(tokenizer).documents
         longest = max(document.tokens.size for split in documents.values() for document in split)
         row = row_length_for(longest, schedule, mesh, self.path)
@@ -81,11 +64,7 @@ class SupervisedFile:
 
 
 def find_task(config: Config) -> "Task | SupervisedFile":
-    """Returns the task that options name, or the file of a supervised run.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Returns the task that options name, or the file of a supervised run."""
     if config.supervised:
         return SupervisedFile(config.task.removeprefix(SUPERVISED))
     return config.data.task(config.task, config.seed)
@@ -103,12 +82,10 @@ class EvaluatedLoss:
 
     @property
     def scores(self) -> HeldOutLoss:
-        """How well they are predicted."""
         loss = self.nats / self.labels
         return HeldOutLoss(loss, math.exp(min(loss, math.log(np.finfo(np.float64).max))))
 
     def metrics(self) -> dict[str, float]:
-        """Values for the log."""
         return {**{f"held_out_{name}": value for name, value in self.scores._asdict().items()}, "labels": self.labels}
 
 
@@ -122,11 +99,9 @@ class LossEvaluation:
 
     @property
     def size(self) -> str:
-        """What is scored, in words."""
         return f"{len(self._documents)} of {self._all} held-out documents"
 
     def of(self, policy: Policy) -> EvaluatedLoss:
-        """Evaluates a policy."""
         log_probs = policy.log_probs(self._documents)
         nats = -math.fsum(value for each in log_probs for value in each.tolist())
         return EvaluatedLoss(nats, sum(document.num_labels for document in self._documents), self._documents)
